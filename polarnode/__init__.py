@@ -1,0 +1,1 @@
+"""polarnode: reinforcement learning of language agents on the harnesses people really use."""

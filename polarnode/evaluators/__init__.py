@@ -1,0 +1,1 @@
+"""One file an evaluator, given a Runtime and what the session recorded."""

@@ -1,0 +1,1 @@
+"""One file a harness: how it is started and pointed at its endpoint."""

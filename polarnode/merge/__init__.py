@@ -1,0 +1,1 @@
+"""Turns into training sequences."""

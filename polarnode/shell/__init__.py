@@ -1,0 +1,1 @@
+"""Whatever waits, and is not the web."""

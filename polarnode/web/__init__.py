@@ -1,0 +1,1 @@
+"""The two planes: what harnesses reach and what trainers reach."""
