@@ -1,0 +1,30 @@
+"""Which evaluator a task means: one of ours by name, or the user's own by import path."""
+
+from polarnode import plugins
+from polarnode.errors import Refused
+from polarnode.evaluators import command, session_completed
+from polarnode.evaluators.evaluator import Evaluator
+from polarnode.tasks import EvaluatorSpec
+
+EVALUATORS = {module.EVALUATOR.name: module.EVALUATOR for module in (session_completed, command)}
+
+
+def find(spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = ()) -> Evaluator:
+    """The evaluator of a task, its config already looked at. An import path must lead to an `Evaluator` value."""
+    evaluator = _named(spec) if spec.import_path is None else _imported(spec.import_path, allowed_imports)
+    evaluator.check(spec.config)
+    return evaluator
+
+
+def _named(spec: EvaluatorSpec) -> Evaluator:
+    evaluator = EVALUATORS.get(spec.name)
+    if evaluator is None:
+        raise Refused(f"no evaluator is called {spec.name}; there are: {', '.join(sorted(EVALUATORS))}", path="$.evaluator.name")
+    return evaluator
+
+
+def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Evaluator:
+    found = plugins.load(import_path, allowed=allowed_imports)
+    if not isinstance(found, Evaluator):
+        raise Refused(f"{import_path} is not a polarnode.evaluators.evaluator.Evaluator", path="$.evaluator.import_path")
+    return found

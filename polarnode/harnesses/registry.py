@@ -1,0 +1,29 @@
+"""Which harness a task means: one of ours by name, or the user's own by import path."""
+
+from polarnode import plugins
+from polarnode.errors import Refused
+from polarnode.harnesses import claude_code, mini_swe_agent, pi, shell
+from polarnode.harnesses.harness import Harness
+from polarnode.tasks import HarnessSpec
+
+HARNESSES = {module.HARNESS.name: module.HARNESS for module in (pi, mini_swe_agent, claude_code, shell)}
+
+
+def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
+    """The harness of a task. An import path must lead to a `Harness` value, and below a prefix the node's config allows."""
+    if spec.import_path is not None:
+        return _imported(spec.import_path, allowed_imports)
+    harness = HARNESSES.get(spec.name)
+    if harness is None:
+        raise Refused(f"no harness is called {spec.name}; there are: {', '.join(sorted(HARNESSES))}", path="$.harness.name")
+    if spec.version not in (None, harness.version):
+        pinned = f"pins {harness.version}" if harness.version else "has no version"
+        raise Refused(f"the image of {spec.name} {pinned}, not {spec.version}: leave version out", path="$.harness.version")
+    return harness
+
+
+def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Harness:
+    found = plugins.load(import_path, allowed=allowed_imports)
+    if not isinstance(found, Harness):
+        raise Refused(f"{import_path} is not a polarnode.harnesses.harness.Harness", path="$.harness.import_path")
+    return found

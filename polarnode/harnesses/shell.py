@@ -1,0 +1,47 @@
+"""`shell`: any program that can be told its base URL. The task gives the command as argv; nothing is interpreted.
+
+In each argument `{instruction}`, `{base_url}`, `{key}`, `{model}` and `{workdir}` are replaced, once and literally. The same values are in the
+environment, under the names the official SDKs read, so most programs need no argument at all.
+"""
+
+import re
+
+from polarnode.errors import Refused
+from polarnode.harnesses.harness import Harness, environment, model_name, only_settings
+from polarnode.ports import HarnessOrder, Launch
+
+
+def launch(order: HarnessOrder) -> Launch:
+    """The task's own command with the endpoint in its environment."""
+    only_settings(order.settings, ())
+    if not order.command:
+        raise Refused('the shell harness needs a command, such as ["python3", "agent.py"]', path="$.harness.command")
+    return Launch(argv=tuple(_filled(part, order) for part in order.command), env=environment(order, endpoint_environment(order)), files={})
+
+
+def endpoint_environment(order: HarnessOrder) -> dict[str, str]:
+    """The endpoint as the SDKs of the providers read it."""
+    base, key, name = order.endpoint.base_url, order.endpoint.key, model_name(order)
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": name,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": name,
+        "POLARNODE_INSTRUCTION": order.instruction,
+    }
+
+
+def _filled(part: str, order: HarnessOrder) -> str:
+    known = {
+        "instruction": order.instruction,
+        "base_url": order.endpoint.base_url,
+        "key": order.endpoint.key,
+        "model": model_name(order),
+        "workdir": order.workdir,
+    }
+    return re.sub(r"\{(\w+)\}", lambda found: known.get(found[1], found[0]), part)
+
+
+HARNESS = Harness(name="shell", version=None, image="base", launch=launch)
