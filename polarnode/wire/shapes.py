@@ -1,0 +1,249 @@
+"""The converter: which JSON fits which Python type, strictly, and in whose words a misfit is refused.
+
+Rules for whoever edits it. A hook either returns the value or raises `Mismatch` with a predicate ("must be a string, not a number"); the
+path is not its business, `core.py` collects it. Anything else that a hook raises is a bug of ours and must not become the client's 400.
+Nothing is coerced: "5" is not a number and 5 is not a text, because a silent reading of what was not said trains on the wrong thing.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+from cattrs import BaseValidationError, Converter
+from cattrs.errors import IterableValidationError, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+
+Hook = Callable[[Any, Any], Any]
+
+KIND_WORDS = {"boolean": "a boolean", "number": "a number", "string": "a string", "array": "a list", "object": "an object", "null": "null"}
+
+
+class Mismatch(Refused):
+    """A value that does not fit; the text is a predicate without its subject."""
+
+
+def kind_of(value: object) -> str:
+    """The JSON kind of a value that came out of a JSON reader."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+    raise TypeError(f"not a JSON value: {type(value).__name__}")
+
+
+def _misfit(expected: str, value: object) -> Mismatch:
+    return Mismatch(f"must be {expected}, not {KIND_WORDS[kind_of(value)]}")
+
+
+# ── one hook a kind ───────────────────────────────────────────────────────────
+
+
+def _string(value: Any, _: Any) -> str:
+    if not isinstance(value, str):
+        raise _misfit("a string", value)
+    return value
+
+
+def _boolean(value: Any, _: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _misfit("true or false", value)
+    return value
+
+
+def _whole(value: Any, _: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # JavaScript has one kind of number, and writes 1e3 for 1000
+    if isinstance(value, float):
+        raise Mismatch(f"must be a whole number, not {value}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _misfit("a whole number", value)
+    return value
+
+
+def _number(value: Any, _: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _misfit("a number", value)
+    return float(value)
+
+
+def _nothing(value: Any, _: Any) -> None:
+    if value is not None:
+        raise _misfit("null", value)
+
+
+def _as_is(value: Any, _: Any) -> Any:
+    return value
+
+
+def _literal_hook(shape: Any) -> Hook:
+    options = get_args(shape)
+
+    def structure_literal(value: Any, _: Any) -> Any:
+        for option in options:
+            if type(option) is type(value) and option == value:
+                return option
+        said = repr(value) if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
+        raise Mismatch(f"must be {_listed(options)}, not {said}")
+
+    return structure_literal
+
+
+def _listed(options: Sequence[object]) -> str:
+    return repr(options[0]) if len(options) == 1 else "one of " + ", ".join(repr(option) for option in options)
+
+
+# ── containers ────────────────────────────────────────────────────────────────
+
+
+def _sequence_hook(shape: Any, converter: Converter) -> Hook:
+    inner = get_args(shape)[0]
+    hook = converter.get_structure_hook(inner)
+    make: Callable[[list[Any]], Any] = tuple if get_origin(shape) is tuple else list
+
+    def structure_sequence(value: Any, _: Any) -> Any:
+        if not isinstance(value, list):
+            raise _misfit("a list", value)
+        return make(_each(enumerate(value), hook, inner, shape))
+
+    return structure_sequence
+
+
+def _mapping_hook(shape: Any, converter: Converter) -> Hook:
+    inner = get_args(shape)[1]
+    hook = converter.get_structure_hook(inner)
+
+    def structure_mapping(value: Any, _: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _misfit("an object", value)
+        return dict(zip(value, _each(value.items(), hook, inner, shape), strict=True))
+
+    return structure_mapping
+
+
+def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
+    found = []
+    for index, item in items:
+        try:
+            found.append(hook(item, inner))
+        except (BaseValidationError, Refused) as error:
+            error.add_note(IterableValidationNote("item", index, inner))
+            raise IterableValidationError("items", [error], shape) from None
+    return found
+
+
+def _class_hook(cls: Any, converter: Converter) -> Hook:
+    hook = make_dict_structure_fn(cls, converter)
+
+    def structure_class(value: Any, shape: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _misfit("an object", value)
+        return hook(value, shape)
+
+    return structure_class
+
+
+# ── unions: the JSON kind chooses, then a tag, then the order they are written in ──
+
+
+def _kinds(shape: Any) -> frozenset[str]:
+    if get_origin(shape) is Literal:
+        return frozenset(kind_of(option) for option in get_args(shape))
+    simple = {type(None): "null", None: "null", bool: "boolean", int: "number", float: "number", str: "string"}
+    if shape in simple:
+        return frozenset({simple[shape]})
+    return frozenset({"array" if _is_sequence(shape) else "object"})
+
+
+def _union_hook(shape: Any, converter: Converter) -> Hook:
+    members = [(member, _kinds(member), converter.get_structure_hook(member)) for member in get_args(shape)]
+    classes = [member for member in get_args(shape) if attrs.has(member)]
+    tags = _tags(classes)
+    expected = " or ".join(KIND_WORDS[kind] for kind in KIND_WORDS if any(kind in kinds for _, kinds, _ in members))
+
+    def structure_union(value: Any, _: Any) -> Any:
+        kind = kind_of(value)
+        fitting = [(member, hook) for member, kinds, hook in members if kind in kinds]
+        if not fitting:
+            raise _misfit(expected, value)
+        if kind == "object" and tags is not None:
+            chosen = _by_tag(value, *tags)
+            return converter.get_structure_hook(chosen)(value, chosen)
+        return _first_fit(value, fitting)
+
+    return structure_union
+
+
+def _first_fit(value: Any, fitting: Sequence[tuple[Any, Hook]]) -> Any:
+    for member, hook in fitting[:-1]:
+        try:
+            return hook(value, member)
+        except (BaseValidationError, Refused):
+            continue
+    member, hook = fitting[-1]
+    return hook(value, member)
+
+
+def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
+    """The field all classes spell as a Literal (`type`, `role` …) and which class each of its values names."""
+    if len(classes) < 2:
+        return None
+    shared = [{a.alias: get_args(a.type) for a in attrs.fields(cls) if get_origin(a.type) is Literal} for cls in classes]
+    for tag in shared[0]:
+        if all(tag in literals for literals in shared):
+            return tag, {option: cls for cls, literals in zip(classes, shared, strict=True) for option in literals[tag]}
+    return None
+
+
+def _by_tag(value: dict[str, Any], tag: str, classes: dict[str, Any]) -> Any:
+    said = value.get(tag)
+    if isinstance(said, str) and said in classes:
+        return classes[said]
+    options = _listed(sorted(classes))
+    raise Mismatch(f"needs {tag!r}: {options}" if said is None else f"has an unknown {tag!r}: it must be {options}, not {said!r}")
+
+
+# ── which hook for which type ─────────────────────────────────────────────────
+
+
+def _is_union(shape: Any) -> bool:
+    return get_origin(shape) in (Union, types.UnionType)
+
+
+def _is_sequence(shape: Any) -> bool:
+    origin, inner = get_origin(shape), get_args(shape)
+    return origin in (list, Sequence) or (origin is tuple and len(inner) == 2 and inner[1] is ...)
+
+
+def _is_mapping(shape: Any) -> bool:
+    return get_origin(shape) in (dict, Mapping)
+
+
+def _is_anything(shape: Any) -> bool:
+    return shape is object or shape is Any or bool(shape == Json)
+
+
+def make_converter(*, forbid_extra: bool) -> Converter:
+    """A converter for JSON that came from outside. Later rules win, so the general ones come first."""
+    converter = Converter(forbid_extra_keys=forbid_extra, detailed_validation=True, use_alias=True)
+    for shape, hook in ((str, _string), (bool, _boolean), (int, _whole), (float, _number), (type(None), _nothing)):
+        converter.register_structure_hook(shape, hook)
+    converter.register_structure_hook_factory(attrs.has, lambda shape: _class_hook(shape, converter))
+    converter.register_structure_hook_factory(lambda shape: get_origin(shape) is Literal, _literal_hook)
+    converter.register_structure_hook_factory(_is_sequence, lambda shape: _sequence_hook(shape, converter))
+    converter.register_structure_hook_factory(_is_mapping, lambda shape: _mapping_hook(shape, converter))
+    converter.register_structure_hook_factory(_is_union, lambda shape: _union_hook(shape, converter))
+    converter.register_structure_hook_func(_is_anything, _as_is)
+    return converter
