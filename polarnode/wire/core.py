@@ -6,6 +6,7 @@ bug and passes through as itself (a caught `Exception` here once blamed the clie
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -38,6 +39,17 @@ def read_json(body: bytes) -> Json:
 def dump_json(value: Json) -> bytes:
     """`value` as compact UTF-8 JSON. A float that is not finite becomes null, as JSON has no word for it."""
     return orjson.dumps(value)
+
+
+def plain(value: Any) -> Any:
+    """An attrs value as JSON: classes to objects, tuples to lists, everything else as it is. Not for classes that hold arrays."""
+    if attrs.has(type(value)):
+        return {field.alias: plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    return value
 
 
 def structure(value: Json, cls: type[T], *, forbid_extra: bool = False) -> T:

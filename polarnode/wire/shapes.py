@@ -22,6 +22,11 @@ Hook = Callable[[Any, Any], Any]
 KIND_WORDS = {"boolean": "a boolean", "number": "a number", "string": "a string", "array": "a list", "object": "an object", "null": "null"}
 
 
+def _origin(shape: Any) -> Any:
+    """`get_origin`, whose stub says ParamSpec where a special form is meant."""
+    return get_origin(shape)
+
+
 class Mismatch(Refused):
     """A value that does not fit; the text is a predicate without its subject."""
 
@@ -111,7 +116,7 @@ def _listed(options: Sequence[object]) -> str:
 def _sequence_hook(shape: Any, converter: Converter) -> Hook:
     inner = get_args(shape)[0]
     hook = converter.get_structure_hook(inner)
-    make: Callable[[list[Any]], Any] = tuple if get_origin(shape) is tuple else list
+    make: Callable[[list[Any]], Any] = tuple if _origin(shape) is tuple else list
 
     def structure_sequence(value: Any, _: Any) -> Any:
         if not isinstance(value, list):
@@ -159,7 +164,7 @@ def _class_hook(cls: Any, converter: Converter) -> Hook:
 
 
 def _kinds(shape: Any) -> frozenset[str]:
-    if get_origin(shape) is Literal:
+    if _origin(shape) is Literal:
         return frozenset(kind_of(option) for option in get_args(shape))
     simple = {type(None): "null", None: "null", bool: "boolean", int: "number", float: "number", str: "string"}
     if shape in simple:
@@ -200,7 +205,7 @@ def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
     """The field all classes spell as a Literal (`type`, `role` …) and which class each of its values names."""
     if len(classes) < 2:
         return None
-    shared = [{a.alias: get_args(a.type) for a in attrs.fields(cls) if get_origin(a.type) is Literal} for cls in classes]
+    shared = [{a.alias: get_args(a.type) for a in attrs.fields(cls) if _origin(a.type) is Literal} for cls in classes]
     for tag in shared[0]:
         if all(tag in literals for literals in shared):
             return tag, {option: cls for cls, literals in zip(classes, shared, strict=True) for option in literals[tag]}
@@ -219,20 +224,22 @@ def _by_tag(value: dict[str, Any], tag: str, classes: dict[str, Any]) -> Any:
 
 
 def _is_union(shape: Any) -> bool:
-    return get_origin(shape) in (Union, types.UnionType)
+    return _origin(shape) in (Union, types.UnionType)
 
 
 def _is_sequence(shape: Any) -> bool:
-    origin, inner = get_origin(shape), get_args(shape)
-    return origin in (list, Sequence) or (origin is tuple and len(inner) == 2 and inner[1] is ...)
+    origin = _origin(shape)
+    inner = get_args(shape)
+    return origin in (list, Sequence) or (origin is tuple and inner[1:] == (...,))
 
 
 def _is_mapping(shape: Any) -> bool:
-    return get_origin(shape) in (dict, Mapping)
+    return _origin(shape) in (dict, Mapping)
 
 
 def _is_anything(shape: Any) -> bool:
-    return shape is object or shape is Any or bool(shape == Json)
+    anything: list[Any] = [object, Any, Json]
+    return shape in anything
 
 
 def make_converter(*, forbid_extra: bool) -> Converter:
@@ -241,7 +248,7 @@ def make_converter(*, forbid_extra: bool) -> Converter:
     for shape, hook in ((str, _string), (bool, _boolean), (int, _whole), (float, _number), (type(None), _nothing)):
         converter.register_structure_hook(shape, hook)
     converter.register_structure_hook_factory(attrs.has, lambda shape: _class_hook(shape, converter))
-    converter.register_structure_hook_factory(lambda shape: get_origin(shape) is Literal, _literal_hook)
+    converter.register_structure_hook_factory(lambda shape: _origin(shape) is Literal, _literal_hook)
     converter.register_structure_hook_factory(_is_sequence, lambda shape: _sequence_hook(shape, converter))
     converter.register_structure_hook_factory(_is_mapping, lambda shape: _mapping_hook(shape, converter))
     converter.register_structure_hook_factory(_is_union, lambda shape: _union_hook(shape, converter))

@@ -1,0 +1,139 @@
+"""What a TaskSpec must also satisfy, as a list of laws: (does it hold, where, what to write instead). Pure, ordered, no exceptions.
+
+The rule for whoever edits it: a new field of `tasks.py` with a range, a name or a path in it gets its line here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
+from typing import NamedTuple
+
+from polarnode.conversation import Sampling
+from polarnode.tasks import Budgets, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.wire.core import child
+
+
+class Law(NamedTuple):
+    """One demand on one field; `sentence` is a predicate for the field at `path`."""
+
+    holds: bool
+    path: str
+    sentence: str
+
+
+MAX_SAMPLES = 4096  # a GRPO group is 8-64; a pass@k study asks a thousand; more is a mistyped number that fills the queue
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # stands in a URL path, a container label and an SSE filter unescaped
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")  # an OCI reference or a folder of runtimes/; never an option or a path upwards
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
+
+
+def first_broken(laws: Iterable[Law]) -> Law | None:
+    return next((law for law in laws if not law.holds), None)
+
+
+def task_laws(spec: TaskSpec) -> Iterator[Law]:
+    """Every law of a task but those on the content of files."""
+    yield Law(bool(spec.instruction.strip()), "$.instruction", "is empty: say what the agent should do")
+    yield Law("\0" not in spec.instruction, "$.instruction", "has a NUL character: it can not be an argument of a program")
+    yield from _name_laws(spec.task_id, "$.task_id")
+    yield from _name_laws(spec.group_id, "$.group_id")
+    yield Law(1 <= spec.num_samples <= MAX_SAMPLES, "$.num_samples", f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}")
+    yield Law(0 <= spec.priority <= 100, "$.priority", f"must be 0 to 100, not {spec.priority}")
+    yield from _harness_laws(spec.harness)
+    yield from _runtime_laws(spec.runtime)
+    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
+    yield from _import_laws(spec.evaluator.import_path, "$.evaluator.import_path")
+    yield from _budget_laws(spec.budgets)
+    yield from sampling_laws(spec.sampling, "$.sampling")
+
+
+def _name_laws(name: str | None, path: str) -> Iterator[Law]:
+    sentence = "must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with a letter or digit"
+    yield Law(name is None or NAME.fullmatch(name) is not None, path, sentence)
+
+
+def _import_laws(name: str | None, path: str) -> Iterator[Law]:
+    yield Law(name is None or IMPORT_PATH.fullmatch(name) is not None, path, "must look like package.module:attribute")
+
+
+def _harness_laws(harness: HarnessSpec) -> Iterator[Law]:
+    yield Law(bool(harness.name.strip()), "$.harness.name", "is empty: name a harness")
+    yield from _import_laws(harness.import_path, "$.harness.import_path")
+    needs = harness.name == "shell" and harness.import_path is None
+    yield Law(not needs or harness.command is not None, "$.harness.command", "is missing: the harness shell runs a command, given as argv")
+    if harness.command is not None:
+        yield from _argv_laws(harness.command, "$.harness.command")
+    yield from _env_laws(harness.env, "$.harness.env")
+
+
+def _argv_laws(argv: tuple[str, ...], path: str) -> Iterator[Law]:
+    yield Law(bool(argv) and bool(argv[0]), path, "is empty: give the program and its arguments")
+    yield Law(not any("\0" in word for word in argv), path, "has a NUL character: no program takes one")
+
+
+def _env_laws(env: Mapping[str, str], path: str) -> Iterator[Law]:
+    for name, value in env.items():
+        where = child(path, name)
+        yield Law(VARIABLE.fullmatch(name) is not None, where, "is not a variable's name: use letters, digits and '_'")
+        yield Law("\0" not in value, where, "has a NUL character: no environment takes one")
+
+
+def _runtime_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+    image_ok = IMAGE.fullmatch(runtime.image) is not None and ".." not in runtime.image and "//" not in runtime.image
+    yield Law(image_ok, "$.runtime.image", "is not an image's name: use a folder of runtimes/ or a reference like localhost/agent:1")
+    yield Law(runtime.workdir.startswith("/"), "$.runtime.workdir", f"must be an absolute path, not {runtime.workdir!r}")
+    yield from _path_laws(runtime.workdir, "$.runtime.workdir")
+    yield Law(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
+    yield Law(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
+    yield Law(runtime.memory_mb >= 16, "$.runtime.memory_mb", f"must be 16 or more (a shell does not start in less), not {runtime.memory_mb}")
+    yield Law(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
+    yield from _env_laws(runtime.env, "$.runtime.env")
+    for index, file in enumerate(runtime.files):
+        yield from _file_laws(file, f"$.runtime.files[{index}]")
+    for name, steps in (("prepare", runtime.prepare), ("eval_prepare", runtime.eval_prepare)):
+        for index, step in enumerate(steps):
+            yield from _step_laws(step, f"$.runtime.{name}[{index}]")
+
+
+def _path_laws(name: str, path: str) -> Iterator[Law]:
+    yield Law(".." not in name.split("/"), path, "must not climb with '..': write the path it means")
+    yield Law("\0" not in name, path, "has a NUL character: no file system takes one")
+
+
+def _file_laws(file: FileSpec, path: str) -> Iterator[Law]:
+    named = bool(file.path.strip("/")) and not file.path.endswith("/")
+    yield Law(named, f"{path}.path", "must name a file, relative to the workdir or absolute")
+    yield from _path_laws(file.path, f"{path}.path")
+    yield Law(0 <= file.mode <= 0o777, f"{path}.mode", "must be permission bits, 0 to 511 (0o777)")
+
+
+def _step_laws(step: PrepareStep, path: str) -> Iterator[Law]:
+    yield from _argv_laws(step.argv, f"{path}.argv")
+    yield Law(step.user is None or USER.fullmatch(step.user) is not None, f"{path}.user", "must be a user's name or number")
+
+
+def _budget_laws(budgets: Budgets) -> Iterator[Law]:
+    for name, seconds in (("init_s", budgets.init_s), ("run_s", budgets.run_s), ("post_s", budgets.post_s)):
+        yield Law(isfinite(seconds) and seconds > 0, f"$.budgets.{name}", f"must be more than 0 seconds, not {seconds}")
+    for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
+        yield Law(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
+
+
+def sampling_laws(sampling: Sampling, path: str) -> Iterator[Law]:
+    """The ranges the engine takes; also for a provider's request that gives a path of its own."""
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
+        ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
+    )
+    for name, value, low, high in ranges:
+        yield Law(value is None or low <= value <= high, f"{path}.{name}", f"must be {low:g} to {high:g}, not {value}")
+    top_p, top_k, repetition = sampling.top_p, sampling.top_k, sampling.repetition_penalty
+    yield Law(top_p is None or 0 < top_p <= 1, f"{path}.top_p", f"must be more than 0 and at most 1, not {top_p}")
+    yield Law(top_k is None or top_k == -1 or top_k >= 1, f"{path}.top_k", f"must be 1 or more, or -1 for all, not {top_k}")
+    yield Law(repetition is None or 0 < repetition <= 2, f"{path}.repetition_penalty", f"must be more than 0 and at most 2, not {repetition}")
+    yield Law(sampling.max_tokens is None or sampling.max_tokens >= 1, f"{path}.max_tokens", f"must be 1 or more, not {sampling.max_tokens}")
+    yield Law(all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token")
