@@ -63,6 +63,7 @@ class Turn:
     version_spans: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = "stop"
     request_key: str = ""  # what was asked, for recognising a retry
+    before_key: str = ""  # lineage key of the request's whole path, so that a session can be rebuilt from its turns
     message_key: str = ""  # lineage key after the returned message
     answer: Answer | None = None
     asked: Sampling = field(factory=Sampling)
