@@ -1,0 +1,53 @@
+"""Anthropic Messages: what Claude Code speaks, and Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and OpenClaw when told to.
+
+`shapes` is the JSON we take, `messages` and `read` make a conversation of it, `write` an answer, `errors` a fault, `ids` spells our
+references; this file only ties them together.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from attrs import frozen
+
+from polarnode.conversation import Answer, Json, ModelRequest, Usage
+from polarnode.providers.anthropic import errors, write
+from polarnode.providers.anthropic.read import read
+from polarnode.providers.contract import Call, Fault, Reply, ServedModel, StreamWriter
+from polarnode.wire import dump_json
+
+
+@frozen
+class Anthropic:
+    """The dialect; holds nothing."""
+
+    name: str = "anthropic"
+
+    def read(self, body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool = False) -> ModelRequest:
+        return read(body, headers=headers, model=model, counting=counting)
+
+    def whole(self, call: Call, answer: Answer, usage: Usage) -> bytes:
+        return write.whole(call, answer, usage)
+
+    def stream(self, call: Call) -> StreamWriter:
+        return write.MessageStream(call)
+
+    def error(self, fault: Fault) -> Reply:
+        return errors.error(fault)
+
+    def count(self, tokens: int) -> bytes | None:
+        return dump_json({"input_tokens": tokens})
+
+    def models(self, served: ServedModel) -> bytes:
+        return dump_json({"data": [_entry(served, served.id)], "has_more": False, "first_id": served.id, "last_id": served.id})
+
+    def model(self, served: ServedModel, *, asked: str) -> bytes:
+        return dump_json(_entry(served, asked))
+
+
+def _entry(served: ServedModel, name: str) -> Json:
+    created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    length = served.context_length
+    return {"type": "model", "id": name, "display_name": name, "created_at": created, "max_input_tokens": length, "max_tokens": length}
+
+
+ANTHROPIC = Anthropic()

@@ -1,0 +1,157 @@
+"""Anthropic Messages: an answer, whole or as events.
+
+The rules: every event has its `event:` line (without it Claude Code sees nothing and asks a second time); a tool's input comes only as
+`input_json_delta` (input in the block's start is ignored and the tool called with {}); every thinking block is signed before it stops.
+"""
+
+import json
+from typing import Literal, assert_never
+
+from attrs import define
+
+from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
+from polarnode.providers.anthropic import errors
+from polarnode.providers.anthropic.ids import outward
+from polarnode.providers.contract import Call, Fault
+from polarnode.providers.sse import event
+from polarnode.wire import dump_json
+
+
+def stop_reason(answer: Answer) -> str:
+    """Why it ended. Calls win, as in every dialect; a sample cut by an abort is called `max_tokens`: both say that more was to come."""
+    if answer.calls:
+        return "tool_use"
+    match answer.finish_reason:
+        case "stop" | "tool_calls":
+            return "end_turn"
+        case "stop_string":
+            return "stop_sequence"
+        case "length" | "abort" | "error":
+            return "max_tokens"
+        case _:
+            assert_never(answer.finish_reason)
+
+
+def _stop(answer: Answer) -> dict[str, Json]:
+    reason = stop_reason(answer)
+    return {"stop_reason": reason, "stop_sequence": answer.stop_string if reason == "stop_sequence" else None}
+
+
+def usage_json(usage: Usage) -> dict[str, Json]:
+    """`input_tokens` are those not read from the cache, as this API counts."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def arguments_json(arguments: str) -> Json:
+    """A call's input. What is no JSON is handed on as the text it is: the harness's own check of it then tells the model."""
+    try:
+        value: Json = json.loads(arguments or "{}")
+        dump_json(value)  # a lone surrogate in a sampled escape reads here, and could not be sent
+    except (ValueError, TypeError, RecursionError):
+        return arguments
+    return value
+
+
+def block_json(part: Part, signature: str) -> Json:
+    match part:
+        case TextPart(text):
+            return {"type": "text", "text": text}
+        case ThinkingPart(text):
+            return {"type": "thinking", "thinking": text, "signature": signature}
+        case ToolCall():
+            return {"type": "tool_use", "id": outward(part.id), "name": part.name, "input": arguments_json(part.arguments)}
+        case _:
+            assert_never(part)
+
+
+def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
+    """A `message` body."""
+    blocks: list[Json] = [block_json(part, call.signature) for part in answer.parts]
+    return dump_json(_head(call) | {"content": blocks} | _stop(answer) | {"usage": usage_json(usage)})
+
+
+def _head(call: Call) -> dict[str, Json]:
+    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
+
+
+def _event(kind: str, **fields: Json) -> bytes:
+    return event({"type": kind, **fields}, name=kind)
+
+
+@define(eq=False)
+class MessageStream:
+    """One answer as events. Blocks are numbered as they open; at most one is open, and a delta of another kind closes it."""
+
+    call: Call
+    started: bool = False
+    shown: bool = False  # something a client keeps (text, a call) is out
+    open: Literal["text", "thinking"] | None = None
+    index: int = 0
+
+    def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
+        if self.started:
+            return b""
+        self.started = True
+        counts = usage_json(Usage(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        empty: dict[str, Json] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=_head(self.call) | empty | {"usage": counts})
+
+    def delta(self, delta: Delta) -> bytes:
+        match delta:
+            case TextDelta(text):
+                self.shown = self.shown or bool(text)
+                return self._begun() + self._in_block("text") + self._delta({"type": "text_delta", "text": text}) if text else b""
+            case ThinkingDelta(text):
+                return self._begun() + self._in_block("thinking") + self._delta({"type": "thinking_delta", "thinking": text}) if text else b""
+            case ToolCall():
+                self.shown = True
+                return self._begun() + self._close() + self._tool_use(delta)
+            case _:
+                assert_never(delta)
+
+    def keep_alive(self) -> bytes:
+        """A ping; this API allows them anywhere, and its SDKs drop them before they look at the order of events."""
+        return _event("ping")
+
+    def end(self, answer: Answer, usage: Usage) -> bytes:
+        begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        return begun + self._close() + _event("message_delta", delta=_stop(answer), usage=usage_json(usage)) + _event("message_stop")
+
+    def failed(self, fault: Fault) -> bytes | None:
+        """Break the connection while nothing is shown: Claude Code then asks the same again, streamed. Later it would keep the half text and
+        add a message about it, so an `error` event tells it to drop the half: it asks the same again, unstreamed."""
+        return event(errors.body(fault), name="error") if self.shown else None
+
+    def _begun(self) -> bytes:
+        return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
+
+    def _in_block(self, kind: Literal["text", "thinking"]) -> bytes:
+        if self.open == kind:
+            return b""
+        closed, self.open = self._close(), kind
+        empty: Json = {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+        return closed + _event("content_block_start", index=self.index, content_block=empty)
+
+    def _close(self) -> bytes:
+        if self.open is None:
+            return b""
+        signed = self._delta({"type": "signature_delta", "signature": self.call.signature}) if self.open == "thinking" else b""
+        self.open = None
+        return signed + self._stop_block()
+
+    def _tool_use(self, call: ToolCall) -> bytes:
+        empty: Json = {"type": "tool_use", "id": outward(call.id), "name": call.name, "input": {}}
+        started = _event("content_block_start", index=self.index, content_block=empty)
+        return started + self._delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"}) + self._stop_block()
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=self.index, delta=delta)
+
+    def _stop_block(self) -> bytes:
+        index, self.index = self.index, self.index + 1
+        return _event("content_block_stop", index=index)

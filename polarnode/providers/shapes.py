@@ -1,0 +1,118 @@
+"""What the providers' shapes share: reading a body, refusing a field, and putting parts of text together.
+
+A provider's shapes are attrs classes that say which JSON we take; `wire.structure` reads them and finds the path of what does not fit.
+The rule for whoever edits them: unknown fields are always taken (a 400 makes Claude Code change its prompt and ends most others), content
+we can not show the model never is. A validator raises `Refused`; without a path it names the object, with one it names a field of it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.wire import dump_json, read_json, structure
+
+T = TypeVar("T")
+
+Check = Callable[[Any, Any, Any], None]
+
+# In this order: a surrogate pair, a surrogate alone, any other escape (so that `\\ud800`, an escaped backslash, is stepped over).
+_ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
+
+
+def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
+    """The body as a `shape`, and the paths of its top-level fields that the shape does not know. Refused with a path."""
+    value = _json(body)
+    found = structure(value, shape)
+    return found, _unknown(value, shape) if isinstance(value, dict) else ()
+
+
+def _json(body: bytes) -> Json:
+    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is mended to U+FFFD, not refused."""
+    try:
+        return read_json(body)
+    except Refused:
+        mended = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
+        if mended == body:
+            raise
+        return read_json(mended)
+
+
+def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
+    known = {field.alias for field in attrs.fields(shape)}
+    return tuple(f"$.{name}" for name, said in value.items() if name not in known and said is not None)
+
+
+def within(low: float, high: float) -> Check:
+    """A validator: the number lies in [low, high], or is not said."""
+
+    def check(_: object, field: Any, value: float | None) -> None:
+        if value is not None and not low <= value <= high:
+            raise Refused(f"{field.alias} must be from {low} to {high}, not {value}", path=f"$.{field.alias}")
+
+    return check
+
+
+def at_least(low: int) -> Check:
+    """A validator: the number is not below `low`, or is not said."""
+
+    def check(_: object, field: Any, value: int | None) -> None:
+        if value is not None and value < low:
+            raise Refused(f"{field.alias} must be at least {low}, not {value}", path=f"$.{field.alias}")
+
+    return check
+
+
+def above_zero(high: float) -> Check:
+    """A validator: the number lies in (0, high], or is not said."""
+
+    def check(_: object, field: Any, value: float | None) -> None:
+        if value is not None and not 0 < value <= high:
+            raise Refused(f"{field.alias} must be above 0 and at most {high}, not {value}", path=f"$.{field.alias}")
+
+    return check
+
+
+def some(_: object, field: Any, value: tuple[Any, ...]) -> None:
+    """A validator: the list is not empty."""
+    if not value:
+        raise Refused(f"{field.alias} is empty: send at least one", path=f"$.{field.alias}")
+
+
+def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None) -> None:
+    """A validator: none of the strings is empty (an empty stop string would end every answer before it begins)."""
+    if value is not None and "" in as_tuple(value):
+        raise Refused(f"{field.alias} holds an empty string: remove it", path=f"$.{field.alias}")
+
+
+def unserved(sentence: str) -> Check:
+    """A validator: the field is not said, for what we would otherwise have to leave out without a word."""
+
+    def check(_: object, field: Any, value: object) -> None:
+        if value is not None:
+            raise Refused(sentence, path=f"$.{field.alias}")
+
+    return check
+
+
+def text_only(_: object, __: object, kind: str) -> None:
+    """A validator: refuses a part of content that is no text."""
+    raise Refused(f"this model reads text only: remove the {kind} part")
+
+
+def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One string or several, as several."""
+    return (value,) if isinstance(value, str) else value or ()
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """Parts a client wrote, one below the other; empty ones vanish, so that None, "" and [] are the same text."""
+    return "\n".join(text for text in texts if text)
+
+
+def compact(value: Json) -> str:
+    """JSON without blanks, keys in the client's own order."""
+    return dump_json(value).decode()
