@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polarnode.conversation import Json
 from polarnode.errors import Refused
 from polarnode.wire import dump_json, read_json, structure
+from polarnode.wire.shapes import kind_of
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +58,11 @@ def refusal(value: Json, *, forbid_extra: bool = False) -> tuple[str | None, str
     with pytest.raises(Refused) as caught:
         structure(value, Request, forbid_extra=forbid_extra)
     return caught.value.path, str(caught.value)
+
+
+def test_a_value_that_is_no_json_is_a_bug_of_ours() -> None:
+    with pytest.raises(TypeError, match="complex"):
+        kind_of(1j)
 
 
 def test_a_whole_request_is_read() -> None:

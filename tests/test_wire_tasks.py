@@ -10,6 +10,7 @@ from polarnode.conversation import Json, Sampling
 from polarnode.errors import Refused
 from polarnode.tasks import Budgets, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.wire import dump_json, read_json
+from polarnode.wire.laws import first_broken, sampling_laws
 from polarnode.wire.tasks import file_bytes, read_task, read_task_toml, task_json
 
 LEAST: dict[str, Json] = {"instruction": "fix the bug", "harness": {"name": "pi"}}
@@ -142,6 +143,13 @@ SPECS = st.builds(
 @given(SPECS)
 def test_a_task_goes_round(spec: TaskSpec) -> None:
     assert read_task(read_json(dump_json(task_json(spec)))) == spec
+
+
+def test_sampling_has_the_same_ranges_wherever_it_is_said() -> None:
+    assert first_broken(sampling_laws(Sampling(), "$")) is None
+    broken = first_broken(sampling_laws(Sampling(top_p=2.0), "$.generationConfig"))
+    assert broken is not None
+    assert broken.path == "$.generationConfig.top_p"
 
 
 TOML = """

@@ -37,8 +37,22 @@ def read_json(body: bytes) -> Json:
 
 
 def dump_json(value: Json) -> bytes:
-    """`value` as compact UTF-8 JSON. A float that is not finite becomes null, as JSON has no word for it."""
-    return orjson.dumps(value)
+    """`value` as compact UTF-8 JSON. A float that is not finite becomes null, as JSON has no word for it; half a surrogate pair, \ufffd."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(_without_surrogates(value))  # a harness's log may hold them, and must not make a trajectory unreadable
+
+
+def _without_surrogates(value: Json) -> Json:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_without_surrogates(part) for part in value]
+        case dict():
+            return {str(_without_surrogates(key)): _without_surrogates(part) for key, part in value.items()}
+    return value
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Trajectories and turns, as JSON and as the journal's bytes: what is written is read back with the same bits."""
+
+import hashlib
+import struct
+from base64 import b64encode
+from math import inf, isnan
+from typing import Any, Literal
+
+import attrs
+import msgpack  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_strategies import merged, trajectories, turns
+
+from polarnode.conversation import Answer, Json, TextPart
+from polarnode.errors import JournalError, Refused
+from polarnode.records import LeftOut, Outcome, Trajectory, Turn, VersionSpan, floats, ids
+from polarnode.wire import dump_json, read_json
+from polarnode.wire.arrays import encoder, read_ids
+from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
+from polarnode.wire.trajectories import read_trajectory, trajectory_json
+from polarnode.wire.turns import prompt_digests, sequence
+
+
+def turn(index: int, parent: int | None, delta: list[int], sampled: list[int], **more: Any) -> Turn:
+    logprobs = floats([-0.125 * (i + 1) for i in range(len(sampled))])
+    spans = (VersionSpan(version=more.pop("version", "v1"), start=0, end=len(sampled)),)
+    given = {"kind": "root" if parent is None else "extend", "reason": "", "lineage": 0, "provider": "anthropic"} | more
+    return Turn(
+        session_id="s",
+        index=index,
+        parent=parent,
+        prompt_delta=ids(delta),
+        prompt_length=more.get("prompt_length", len(delta)),
+        sampled=ids(sampled),
+        logprobs=logprobs,
+        version_spans=spans,
+        **given,
+    )
+
+
+def trajectory(*session: Turn, **more: Any) -> Trajectory:
+    base: dict[str, Any] = {"traces": (merged(session, session[-1].index),), "outcome": Outcome(status="completed", exit_code=0), "reward": 1.0}
+    return Trajectory(session_id="s", task_id="t", group_id="g", sample_index=0, turns=session, **(base | more))
+
+
+SESSION = (turn(0, None, [1, 2, 3], [4, 5]), turn(1, 0, [6], [7, 8, 9], version="v2"))
+
+
+def test_the_shape_is_the_one_promised() -> None:
+    value: Any = trajectory_json(trajectory(*SESSION, left_out=(LeftOut(turn=0, reason="retried"),), harness="pi", model="tiny"))
+    assert value["traces"] == [
+        {
+            "token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+            "loss_mask": [0, 0, 0, 1, 1, 0, 1, 1, 1],
+            "logprobs": [0, 0, 0, -0.125, -0.25, 0, -0.125, -0.25, -0.375],
+            "version_spans": [],
+            "prompt_length": 3,
+            "turn_spans": [{"turn": 0, "start": 3, "end": 5}, {"turn": 1, "start": 6, "end": 9}],
+            "lineage": 0,
+            "role": "main",
+            "finish_reason": "stop",
+            "reward": None,
+        }
+    ]
+    first, second = value["turns"]
+    assert first["left_out"] == "retried"
+    assert second["left_out"] is None
+    assert second["sampled_length"] == 3
+    assert second["weight_versions"] == ["v2"]
+    assert "sampled" not in second
+    assert (value["harness"], value["model"]) == ({"name": "pi", "version": None}, {"name": "tiny", "weight_versions": ["v1", "v2"]})
+    assert value["outcome"] == {"status": "completed", "clock": None, "exit_code": 0, "boundary": None, "reason": None, "log_tail": None}
+
+
+def test_anyone_can_check_a_prompt() -> None:
+    """The digest is of the whole prompt as little-endian int32, made here without our code."""
+    digests = prompt_digests(SESSION)
+    assert digests[0] == hashlib.sha256(struct.pack("<3i", 1, 2, 3)).hexdigest()
+    assert digests[1] == hashlib.sha256(struct.pack("<6i", 1, 2, 3, 4, 5, 6)).hexdigest()
+    orphan = turn(5, 4, [1], [2])
+    assert prompt_digests((*SESSION, orphan)) == digests
+
+
+def test_a_branch_is_conditioned_on_its_own_line_only() -> None:
+    branch = turn(2, 0, [60, 61], [62])
+    session = {t.index: t for t in (*SESSION, branch)}
+    assert sequence(session, 2) == ids([1, 2, 3, 4, 5, 60, 61, 62])
+    assert sequence(session, 1) == ids([1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+
+@pytest.mark.parametrize("arrays", ["json", "base64"])
+@given(trajectories())
+def test_a_trajectory_goes_round_as_json(arrays: Literal["json", "base64"], found: Trajectory) -> None:
+    written = read_json(dump_json(trajectory_json(found, arrays=arrays, turns="full")))
+    assert read_trajectory(written) == found
+    table = read_json(dump_json(trajectory_json(found, arrays=arrays)))
+    assert read_trajectory(table) == attrs.evolve(found, turns=())
+
+
+def test_base64_keeps_even_what_json_has_no_number_for() -> None:
+    odd = attrs.evolve(SESSION[0], logprobs=floats([-inf, -1e-45]))
+    found = trajectory(odd)
+    assert read_trajectory(read_json(dump_json(trajectory_json(found, arrays="base64", turns="full")))) == found
+    lossy = read_trajectory(read_json(dump_json(trajectory_json(found))))
+    assert isnan(lossy.traces[0].logprobs[3])
+    assert lossy.traces[0].logprobs[4] == odd.logprobs[1] != 0
+
+
+@given(trajectories())
+def test_a_trajectory_goes_round_as_bytes(found: Trajectory) -> None:
+    packed = [pack_turn(turn) for turn in found.turns]
+    session = tuple(unpack_turn(turn) for turn in packed)
+    assert session == found.turns
+    assert unpack_trajectory(pack_trajectory(found), session) == found
+
+
+@given(turns(logprob=st.floats(width=32)))
+def test_a_turn_goes_round_bit_for_bit(found: Turn) -> None:
+    again = unpack_turn(pack_turn(found))
+    assert again.logprobs.tobytes() == found.logprobs.tobytes()
+    assert attrs.evolve(again, logprobs=floats()) == attrs.evolve(found, logprobs=floats())
+
+
+def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:
+    session = (turn(0, None, list(range(5000)), list(range(1000))), turn(1, 0, [1] * 500, list(range(1000))))
+    assert len(pack_trajectory(trajectory(*session))) < 400
+    foreign = attrs.evolve(merged(session, 1), token_ids=ids([7]), loss_mask=b"\1", logprobs=floats([-1.0]))
+    found = trajectory(*session, traces=(foreign,))
+    assert unpack_trajectory(pack_trajectory(found), session) == found
+
+
+def test_a_turn_is_small() -> None:
+    """Under 64 bytes a sampled token, the goal for a session of ordinary shape: a 2 000-token prompt, then 30 turns of 60 in, 80 out."""
+    text = Answer(parts=(TextPart("x" * 320),), finish_reason="stop")
+    session = [turn(i, i - 1 if i else None, list(range(60 if i else 2000)), list(range(80)), answer=text) for i in range(30)]
+    assert sum(len(pack_turn(one)) for one in session) / (30 * 80) < 64
+
+
+def test_text_that_is_no_utf8_does_not_cost_the_trajectory() -> None:
+    found = trajectory(*SESSION, outcome=Outcome(status="failed", log_tail="half of a face: \ud83d"))
+    assert unpack_trajectory(pack_trajectory(found), SESSION) == found
+    read = read_trajectory(read_json(dump_json(trajectory_json(found))))
+    assert read.outcome.log_tail == "half of a face: \ufffd"
+
+
+def test_bytes_of_another_format_are_named() -> None:
+    with pytest.raises(JournalError, match="format 02"):
+        unpack_turn(b"\x02" + msgpack.packb({}))
+    with pytest.raises(JournalError, match="format none"):
+        unpack_turn(b"")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("token_ids", [1, 2.5], "must be a list of int32"),
+        ("token_ids", [2**31], "must be a list of int32"),
+        ("token_ids", "???", "base64"),
+        ("token_ids", "AAA=", "base64"),
+        ("loss_mask", [256], "0 and 1"),
+        ("logprobs", {"a": 1}, "list of numbers"),
+        ("logprobs", ["x"], "list of numbers"),
+    ],
+)
+def test_an_array_that_is_none_is_refused(field: str, value: Json, words: str) -> None:
+    written: Any = trajectory_json(trajectory(*SESSION))
+    written["traces"][0][field] = value
+    with pytest.raises(Refused, match=words) as caught:
+        read_trajectory(written)
+    assert caught.value.path == f"$.traces[0].{field}"
+
+
+def test_the_arrays_are_little_endian() -> None:
+    """Whatever reads them need not be Python."""
+    assert read_ids(b64encode(struct.pack("<2i", 1, -2)).decode(), "$") == ids([1, -2])
+    assert encoder("base64")(floats([0.5])) == b64encode(struct.pack("<f", 0.5)).decode()
+
+
+def test_a_client_may_be_older_than_the_node() -> None:
+    written = trajectory_json(trajectory(*SESSION)) | {"new": 1}
+    assert read_trajectory(written).session_id == "s"
+    with pytest.raises(Refused) as caught:
+        read_trajectory({key: value for key, value in written.items() if key != "outcome"})
+    assert caught.value.path == "$.outcome"
