@@ -1,0 +1,19 @@
+# Two commands: `make demo` runs the main job on the embedded model, `make test` passes the tests. Each sets up what it needs.
+.PHONY: demo test setup check gpu-test clean
+
+PY := .venv/bin/python
+
+demo: setup
+	.venv/bin/polarnode run --cpu --out out/demo --expect-reward examples/demo/pi.toml examples/demo/mini_swe_agent.toml
+
+test: setup
+	tools/check.sh
+
+setup:
+	@tools/setup.sh
+
+gpu-test: setup
+	$(PY) -m pytest -m gpu tests/test_gpu.py
+
+clean:
+	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache

@@ -1,0 +1,90 @@
+"""A session's turns, outcome and verdict as one trajectory: built, checked against the laws, and never lost.
+
+Pure. The last stop before the journal: a trajectory whose traces break a law is published without them, as an error with the numbers, so
+that a bug of ours can not become a gradient and its turns are still there to be looked at.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve, frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import LawBroken, PolarnodeError
+from polarnode.merge.builders import build
+from polarnode.merge.checks import check
+from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
+from polarnode.tasks import TaskSpec
+
+
+@frozen(kw_only=True)
+class Identity:
+    """Whose trajectory it is, and what produced it."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    harness: str
+    harness_version: str | None
+    model: str
+    node: str
+
+
+@frozen(kw_only=True)
+class Result:
+    """What became of a session besides its turns."""
+
+    outcome: Outcome
+    verdict: Verdict | None = None
+    timing: Timing = Timing()
+    metrics: Mapping[str, Json] = {}
+
+
+def assemble(
+    identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()
+) -> Trajectory:
+    """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record."""
+    outcome, built, counts = result.outcome, Built(traces=(), left_out=()), {}
+    try:
+        built = build(spec.builder, turns, allowed_imports=allowed_imports)
+        counts = _counts(turns, built)
+    except PolarnodeError as error:
+        outcome = evolve(outcome, status="error", boundary=error.boundary, reason=str(error))
+        built = Built(traces=(), left_out=tuple(LeftOut(turn=turn.index, reason=error.boundary) for turn in turns))
+    return _trajectory(identity, spec, turns, result, outcome=outcome, built=built, counts=counts)
+
+
+def _counts(turns: Sequence[Turn], built: Built) -> dict[str, Json]:
+    counted = check(turns, built)
+    return {"sampled_tokens": counted.sampled, "trainable_tokens": counted.trainable, "turns": counted.turns, "traces": counted.traces}
+
+
+def _trajectory(
+    identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, outcome: Outcome, built: Built, counts: Mapping[str, Json]
+) -> Trajectory:
+    reward = result.verdict.reward if result.verdict is not None else None
+    verdict_metrics: Mapping[str, Json] = result.verdict.metrics if result.verdict is not None else {}
+    evaluation: dict[str, Json] = {"evaluation": dict(verdict_metrics)} if verdict_metrics else {}
+    return Trajectory(
+        session_id=identity.session_id,
+        task_id=identity.task_id,
+        group_id=identity.group_id,
+        sample_index=identity.sample_index,
+        outcome=outcome,
+        reward=reward,
+        traces=tuple(evolve(trace, reward=reward) for trace in built.traces),
+        turns=tuple(turns),
+        left_out=built.left_out,
+        metrics={**counts, **result.metrics, **evaluation},
+        timing=result.timing,
+        harness=identity.harness,
+        harness_version=identity.harness_version,
+        model=identity.model,
+        node=identity.node,
+        metadata=spec.metadata,
+    )
+
+
+def broken_laws(trajectory: Trajectory) -> str | None:
+    """The law a published trajectory broke, in its numbers, or None."""
+    return trajectory.outcome.reason if trajectory.outcome.boundary == LawBroken.boundary else None

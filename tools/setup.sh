@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Sets a Debian machine up for polarnode: Debian packages, a virtual environment, and SGLang. Says what it does; quick when it is done already.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '· %s\n' "$*"; }
+
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+# What each command that may be missing comes from. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
+wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git npm:npm make:make)
+missing=()
+for pair in "${wanted[@]}"; do
+  command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
+done
+[ -e /usr/libexec/podman/catatonit ] || [ -e /usr/bin/catatonit ] || missing+=(catatonit)
+[ -e /usr/lib/podman/netavark ] || [ -e /usr/libexec/podman/netavark ] || missing+=(netavark)
+python=${PYTHON:-python3}
+"$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3 python3-venv)
+if [ ${#missing[@]} -gt 0 ]; then
+  say "installing Debian packages: ${missing[*]}"
+  as_root apt-get update -qq
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
+  echo "polarnode needs Python 3.11 to 3.13 (SGLang has wheels for no other): set PYTHON=/path/to/python3.11" >&2
+  exit 1
+}
+
+extra=cpu
+command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && extra=gpu
+stamp=.venv/polarnode-$extra-$(cat pyproject.toml tools/constraints-cpu.txt tools/setup.sh | sha256sum | cut -c1-16)
+if [ ! -e "$stamp" ]; then
+  [ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
+  pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
+  if [ "$extra" = gpu ]; then
+    say "installing polarnode with full SGLang for GPUs (about 4.3 GB, some minutes)"
+    "${pip[@]}" install --editable '.[gpu,test]'
+  else
+    say "installing polarnode with the slim SGLang for CPUs (about 0.7 GB, a minute or two)"
+    "${pip[@]}" install --constraint tools/constraints-cpu.txt --editable '.[cpu,test]'
+    "${pip[@]}" install --no-deps sglang==0.5.23 # its own list asks for CUDA packages that a CPU never loads
+  fi
+  rm -f .venv/polarnode-*
+  touch "$stamp"
+fi
+say "set up: .venv ($extra)"
