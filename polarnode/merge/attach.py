@@ -1,0 +1,144 @@
+"""Where a request attaches: one pass over its messages, left to right, from what it says to the turn whose tokens it extends.
+
+The key decides; references only choose between turns of the same key and excuse what a harness did to our own message. Whoever edits this
+keeps soundness: a match means that every client message before it is, letter by letter, what that turn was conditioned on.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from attrs import define, field, frozen
+
+from polarnode.conversation import Conversation, Message
+from polarnode.merge.fingerprint import Memo, Path, advance, label, root_key, same_text, thinking_letter
+from polarnode.merge.ledger import Ledger
+from polarnode.merge.references import Located, References
+
+
+@frozen(kw_only=True)
+class Attached:
+    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's."""
+
+    path: Path
+    parent: int | None
+    matched: int
+    notes: tuple[str, ...]
+
+
+@define(eq=False)
+class _Pass:
+    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a turn's path holds."""
+
+    ledger: Ledger
+    references: References
+    memo: Memo
+    keys: list[str]
+    best: int = 0
+    edits: list[str] = field(factory=list)
+    stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
+
+    def read(self, position: int, message: Message) -> None:
+        before = self.keys[-1]
+        key = advance(before, message, canonical=self.memo.canonical)
+        if message.role == "assistant":
+            key = self._ours(position, message, before, key)
+        self.keys.append(key)
+
+    def _ours(self, position: int, message: Message, before: str, key: str) -> str:
+        if not self.ledger.answered_with(key):
+            key = self._excused(position, message, before) or key
+        if self.ledger.answered_with(key):
+            self.best, self.stray = position + 1, None
+        elif self.stray is None:
+            self.stray = position, before
+        return key
+
+    def _excused(self, position: int, message: Message, before: str) -> str | None:
+        """The key of the turn a changed message provably is: same call ids in the same order, text equal or dropped."""
+        asked = self.ledger.asked_with(before)
+        proven = self.references.find_refs(_opaques(message)) if asked else frozenset()
+        for index in asked:
+            turn = self.ledger.turns[index]
+            if index in proven and turn.answer is not None and _excusable(self.references, turn.answer.as_message(), message):
+                self.edits.append(_edit(position, index, turn.answer.as_message(), message))
+                return turn.message_key
+        return None
+
+
+def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo) -> Attached:
+    """Find the turn a request extends. O(bytes of the request)."""
+    tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
+    walk = _Pass(ledger, references, memo, [root_key(tools, thinking)])
+    for position, message in enumerate(conversation.messages):
+        walk.read(position, message)
+    path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
+    notes = [*walk.edits, *_strayed(walk, conversation)]
+    parent = None
+    if walk.best:
+        parent, doubt = _choose(walk, conversation.messages[: walk.best])
+        notes += doubt
+    return Attached(path=path, parent=parent, matched=walk.best, notes=tuple(notes))
+
+
+def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str, thinking: str) -> Path:
+    roles = [message.role for message in conversation.messages]
+    system = next((place for place, role in enumerate(roles) if role != "system"), len(roles))
+    opening = next((place for place, role in enumerate(roles) if role == "assistant"), len(roles))
+    return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1])
+
+
+def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
+    """Among twins, the one whose path the request's references prove most; then the latest, and that is said."""
+    twins = walk.ledger.answered_with(walk.keys[walk.best])
+    if len(twins) == 1:
+        return twins[0], []
+    proven = walk.references.find_refs(opaque for message in messages for opaque in _opaques(message))
+    scores = {index: sum(step in proven for step in walk.ledger.ancestry(index)) for index in twins}
+    most = max(scores.values())
+    tied = sorted(index for index, score in scores.items() if score == most)
+    doubt = [f"ambiguous: turns {', '.join(map(str, tied))} fit equally well, the latest is taken"] if len(tied) > 1 else []
+    return tied[-1], doubt
+
+
+def _opaques(message: Message) -> Iterator[str]:
+    yield from message.refs
+    for call in message.calls:
+        yield call.id
+    if message.call_id is not None:
+        yield message.call_id
+
+
+def _excusable(references: References, ours: Message, echoed: Message) -> bool:
+    said, shown = _located(references, ours), _located(references, echoed)
+    return None not in said and said == shown and (not echoed.text.strip() or same_text(ours.text, echoed.text))
+
+
+def _located(references: References, message: Message) -> list[Located | None]:
+    return [references.locate(call.id) for call in message.calls]
+
+
+def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
+    return f"edited: message {position} differs from turn {index}'s answer in {_difference(ours, echoed)}; its tokens are kept"
+
+
+def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
+    """What the first message after the match that should be ours says otherwise."""
+    if walk.stray is None:
+        return []
+    position, before = walk.stray
+    asked = walk.ledger.asked_with(before)
+    if not asked:
+        return [f"foreign: message {position} is an assistant message this session did not sample there"]
+    answer = walk.ledger.turns[max(asked)].answer
+    ours = answer.as_message() if answer is not None else Message(role="assistant")
+    difference = _difference(ours, conversation.messages[position])
+    return [f"rewritten: message {position} differs from turn {max(asked)}'s answer in {difference}"]
+
+
+def _difference(ours: Message, echoed: Message) -> str:
+    fields: Mapping[str, bool] = {
+        "text": not same_text(ours.text, echoed.text),
+        "number of calls": len(ours.calls) != len(echoed.calls),
+        "names of calls": [call.name for call in ours.calls] != [call.name for call in echoed.calls],
+        "arguments": [call.arguments for call in ours.calls] != [call.arguments for call in echoed.calls],
+    }
+    return ", ".join(name for name, differs in fields.items() if differs) or "spelling"

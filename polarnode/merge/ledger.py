@@ -1,0 +1,140 @@
+"""The turns of a session that ended: every token once, as deltas, and the keys by which a later request finds them.
+
+Whoever edits this keeps three rules: nothing here is O(prompt ids) in Python objects, only memcpy; chains are walked, never recursed (a
+session may have thousands of turns); a parent always has a smaller index than its children.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from attrs import define, evolve, field
+
+from polarnode.conversation import Message
+from polarnode.merge.fingerprint import Path, advance
+from polarnode.records import Turn, ids
+
+_NOBODY: Final[tuple[int, ...]] = ()
+
+
+# A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The harnesses seen interleave up to four
+# agents. Sessions of the usual length (29 turns) keep none; four copies of 128k tokens are 2 MB.
+_LONG_WALK: Final = 64
+_FULL_COPIES: Final = 4
+
+
+def chain(turns: Mapping[int, Turn], index: int | None) -> list[Turn]:
+    """The turns from a root to `index`, in that order."""
+    walked: list[Turn] = []
+    while index is not None:
+        turn = turns[index]
+        walked.append(turn)
+        index = turn.parent
+    walked.reverse()
+    return walked
+
+
+def prompt_ids(turns: Mapping[int, Turn], index: int) -> "array[int]":
+    """The ids a turn was conditioned on, exactly. A fresh array."""
+    line = chain(turns, index)
+    prompt = ids(b"".join(_parts(line[:-1])))
+    prompt.extend(line[-1].prompt_delta)
+    return prompt
+
+
+def _parts(line: Iterable[Turn]) -> Iterator[memoryview]:
+    for turn in line:
+        yield memoryview(turn.prompt_delta)
+        yield memoryview(turn.sampled)
+
+
+def attachable(turn: Turn) -> bool:
+    """Whether a request may extend it: it answered, and the engine did not fail."""
+    return turn.state != "failed" and turn.answer is not None
+
+
+@define(eq=False)
+class Ledger:
+    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the path they answered."""
+
+    turns: dict[int, Turn] = field(factory=dict)
+    _after: dict[str, list[int]] = field(factory=dict)
+    _before: dict[str, list[int]] = field(factory=dict)
+    _keys: dict[int, tuple[str, ...]] = field(factory=dict)
+    _full: dict[int, bytes] = field(factory=dict)  # what `written` says of some turns, oldest first, _FULL_COPIES at most
+
+    def add(self, turn: Turn) -> None:
+        """Keep a turn, and let requests attach to it if it answered."""
+        self.turns[turn.index] = turn
+        if not attachable(turn):
+            return
+        keys = self._keys[turn.index] = self._keys_of(turn)
+        for key in keys:
+            self._after.setdefault(key, []).append(turn.index)
+        self._before.setdefault(Path.read(turn.before_key).key, []).append(turn.index)
+
+    def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
+        """The turns whose path, answer included, has this key. More than one are twins: same text, other tokens."""
+        return self._after.get(key, _NOBODY)
+
+    def asked_with(self, key: str) -> "list[int] | tuple[int, ...]":
+        """The turns that answered the path of this key."""
+        return self._before.get(key, _NOBODY)
+
+    def written(self, index: int | None) -> "array[int]":
+        """The ids a turn ends with: its prompt and its sample, exactly. A fresh array; empty for None."""
+        line: list[Turn] = []
+        step = index
+        while step is not None and step not in self._full:
+            line.append(self.turns[step])
+            step = line[-1].parent
+        known = b"" if step is None else self._full[step]
+        whole = b"".join((known, *_parts(reversed(line))))
+        if index is not None and len(line) > _LONG_WALK:
+            self._keep(index, whole)
+        return ids(whole)
+
+    def _keep(self, index: int, whole: bytes) -> None:
+        while len(self._full) >= _FULL_COPIES:
+            del self._full[next(iter(self._full))]
+        self._full[index] = whole
+
+    def length(self, index: int | None) -> int:
+        """How many ids `written` has."""
+        return 0 if index is None else self.turns[index].prompt_length + len(self.turns[index].sampled)
+
+    def ancestry(self, index: int) -> Iterator[int]:
+        """A turn and those it extends, latest first."""
+        step: int | None = index
+        while step is not None:
+            yield step
+            step = self.turns[step].parent
+
+    def _keys_of(self, turn: Turn) -> tuple[str, ...]:
+        merged = self._merged_key(turn)
+        return (turn.message_key,) if merged is None else (turn.message_key, merged)
+
+    def _merged_key(self, turn: Turn) -> str | None:
+        """The key under which a client names an answer that went on after a cut, when it shows both halves as one message."""
+        if not self._goes_on(turn):
+            return None
+        halves = [turn]
+        while self._goes_on(halves[-1]):
+            halves.append(self.turns[_parent(halves[-1])])
+        whole = _joined([half.answer.as_message() for half in reversed(halves) if half.answer is not None])
+        return advance(Path.read(halves[-1].before_key).key, whole)
+
+    def _goes_on(self, turn: Turn) -> bool:
+        """Whether nothing new stood between the parent's answer and this turn."""
+        return turn.parent is not None and Path.read(turn.before_key).key in self._keys.get(turn.parent, _NOBODY)
+
+
+def _parent(turn: Turn) -> int:
+    if turn.parent is None:
+        raise ValueError(f"turn {turn.index} extends nothing")
+    return turn.parent
+
+
+def _joined(messages: list[Message]) -> Message:
+    text = "".join(message.text for message in messages)
+    return evolve(messages[0], text=text, calls=tuple(call for message in messages for call in message.calls))

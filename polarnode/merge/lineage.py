@@ -1,0 +1,204 @@
+"""Every turn of a session once, and where each new request attaches: told of requests and turns, it plans and keeps.
+
+Synchronous and without a clock. A plan reserves a turn's number before anything is generated and remembers its parent, so requests in
+flight at once become siblings without a lock. Whoever edits this keeps the contract: a prompt is the parent's exact ids and then what is
+new, or a root; and all that a plan depends on can be rebuilt from the turns (`restore`).
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from attrs import define, frozen
+
+from polarnode.conversation import Answer, Conversation, Message
+from polarnode.errors import LawBroken
+from polarnode.merge.attach import Attached, attach
+from polarnode.merge.fingerprint import Memo, Path, advance
+from polarnode.merge.ledger import Ledger, attachable
+from polarnode.merge.references import References
+from polarnode.merge.roles import Cast, Heads
+from polarnode.records import Turn, TurnKind, TurnRole
+
+_NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@frozen(kw_only=True)
+class Plan:
+    """How one request will be rendered. `parent` and `new` say it all; `kind` and `reason` only name it.
+
+    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample lacks one, and the suffix of `new`; with a parent
+    and nothing new, generation goes on exactly where the parent's sample ended. Without a parent `new` is every message: a full render.
+    `matched` of `total` messages are in the parent's path. `request_key`, `before_key`, `lineage`, `kind`, `role` belong into the turn.
+    """
+
+    index: int
+    parent: int | None
+    kind: TurnKind
+    reason: str
+    lineage: int
+    role: TurnRole
+    new: tuple[Message, ...]
+    before_key: str
+    request_key: str
+    matched: int
+    total: int
+    notes: tuple[str, ...]
+
+    def after(self, answer: Answer) -> str:
+        """The turn's `message_key`: the path with this answer, as returned to the client."""
+        return advance(Path.read(self.before_key).key, answer.as_message())
+
+
+@frozen(kw_only=True)
+class _Named:
+    """What a plan is called, and the line of turns it belongs to."""
+
+    kind: TurnKind
+    reason: str
+    lineage: int
+
+
+@define(eq=False, init=False)
+class Lineages:
+    """The lineages of one session. Every method is synchronous; nothing here waits."""
+
+    references: References
+    _session_id: str
+    _ledger: Ledger
+    _memo: Memo
+    _heads: Heads
+    _plans: dict[int, Plan]
+    _siblings: dict[int | None, list[int]]
+    _next_index: int
+    _next_lineage: int
+
+    def __init__(self, *, session_id: str, secret: bytes) -> None:
+        self.references = References(session_id, secret)
+        self._session_id = session_id
+        self._ledger, self._memo, self._heads = Ledger(), Memo(), Heads()
+        self._plans, self._siblings = {}, {}
+        self._next_index = self._next_lineage = 0
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that ended, by index; a number whose generation is still under way is absent."""
+        return tuple(turn for _, turn in sorted(self._ledger.turns.items()))
+
+    def plan(self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS) -> Plan:
+        """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of the request)."""
+        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
+        cast = self._heads.cast(found.path, conversation.messages)
+        named = self._name(found, conversation, request_key)
+        plan = _plan(self._next_index, found, cast, named, conversation, request_key)
+        self._heads.note(found.path, cast.role)
+        self._plans[plan.index] = plan
+        self._enter(plan)
+        return plan
+
+    def history(self, plan: Plan) -> "array[int]":
+        """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of memcpy."""
+        return self._ledger.written(plan.parent)
+
+    def commit(self, turn: Turn) -> None:
+        """Keep a turn that ended, however it ended. LawBroken if it is not the turn that was planned."""
+        plan = self._plans.get(turn.index)
+        if plan is None:
+            raise LawBroken(f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is under way")
+        self._agree(plan, turn)
+        del self._plans[turn.index]
+        self._ledger.add(turn)
+
+    def abandon(self, plan: Plan) -> None:
+        """Forget a plan that will have no turn (its request was refused). Its number is not used again."""
+        if self._plans.pop(plan.index, None) is not None:
+            self._siblings[plan.parent].remove(plan.index)
+
+    @classmethod
+    def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn]) -> "Lineages":
+        """The lineages that these turns made, ready to plan the next."""
+        lineages = cls(session_id=session_id, secret=secret)
+        for turn in sorted(turns, key=lambda turn: turn.index):
+            lineages._fits(turn)
+            lineages._heads.note(Path.read(turn.before_key), turn.role)
+            lineages._enter(turn)
+            lineages._ledger.add(turn)
+        return lineages
+
+    def _fits(self, turn: Turn) -> None:
+        known = self._ledger.turns
+        if turn.index in known or (turn.parent is not None and turn.parent not in known) or not turn.before_key:
+            raise LawBroken(f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its before_key is missing")
+
+    def _enter(self, asked: Plan | Turn) -> None:
+        self._siblings.setdefault(asked.parent, []).append(asked.index)
+        self._next_index = max(self._next_index, asked.index + 1)
+        self._next_lineage = max(self._next_lineage, asked.lineage + 1)
+
+    def _name(self, found: Attached, conversation: Conversation, request_key: str) -> _Named:
+        again = self._again(found, request_key)
+        if again is not None:
+            return again
+        if found.parent is None:
+            return _Named(kind="root", reason=self._heads.why_root(found.path, conversation.messages), lineage=self._next_lineage)
+        taken = bool(self._living(found.parent))
+        lineage = self._next_lineage if taken else self._ledger.turns[found.parent].lineage
+        new = conversation.messages[found.matched :]
+        if not new:
+            return _Named(kind="continue", reason="cut_answer", lineage=lineage)
+        if any(message.role == "assistant" for message in new):
+            return _Named(kind="branch", reason="rewrite", lineage=self._next_lineage)
+        return _Named(kind="branch", reason="sibling", lineage=lineage) if taken else _Named(kind="extend", reason="appended", lineage=lineage)
+
+    def _again(self, found: Attached, request_key: str) -> _Named | None:
+        """The retry this request is, if it is one: the same body again, or the same path as a turn that did not end well (or not yet)."""
+        for index in reversed(self._siblings.get(found.parent, [])):
+            asked = self._asked(index)
+            same_body = bool(request_key) and asked.request_key == request_key
+            if same_body or (asked.before_key == found.path.text and not self._complete(index)):
+                lineage = asked.lineage if self._replaceable(index) else self._next_lineage
+                return _Named(kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage)
+        return None
+
+    def _asked(self, index: int) -> Plan | Turn:
+        return self._plans.get(index) or self._ledger.turns[index]
+
+    def _complete(self, index: int) -> bool:
+        return index in self._ledger.turns and self._ledger.turns[index].state == "complete"
+
+    def _replaceable(self, index: int) -> bool:
+        """Whether a retry takes the place of this turn: it ended, not well, and nothing extends it."""
+        return index in self._ledger.turns and not self._complete(index) and not self._living(index)
+
+    def _living(self, parent: int) -> list[int]:
+        """The turns that extend this one, or may yet; the engine's failures extend nothing."""
+        turns = self._ledger.turns
+        return [child for child in self._siblings.get(parent, []) if child not in turns or turns[child].state != "failed"]
+
+    def _agree(self, plan: Plan, turn: Turn) -> None:
+        planned = {name: getattr(plan, name) for name in ("parent", "kind", "lineage", "role", "request_key", "before_key")}
+        planned["session_id"] = self._session_id
+        planned["prompt_length"] = self._ledger.length(plan.parent) + len(turn.prompt_delta)
+        if turn.answer is not None and attachable(turn):
+            planned["message_key"] = plan.after(turn.answer)
+        wrong = [f"{name} {getattr(turn, name)!r} instead of {value!r}" for name, value in planned.items() if getattr(turn, name) != value]
+        if wrong:
+            raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
+
+
+def _plan(index: int, found: Attached, cast: Cast, named: _Named, conversation: Conversation, request_key: str) -> Plan:
+    return Plan(
+        index=index,
+        parent=found.parent,
+        kind=named.kind,
+        reason=named.reason,
+        lineage=named.lineage,
+        role=cast.role,
+        new=conversation.messages[found.matched :],
+        before_key=found.path.text,
+        request_key=request_key,
+        matched=found.matched,
+        total=len(conversation.messages),
+        notes=found.notes if cast.note is None else (*found.notes, cast.note),
+    )
