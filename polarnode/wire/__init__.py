@@ -1,5 +1,29 @@
-"""Where JSON becomes values (cattrs), and a refusal becomes a sentence with a path. Only this room and the providers' shapes know JSON."""
+"""Where JSON becomes values (cattrs), and a refusal becomes a sentence with a path. Only this room and the providers' shapes know JSON.
 
-from polarnode.wire.core import dump_json, read_json, structure
+The rule for whoever edits it: what other rooms use is imported from here; the modules below are free to be cut differently.
+"""
 
-__all__ = ["dump_json", "read_json", "structure"]
+from polarnode.wire.arrays import Arrays
+from polarnode.wire.core import dump_json, plain, read_json, structure
+from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
+from polarnode.wire.tasks import file_bytes, read_task, read_task_toml, task_json
+from polarnode.wire.trajectories import read_trajectory, trajectory_json, turns_json
+
+__all__ = [
+    "Arrays",
+    "dump_json",
+    "file_bytes",
+    "pack_trajectory",
+    "pack_turn",
+    "plain",
+    "read_json",
+    "read_task",
+    "read_task_toml",
+    "read_trajectory",
+    "structure",
+    "task_json",
+    "trajectory_json",
+    "turns_json",
+    "unpack_trajectory",
+    "unpack_turn",
+]
