@@ -1,0 +1,231 @@
+"""What a node and an engine host say to each other: attrs values, packed with msgpack into length-prefixed frames. Sans-I/O.
+
+A frame is four bytes of length (big-endian) and one msgpack array of messages, so that one frame may carry the chunks of many requests; a
+message is an array of its class's code and its fields in order. Token ids travel as little-endian int32 bytes, logprobs as float32 bytes:
+a Python list of ints costs ten times the memory and the time. Both ends are the same release of this package, so there is no version to
+negotiate. Rule for whoever edits it: a new message is a class and its place in a table below; this is the only module of the room that
+others import, so nothing here waits and nothing here is sglang's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, cast
+
+import msgpack  # type: ignore[import-untyped]
+from attrs import define, field, fields, frozen
+
+from polarnode.conversation import Json
+
+MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
+CHUNKS_A_FRAME = 1024  # chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
+_HEAD = 4
+
+PauseMode = Literal["in_place", "retract", "abort"]
+HostFinish = Literal["stop", "length", "abort"]
+
+
+# ── node to host ──────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Start:
+    """The first frame: `arguments` are `sglang.Engine`'s own."""
+
+    arguments: Mapping[str, Json]
+
+
+@frozen(kw_only=True)
+class Generate:
+    """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete."""
+
+    rid: str
+    prompt: bytes
+    sampling: Mapping[str, Json]
+
+
+@frozen(kw_only=True)
+class Abort:
+    """Stop a generation; its last chunk still comes. Unknown or finished ids are ignored."""
+
+    rid: str
+
+
+@frozen(kw_only=True)
+class Pause:
+    """Stop sampling. `call` names the answer (`Done`)."""
+
+    call: int
+    mode: PauseMode
+
+
+@frozen(kw_only=True)
+class Continue:
+    call: int
+
+
+@frozen(kw_only=True)
+class UpdateWeights:
+    """Load a checkpoint in place of the weights and call them `version`; requests in flight are treated as by a pause of `mode`."""
+
+    call: int
+    path: str
+    version: str
+    mode: PauseMode
+
+
+@frozen(kw_only=True)
+class Shutdown:
+    """End the engine and this process."""
+
+
+# ── host to node ──────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Ready:
+    """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together."""
+
+    vocab_size: int
+    context_length: int
+    capacity: int
+    max_total_tokens: int
+    weight_version: str
+    sglang_version: str
+
+
+@frozen(kw_only=True)
+class Piece:
+    """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
+
+    The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole sample as (version, start, end).
+    """
+
+    rid: str
+    ids: bytes
+    logprobs: bytes
+    version: str
+    finish: HostFinish | None = None
+    spans: tuple[tuple[str, int, int], ...] = ()
+    cached_tokens: int = 0
+
+
+@frozen(kw_only=True)
+class Failed:
+    """A generation that will give no more, and why."""
+
+    rid: str
+    message: str
+    retryable: bool
+
+
+@frozen(kw_only=True)
+class Done:
+    """The answer to a Pause, Continue or UpdateWeights."""
+
+    call: int
+    ok: bool
+    message: str = ""
+
+
+@frozen(kw_only=True)
+class Load:
+    """How busy the engine is, as its scheduler last said; sent when it changes."""
+
+    running: int
+    waiting: int
+    token_usage: float
+    weight_version: str
+
+
+@frozen(kw_only=True)
+class Fatal:
+    """The host's last words."""
+
+    message: str
+
+
+ToHost = Start | Generate | Abort | Pause | Continue | UpdateWeights | Shutdown
+ToNode = Ready | Piece | Failed | Done | Load | Fatal
+Message = ToHost | ToNode
+
+_CLASSES: tuple[type[Message], ...] = (
+    Start,
+    Generate,
+    Abort,
+    Pause,
+    Continue,
+    UpdateWeights,
+    Shutdown,
+    Ready,
+    Piece,
+    Failed,
+    Done,
+    Load,
+    Fatal,
+)
+_CODES = {kind: code for code, kind in enumerate(_CLASSES)}
+_FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of ours: the other end is not the program we started."""
+
+
+def encode(*messages: Message) -> bytes:
+    """One frame with these messages, in order. Raises FrameError when it would be longer than MAX_FRAME."""
+    body = cast(bytes, msgpack.packb([[_CODES[type(each)], *(getattr(each, name) for name in _FIELDS[type(each)])] for each in messages]))
+    if len(body) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return len(body).to_bytes(_HEAD, "big") + body
+
+
+def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
+    """Frames for any number of messages, CHUNKS_A_FRAME at most in each."""
+    waiting: list[Message] = []
+    for message in messages:
+        waiting.append(message)
+        if len(waiting) == CHUNKS_A_FRAME:
+            yield encode(*waiting)
+            waiting.clear()
+    if waiting:
+        yield encode(*waiting)
+
+
+@define(eq=False)
+class FrameDecoder:
+    """Bytes in as they come, messages out once their frame is whole. Raises FrameError on anything else; it is then of no further use."""
+
+    _buffer: bytearray = field(factory=bytearray, init=False)
+
+    def feed(self, data: bytes) -> list[Message]:
+        self._buffer += data
+        found: list[Message] = []
+        while (body := self._take()) is not None:
+            found.extend(_read(body))
+        return found
+
+    def _take(self) -> bytes | None:
+        if len(self._buffer) < _HEAD:
+            return None
+        length = int.from_bytes(self._buffer[:_HEAD], "big")
+        if length > MAX_FRAME:  # before buffering it: a stray peer must not cost memory
+            raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
+        if len(self._buffer) < _HEAD + length:
+            return None
+        body = bytes(self._buffer[_HEAD : _HEAD + length])
+        del self._buffer[: _HEAD + length]
+        return body
+
+
+def _read(body: bytes) -> list[Message]:
+    try:
+        return [_message(raw) for raw in msgpack.unpackb(body, use_list=False, strict_map_key=False)]
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise FrameError(f"not a frame of this protocol: {error or type(error).__name__}") from error
+
+
+def _message(raw: tuple[object, ...]) -> Message:
+    code, *values = raw
+    if not isinstance(code, int) or not 0 <= code < len(_CLASSES):
+        raise FrameError(f"unknown message code {code!r}")
+    kind = _CLASSES[code]
+    return kind(**dict(zip(_FIELDS[kind], values, strict=True)))

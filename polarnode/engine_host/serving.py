@@ -1,0 +1,288 @@
+"""What an engine host does once its engine serves: obeys the node's messages, and sends back what the engine says.
+
+Rule for whoever edits it: every request of the node gets exactly one ending (a last `Piece`, or `Failed`), every control call one `Done`;
+all chunks that are ready go out in one frame; control calls run one at a time and are never cancelled, because SGLang has one answer slot
+a kind and a late answer would go to the next caller.
+"""
+
+import asyncio
+import multiprocessing
+from array import array
+from collections.abc import Coroutine, Mapping
+from typing import Any, NoReturn, assert_never
+
+from attrs import define, field
+
+from polarnode.engine_host.protocol import (
+    Abort,
+    Continue,
+    Done,
+    Failed,
+    Fatal,
+    FrameDecoder,
+    Generate,
+    HostFinish,
+    Load,
+    Message,
+    Pause,
+    PauseMode,
+    Piece,
+    Shutdown,
+    ToNode,
+    UpdateWeights,
+    encode_all,
+)
+
+LOAD_INTERVAL = 0.25  # seconds between looks at the scheduler's load: a shared-memory read of some 20 us; routing needs no finer
+READ_SIZE = 1 << 16
+LAST_WORDS = 2.0  # seconds to hand a sentence to a node that may not be reading
+SCHEDULER_EXIT = 15.0  # seconds for schedulers to give their GPU memory back by themselves: SGLang's own figure for the same wait
+
+
+@define(eq=False)
+class Serving:
+    """One started engine and one connection to the node."""
+
+    _engine: Any
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _decoder: FrameDecoder
+    _version: str
+    _outbox: list[ToNode] = field(factory=list)
+    _wake: asyncio.Event = field(factory=asyncio.Event)
+    _resumed: asyncio.Event = field(factory=asyncio.Event)
+    _control: asyncio.Lock = field(factory=asyncio.Lock)
+    _calls: "dict[str, asyncio.Task[None]]" = field(factory=dict)
+    _tasks: "set[asyncio.Task[None]]" = field(factory=set)
+    _paused: PauseMode | None = None
+
+    async def run(self) -> None:
+        """Serve until the node says Shutdown or closes the connection. Raises EngineDied when a process of the engine ends first."""
+        self._resumed.set()
+        died = self._watch_children()
+        self._start(self._send())
+        self._start(self._watch_load())
+        obeying = self._start(self._obey())
+        obeying.add_done_callback(lambda _: died.cancel())
+        await asyncio.wait({died})
+        if not died.cancelled():
+            await self._say_last(died.result())
+        obeying.result()
+        await self._shut_down()
+
+    def say(self, message: ToNode) -> None:
+        """Queue a message. Bounded by the tokens asked for: the node takes frames as fast as the engine makes them, or the engine's work waits here."""
+        self._outbox.append(message)
+        self._wake.set()
+
+    # ── the connection ────────────────────────────────────────────────────────
+
+    async def _obey(self) -> None:
+        while data := await self._reader.read(READ_SIZE):
+            for message in self._decoder.feed(data):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Generate():
+                self._calls[message.rid] = self._start(self._generate(message))
+            case Abort(rid=rid):
+                if rid in self._calls:
+                    self._calls[rid].cancel()  # before it was sent the request is dropped, after it SGLang aborts it by its id
+            case Pause() | Continue() | UpdateWeights():
+                self._start(self._answer(message))
+            case _:
+                raise ValueError(f"the node may not say {type(message).__name__} here")
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            messages, self._outbox = self._outbox, []
+            for frame in encode_all(messages):
+                self._writer.write(frame)
+            await self._writer.drain()
+
+    def _start(self, work: "Coroutine[Any, Any, None]") -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # asyncio itself keeps no strong reference
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ── generation ────────────────────────────────────────────────────────────
+
+    async def _generate(self, order: Generate) -> None:
+        try:
+            await self._resumed.wait()  # here, not in SGLang, so that the salt is that of the weights which will read the prompt
+            await self._stream(order)
+        except asyncio.CancelledError:
+            self.say(Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._version, finish="abort"))
+            raise
+        except ValueError as error:
+            self.say(Failed(rid=order.rid, message=str(error), retryable=False))
+        except Exception as error:  # an isolation edge: one request's fault must not end its siblings
+            self.say(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
+        finally:
+            self._calls.pop(order.rid, None)
+
+    async def _stream(self, order: Generate) -> None:
+        chunks = await self._engine.async_generate(
+            input_ids=array("i", order.prompt).tolist(),
+            sampling_params=dict(order.sampling),
+            rid=order.rid,
+            return_logprob=True,
+            logprob_start_len=-1,
+            stream=True,
+            cache_salt=self._version,  # cached keys and values of other weights must not be found
+        )
+        async for chunk in chunks:
+            self.say(piece(order.rid, chunk["output_ids"], chunk["meta_info"]))
+
+    # ── control ───────────────────────────────────────────────────────────────
+
+    async def _answer(self, message: Pause | Continue | UpdateWeights) -> None:
+        async with self._control:
+            try:
+                ok, text = await self._control_call(message)
+            except Exception as error:  # an isolation edge: the node must get its answer
+                ok, text = False, f"{type(error).__name__}: {error}"
+        self.say(Done(call=message.call, ok=ok, message=text))
+
+    async def _control_call(self, message: Pause | Continue | UpdateWeights) -> tuple[bool, str]:
+        match message:
+            case Pause(mode=mode):
+                await self._pause(mode)
+                return True, ""
+            case Continue():
+                await self._continue()
+                return True, ""
+            case UpdateWeights():
+                return await self._update(message)
+            case _:
+                assert_never(message)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._resumed.clear()
+        self._paused = mode
+        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
+        self._paused = None
+        self._resumed.set()
+
+    async def _update(self, order: UpdateWeights) -> tuple[bool, str]:
+        """Paused by us for the update only, unless the node had paused before: then it stays paused."""
+        before = self._paused
+        if before is None:
+            await self._pause(order.mode)
+        try:
+            return await self._load_weights(order, mode=before or order.mode)
+        finally:
+            if before is None:
+                await self._continue()
+
+    async def _load_weights(self, order: UpdateWeights, *, mode: PauseMode) -> tuple[bool, str]:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        # requests frozen in place keep their cache, and SGLang refuses to flush it under them; retracted ones must not find their old one
+        wanted = UpdateWeightFromDiskReqInput(model_path=order.path, weight_version=order.version, flush_cache=mode != "in_place")
+        ok, text, _ = await self._engine.tokenizer_manager.update_weights_from_disk(wanted)
+        if ok:
+            self._version = order.version
+        return bool(ok), str(text)
+
+    async def _watch_load(self) -> None:
+        last: Load | None = None
+        while True:
+            snapshots = await self._engine.tokenizer_manager.get_loads()
+            load = Load(
+                running=sum(each.num_running_reqs for each in snapshots),
+                waiting=sum(each.num_waiting_reqs for each in snapshots),
+                token_usage=max((each.token_usage for each in snapshots), default=0.0),
+                weight_version=self._version,
+            )
+            if load != last:
+                self.say(load)
+                last = load
+            await asyncio.sleep(LOAD_INTERVAL)
+
+    # ── the end ───────────────────────────────────────────────────────────────
+
+    def _watch_children(self) -> "asyncio.Future[str]":
+        """Resolves with a sentence when a process of the engine ends: SGLang's own watchdog only looks once a second."""
+        loop = asyncio.get_running_loop()
+        died: asyncio.Future[str] = loop.create_future()
+
+        def report(name: str) -> None:
+            if not died.done():
+                died.set_result(f"the engine's process {name} died")
+
+        for child in multiprocessing.active_children():
+            loop.add_reader(child.sentinel, report, child.name)
+        return died
+
+    async def _say_last(self, sentence: str) -> NoReturn:
+        for frame in encode_all([*self._outbox, Fatal(message=sentence)]):
+            self._writer.write(frame)
+        await asyncio.wait_for(self._writer.drain(), LAST_WORDS)
+        raise EngineDied(sentence)
+
+    async def _shut_down(self) -> None:
+        """Ask the schedulers to release what they hold and wait for them: killed ones may keep GPU memory. `Engine.shutdown` kills the rest."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        children = multiprocessing.active_children()
+        for child in children:
+            asyncio.get_running_loop().remove_reader(child.sentinel)
+        manager = self._engine.tokenizer_manager
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()  # it takes any exit for a crash
+        manager._dispatch_to_scheduler(ShutdownReq())
+        await asyncio.to_thread(_wait_for_schedulers)
+        self._engine.shutdown()
+
+
+class EngineDied(Exception):
+    """A process of the engine ended by itself; the host must end too, for SGLang can not serve without it."""
+
+
+def piece(rid: str, ids: list[int], meta: Mapping[str, Any]) -> Piece | Failed:
+    """One chunk of SGLang's as a message. A finish that is no finish of ours (NaN logits, an aborted wait with a status) is a failure."""
+    finish = meta.get("finish_reason")
+    if finish is not None and (problem := _problem(finish)):
+        return Failed(rid=rid, message=problem[0], retryable=problem[1])
+    logprobs = array("f", [entry[0] for entry in meta.get("output_token_logprobs") or ()])
+    if len(logprobs) != len(ids):
+        return Failed(rid=rid, message=f"the engine gave {len(ids)} tokens with {len(logprobs)} logprobs", retryable=True)
+    kind: HostFinish | None = finish["type"] if finish is not None else None
+    return Piece(
+        rid=rid,
+        ids=array("i", ids).tobytes(),
+        logprobs=logprobs.tobytes(),
+        version=str(meta.get("weight_version", "")),
+        finish=kind,
+        spans=tuple((str(each["version"]), each["start"], each["end"]) for each in meta.get("weight_versions") or ()),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
+
+
+def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
+    if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
+        return str(finish.get("message")), int(status) >= 500
+    if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):
+        return f"the engine stopped on {finish.get('matched')!r}: the weights gave NaN logits", False
+    return None
+
+
+def _wait_for_schedulers() -> None:
+    import psutil  # type: ignore[import-untyped]
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    psutil.wait_procs(collect_scheduler_processes(), SCHEDULER_EXIT)

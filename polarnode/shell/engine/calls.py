@@ -1,0 +1,127 @@
+"""One generation in flight, on the node's side: from pieces of the wire to chunks of `ports`, and from an order to SGLang's own words.
+
+Rule for whoever edits it: everything here is synchronous but the waiting for a chunk, so that a call can end inside any cleanup.
+"""
+
+import math
+import re
+from contextlib import suppress
+from typing import Self
+
+import trio
+from attrs import define, field
+
+from polarnode.conversation import Json, Sampling
+from polarnode.engine_host.protocol import Generate, Piece
+from polarnode.errors import ContextTooLong, EngineError
+from polarnode.ports import Chunk, GenerateOrder
+from polarnode.records import VersionSpan, floats, ids
+
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -> None:
+    """Raises ContextTooLong, or EngineError for what would end the engine's own process: an id outside the vocabulary, an ambiguous name."""
+    if not _REQUEST_ID.fullmatch(order.request_id):
+        raise EngineError(f"request id {order.request_id!r} is not 32 hex digits: the engine matches aborts by prefix", retryable=False)
+    if not order.prompt:
+        raise EngineError("the prompt is empty: give at least one token id", retryable=False)
+    if not (min(order.prompt) >= 0 and max(order.prompt) < vocab_size):
+        raise EngineError(
+            f"the prompt has token ids from {min(order.prompt)} to {max(order.prompt)}, this model knows 0 to {vocab_size - 1}", retryable=False
+        )
+    if len(order.prompt) >= context_length:
+        raise ContextTooLong(prompt_tokens=len(order.prompt), limit=context_length)
+    if order.sampling.max_tokens is not None and order.sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens {order.sampling.max_tokens} asks for nothing: give 1 or more", retryable=False)
+
+
+def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
+    """The host's message. `max_tokens` is clipped to what the context still holds, and always said: SGLang's own default is 128."""
+    room = context_length - len(order.prompt)
+    sampling = sampling_parameters(order.sampling, max_tokens=min(order.sampling.max_tokens or room, room))
+    return Generate(rid=order.request_id, prompt=order.prompt.tobytes(), sampling={**sampling, "stop_token_ids": list(order.stop_ids)})
+
+
+def sampling_parameters(asked: Sampling, *, max_tokens: int) -> dict[str, Json]:
+    """SGLang's sampling parameters, each one said, so that no default of an engine or a checkpoint changes what was asked.
+
+    `stop` strings are the node's to watch. A seed only has meaning with `enable_deterministic_inference` among the extra engine arguments.
+    """
+    return {
+        "max_new_tokens": max_tokens,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "top_k": asked.top_k or -1,  # 0 and -1 both mean the whole vocabulary to those who ask
+        "min_p": asked.min_p or 0.0,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
+        "presence_penalty": asked.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        "sampling_seed": asked.seed,
+    }
+
+
+@define(eq=False)
+class Call:
+    """An async iterator of chunks. Its queue has no bound of its own: it holds at most the `max_tokens` that were asked for, 8 bytes each."""
+
+    rid: str
+    _spans: list[VersionSpan] = field(factory=list, init=False)
+    _length: int = field(default=0, init=False)
+    _sender: "trio.MemorySendChannel[Chunk | EngineError]" = field(init=False)
+    _receiver: "trio.MemoryReceiveChannel[Chunk | EngineError]" = field(init=False)
+    over: bool = field(default=False, init=False)  # the host has nothing more to say of it
+
+    def __attrs_post_init__(self) -> None:
+        self._sender, self._receiver = trio.open_memory_channel(math.inf)
+
+    def take(self, piece: Piece) -> None:
+        """A piece came from the host."""
+        sampled = ids(piece.ids)
+        self._grow(len(sampled), piece.version)
+        if piece.spans:
+            self._spans = [VersionSpan(version=version, start=start, end=end) for version, start, end in piece.spans if end > start]
+        chunk = Chunk(
+            ids=sampled,
+            logprobs=floats(piece.logprobs),
+            finish_reason=piece.finish,
+            version_spans=tuple(self._spans),
+            cached_tokens=piece.cached_tokens,
+        )
+        self._put(chunk, last=piece.finish is not None)
+
+    def fail(self, error: EngineError) -> None:
+        """Nothing more will come, and this is why; what came before is still delivered first."""
+        self._put(error, last=True)
+
+    def close(self) -> None:
+        """The consumer left; whatever still comes is dropped."""
+        self._receiver.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            item = await self._receiver.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+        if isinstance(item, EngineError):
+            raise item
+        return item
+
+    def _put(self, item: Chunk | EngineError, *, last: bool) -> None:
+        with suppress(trio.BrokenResourceError):  # the consumer may have left
+            self._sender.send_nowait(item)
+        if last:
+            self.over = True
+            self._sender.close()
+
+    def _grow(self, count: int, version: str) -> None:
+        """Extend the running spans by `count` tokens of `version`; the last piece's exact spans replace them."""
+        end = self._length + count
+        if self._spans and self._spans[-1].version == version:
+            self._spans[-1] = VersionSpan(version=version, start=self._spans[-1].start, end=end)
+        elif count:
+            self._spans.append(VersionSpan(version=version, start=self._length, end=end))
+        self._length = end

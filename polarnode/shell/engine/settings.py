@@ -1,0 +1,151 @@
+"""What the engines are told, and how it becomes the arguments and the environment of each host. Plain functions, no waiting.
+
+Rule for whoever edits it: an argument that the rest of the house relies on is RESERVED; every other one of SGLang's can be given through
+`extra`, unchecked here, because SGLang checks its own.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from attrs import field, frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import EngineError
+
+CPU_RUNNING = 16  # requests decoded together: torch's own attention loops over them, so more only makes each slower
+CPU_CACHE_BYTES = 2 << 30  # of KV cache: leaves room for the model, its host and harnesses on an 8 GB machine
+CPU_MAX_TOKENS = 131_072  # four prompts of 30 000 tokens at once; the tiny model needs 2 KB a token
+CPU_MIN_TOKENS = 8_192  # below this no harness's first prompt fits
+CPU_MEMORY_SHARE = 0.8  # SGLang checks it against the whole machine's free memory, which others use too; the cap is CPU_CACHE_BYTES
+CPU_STREAM_INTERVAL = 4  # tokens a chunk: the tiny model makes 1 500 a second, and each chunk costs the node's loop some 50 us
+GPU_STREAM_INTERVAL = 16  # tokens a chunk: 256 requests at 50 tokens/s on 8 GPUs are 6 400 chunks a second, half of what one loop can do
+
+RESERVED = frozenset(
+    {
+        "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init", "incremental_streaming_output", "weight_version",
+        "nccl_port", "context_length", "dtype", "mem_fraction_static", "max_total_tokens", "max_running_requests",
+    }
+)  # fmt: skip
+
+
+@frozen(kw_only=True)
+class EngineSettings:
+    """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens` bounds the KV cache of one host.
+
+    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine` as it is.
+    """
+
+    model_path: Path
+    device: Literal["cpu", "cuda"]
+    state_dir: Path
+    gpus: tuple[int, ...] = ()
+    tp: int = 1
+    context_length: int | None = None
+    dtype: str = "auto"
+    mem_fraction: float | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    weight_version: str = "0"
+    extra: Mapping[str, Json] = field(factory=dict)
+
+    def log_path(self, index: int) -> Path:
+        return self.state_dir / f"engine-{index}.log"
+
+
+def check(settings: EngineSettings) -> None:
+    """Raises EngineError naming the setting that can not work, before anything is started."""
+    if not (settings.model_path / "config.json").is_file():
+        raise _wrong(f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face checkpoint")
+    if taken := sorted(RESERVED & set(settings.extra)):
+        raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
+    if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
+        raise _wrong("--cpu takes neither --gpus nor --tp: leave them out")
+    if settings.device == "cuda" and (not settings.gpus or settings.tp < 1 or len(settings.gpus) % settings.tp):
+        raise _wrong(f"--gpus names {len(settings.gpus)} GPUs and --tp {settings.tp} takes that many for each engine: change one of them")
+
+
+def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each host in order; one empty group on a CPU."""
+    if settings.device == "cpu":
+        return ((),)
+    return tuple(settings.gpus[first : first + settings.tp] for first in range(0, len(settings.gpus), settings.tp))
+
+
+def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, Json]:
+    """The keyword arguments of `sglang.Engine` for one host."""
+    wanted: dict[str, Json] = {
+        "model_path": str(settings.model_path.resolve()),
+        "device": settings.device,
+        "tp_size": settings.tp,
+        "dtype": settings.dtype,
+        "weight_version": settings.weight_version,
+        "nccl_port": nccl_port,  # chosen here: hosts that start together would race for one
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "incremental_streaming_output": True,  # deltas, copied; without it every chunk is the engine's own live list
+        "log_level": "warning",  # a line a batch would fill the disk in weeks
+    }
+    wanted.update(_cpu_arguments(settings) if settings.device == "cpu" else {"stream_interval": GPU_STREAM_INTERVAL})
+    said: dict[str, Json] = {
+        "context_length": settings.context_length,
+        "mem_fraction_static": settings.mem_fraction,
+        "max_total_tokens": settings.max_total_tokens,
+        "max_running_requests": settings.max_running_requests,
+    }
+    wanted.update({name: value for name, value in said.items() if value is not None})
+    return {**wanted, **settings.extra}
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
+    return {
+        "dtype": "float32" if settings.dtype == "auto" else settings.dtype,  # logprobs a float32 trainer agrees with; no AMX here to make bf16 pay
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": CPU_MEMORY_SHARE,
+        "max_total_tokens": cpu_tokens(json.loads((settings.model_path / "config.json").read_text())),
+        "max_running_requests": CPU_RUNNING,
+        "stream_interval": CPU_STREAM_INTERVAL,
+    }
+
+
+def cpu_tokens(config: Mapping[str, Json]) -> int:
+    """How many tokens of KV cache fit in CPU_CACHE_BYTES for this model at float32, within sense."""
+    layers, heads = _whole(config, "num_hidden_layers", 32), _whole(config, "num_attention_heads", 32)
+    kv_heads = _whole(config, "num_key_value_heads", heads)
+    head_size = _whole(config, "head_dim", _whole(config, "hidden_size", 4096) // heads)
+    per_token = 2 * 4 * layers * kv_heads * head_size
+    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_CACHE_BYTES // per_token))
+
+
+def _whole(config: Mapping[str, Json], name: str, default: int) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def host_environment(settings: EngineSettings, *, gpus: tuple[int, ...], scratch: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of one host: ours, its own temporary folder, and only its own GPUs."""
+    environment = {**base, "TMPDIR": str(scratch), "CUDA_VISIBLE_DEVICES": _visible(gpus, base)}
+    # compiled kernels are worth keeping from run to run; their default place is the temporary folder, which ends with the host
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.state_dir.resolve() / "compiled"))
+    environment["PYTHONUNBUFFERED"] = "1"  # the log's last line matters most when the process is killed
+    if settings.device == "cpu":
+        environment["SGLANG_PLATFORM"] = "polarnode_cpu"
+    else:
+        environment.pop("SGLANG_PLATFORM", None)
+    return environment
+
+
+def _visible(gpus: tuple[int, ...], base: Mapping[str, str]) -> str:
+    """GPU numbers count among those this process was given, as CUDA itself counts."""
+    given = [each for each in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if not given:
+        return ",".join(map(str, gpus))
+    if gpus and max(gpus) >= len(given):
+        raise _wrong(f"--gpus {max(gpus)}: CUDA_VISIBLE_DEVICES={','.join(given)} shows this node only {len(given)}, counted from 0")
+    return ",".join(given[each] for each in gpus)
+
+
+def _wrong(sentence: str) -> EngineError:
+    return EngineError(sentence, retryable=False)
