@@ -1,0 +1,32 @@
+"""The durable log: turns as they come, results, consumers and their positions. SQLite in WAL mode, one writer thread, group commit.
+
+The rule for whoever edits it: other rooms import from here; SQL stays in `schema`, `entries`, `pruning` and `reads`.
+"""
+
+from polarnode.shell.journal.journal import Journal, check_consumer, open_journal
+from polarnode.shell.journal.values import (
+    EventKind,
+    EventPage,
+    Filters,
+    JournalStatistics,
+    Retention,
+    SessionRecord,
+    StoredEvent,
+    TaskRecord,
+    UnfinishedSession,
+)
+
+__all__ = [
+    "EventKind",
+    "EventPage",
+    "Filters",
+    "Journal",
+    "JournalStatistics",
+    "Retention",
+    "SessionRecord",
+    "StoredEvent",
+    "TaskRecord",
+    "UnfinishedSession",
+    "check_consumer",
+    "open_journal",
+]

@@ -1,0 +1,176 @@
+"""What is asked of the journal: plain functions of a read connection, each within one snapshot, run in a thread by `Journal`.
+
+The rule for whoever edits it: a page is bounded in bytes, because one trajectory may be tens of megabytes as JSON; and a reader whose
+filters pass over everything must still move on.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from polarnode.merge.trajectory import Identity
+from polarnode.records import Outcome, Trajectory, Turn
+from polarnode.shell.journal.schema import snapshot
+from polarnode.shell.journal.values import EventPage, Filters, SessionRecord, StoredEvent, TaskRecord, UnfinishedSession
+from polarnode.tasks import TaskSpec
+from polarnode.wire import Arrays, dump_json, read_json, structure, trajectory_json, unpack_trajectory, unpack_turn
+
+PAGE_BYTES = 8 << 20  # of JSON a page: what one slow stream may hold in memory, beside one trajectory
+
+TASK = "SELECT task_id, group_id, idempotency_key, submitted, spec FROM tasks "
+SESSION = """
+SELECT session_id, task_id, sample_index, outcome, reward, finished,
+    (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
+    (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id)
+FROM sessions """
+
+
+# ── tasks and sessions ────────────────────────────────────────────────────────
+
+
+def task(db: sqlite3.Connection, task_id: str) -> TaskRecord | None:
+    with snapshot(db):
+        row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+        return None if row is None else _task(db, row)
+
+
+def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | None:
+    with snapshot(db):
+        row = db.execute(TASK + "WHERE idempotency_key = ? ORDER BY number LIMIT 1", (idempotency_key,)).fetchone()
+        return None if row is None else _task(db, row)
+
+
+def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
+    """Newest first; `before` is the last task of the page before."""
+    older = "WHERE ?1 IS NULL OR number < (SELECT number FROM tasks WHERE task_id = ?1) "
+    with snapshot(db):
+        rows = db.execute(TASK + older + "ORDER BY number DESC LIMIT ?2", (before, limit)).fetchall()
+        return tuple(_task(db, row) for row in rows)
+
+
+def session(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else _session(row)
+
+
+def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
+    task_id, group_id, key, submitted, spec = row
+    sessions = db.execute(SESSION + "WHERE task_id = ? ORDER BY sample_index", (task_id,)).fetchall()
+    return TaskRecord(
+        task_id=task_id,
+        group_id=group_id,
+        idempotency_key=key,
+        submitted=submitted,
+        spec=_spec(spec),
+        sessions=tuple(_session(one) for one in sessions),
+    )
+
+
+def _spec(body: bytes) -> TaskSpec:
+    # Not `read_task`: what was accepted once stays readable when a later version refuses it.
+    return structure(read_json(body), TaskSpec)
+
+
+def _session(row: Sequence[Any]) -> SessionRecord:
+    session_id, task_id, sample_index, outcome, reward, finished, turn_count, sampled = row
+    return SessionRecord(
+        session_id=session_id,
+        task_id=task_id,
+        sample_index=sample_index,
+        outcome=None if outcome is None else structure(read_json(outcome), Outcome),
+        reward=reward,
+        turns=turn_count,
+        sampled_tokens=sampled,
+        finished=finished,
+    )
+
+
+# ── turns and trajectories ────────────────────────────────────────────────────
+
+
+def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
+    rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY turn", (session_id,))
+    return tuple(unpack_turn(body) for (body,) in rows)
+
+
+def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    with snapshot(db):
+        return _trajectory(db, session_id)
+
+
+def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    row = db.execute("SELECT body FROM trajectories WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else unpack_trajectory(row[0], turns(db, session_id))
+
+
+def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
+    """Sessions of earlier lives without a trajectory, in the order they were taken."""
+    asked = "SELECT session_id, task_id, sample_index, identity FROM sessions WHERE outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
+    with snapshot(db):
+        return tuple(_unfinished(db, *row) for row in db.execute(asked).fetchall())
+
+
+def _unfinished(db: sqlite3.Connection, session_id: str, task_id: str, sample_index: int, identity: bytes | None) -> UnfinishedSession:
+    row = db.execute("SELECT spec, group_id FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
+    spec = None if row is None else _spec(row[0])
+    if identity is not None:
+        who = structure(read_json(identity), Identity)
+    else:  # killed between taking the task and naming its sessions
+        who = Identity(
+            session_id=session_id,
+            task_id=task_id,
+            group_id=task_id if row is None else row[1],
+            sample_index=sample_index,
+            harness="" if spec is None else spec.harness.name,
+            harness_version=None,
+            model="",
+            node="",
+        )
+    return UnfinishedSession(identity=who, spec=spec, turns=turns(db, session_id))
+
+
+# ── events ────────────────────────────────────────────────────────────────────
+
+
+def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, arrays: Arrays) -> EventPage:
+    """Up to `limit` events after `after`, fewer when they are large; at least one when there is one."""
+    where, values = _where(filters)
+    with snapshot(db):
+        last = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        rows = db.execute(
+            f"SELECT seq, kind, key, session_id, body FROM events WHERE seq > ? {where} ORDER BY seq LIMIT ?", (after, *values, limit)
+        ).fetchall()
+        found: list[StoredEvent] = []
+        size = 0
+        for row in rows:
+            found.append(_event(db, arrays, *row))
+            size += len(found[-1].json)
+            if size > PAGE_BYTES:
+                break
+    whole = len(found) == len(rows) < limit
+    seen = last[0] if whole and last else found[-1].seq if found else after
+    return EventPage(events=tuple(found), seen=max(after, seen))
+
+
+def _where(filters: Filters) -> tuple[str, list[object]]:
+    clauses: list[tuple[str, object]] = [
+        ("task_id = ?", filters.task_id),
+        ("group_id = ?", filters.group_id),
+        ("(kind != 'trajectory' OR outcome = ?)", filters.outcome),
+        ("(kind != 'trajectory' OR reward >= ?)", filters.min_reward),
+    ]
+    said = [(clause, value) for clause, value in clauses if value is not None]
+    kinds = ", ".join("?" * len(filters.kinds))
+    where = " ".join(f"AND {clause}" for clause, _ in said)
+    return f"{where} AND kind IN ({kinds})", [*(value for _, value in said), *filters.kinds]
+
+
+def _event(db: sqlite3.Connection, arrays: Arrays, seq: int, kind: Any, key: str, session_id: str | None, body: bytes | None) -> StoredEvent:
+    """A trajectory is stored once and written as JSON for each reader; a group or task is stored as JSON."""
+    if body is not None:
+        content = body
+    else:
+        whole = _trajectory(db, session_id or "")
+        content = b"null" if whole is None else dump_json(trajectory_json(whole, arrays=arrays))
+    head = b'{"seq":%d,"key":%b,"%b":' % (seq, dump_json(key), kind.encode())
+    return StoredEvent(seq=seq, kind=kind, key=key, json=head + content + b"}")

@@ -1,0 +1,158 @@
+"""The one thread that writes: takes all that is queued, commits it at once, says so.
+
+The rules for whoever edits it. `put` never waits and never fails: the event loop calls it as the last act of a session. An entry is forgotten
+only when its commit is on disk, or when it alone can never be written (a bug, logged and counted); a full disk is waited out with the backlog
+in memory. The thread ends when told to and when there is nothing left, or nothing that can be written.
+"""
+
+import logging
+import shutil
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attrs import define, evolve, field
+
+from polarnode.shell.journal.entries import Entry
+from polarnode.shell.journal.pruning import prune, stored_bytes
+from polarnode.shell.journal.schema import transaction
+from polarnode.shell.journal.values import Progress, Retention
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20  # a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
+RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
+# Errors of the statement, not of the disk: trying them again fails again.
+HOPELESS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.NotSupportedError)
+
+
+@define(eq=False)
+class Writer:
+    """Owns the writing connection and the backlog. `on_progress` is called in the writer's thread after every commit."""
+
+    path: Path
+    db: sqlite3.Connection
+    retention: Retention
+    on_progress: Callable[[Progress], None]
+    warning: str | None = None
+    dropped: int = 0
+    put_entries: int = 0
+    backlog_bytes: int = 0
+    _done_entries: int = 0
+    _backlog: deque[Entry] = field(factory=deque)
+    _stopping: bool = False
+    _changed: threading.Condition = field(factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _last: Progress = field(factory=Progress)
+
+    @property
+    def backlog_entries(self) -> int:
+        return self.put_entries - self._done_entries
+
+    def start(self) -> Progress:
+        """Begin; what the journal holds now."""
+        self._thread = threading.Thread(target=self._run, name="journal writer", daemon=True)  # a disk that hangs must not keep the process
+        self._last = self._progress()
+        self._thread.start()
+        return self._last
+
+    def put(self, entry: Entry) -> int:
+        """Queue an entry; returns its number. Order is kept."""
+        with self._changed:
+            self._backlog.append(entry)
+            self.put_entries += 1
+            self.backlog_bytes += entry.size
+            self._changed.notify()
+            return self.put_entries
+
+    def stop(self) -> None:
+        """Write what is queued and end; while the disk refuses, one more attempt is made and the rest given up."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread, in a thread of the caller's."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    # ── the thread ────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while batch := self._take():
+                self._write_until_done(batch)
+        finally:
+            self.db.close()
+
+    def _take(self) -> Sequence[Entry]:
+        """The next batch, waited for; empty when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._backlog or self._stopping)
+            batch, size = [], 0
+            while self._backlog and size < BATCH_BYTES:
+                batch.append(self._backlog.popleft())
+                size += batch[-1].size
+            return batch
+
+    def _write_until_done(self, batch: Sequence[Entry]) -> None:
+        while not self._written(batch):
+            with self._changed:
+                if self._stopping:
+                    logger.error("the journal is closed with %s entries unwritten: %s", self.backlog_entries, self.warning)
+                    self._backlog.clear()
+                    return
+                self._changed.wait(RETRY_S)
+        with self._changed:
+            self._done_entries += len(batch)
+            self.backlog_bytes -= sum(entry.size for entry in batch)
+        self.warning = None
+        self._report()
+
+    def _written(self, batch: Sequence[Entry]) -> bool:
+        """Commit the batch. False when the disk refuses; an entry that can never be written is dropped from it."""
+        try:
+            self._commit(batch)
+        except sqlite3.Error as error:
+            if isinstance(error, HOPELESS):
+                return self._written_one_by_one(batch)
+            self.warning = f"the journal can not be written ({error}): make room on its disk; what is running is kept in memory"
+            return False
+        except Exception:  # an entry's own bug must not stop the journal of all others
+            return self._written_one_by_one(batch)
+        return True
+
+    def _written_one_by_one(self, batch: Sequence[Entry]) -> bool:
+        if len(batch) > 1:
+            return all(self._written([entry]) for entry in batch)
+        logger.exception("the journal drops an entry that it can not write: this is a bug of polarnode")
+        self.dropped += 1
+        return True
+
+    def _commit(self, batch: Sequence[Entry]) -> None:
+        with transaction(self.db):
+            for entry in batch:
+                entry.apply(self.db)
+            prune(self.db, self.retention)
+
+    def _report(self) -> None:
+        try:
+            self._last = self._progress()
+        except (sqlite3.Error, OSError) as error:  # the entries are on disk all the same, and someone may wait for them
+            self.warning = f"the journal can not be measured ({error}): look at its disk"
+            self._last = evolve(self._last, entries=self._done_entries)
+        self.on_progress(self._last)
+
+    def _progress(self) -> Progress:
+        last = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        (pruned,) = self.db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
+        return Progress(
+            entries=self._done_entries,
+            last_seq=last[0] if last else 0,
+            first_seq=pruned + 1,
+            stored_bytes=stored_bytes(self.db),
+            disk_free=shutil.disk_usage(self.path.parent).free,
+            positions=dict(self.db.execute("SELECT consumer, seq FROM positions")),
+        )
