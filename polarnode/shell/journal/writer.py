@@ -24,8 +24,15 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
 RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
-# Errors of the statement, not of the disk: trying them again fails again.
-HOPELESS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.NotSupportedError)
+# Errors of the statement, not of the disk: trying again fails again. An error without a code comes from Python's binding of values.
+HOPELESS = {
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_MISUSE,
+    sqlite3.SQLITE_RANGE,
+    sqlite3.SQLITE_TOOBIG,
+}
 
 
 @define(eq=False)
@@ -116,7 +123,7 @@ class Writer:
         try:
             self._commit(batch)
         except sqlite3.Error as error:
-            if isinstance(error, HOPELESS):
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in HOPELESS:  # the low byte is the class of the error
                 return self._written_one_by_one(batch)
             self.warning = f"the journal can not be written ({error}): make room on its disk; what is running is kept in memory"
             return False
