@@ -99,8 +99,12 @@ def unserved(sentence: str) -> Check:
 
 
 def text_only(_: object, __: object, kind: str) -> None:
-    """A validator: refuses a part of content that is no text."""
-    raise Refused(f"this model reads text only: remove the {kind} part")
+    """A validator: refuses a part of content that is no text. So no such part is ever made, and who meets one raises the same."""
+    raise not_text(kind)
+
+
+def not_text(kind: str) -> Refused:
+    return Refused(f"this model reads text only: remove the {kind} part")
 
 
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import assert_never
 
 from polarnode.conversation import Message, ToolCall
-from polarnode.errors import Refused
 from polarnode.providers.anthropic.ids import inward
 from polarnode.providers.anthropic.shapes import (
     AssistantBlock,
@@ -28,7 +27,7 @@ from polarnode.providers.anthropic.shapes import (
     UserBlock,
     UserMessage,
 )
-from polarnode.providers.shapes import compact, paragraphs
+from polarnode.providers.shapes import compact, not_text, paragraphs
 
 # A line Claude Code puts before its system prompt, with a nonce in it on every request: rendered, it would break each prompt's prefix at once.
 VOLATILE = "x-anthropic-billing-header:"
@@ -106,7 +105,7 @@ def _user(content: str | tuple[UserBlock, ...]) -> Iterator[Message]:
                 texts = []
                 yield Message(role="tool", text=_result(block.content), call_id=inward(block.tool_use_id))
             case NotTextBlock():
-                raise _unreadable(block)
+                raise not_text(block.type)
             case _:
                 assert_never(block)
     yield from _told(texts)
@@ -130,7 +129,7 @@ def _result_text(part: TextBlock | ToolReferenceBlock | NotTextBlock) -> str:
         case ToolReferenceBlock():
             return f"Tool loaded: {part.tool_name}"
         case NotTextBlock():
-            raise _unreadable(part)
+            raise not_text(part.type)
         case _:
             assert_never(part)
 
@@ -156,7 +155,7 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
                 calls.append(ToolCall(id=inward(block.id), name=block.name, arguments=compact(block.input)))
                 refs.append(inward(block.id))
             case NotTextBlock():
-                raise _unreadable(block)
+                raise not_text(block.type)
             case _:
                 assert_never(block)
     # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
@@ -171,7 +170,3 @@ def _joined(first: Message, then: Message) -> Message:
         thinking=first.thinking + then.thinking,
         refs=first.refs + then.refs,
     )
-
-
-def _unreadable(block: NotTextBlock) -> Refused:
-    return Refused(f"this model reads text only: remove the {block.type} block", path="$.messages")  # its validator has refused it before

@@ -5,8 +5,9 @@ The rules: every event has its `event:` line (without it Claude Code sees nothin
 """
 
 import json
-from typing import Literal, assert_never
+from typing import Literal, assert_never, cast
 
+import orjson
 from attrs import define
 
 from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
@@ -48,13 +49,19 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's input. What is no JSON is handed on as the text it is: the harness's own check of it then tells the model."""
+    """A call's input: the very text that was sampled, set into the body unread, so that no number is rounded and nothing is too deep.
+
+    What is no JSON is handed on as a string: the harness's own check of its tool's input then tells the model.
+    """
     try:
-        value: Json = json.loads(arguments or "{}")
-        dump_json(value)  # a lone surrogate in a sampled escape reads here, and could not be sent
-    except (ValueError, TypeError, RecursionError):
+        json.loads(arguments or "{}", parse_constant=_no_constant)
+    except (ValueError, RecursionError):
         return arguments
-    return value
+    return cast(Json, orjson.Fragment(arguments or "{}"))
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is Python's, not JSON's")
 
 
 def block_json(part: Part, signature: str) -> Json:

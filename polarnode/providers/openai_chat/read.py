@@ -15,9 +15,9 @@ from polarnode.providers.openai_chat.shapes import (
     CallShape,
     ChatRequest,
     Content,
-    FunctionMessage,
     MessageShape,
     NamedChoice,
+    NotTextPart,
     RefusalPart,
     SystemMessage,
     TextPart,
@@ -25,7 +25,7 @@ from polarnode.providers.openai_chat.shapes import (
     ToolShape,
     UserMessage,
 )
-from polarnode.providers.shapes import as_tuple, compact, paragraphs, read_body
+from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> ModelRequest:
@@ -63,8 +63,6 @@ def _message(shape: MessageShape) -> Message:
             return Message(role="tool", text=paragraphs(_texts(shape.content)), call_id=shape.tool_call_id)
         case AssistantMessage():
             return _assistant(shape)
-        case FunctionMessage():  # its validator has refused it
-            raise Refused("messages of role function are not served: use tools", path="$.messages")
         case _:
             assert_never(shape)
 
@@ -84,10 +82,15 @@ def _texts(content: Content) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     for part in () if isinstance(content, str) else content or ():
-        if isinstance(part, TextPart):
-            yield part.text
-        elif isinstance(part, RefusalPart):
-            yield part.refusal
+        match part:
+            case TextPart():
+                yield part.text
+            case RefusalPart():
+                yield part.refusal
+            case NotTextPart():
+                raise not_text(part.type)
+            case _:
+                assert_never(part)
 
 
 def _call(shape: CallShape) -> ToolCall:

@@ -83,16 +83,7 @@ class ToolMessage:
     content: Content = None
 
 
-def _no_function_role(_: object, __: object, ___: str) -> None:
-    raise Refused(_OLD_CALLS, path="$.role")
-
-
-@frozen
-class FunctionMessage:
-    role: Literal["function"] = field(validator=_no_function_role)
-
-
-MessageShape = SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+MessageShape = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 @frozen

@@ -1,0 +1,103 @@
+"""Which provider a request speaks, and who is asking."""
+
+import json
+
+import pytest
+
+from polarnode.providers.anthropic import ANTHROPIC
+from polarnode.providers.dialect import Dialect, Operation, missed, not_found_dialect, route, session_keys
+from polarnode.providers.openai_chat import OPENAI_CHAT
+
+BEARER = {"authorization": "Bearer k"}
+X_API_KEY = {"x-api-key": "k"}
+
+
+@pytest.mark.parametrize("prefix", ["", "/sessions/abc123", "/sessions/models", "/some/other/prefix"])
+@pytest.mark.parametrize(
+    ("method", "end", "dialect", "operation"),
+    [
+        ("POST", "/v1/chat/completions", OPENAI_CHAT, "generate"),
+        ("POST", "/chat/completions", OPENAI_CHAT, "generate"),
+        ("POST", "/v1/v1/chat/completions", OPENAI_CHAT, "generate"),
+        ("POST", "/v1/messages", ANTHROPIC, "generate"),
+        ("POST", "/v1/messages?beta=true", ANTHROPIC, "generate"),
+        ("POST", "/v1/messages/", ANTHROPIC, "generate"),
+        ("POST", "/messages", ANTHROPIC, "generate"),
+        ("POST", "/v1/messages/count_tokens", ANTHROPIC, "count_tokens"),
+        ("GET", "/v1/models", OPENAI_CHAT, "models"),
+        ("GET", "/models", OPENAI_CHAT, "models"),
+    ],
+)
+def test_14_1_a_route_is_its_paths_end_under_any_prefix(prefix: str, method: str, end: str, dialect: Dialect, operation: Operation) -> None:
+    found = route(method, prefix + end, BEARER)
+    assert found is not None
+    assert (found.dialect, found.operation, found.model) == (dialect, operation, None)
+
+
+def test_a_model_is_asked_for_by_any_name() -> None:
+    found = route("GET", "/sessions/abc/v1/models/org/some-model", BEARER)
+    assert found is not None
+    assert (found.operation, found.model) == ("model", "org/some-model")
+
+
+@pytest.mark.parametrize(
+    ("headers", "dialect"),
+    [
+        ({}, OPENAI_CHAT),
+        (BEARER, OPENAI_CHAT),
+        (X_API_KEY, ANTHROPIC),
+        (X_API_KEY | BEARER, OPENAI_CHAT),
+        (X_API_KEY | BEARER | {"anthropic-version": "2023-06-01"}, ANTHROPIC),
+        (BEARER | {"anthropic-version": "2023-06-01"}, ANTHROPIC),
+    ],
+)
+def test_the_list_of_models_has_the_shape_of_who_asks(headers: dict[str, str], dialect: Dialect) -> None:
+    found = route("GET", "/v1/models", headers)
+    assert found is not None
+    assert found.dialect is dialect
+    assert not_found_dialect("/nowhere", headers) is dialect
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "", "/api/v1/models", "/sessions/abc/api/v1/models", "/api/tags", "/v1/props", "/props", "/version", "/v1/model/info", "/v1beta/models"],
+)
+def test_14_24_probes_for_other_servers_are_a_fast_404(path: str) -> None:
+    assert route("GET", path, {}) is None
+    reply = missed("GET", path, {})
+    assert reply.status == 404
+    assert json.loads(reply.body)["error"]["code"] == "unknown_url"
+    assert ("content-type", "application/json") in reply.headers
+
+
+def test_a_wrong_method_is_told_which_one_is_served() -> None:
+    assert route("GET", "/v1/messages", {}) is None
+    reply = missed("GET", "/v1/messages", {})
+    assert (reply.status, ("allow", "POST") in reply.headers) == (405, True)
+    assert json.loads(reply.body)["type"] == "error"
+    assert route("POST", "/v1/models", {}) is None
+    assert ("allow", "GET") in missed("POST", "/v1/models", {}).headers
+
+
+def test_a_miss_speaks_the_language_of_its_path() -> None:
+    assert not_found_dialect("/v1/messages/batches", {}) is ANTHROPIC
+    assert not_found_dialect("/v1/completions", {}) is OPENAI_CHAT
+    assert json.loads(missed("POST", "/v1/messages/batches", {}).body)["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "keys"),
+    [
+        ("/v1/messages", {}, ()),
+        ("/sessions/abc123/v1/messages?beta=true", {}, ("abc123",)),
+        ("/sessions/abc", {}, ("abc",)),
+        ("/v1/chat/completions", {"authorization": "Bearer one"}, ("one",)),
+        ("/v1/chat/completions", {"authorization": "bearer  one "}, ("one",)),
+        ("/v1/chat/completions", {"authorization": "Basic one"}, ()),
+        ("/sessions/p/v1/messages", {"x-goog-api-key": "g", "x-api-key": "x", "authorization": "Bearer b"}, ("p", "b", "x", "g")),
+        ("/sessions/same/v1/messages", {"x-api-key": "same", "authorization": "Bearer same"}, ("same",)),
+        ("/v1/messages", {"x-api-key": "", "authorization": "Bearer "}, ()),
+    ],
+)
+def test_14_2_the_path_is_the_first_key_and_any_header_may_hold_one(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
+    assert session_keys(path, headers) == keys

@@ -1,0 +1,64 @@
+"""What real harnesses send, in small: each of three calls is read, extends the one before it, and its answers come back to be read again.
+
+The requests in data/providers have the structure of recorded ones (fields, spellings, what changes between calls) with our own words.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarnode.conversation import ModelRequest
+from polarnode.providers.dialect import Route, route
+
+FOLDER = Path(__file__).parent / "data" / "providers"
+HARNESSES = ("claude_code", "mini_swe_agent", "openhands", "pi", "qwen_code")
+
+
+def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
+    recorded = json.loads((FOLDER / f"{harness}_{number}.json").read_text())
+    found = route("POST", recorded["target"], recorded["headers"])
+    assert found is not None
+    request = found.dialect.read(json.dumps(recorded["body"]).encode(), headers=recorded["headers"], model=found.model)
+    return found, request, recorded["body"]
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+def test_14_19_each_request_extends_the_one_before(harness: str) -> None:
+    one, two, three = (load(harness, number)[1].conversation.messages for number in (1, 2, 3))
+    assert two[: len(one)] == one
+    assert three[: len(two)] == two
+    assert [message.role for message in two[len(one) :]][:2] == ["assistant", "tool"]
+    assert len(one) < len(two) < len(three)
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+def test_14_16_the_name_is_echoed_and_the_tools_are_read(harness: str) -> None:
+    _, request, body = load(harness, 3)
+    assert request.model == "local-model"
+    assert request.conversation.tools
+    assert {call.name for message in request.conversation.messages for call in message.calls} <= {tool.name for tool in request.conversation.tools}
+    assert request.stream is bool(body.get("stream"))
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+def test_every_call_is_answered_by_its_result(harness: str) -> None:
+    messages = load(harness, 3)[1].conversation.messages
+    calls = [call.id for message in messages for call in message.calls]
+    assert [message.call_id for message in messages if message.role == "tool"] == calls
+    assert all(call_id.startswith("call_") for call_id in calls)
+    assert calls == [ref for message in messages for ref in message.refs if ref in calls]
+
+
+def test_claude_code_loads_a_deferred_tool() -> None:
+    before, after = (load("claude_code", number)[1] for number in (1, 2))
+    assert [tool.name for tool in before.conversation.tools] == ["Bash", "ToolSearch", "Write"]
+    assert [tool.name for tool in after.conversation.tools] == ["Bash", "ToolSearch", "Write", "NotebookEdit"]
+    assert before.ignored == ("$.metadata", "$.context_management", "$.output_config", "$.tools[3]", "$.tools[4]", "$.tools[5]", "$.system")
+    assert before.hints["session"]
+    assert "billing" not in before.conversation.messages[0].text
+
+
+def test_openhands_names_its_conversation() -> None:
+    assert load("openhands", 1)[1].hints == {"session": "c-1", "agent": "", "parent": ""}
