@@ -48,6 +48,10 @@ def user(text: str = "do it") -> Message:
     return Message(role="user", text=text)
 
 
+def said(text: str) -> Message:
+    return Message(role="assistant", text=text)
+
+
 def told(call: ToolCall | str, text: str) -> Message:
     return Message(role="tool", text=text, call_id=call if isinstance(call, str) else call.id)
 
