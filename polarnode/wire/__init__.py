@@ -7,10 +7,11 @@ from polarnode.wire.arrays import Arrays
 from polarnode.wire.core import dump_json, plain, read_json, structure
 from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
 from polarnode.wire.tasks import file_bytes, read_task, read_task_toml, task_json
-from polarnode.wire.trajectories import read_trajectory, trajectory_json, turns_json
+from polarnode.wire.trajectories import Turns, read_trajectory, trajectory_json, turns_json
 
 __all__ = [
     "Arrays",
+    "Turns",
     "dump_json",
     "file_bytes",
     "pack_trajectory",

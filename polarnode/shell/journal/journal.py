@@ -24,7 +24,7 @@ from polarnode.shell.journal.schema import connect, prepare
 from polarnode.shell.journal.values import EventPage, Filters, JournalStatistics, Progress, Retention, SessionRecord, TaskRecord, UnfinishedSession
 from polarnode.shell.journal.writer import Writer
 from polarnode.tasks import TaskSpec
-from polarnode.wire import Arrays
+from polarnode.wire import Arrays, Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,9 +114,11 @@ class Journal:
         """Sessions of earlier lives without a trajectory: give each one, so that it ends `interrupted`."""
         return await self._read(reads.unfinished)
 
-    async def events(self, after: int, *, filters: Filters | None = None, arrays: Arrays = "json", limit: int = EVENTS_A_PAGE) -> EventPage:
+    async def events(
+        self, after: int, *, filters: Filters | None = None, arrays: Arrays = "json", turns: Turns = "table", limit: int = EVENTS_A_PAGE
+    ) -> EventPage:
         """The events after `after`, bounded in number and bytes. Go on from the page's `seen`."""
-        return await self._read(reads.events, after, limit, filters or Filters(), arrays)
+        return await self._read(reads.events, after, limit, filters or Filters(), arrays, turns)
 
     async def wait_after(self, seq: int) -> None:
         """Return when there is an event after `seq`."""

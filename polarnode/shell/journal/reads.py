@@ -13,7 +13,7 @@ from polarnode.records import Outcome, Trajectory, Turn
 from polarnode.shell.journal.schema import snapshot
 from polarnode.shell.journal.values import EventPage, Filters, SessionRecord, StoredEvent, TaskRecord, UnfinishedSession
 from polarnode.tasks import TaskSpec
-from polarnode.wire import Arrays, dump_json, read_json, structure, trajectory_json, unpack_trajectory, unpack_turn
+from polarnode.wire import Arrays, Turns, dump_json, read_json, structure, trajectory_json, unpack_trajectory, unpack_turn
 
 PAGE_BYTES = 8 << 20  # of JSON a page: what one slow stream may hold in memory, beside one trajectory
 
@@ -132,24 +132,25 @@ def _unfinished(db: sqlite3.Connection, session_id: str, task_id: str, sample_in
 # ── events ────────────────────────────────────────────────────────────────────
 
 
-def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, arrays: Arrays) -> EventPage:
+def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, arrays: Arrays, turns_as: Turns) -> EventPage:
     """Up to `limit` events after `after`, fewer when they are large; at least one when there is one."""
     where, values = _where(filters)
     with snapshot(db):
-        last = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        (last,) = db.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
         rows = db.execute(
             f"SELECT seq, kind, key, session_id, body FROM events WHERE seq > ? {where} ORDER BY seq LIMIT ?", (after, *values, limit)
         ).fetchall()
         found: list[StoredEvent] = []
         size = 0
         for row in rows:
-            found.append(_event(db, arrays, *row))
-            size += len(found[-1].json)
+            found.append(_event(db, arrays, turns_as, *row))
+            size += len(found[-1].body)
             if size > PAGE_BYTES:
                 break
     whole = len(found) == len(rows) < limit
-    seen = last[0] if whole and last else found[-1].seq if found else after
-    return EventPage(events=tuple(found), seen=max(after, seen))
+    seen = max(after, last) if whole else found[-1].seq
+    return EventPage(events=tuple(found), seen=seen, first_seq=pruned + 1, last_seq=last)
 
 
 def _where(filters: Filters) -> tuple[str, list[object]]:
@@ -165,12 +166,11 @@ def _where(filters: Filters) -> tuple[str, list[object]]:
     return f"{where} AND kind IN ({kinds})", [*(value for _, value in said), *filters.kinds]
 
 
-def _event(db: sqlite3.Connection, arrays: Arrays, seq: int, kind: Any, key: str, session_id: str | None, body: bytes | None) -> StoredEvent:
+def _event(
+    db: sqlite3.Connection, arrays: Arrays, turns_as: Turns, seq: int, kind: Any, key: str, session_id: str | None, body: bytes | None
+) -> StoredEvent:
     """A trajectory is stored once and written as JSON for each reader; a group or task is stored as JSON."""
-    if body is not None:
-        content = body
-    else:
+    if body is None:
         whole = _trajectory(db, session_id or "")
-        content = b"null" if whole is None else dump_json(trajectory_json(whole, arrays=arrays))
-    head = b'{"seq":%d,"key":%b,"%b":' % (seq, dump_json(key), kind.encode())
-    return StoredEvent(seq=seq, kind=kind, key=key, json=head + content + b"}")
+        body = b"null" if whole is None else dump_json(trajectory_json(whole, arrays=arrays, turns=turns_as))
+    return StoredEvent(seq=seq, kind=kind, key=key, body=body)

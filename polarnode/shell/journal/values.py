@@ -8,6 +8,7 @@ from attrs import field, frozen
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Outcome, Turn
 from polarnode.tasks import TaskSpec
+from polarnode.wire import dump_json
 
 EventKind = Literal["trajectory", "group", "task"]
 
@@ -44,12 +45,17 @@ class TaskRecord:
 
 @frozen(kw_only=True)
 class StoredEvent:
-    """One event: `key` is the same however often it is delivered; `json` is `{"seq", "key", kind: {…}}`, what a stream sends."""
+    """One event: `key` is the same however often it is delivered; `body` is the trajectory, group or task as JSON."""
 
     seq: int
     kind: EventKind
     key: str
-    json: bytes
+    body: bytes
+
+    @property
+    def json(self) -> bytes:
+        """What a stream sends: `{"seq", "key", kind: body}`."""
+        return b'{"seq":%d,"key":%b,"%b":%b}' % (self.seq, dump_json(self.key), self.kind.encode(), self.body)
 
 
 @frozen(kw_only=True)
@@ -58,6 +64,12 @@ class EventPage:
 
     events: tuple[StoredEvent, ...]
     seen: int
+    first_seq: int  # the oldest kept, and
+    last_seq: int  # the newest, when this was read
+
+    def follows(self, after: int) -> bool:
+        """Whether `after` is a place in this journal from which nothing is missing; if not, the reader must hear of a gap."""
+        return self.first_seq - 1 <= after <= self.last_seq
 
 
 @frozen(kw_only=True)

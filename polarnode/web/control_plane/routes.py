@@ -1,0 +1,161 @@
+"""The routes themselves, each a few lines: read, ask, answer."""
+
+from attrs import frozen
+from quart import Response, request
+
+from polarnode.conversation import Json
+from polarnode.shell.journal import Journal, SessionRecord, TaskRecord, check_consumer
+from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.web.control_plane.query import FILTERS, last_event_id, read_query
+from polarnode.web.control_plane.service import DiskFull, Service
+from polarnode.web.control_plane.streams import event_stream, export_lines
+from polarnode.wire import dump_json, plain, read_json, read_task, structure, task_json, trajectory_json, turns_json
+from polarnode.wire.arrays import encoder
+
+
+@frozen(kw_only=True)
+class Ack:
+    """The body of POST /v1/trajectories/ack."""
+
+    consumer: str
+    seq: int
+
+
+@frozen(kw_only=True)
+class Routes:
+    """The handlers, with what they ask."""
+
+    service: Service
+    journal: Journal
+
+    # ── tasks ─────────────────────────────────────────────────────────────────
+
+    async def submit(self) -> Response:
+        """202 when the task is in the journal: what was answered so is not forgotten."""
+        read_query(request.args)
+        spec = read_task(read_json(await _body()))
+        if self.journal.refuses_tasks:
+            raise DiskFull(str(self.journal.statistics().warning))
+        submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
+        await self.journal.flushed()
+        return json_response(plain(submitted), 202)
+
+    async def tasks(self) -> Response:
+        query = read_query(request.args, "limit", "before")
+        found = await self.journal.tasks(limit=query.limit, before=query.before)
+        return json_response({"tasks": [task_record_json(task) for task in found]})
+
+    async def task(self, task_id: str) -> Response:
+        read_query(request.args)
+        found = await self._known_task(task_id)
+        return json_response(task_record_json(found) | {"spec": task_json(found.spec)})
+
+    async def cancel(self, task_id: str) -> Response:
+        read_query(request.args)
+        cancelled = await self.service.cancel(task_id)
+        if not cancelled:
+            await self._known_task(task_id)
+        return json_response({"task_id": task_id, "cancelled": cancelled})
+
+    async def _known_task(self, task_id: str) -> TaskRecord:
+        found = await self.journal.task(task_id)
+        if found is None:
+            raise NotFound(f"no task {task_id!r} is in this node's journal: look at GET /v1/tasks")
+        return found
+
+    # ── trajectories ──────────────────────────────────────────────────────────
+
+    async def stream(self) -> Response:
+        query = read_query(request.args, "consumer", "after", "follow", "arrays", *FILTERS)
+        start = last_event_id(request.headers.get("Last-Event-ID"))  # before `after`: a browser repeats the first URL and adds the header
+        start = query.after if start is None else start
+        if query.consumer is not None:
+            start = await self._position(query.consumer) if start is None else start
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return Response(event_stream(self.journal, query, start or 0), 200, headers, content_type="text/event-stream")
+
+    async def _position(self, consumer: str) -> int:
+        """Where a consumer is; a new one is made known, so that nothing it has not seen is pruned as acknowledged by all."""
+        if consumer not in self.journal.statistics().positions:
+            return await self.journal.acknowledge(consumer, 0)
+        return await self.journal.position(consumer)
+
+    async def acknowledge(self) -> Response:
+        ack = structure(read_json(await _body()), Ack, forbid_extra=True)
+        position = await self.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
+        return json_response({"consumer": ack.consumer, "position": position})
+
+    async def trajectory(self, session_id: str) -> Response:
+        query = read_query(request.args, "arrays", "turns")
+        found = await self.journal.trajectory(session_id)
+        if found is None:
+            known = await self._known_session(session_id)
+            raise NotFound(f"session {known.session_id!r} is not over yet: its turns are at GET /v1/sessions/{known.session_id}")
+        whole = found
+        body = await self.journal.read(lambda: dump_json(trajectory_json(whole, arrays=query.arrays, turns=query.turns)))
+        return Response(body, content_type="application/json")
+
+    async def session(self, session_id: str) -> Response:
+        """All of a session that is on disk, over or not: its turns in full, and its trajectory without them."""
+        query = read_query(request.args, "arrays")
+        known = await self._known_session(session_id)
+        turns, found = await self.journal.turns(session_id), await self.journal.trajectory(session_id)
+
+        def body() -> bytes:
+            left_out = () if found is None else found.left_out
+            rows = turns_json(turns, left_out=left_out, encode=encoder(query.arrays))
+            whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
+            return dump_json({"session": session_record_json(known), "turns": rows, "trajectory": whole})
+
+        return Response(await self.journal.read(body), content_type="application/json")
+
+    async def _known_session(self, session_id: str) -> SessionRecord:
+        found = await self.journal.session(session_id)
+        if found is None:
+            raise NotFound(f"no session {session_id!r} is in this node's journal: its task lists its sessions")
+        return found
+
+    async def export(self) -> Response:
+        query = read_query(request.args, "arrays", "turns", *FILTERS)
+        return Response(export_lines(self.journal, query), content_type="application/x-ndjson")
+
+    # ── the node ──────────────────────────────────────────────────────────────
+
+    async def status(self) -> Response:
+        return json_response({**self.service.status(), "journal": plain(self.journal.statistics())})
+
+    async def healthz(self) -> Response:
+        return json_response({"ok": True})
+
+    async def readyz(self) -> Response:
+        ready = self.service.ready()
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+
+async def _body() -> bytes:
+    body = await request.get_data()
+    return body if isinstance(body, bytes) else body.encode()  # Quart's annotation allows text, which only as_text=True gives
+
+
+# ── records as JSON ───────────────────────────────────────────────────────────
+
+
+def task_record_json(task: TaskRecord) -> dict[str, Json]:
+    """A task and its sessions, without token arrays and without its spec."""
+    statuses = ["pending" if one.outcome is None else one.outcome.status for one in task.sessions]
+    return {
+        "task_id": task.task_id,
+        "group_id": task.group_id,
+        "idempotency_key": task.idempotency_key,
+        "submitted": task.submitted,
+        "finished": task.finished,
+        "counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        "sessions": [session_record_json(one) for one in task.sessions],
+    }
+
+
+def session_record_json(session: SessionRecord) -> dict[str, Json]:
+    """A session at a glance; `status` is pending until it is over."""
+    status = "pending" if session.outcome is None else session.outcome.status
+    record: dict[str, Json] = plain(session)
+    return {**record, "status": status}

@@ -1,0 +1,60 @@
+"""What the control plane needs of the node, and how the node says no."""
+
+from typing import Protocol
+
+from attrs import frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import PolarnodeError
+from polarnode.tasks import TaskSpec
+
+
+@frozen(kw_only=True)
+class Submitted:
+    """A task that was taken; `created` is False when it had been taken before and this is the same answer again."""
+
+    task_id: str
+    session_ids: tuple[str, ...]
+    created: bool = True
+
+
+class Conflict(PolarnodeError):
+    """The id or key of another task; the text names it. 409."""
+
+    boundary = "client"
+
+
+class Busy(PolarnodeError):
+    """No room now; asking again after `retry_after` seconds can help. 503."""
+
+    boundary = "node"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DiskFull(PolarnodeError):
+    """The journal's disk has no room for what a new task would make. 507."""
+
+    boundary = "journal"
+
+
+class Service(Protocol):
+    """The node, as its trainers see it."""
+
+    async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
+        """Take a task. Raises Refused, Conflict, Busy or DiskFull."""
+        ...
+
+    async def cancel(self, task_id: str) -> bool:
+        """End a task's sessions with what they have; False when none of them is live."""
+        ...
+
+    def status(self) -> dict[str, Json]:
+        """The node now, for GET /v1/status; the journal's part is added there."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether the engines answer and tasks are taken."""
+        ...
