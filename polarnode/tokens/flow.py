@@ -1,0 +1,117 @@
+"""Visible text, thinking and calls in the order they come, and how much of them may be shown already.
+
+Two rules live here and nowhere else. Newlines at the edges of a part are separators the template taught, not text: leading ones are dropped,
+trailing ones wait for what follows, and are shown if the same part goes on. A stop string is looked for in visible text only. The parts of
+an answer are folded from the very deltas given out, so that a stream can not differ from the whole.
+"""
+
+from typing import Literal, assert_never
+
+from attrs import Factory, define, field
+
+from polarnode.conversation import Delta, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall
+
+Kind = Literal["text", "thinking"]
+
+
+@define(eq=False)
+class Flow:
+    """What was written so far. `stopped` is the stop string that was hit: nothing is taken after it."""
+
+    _stop: tuple[str, ...] = ()
+    stopped: str | None = field(default=None, init=False)
+    _kind: Kind | None = field(default=None, init=False)
+    _held: str = field(default="", init=False)
+    _ready: list[Delta] = field(default=Factory(list), init=False)
+    _taken: list[Delta] = field(default=Factory(list), init=False)
+
+    def write(self, kind: Kind, text: str) -> None:
+        """More of one kind; shown when it can not be a separator or the start of a stop string any more."""
+        if self.stopped is not None:
+            return
+        if kind != self._kind:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self.release()
+            self._kind = kind
+        self._held += text
+        if kind == "text":
+            self._watch()
+        self._show(self._sure())
+
+    def call(self, call: ToolCall) -> None:
+        """A whole call; what was held before it is a separator."""
+        if self.stopped is None:
+            self.release()
+            self._ready.append(call)
+
+    def release(self) -> None:
+        """End the part being written: what a stop string held back is text, trailing newlines are not."""
+        self._show(len(self._held.rstrip("\n")))
+        self._kind, self._held = None, ""
+
+    def take(self) -> list[Delta]:
+        """Everything that became sure since the last time."""
+        ready, self._ready = self._ready, []
+        self._taken += ready
+        return ready
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all that was taken, neighbours of one kind joined."""
+        return fold(self._taken)
+
+    def _watch(self) -> None:
+        """Cut at the stop string that is complete first (the longest of those), as a watcher of single characters would."""
+        found = [(at + len(stop), -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            end, length, self.stopped = min(found)
+            self._held = self._held[: end + length].rstrip("\n")
+
+    def _sure(self) -> int:
+        """How much of what is held can be shown."""
+        watched = self._kind == "text" and self.stopped is None
+        end = len(self._held) - (max((_begun(self._held, stop) for stop in self._stop), default=0) if watched else 0)
+        return len(self._held[:end].rstrip("\n"))
+
+    def _show(self, length: int) -> None:
+        text, self._held = self._held[:length], self._held[length:]
+        if not text or self._kind is None:
+            return
+        last = self._ready[-1] if self._ready else None
+        make = TextDelta if self._kind == "text" else ThinkingDelta
+        if isinstance(last, make):
+            self._ready[-1] = make(last.text + text)
+        else:
+            self._ready.append(make(text))
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text could be the start of a stop string."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def fold(deltas: list[Delta]) -> tuple[Part, ...]:
+    """The parts that deltas add up to."""
+    parts: list[Part] = []
+    run: list[str] = []
+    for place, delta in enumerate(deltas):
+        if isinstance(delta, ToolCall):
+            parts.append(delta)
+            continue
+        run.append(delta.text)
+        if place + 1 == len(deltas) or type(deltas[place + 1]) is not type(delta):
+            parts.append(_part(delta, "".join(run)))
+            run = []
+    return tuple(parts)
+
+
+def _part(delta: TextDelta | ThinkingDelta, text: str) -> Part:
+    match delta:
+        case TextDelta():
+            return TextPart(text)
+        case ThinkingDelta():
+            return ThinkingPart(text)
+        case _:
+            assert_never(delta)

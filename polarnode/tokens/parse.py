@@ -1,0 +1,154 @@
+"""Sampled ids back into text, thinking and tool calls, as they come.
+
+By token id: a control string the model spelled in ordinary tokens is text. Strict: a call that can not be read is given back as the text it
+was sampled as, and counted. Nothing here is ever encoded again; whoever edits this keeps streamed and whole answers the same.
+"""
+
+import codecs
+from array import array
+from collections.abc import Callable
+from typing import Literal
+
+from attrs import define, frozen
+
+from polarnode.conversation import Answer, Delta, FinishReason, ToolCall
+from polarnode.errors import Refused
+from polarnode.ports import Tokenizer
+from polarnode.tokens.calls import read_call
+from polarnode.tokens.families import Family
+from polarnode.tokens.flow import Flow
+
+_Mode = Literal["text", "thinking", "call"]
+
+
+@frozen(kw_only=True)
+class Finished:
+    """The end of an answer: the whole of it, and the deltas that `feed` had not given out yet."""
+
+    answer: Answer
+    deltas: tuple[Delta, ...]
+
+
+@define(eq=False, init=False)
+class Parser:
+    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0.
+
+    A thought goes on to `think_close` or the end, whatever it holds; a call to `call_close` or the end. Control tokens with no meaning where
+    they stand are shown as their text. `thinking_tokens` counts ids sampled inside thoughts, marks included.
+    """
+
+    malformed_calls: int
+    thinking_tokens: int
+    _tokenizer: Tokenizer
+    _family: Family
+    _call_id: Callable[[int], str]
+    _marks: frozenset[int]
+    _mode: _Mode
+    _ended: bool
+    _calls: int
+    _call: list[str]
+    _decoder: codecs.IncrementalDecoder
+    _flow: Flow
+
+    def __init__(
+        self, *, tokenizer: Tokenizer, family: Family, call_id: Callable[[int], str], opens_thinking: bool, stop: tuple[str, ...] = ()
+    ) -> None:
+        if "" in stop:
+            raise Refused("an empty stop string stops nothing: leave it out", path="$.stop")
+        self._tokenizer, self._family, self._call_id = tokenizer, family, call_id
+        marks = (*family.stop_ids, family.think_open, family.think_close, family.call_open, family.call_close)
+        self._marks = frozenset(mark for mark in marks if mark is not None)
+        self._mode = "thinking" if opens_thinking else "text"
+        self._ended, self._calls, self._call = False, 0, []
+        self.malformed_calls = self.thinking_tokens = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._flow = Flow(stop)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was hit in visible text; the caller then aborts the engine, and what comes after is not read."""
+        return self._flow.stopped
+
+    def feed(self, ids: "array[int]") -> list[Delta]:
+        """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls."""
+        run = bytearray()
+        for token in ids:
+            if token in self._marks and self._means_something(token):
+                self._write(self._decoder.decode(bytes(run)))
+                run.clear()
+                self._mark(token)
+            elif not self._over:
+                self.thinking_tokens += self._mode == "thinking"
+                run += self._tokenizer.token_bytes(token)
+        self._write(self._decoder.decode(bytes(run)))
+        return self._flow.take()
+
+    def finish(self, reason: FinishReason) -> Finished:
+        """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other reason stands."""
+        self._end_run()
+        if self._mode == "call":
+            self._give_back()
+        self._flow.release()
+        deltas = tuple(self._flow.take())
+        answer = Answer(
+            parts=self._flow.parts, finish_reason=self._reason(reason), stop_string=self._flow.stopped, malformed_calls=self.malformed_calls
+        )
+        return Finished(answer=answer, deltas=deltas)
+
+    @property
+    def _over(self) -> bool:
+        """Whether what comes is not read any more: the turn ended, or a stop string was hit."""
+        return self._ended or self._flow.stopped is not None
+
+    def _reason(self, reason: FinishReason) -> FinishReason:
+        if self._flow.stopped is not None:
+            return "stop_string"
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def _means_something(self, token: int) -> bool:
+        """Whether a mark does anything where it stands."""
+        family = self._family
+        wanted = {"text": (family.think_open, family.call_open), "thinking": (family.think_close,), "call": (family.call_close,)}
+        return token in family.stop_ids or token in wanted[self._mode]
+
+    def _mark(self, token: int) -> None:
+        self._end_run()
+        if self._over:
+            return
+        if token in self._family.stop_ids:
+            self._ended = True
+        elif self._mode == "call":
+            self._end_call(self._text(token))
+        elif token == self._family.call_open:
+            self._mode, self._call = "call", [self._text(token)]
+        else:
+            self._mode = "text" if self._mode == "thinking" else "thinking"
+            self.thinking_tokens += 1
+
+    def _end_call(self, close: str) -> None:
+        read = read_call("".join(self._call[1:]))
+        if read is None:
+            self._call.append(close)
+            self._give_back()
+        else:
+            self._flow.call(ToolCall(id=self._call_id(self._calls), name=read.name, arguments=read.arguments))
+            self._calls += 1
+        self._mode = "text"
+
+    def _give_back(self) -> None:
+        """A call that can not be read becomes the visible text it was sampled as."""
+        self._flow.write("text", "".join(self._call))
+        self.malformed_calls += 1
+
+    def _write(self, text: str) -> None:
+        if self._mode == "call":
+            self._call.append(text)
+        elif text:
+            self._flow.write(self._mode, text)
+
+    def _end_run(self) -> None:
+        """A mark or the end breaks a character in two: what there is of it is U+FFFD."""
+        self._write(self._decoder.decode(b"", final=True))
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
