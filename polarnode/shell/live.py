@@ -1,0 +1,181 @@
+"""Sessions that may call the model: whose key is whose, what each has spent, and how its calls end with it.
+
+The rule for whoever edits it: a turn is kept in `LiveSession.commit` and nowhere else, synchronously, because a checkpoint between "sampled"
+and "recorded" is where turns get lost. A key means one session for ever: when that is over, its key says so instead of becoming unknown.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.conversation import Json, Sampling
+from polarnode.merge.lineage import Lineages
+from polarnode.providers.dialect import Fault
+from polarnode.records import Clock, Turn
+from polarnode.tasks import Budgets
+
+logger = logging.getLogger(__name__)
+
+CLOSING_S: Final = 5.0  # for calls to record what they have: they do it at once, unless the loop itself is stuck
+KEPT_KEYS: Final = 10_000  # keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session asks within minutes
+
+_OVER: Final = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
+
+
+@define(eq=False)
+class Counters:
+    """What a session has spent. `turns` counts every recorded one, the `failed` and `partial` among them too."""
+
+    turns: int = 0
+    failed: int = 0
+    partial: int = 0
+    sampled_tokens: int = 0
+    refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
+
+
+@define(eq=False)
+class LiveSession:
+    """One session as the model plane sees it. `key` is unguessable and the caller's; `record` writes a turn into the journal, at once.
+
+    `on_spent` is called once, when the first call is refused because a budget of turns or tokens is spent; `spent_clock` then names it.
+    """
+
+    session_id: str
+    key: str = field(repr=False)
+    lineages: Lineages
+    sampling: Sampling
+    budgets: Budgets
+    record: Callable[[Turn], None]
+    on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    counters: Counters = field(factory=Counters, init=False)
+    over: bool = field(default=False, init=False)
+    spent_clock: Clock | None = field(default=None, init=False)
+    _calls: set[trio.CancelScope] = field(factory=set, init=False)
+    _call_ended: trio.Event = field(factory=trio.Event, init=False)
+
+    @property
+    def in_flight(self) -> int:
+        """Calls under way."""
+        return len(self._calls)
+
+    @property
+    def token_room(self) -> int | None:
+        """Tokens that may still be sampled; None when no budget says. Calls under way do not count until they are recorded."""
+        return None if self.budgets.max_tokens is None else max(0, self.budgets.max_tokens - self.counters.sampled_tokens)
+
+    def refusal(self) -> Fault | None:
+        """Why a new call is not taken: the session is over, or a budget is spent. None when it is taken."""
+        if self.over:
+            return _OVER
+        clock = self._spent()
+        if clock is None:
+            return None
+        limit = self.budgets.max_turns if clock == "turns" else self.budgets.max_tokens
+        return Fault(kind="budget_spent", message=f"this session has spent its budget of {limit} {clock}: stop, and end with what there is")
+
+    def refused(self, fault: Fault) -> None:
+        """Count a call that was not answered."""
+        self.counters.refusals[fault.kind] += 1
+        if fault.kind == "budget_spent" and self.spent_clock is None:
+            self.spent_clock = self._spent()
+            self.on_spent()
+
+    @contextmanager
+    def call(self) -> Iterator[trio.CancelScope]:
+        """Around one call, from its plan to its record. The scope it runs in is cancelled when the session closes."""
+        with trio.CancelScope() as scope:
+            self._calls.add(scope)
+            if self.over:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._calls.discard(scope)
+                self._call_ended.set()
+                self._call_ended = trio.Event()
+
+    def commit(self, turn: Turn) -> None:
+        """Keep a turn that ended, however it ended: first where the next call finds it, then in the journal."""
+        self.lineages.commit(turn)
+        self.counters.turns += 1
+        self.counters.failed += turn.state == "failed"
+        self.counters.partial += turn.state == "partial"
+        self.counters.sampled_tokens += len(turn.sampled)
+        self.record(turn)
+
+    async def close(self) -> None:
+        """Take no new calls, and end those under way: each records what it has. May be called again. Returns after CLOSING_S at most."""
+        self.over = True
+        for scope in self._calls:
+            scope.cancel()
+        with trio.move_on_after(CLOSING_S, shield=True):
+            while self._calls:
+                await self._call_ended.wait()
+        if self._calls:
+            logger.error("session %s: %d calls did not end in %s s, and their turns are lost", self.session_id, len(self._calls), CLOSING_S)
+
+    def metrics(self) -> dict[str, Json]:
+        """What a trajectory says of its calls."""
+        counters = self.counters
+        refusals: dict[str, Json] = dict(counters.refusals)
+        return {
+            "turns": counters.turns,
+            "failed_turns": counters.failed,
+            "partial_turns": counters.partial,
+            "sampled_tokens": counters.sampled_tokens,
+            "refusals": refusals,
+        }
+
+    def _spent(self) -> Clock | None:
+        """The budget that has no room for one more call. The engine's failures are not the session's to pay for."""
+        turns = self.counters.turns - self.counters.failed + self.in_flight
+        if self.budgets.max_turns is not None and turns >= self.budgets.max_turns:
+            return "turns"
+        return "tokens" if self.token_room == 0 else None
+
+
+@frozen(kw_only=True)
+class LiveStatistics:
+    """`live` sessions with `in_flight` calls; `ended` keys are still known."""
+
+    live: int
+    in_flight: int
+    ended: int
+
+
+@define(eq=False)
+class LiveSessions:
+    """Every key that opens something, and the last KEPT_KEYS that did."""
+
+    _live: dict[str, LiveSession] = field(factory=dict, init=False)
+    _ended: dict[str, str] = field(factory=dict, init=False)  # key to session id, oldest first
+
+    def add(self, session: LiveSession) -> None:
+        """Let a session's key open it."""
+        self._live[session.key] = session
+
+    def remove(self, session: LiveSession) -> None:
+        """Its key opens nothing any more, and is remembered for that. A session that was never added stays so."""
+        if self._live.pop(session.key, None) is None:
+            return
+        self._ended[session.key] = session.session_id
+        while len(self._ended) > KEPT_KEYS:
+            del self._ended[next(iter(self._ended))]
+
+    def by_key(self, key: str) -> LiveSession | None:
+        """The live session of a key. One look-up in a table, whose time tells a guesser nothing."""
+        return self._live.get(key)
+
+    def ended_by_key(self, key: str) -> str | None:
+        """The id of the session that had this key and is over."""
+        return self._ended.get(key)
+
+    def statistics(self) -> LiveStatistics:
+        """How many there are."""
+        in_flight = sum(session.in_flight for session in self._live.values())
+        return LiveStatistics(live=len(self._live), in_flight=in_flight, ended=len(self._ended))
