@@ -26,6 +26,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
     device_type = "cpu"
     capabilities = PlatformCapabilities()  # every default is "no": no Triton, no graph capture
 
+    def init_backend(self) -> None:
+        """SGLang calls it once in each worker, before a model is made."""
+        from polarnode.engine_host.cpu_attention import install
+
+        install()
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

@@ -7,7 +7,7 @@ negotiate. Rule for whoever edits it: a new message is a class and its place in 
 others import, so nothing here waits and nothing here is sglang's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 import msgpack  # type: ignore[import-untyped]
@@ -92,6 +92,11 @@ class Ready:
     sglang_version: str
 
 
+def _spans(said: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
+    """Arrays come off the wire as lists; this field alone is a value of ours."""
+    return tuple(cast(tuple[str, int, int], tuple(each)) for each in said)
+
+
 @frozen(kw_only=True)
 class Piece:
     """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
@@ -104,7 +109,7 @@ class Piece:
     logprobs: bytes
     version: str
     finish: HostFinish | None = None
-    spans: tuple[tuple[str, int, int], ...] = ()
+    spans: tuple[tuple[str, int, int], ...] = field(default=(), converter=_spans)
     cached_tokens: int = 0
 
 
@@ -218,12 +223,12 @@ class FrameDecoder:
 
 def _read(body: bytes) -> list[Message]:
     try:
-        return [_message(raw) for raw in msgpack.unpackb(body, use_list=False, strict_map_key=False)]
+        return [_message(raw) for raw in msgpack.unpackb(body, strict_map_key=False)]
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise FrameError(f"not a frame of this protocol: {error or type(error).__name__}") from error
 
 
-def _message(raw: tuple[object, ...]) -> Message:
+def _message(raw: Sequence[object]) -> Message:
     code, *values = raw
     if not isinstance(code, int) or not 0 <= code < len(_CLASSES):
         raise FrameError(f"unknown message code {code!r}")

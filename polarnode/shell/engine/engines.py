@@ -18,7 +18,7 @@ from polarnode.engine_host.protocol import Continue, Done, Pause, PauseMode, Rea
 from polarnode.errors import EngineError
 from polarnode.ports import Chunk, GenerateOrder
 from polarnode.shell.engine.calls import check_order, to_generate
-from polarnode.shell.engine.host import Host, Loaded
+from polarnode.shell.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.shell.engine.routing import Router
 from polarnode.shell.engine.scratch import sweep
 from polarnode.shell.engine.settings import EngineSettings, check, gpu_groups
@@ -179,12 +179,19 @@ async def open_engines(settings: EngineSettings) -> AsyncIterator[Engines]:
 
     Raises EngineError naming the setting to change, the log, and its last meaningful line. A host that dies later is restarted alone.
     """
+    async with open_hosts(settings, program=HOST_PROGRAM) as engines:
+        yield engines
+
+
+@asynccontextmanager
+async def open_hosts(settings: EngineSettings, *, program: tuple[str, ...]) -> AsyncIterator[Engines]:
+    """`open_engines` with any program that speaks `engine_host/protocol.py`."""
     check(settings)
     sweep()
     engines = Engines()
     ports = _Ports()
     engines._hosts = tuple(
-        Host(index=index, gpus=gpus, settings=settings, ports=ports.take, environment=os.environ, on_change=engines.note_change)
+        Host(index=index, gpus=gpus, settings=settings, ports=ports.take, environment=os.environ, on_change=engines.note_change, program=program)
         for index, gpus in enumerate(gpu_groups(settings))
     )
     ours: list[BaseException] = []

@@ -44,6 +44,7 @@ from polarnode.shell.engine.statistics import HostState, HostStatistics
 from polarnode.shell.engine.wires import Wires, log_tail, open_log, open_wires
 from polarnode.shell.processes import open_process_group
 
+HOST_PROGRAM = (sys.executable, "-P", "-m", "polarnode.engine_host")
 READ_SIZE = 1 << 18  # bytes: a frame of a thousand chunks in one system call
 SHUTDOWN_GRACE = 25.0  # seconds for an engine to give its GPU memory back: its schedulers take up to 15, its process tree some more
 LIFELINE_GRACE = 5.0  # seconds for a host that was cut off to end its children; after that its group is killed
@@ -76,6 +77,7 @@ class Host:
     _ports: Callable[[], int]
     _environment: Mapping[str, str]
     _on_change: Callable[[], None]
+    _program: tuple[str, ...]
     state: HostState = "starting"
     ready: Ready | None = None
     loaded: Loaded | None = None
@@ -92,8 +94,6 @@ class Host:
     _last_words: str | None = None
     _served: bool = False  # this life came as far as serving
     _deaths: Deaths = field(factory=Deaths)
-
-    # ── what the router asks ──────────────────────────────────────────────────
 
     @property
     def in_flight(self) -> int:
@@ -169,7 +169,7 @@ class Host:
         self._last_words, self._served, self._outbox = None, False, []
         try:
             with open_scratch() as scratch, open_log(self._settings.log_path(self.index)) as log, open_wires() as wires:
-                command = [sys.executable, "-P", "-m", "polarnode.engine_host", "--tag", scratch.tag, *wires.arguments()]
+                command = [*self._program, "--tag", scratch.tag, *wires.arguments()]
                 async with open_process_group(
                     command, env=self._host_environment(scratch), cwd=scratch.path, stdout=log, pass_fds=wires.theirs()
                 ) as process:

@@ -107,6 +107,8 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
         "max_total_tokens": cpu_tokens(json.loads((settings.model_path / "config.json").read_text())),
         "max_running_requests": CPU_RUNNING,
         "stream_interval": CPU_STREAM_INTERVAL,
+        "chunked_prefill_size": -1,  # a prompt in one pass: torch's causal kernel needs no mask then, and is twice as fast as in chunks
+        "max_prefill_tokens": CPU_MAX_TOKENS,
     }
 
 
@@ -132,6 +134,8 @@ def host_environment(settings: EngineSettings, *, gpus: tuple[int, ...], scratch
     environment["PYTHONUNBUFFERED"] = "1"  # the log's last line matters most when the process is killed
     if settings.device == "cpu":
         environment["SGLANG_PLATFORM"] = "polarnode_cpu"
+        # threads that spin at a barrier starve the harnesses on the same cores: on a busy machine this made decoding twice as fast
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     else:
         environment.pop("SGLANG_PLATFORM", None)
     return environment

@@ -1,0 +1,129 @@
+"""One generation on the node's side: orders checked and spelled for SGLang, pieces of the wire made chunks."""
+
+from typing import Any
+
+import pytest
+import trio
+from fakes_engine import order
+
+from polarnode.conversation import Sampling
+from polarnode.engine_host.protocol import Piece
+from polarnode.errors import ContextTooLong, EngineError
+from polarnode.ports import GenerateOrder
+from polarnode.records import VersionSpan, floats, ids
+from polarnode.shell.engine.calls import Call, check_order, sampling_parameters, to_generate
+
+RID = "0" * 32
+
+
+def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
+    return Piece(rid=RID, ids=ids(sampled).tobytes(), logprobs=floats([-1.5] * len(sampled)).tobytes(), version=version, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (order([]), "empty"),
+        (order([5, 10]), "0 to 9"),
+        (order([-1, 5]), "from -1 to 5"),
+        (order([1], max_tokens=0), "max_tokens 0"),
+        (GenerateOrder(request_id="A" * 32, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
+        (GenerateOrder(request_id="a" * 33, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
+    ],
+)
+def test_what_would_harm_the_engine_is_refused(asked: GenerateOrder, sentence: str) -> None:
+    with pytest.raises(EngineError, match=sentence) as caught:
+        check_order(asked, vocab_size=10, context_length=100)
+    assert not caught.value.retryable
+
+
+def test_a_prompt_needs_room_for_one_token() -> None:
+    check_order(order([1] * 99), vocab_size=10, context_length=100)
+    with pytest.raises(ContextTooLong, match="100 tokens"):
+        check_order(order([1] * 100), vocab_size=10, context_length=100)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 97), (5, 5), (1000, 97)])
+def test_the_tokens_asked_for_are_always_said_and_fit(asked: int | None, given: int) -> None:
+    message = to_generate(order([1, 2, 3], max_tokens=asked, stop_ids=(7, 8)), context_length=100)
+    assert message.sampling["max_new_tokens"] == given
+    assert message.sampling["stop_token_ids"] == [7, 8]
+    assert ids(message.prompt) == ids([1, 2, 3])
+
+
+def test_no_default_of_an_engine_decides() -> None:
+    assert sampling_parameters(Sampling(), max_tokens=9) == {
+        "max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "repetition_penalty": 1.0, "sampling_seed": None,
+    }  # fmt: skip
+
+
+def test_what_is_asked_is_passed_on() -> None:
+    asked = Sampling(
+        temperature=0.0, top_p=0.9, top_k=40, min_p=0.1, seed=7, frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.1, stop=("x",)
+    )
+    assert sampling_parameters(asked, max_tokens=9) == {
+        "max_new_tokens": 9, "temperature": 0.0, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+        "repetition_penalty": 1.1, "sampling_seed": 7,
+    }  # fmt: skip
+    assert sampling_parameters(Sampling(top_k=0), max_tokens=9)["top_k"] == -1
+
+
+async def test_pieces_become_chunks_and_the_last_one_ends_the_call() -> None:
+    call = Call(rid=RID)
+    call.take(piece([1, 2], cached_tokens=3))
+    call.take(piece([3], finish="stop"))
+    chunks = [chunk async for chunk in call]
+    assert [chunk.ids.tolist() for chunk in chunks] == [[1, 2], [3]]
+    assert [chunk.logprobs.tolist() for chunk in chunks] == [[-1.5, -1.5], [-1.5]]
+    assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
+    assert [chunk.cached_tokens for chunk in chunks] == [3, 0]
+    assert call.over
+
+
+async def test_version_spans_grow_with_the_sample() -> None:
+    call = Call(rid=RID)
+    for each in (piece([1, 2], "a"), piece([3], "a"), piece([], "b"), piece([4, 5], "b", finish="length")):
+        call.take(each)
+    spans = [chunk.version_spans async for chunk in call]
+    a, b = VersionSpan(version="a", start=0, end=3), VersionSpan(version="b", start=3, end=5)
+    assert spans == [(VersionSpan(version="a", start=0, end=2),), (a,), (a,), (a, b)]
+
+
+async def test_the_engines_own_spans_replace_what_was_gathered() -> None:
+    call = Call(rid=RID)
+    call.take(piece([1, 2, 3], "b"))
+    call.take(piece([4], "b", finish="length", spans=[["a", 0, 1], ["b", 1, 4], ["c", 4, 4]]))
+    last = [chunk async for chunk in call][-1]
+    assert last.version_spans == (VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=4))
+
+
+async def test_a_failure_comes_after_what_was_sampled_before_it() -> None:
+    call = Call(rid=RID)
+    call.take(piece([1]))
+    call.fail(EngineError("the host died"))
+    assert (await call.__anext__()).ids == ids([1])
+    with pytest.raises(EngineError, match="the host died"):
+        await call.__anext__()
+
+
+async def test_a_waiting_consumer_is_woken_by_the_failure(autojump_clock: trio.abc.Clock) -> None:
+    call = Call(rid=RID)
+    async with trio.open_nursery() as nursery:
+
+        async def fail_later() -> None:
+            await trio.sleep(1)
+            call.fail(EngineError("gone"))
+
+        nursery.start_soon(fail_later)
+        with pytest.raises(EngineError, match="gone"):
+            await call.__anext__()
+
+
+def test_what_comes_after_the_consumer_left_is_dropped() -> None:
+    call = Call(rid=RID)
+    call.close()
+    call.take(piece([1]))
+    assert not call.over
+    call.take(piece([], finish="abort"))
+    assert call.over
