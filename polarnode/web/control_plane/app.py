@@ -6,6 +6,7 @@ Every route but the two for probes needs the token, and what is not in the table
 
 from hmac import compare_digest
 
+import trio
 from quart import request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
@@ -36,6 +37,7 @@ def _guard(app: QuartTrio, token: str | None) -> None:
 
     @app.before_request
     async def check_token() -> None:
+        await trio.lowlevel.checkpoint()  # async though it waits for nothing: Quart would run a plain function in a thread
         if expected is None or request.path in OPEN_PATHS:
             return
         said = request.headers.get("Authorization", "").encode()

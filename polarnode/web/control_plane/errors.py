@@ -5,6 +5,7 @@ The rule for whoever edits it: nothing leaves the control plane as HTML or as a 
 
 from math import ceil
 
+import trio
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
@@ -45,6 +46,7 @@ def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Js
 
 async def answer_error(error: Exception) -> Response:
     """Quart's handler for what we raise on purpose and for what it raises itself."""
+    await trio.lowlevel.checkpoint()  # async though it waits for nothing: Quart would run a plain function in a thread
     match error:
         case Refused():
             return json_response(error_json("invalid_request", str(error), error.path), 400)

@@ -1,5 +1,6 @@
 """The routes themselves, each a few lines: read, ask, answer."""
 
+import trio
 from attrs import frozen
 from quart import Response, request
 
@@ -66,7 +67,7 @@ class Routes:
     # ── trajectories ──────────────────────────────────────────────────────────
 
     async def stream(self) -> Response:
-        query = read_query(request.args, "consumer", "after", "follow", "arrays", *FILTERS)
+        query = read_query(request.args, "consumer", "after", "follow", "arrays", "turns", *FILTERS)
         start = last_event_id(request.headers.get("Last-Event-ID"))  # before `after`: a browser repeats the first URL and adds the header
         start = query.after if start is None else start
         if query.consumer is not None:
@@ -121,13 +122,18 @@ class Routes:
 
     # ── the node ──────────────────────────────────────────────────────────────
 
+    # Async though they wait for nothing: Quart would run plain functions in threads.
+
     async def status(self) -> Response:
+        await trio.lowlevel.checkpoint()
         return json_response({**self.service.status(), "journal": plain(self.journal.statistics())})
 
     async def healthz(self) -> Response:
+        await trio.lowlevel.checkpoint()
         return json_response({"ok": True})
 
     async def readyz(self) -> Response:
+        await trio.lowlevel.checkpoint()
         ready = self.service.ready()
         return json_response({"ready": ready}, 200 if ready else 503)
 

@@ -49,7 +49,7 @@ async def event_stream(journal: Journal, query: Query, start: int) -> AsyncItera
 
 async def _page(journal: Journal, query: Query, seen: int) -> EventPage | PolarnodeError:
     try:
-        return await journal.events(seen, filters=query.filters(), arrays=query.arrays)
+        return await journal.events(seen, filters=query.filters(), arrays=query.arrays, turns=query.turns)
     except PolarnodeError as error:
         return error
 
