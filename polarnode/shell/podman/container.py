@@ -1,0 +1,134 @@
+"""What a session's container is, as the value Podman is given.
+
+Pure. No network but loopback, no capabilities, no way to gain any, its own user namespace where that costs nothing, and limits for all it
+could exhaust. The root stays writable: a user without capabilities can not write to what root owns, the layer is thrown away, and a
+read-only root would copy each image's workdir into a volume at every start.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+from polarnode.conversation import Json
+from polarnode.shell.podman.probe import PodmanFindings
+from polarnode.tasks import RuntimeSpec
+
+INIT_INSIDE = "/dev/polarnode-init"  # on the container's own /dev, so nothing is left in its layer
+CPU_PERIOD = 100_000  # microseconds; the kernel's default
+SHARED_MEMORY = 64 << 20  # bytes of /dev/shm, Podman's default, charged to the container's memory
+LATER_PREY = 500  # of 1000: the kernel ends a session before the node, its engine or the machine's services
+
+FIRST_SHIFT = 0x7000_0000  # user ids from here to 2^31 are nobody's: below end those that systemd gives to containers
+IDS = 65536  # ids a container has: as many as images use (`nobody` is 65534)
+SLOTS = 4096  # ranges before they are used again; as many containers never live at once
+
+LABEL_NODE = "polarnode.node"
+LABEL_SESSION = "polarnode.session"
+LABEL_OWNER = "polarnode.owner"
+
+
+@frozen(kw_only=True)
+class Shape:
+    """What makes two containers interchangeable before their first use. `image` is Podman's own name of it."""
+
+    image: str
+    workdir: str
+    user: str
+    cpus: float
+    memory_mb: int
+    pids: int
+
+
+def shape_of(spec: RuntimeSpec, image: str) -> Shape:
+    """The shape a task asks for; files, prepare steps and environment come later and make no difference."""
+    return Shape(image=image, workdir=spec.workdir, user=spec.user, cpus=spec.cpus, memory_mb=spec.memory_mb, pids=spec.pids)
+
+
+@frozen(kw_only=True)
+class Owner:
+    """A process that owns containers, told apart from any other that has, had or will have its id."""
+
+    pid: int
+    started: int
+    boot: str
+
+    def label(self) -> str:
+        return f"{self.pid}.{self.started}.{self.boot}"
+
+    def lives(self) -> bool:
+        return _owner(self.pid) == self
+
+
+def this_process() -> Owner:
+    """The node."""
+    found = _owner(os.getpid())
+    if found is None:
+        raise OSError("/proc does not know this process")
+    return found
+
+
+def read_owner(label: str) -> Owner | None:
+    """An owner from its label, None when the text is no such label."""
+    pid, _, rest = label.partition(".")
+    started, _, boot = rest.partition(".")
+    return Owner(pid=int(pid), started=int(started), boot=boot) if pid.isdigit() and started.isdigit() else None
+
+
+def _owner(pid: int) -> Owner | None:
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None if ticks[0] in "ZX" else Owner(pid=pid, started=int(ticks[19]), boot=boot)
+
+
+def container_spec(shape: Shape, findings: PodmanFindings, *, name: str, labels: Mapping[str, str], lifetime_s: float, shift: int) -> dict[str, Json]:
+    """A libpod spec. After `lifetime_s` (from its init) conmon kills it, with node and service dead or alive."""
+    return {
+        "name": name,
+        "hostname": "agent",
+        "image": shape.image,
+        "entrypoint": [INIT_INSIDE],
+        "command": ["-P"],  # pause: reap zombies, and survive the agent's `kill -9 -1`
+        "user": "0",  # the first process is not the agent's to trace
+        "work_dir": "/",
+        "mounts": [{"type": "bind", "source": str(findings.init), "destination": INIT_INSIDE, "options": ["ro", "bind", "nosuid"]}],
+        "labels": dict(labels),
+        "stop_timeout": 0,
+        "timeout": max(1, round(lifetime_s)),
+        "systemd": "false",
+        "healthconfig": {"Test": ["NONE"]},
+        "log_configuration": {"driver": "k8s-file"},
+        "shm_size": SHARED_MEMORY,
+        **_confinement(findings, shift),
+        "resource_limits": _limits(shape),
+    }
+
+
+def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
+    confined: dict[str, Json] = {
+        "netns": {"nsmode": "none"},
+        "httpproxy": False,
+        "env_host": False,
+        "cap_drop": ["all"],
+        "no_new_privileges": True,
+        "privileged": False,
+        "oom_score_adj": LATER_PREY,
+    }
+    if findings.user_namespaces:
+        ids: Json = [{"container_id": 0, "host_id": shift, "size": IDS}]
+        confined["userns"] = {"nsmode": "private"}
+        confined["idmappings"] = {"HostUIDMapping": False, "HostGIDMapping": False, "UIDMap": ids, "GIDMap": ids}
+    return confined
+
+
+def _limits(shape: Shape) -> dict[str, Json]:
+    memory = shape.memory_mb << 20
+    return {
+        "memory": {"limit": memory, "swap": memory},  # memory and swap together: no swap
+        "pids": {"limit": shape.pids},
+        "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
+    }

@@ -1,0 +1,104 @@
+"""A running container seen from the machine: its first process, its process-id namespace, its root.
+
+Opened between init and start and kept open, so that a process id given to somebody else meanwhile can not mislead us. Ending everything is
+done from outside, by one signal to all processes of the namespace at once: it needs no program in the image, no free process id in it, and no
+capability of the container's. Rule for whoever edits it: never act on a bare process id without asking which namespace it is in.
+"""
+
+import os
+import select
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+from attrs import define
+
+from polarnode.errors import RuntimeFault, boundary
+
+KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the sender
+KILL_S = 20.0  # seconds for the kernel to be done with killed processes; one in uninterruptible I/O takes as long as its disk
+POLL = 0.02  # seconds between looks, only while a container is being cleared
+
+
+@define(eq=False)
+class Inside:
+    """The open ends of a container's first process. All are closed by `close`."""
+
+    pid: int
+    pidfd: int
+    namespace: int
+    root: int
+
+    def alive(self) -> bool:
+        """Whether the first process still runs."""
+        return not select.select([self.pidfd], [], [], 0)[0]
+
+    async def wait_dead(self) -> None:
+        """Return when the first process has ended."""
+        await trio.lowlevel.wait_readable(self.pidfd)
+
+    def members(self) -> list[int]:
+        """Process ids (of the machine) in the container, but for the first and for zombies."""
+        mine = os.fstat(self.namespace).st_ino
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != self.pid and _namespace(pid) == mine and not _zombie(pid)]
+
+    def signal_group(self, leader: int, order: signal.Signals) -> None:
+        """Signal the process group an exec's program leads; one that is gone, or is no longer in this container, is let be."""
+        if _namespace(leader) != os.fstat(self.namespace).st_ino:
+            return
+        with suppress(ProcessLookupError):
+            if os.getpgid(leader) == leader:
+                os.killpg(leader, order)
+            else:
+                os.kill(leader, order)
+
+    async def kill_all(self) -> None:
+        """End every process but the first. Raises RuntimeFault when some outlive it for long."""
+        with trio.move_on_after(KILL_S):
+            while await trio.to_thread.run_sync(self.members):
+                await self._kill_once()
+                await trio.sleep(POLL)
+            return
+        raise RuntimeFault(f"processes {self.members()} of a container outlived SIGKILL for {KILL_S:.0f} s")
+
+    async def _kill_once(self) -> None:
+        argv = ["nsenter", f"--pid=/proc/self/fd/{self.namespace}", "--", "sh", "-c", KILL_ALL]
+        with boundary(RuntimeFault, "a container's processes could not be ended"):
+            await trio.run_process(
+                argv, pass_fds=(self.namespace,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            )
+
+    def close(self) -> None:
+        """Let go of everything; the container can then be unmounted."""
+        for descriptor in (self.pidfd, self.namespace, self.root):
+            os.close(descriptor)
+
+
+def look_inside(pid: int) -> Inside:
+    """Open a container's first process by its id, just told by Podman. Raises RuntimeFault when it is gone already."""
+    opened: list[int] = []
+    try:
+        opened.append(os.pidfd_open(pid))
+        opened.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError as error:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise RuntimeFault(f"a container's first process can not be looked at: {error}") from error
+    return Inside(pid, *opened)
+
+
+def _namespace(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except OSError:
+        return None  # it ended while we looked
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

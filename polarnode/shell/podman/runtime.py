@@ -1,0 +1,127 @@
+"""A started container with its own door, as a session uses it: `ports.Runtime` on Podman.
+
+Programs run through `exec.py`; files are written and read from outside through `files.py`. A runtime is used once and never again.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import trio
+from attrs import define, field
+
+from polarnode.errors import RuntimeFault
+from polarnode.ports import Ended
+from polarnode.shell.doors import DOOR_HOST, DOOR_PORT
+from polarnode.shell.podman.client import Client
+from polarnode.shell.podman.exec import ExecOrder, Execs
+from polarnode.shell.podman.files import Account, Rooted
+from polarnode.shell.podman.frames import Channel, Tail
+from polarnode.shell.podman.inside import Inside
+from polarnode.shell.podman.logs import open_bounded_log
+
+OUTPUT_LIMIT = 32 << 20  # bytes of stdout and of stderr kept of a `run`: a packed workspace must pass whole, and few run at once
+REMOVE_S = 120.0  # seconds a removal may wait for its turn; 0.1 s quiet. What is left after that the sweeper takes
+
+_log = logging.getLogger(__name__)
+
+
+@define(eq=False, kw_only=True)
+class PodmanRuntime:
+    """A container that runs. `door` listens inside it and is served by the node; `expires` is when its dead-man switch fires (Trio's clock)."""
+
+    id: str
+    door: socket.socket
+    workdir: str
+    user: str
+    account: Account
+    expires: float
+    base_url: str = f"http://{DOOR_HOST}:{DOOR_PORT}"
+    _inside: Inside
+    _files: Rooted
+    _execs: Execs
+    _client: Client
+    _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
+    _closed: bool = field(default=False, init=False)
+
+    @property
+    def home(self) -> str:
+        """The home of the runtime's user."""
+        return self.account.home
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs; it ends by the dead-man switch, or by the kernel."""
+        return not self._closed and self._inside.alive()
+
+    async def run(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, user: str | None = None, workdir: str | None = None, stdin: bytes = b""
+    ) -> Ended:
+        """Run a program to its end; of each stream the last OUTPUT_LIMIT bytes are kept. Cancelling ends its process group."""
+        kept: dict[Channel, Tail] = {"stdout": Tail(OUTPUT_LIMIT), "stderr": Tail(OUTPUT_LIMIT)}
+        order = await self._order(argv, env, user, workdir, stdin)
+        exit_code = self._finish(await self._execs.run(order, lambda channel, piece: kept[channel].write(piece)))
+        stdout, stderr = kept["stdout"].value(), kept["stderr"].value()
+        return Ended(exit_code=exit_code, stdout=stdout, stderr=stderr, truncated=any(tail.dropped for tail in kept.values()))
+
+    async def run_logged(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, limit: int, user: str | None = None, workdir: str | None = None
+    ) -> int:
+        """Run a harness: empty stdin, both streams to a file of at most `limit` bytes (beginning and end). Its exit code.
+
+        Cancelling sends TERM to its process group, waits a little, and ends everything in the container.
+        """
+        order = await self._order(argv, env, user, workdir, b"")
+        with open_bounded_log(log, limit) as kept:
+            return self._finish(await self._execs.run(order, lambda _, piece: kept.write(piece), alone=True))
+
+    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
+        """Write files by absolute path, and the folders they need, owned by `user` (default: the runtime's)."""
+        owner = await self._account(user)
+        for path, content in files.items():
+            await trio.to_thread.run_sync(self._files.write, path, content, owner, mode)
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        """A plain file's first `limit` bytes; None where there is none. No link is followed, anywhere in the path."""
+        return await trio.to_thread.run_sync(self._files.read, path, limit)
+
+    async def end_processes(self) -> None:
+        """End everything in the container but its first process."""
+        await self._inside.kill_all()
+
+    async def close(self) -> None:
+        """Close the door and remove the container. Bounded, shielded, and never raises; more than once is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self.door.close()
+        self._inside.close()
+        with trio.move_on_after(REMOVE_S, shield=True) as scope:
+            try:
+                await self._client.remove(self.id)
+            except RuntimeFault as fault:
+                _log.warning("container %s is left to the sweeper: %s", self.id, fault)
+        if scope.cancelled_caught:
+            _log.warning("container %s is left to the sweeper: no call to podman was free", self.id)
+        self._on_close(self.id)
+
+    async def _order(self, argv: Sequence[str], env: Mapping[str, str] | None, user: str | None, workdir: str | None, stdin: bytes) -> ExecOrder:
+        self._check_alive()
+        home = (await self._account(user)).home
+        basic = {"LANG": "C.UTF-8", "HOME": home}  # PATH is the image's own, or the caller's
+        return ExecOrder(argv=tuple(argv), env={**basic, **(env or {})}, user=user or self.user, workdir=workdir or self.workdir, stdin=stdin)
+
+    async def _account(self, user: str | None) -> Account:
+        if user is None or user == self.user:
+            return self.account
+        return await trio.to_thread.run_sync(self._files.account, user)
+
+    def _finish(self, exit_code: int) -> int:
+        """The exit code, or a fault where the container itself ended under the program."""
+        self._check_alive()
+        return exit_code
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise RuntimeFault("the container has ended: its lifetime is over, or the kernel ended its first process")

@@ -1,0 +1,113 @@
+"""`open_runtimes`: Podman probed, configured and served, orphans swept, the pool and the sweeper running, all taken down in reverse."""
+
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+from attrs import define, frozen
+
+from polarnode.errors import RuntimeFault
+from polarnode.shell.podman.background import open_background
+from polarnode.shell.podman.client import Client
+from polarnode.shell.podman.conf import write_configuration
+from polarnode.shell.podman.container import this_process
+from polarnode.shell.podman.pool import Pool, RuntimesStatistics
+from polarnode.shell.podman.probe import PodmanFindings, probe
+from polarnode.shell.podman.recipes import Recipes, read_recipes
+from polarnode.shell.podman.runtime import PodmanRuntime
+from polarnode.shell.podman.service import Service
+from polarnode.shell.podman.starter import Starter
+from polarnode.shell.podman.store import Store, make_folders, store_at
+from polarnode.shell.podman.sweeper import Sweeper
+from polarnode.tasks import RuntimeSpec
+
+
+@frozen(kw_only=True)
+class RuntimesSettings:
+    """What a node's runtimes are told. `state_dir` may be shared by nodes; `node_id` is on every container's label."""
+
+    state_dir: Path
+    node_id: str
+    runtimes_dir: Path | None = None  # image recipes, so that `image` may name one; None: names are Podman's own
+    warm: int = 2  # started containers kept for one shape at most; about 1 MB each
+    calls: int = 6  # calls to Podman at once: on two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8, 2.0 at 32)
+
+
+@define(eq=False, kw_only=True)
+class Runtimes:
+    """Where sessions get their containers."""
+
+    findings: PodmanFindings
+    settings: RuntimesSettings
+    _pool: Pool
+    _sweeper: Sweeper
+    _service: Service
+
+    def open(self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float) -> AbstractAsyncContextManager[PodmanRuntime]:
+        """A runtime used by nobody before, removed when the block is left in any way. Opening raises RuntimeFault when none starts.
+
+        `lifetime_s` is its dead-man switch: so many seconds later it is killed even if the node, the service and all else are dead.
+        """
+        return self._pool.open(spec, session_id=session_id, lifetime_s=lifetime_s)
+
+    def want(self, spec: RuntimeSpec, count: int) -> None:
+        """Keep `count` runtimes of this shape warm, at most `settings.warm`; the pool fills in the background."""
+        self._pool.want(spec, min(count, self.settings.warm))
+
+    async def sweep(self) -> int:
+        """Remove orphans now; how many there were."""
+        return await self._sweeper.sweep()
+
+    def statistics(self) -> RuntimesStatistics:
+        """Counts now."""
+        pool = self._pool
+        return RuntimesStatistics(
+            live=pool.live,
+            warm=pool.warm,
+            started=pool.started,
+            served_warm=pool.served_warm,
+            failed=pool.failed,
+            swept=self._sweeper.swept,
+            service_restarts=self._service.restarts,
+        )
+
+
+@asynccontextmanager
+async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
+    """Podman, ready for sessions; raises RuntimeFault with the remedies where this machine lacks something.
+
+    Opening removes what killed nodes left. Leave it after the sessions: warm runtimes go, then the sweeper, then the service.
+    """
+    findings = await probe(settings.state_dir)
+    if findings.podman is None or not findings.ok:
+        raise RuntimeFault(f"containers can not run here: {findings.faults()}")
+    store = store_at(settings.state_dir)
+    make_folders(store)
+    write_configuration(store, findings)
+    async with _served(settings, findings, store, findings.podman) as runtimes:
+        yield runtimes
+
+
+@asynccontextmanager
+async def _served(settings: RuntimesSettings, findings: PodmanFindings, store: Store, podman: Path) -> AsyncIterator[Runtimes]:
+    service = Service(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+    client = Client(service.socket, settings.calls)
+    try:
+        async with open_background(service.run), _pooled(settings, findings, service, client) as runtimes:
+            yield runtimes
+    finally:
+        client.close()
+
+
+@asynccontextmanager
+async def _pooled(settings: RuntimesSettings, findings: PodmanFindings, service: Service, client: Client) -> AsyncIterator[Runtimes]:
+    owner = this_process()
+    starter = Starter(client=client, api=service.socket, findings=findings, node_id=settings.node_id, owner=owner)
+    sweeper = Sweeper(client, owner, starter.alive)
+    await sweeper.sweep()
+    recipes = read_recipes(settings.runtimes_dir) if settings.runtimes_dir is not None else Recipes()
+    pool = Pool(starter=starter, recipes=recipes)
+    async with open_background(sweeper.run), open_background(pool.run):
+        yield Runtimes(findings=findings, settings=settings, pool=pool, sweeper=sweeper, service=service)

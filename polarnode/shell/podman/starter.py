@@ -1,0 +1,98 @@
+"""From a shape to a started runtime: create, init, door, workdir, start. Half a runtime is never left behind.
+
+The order is what makes the door reliable: `init` makes the namespaces, the listener is made in them, and only then does anything run.
+"""
+
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from socket import socket
+
+import trio
+from attrs import define, field
+
+from polarnode.errors import RuntimeFault
+from polarnode.shell.doors import open_door
+from polarnode.shell.podman.client import Client
+from polarnode.shell.podman.container import FIRST_SHIFT, IDS, LABEL_NODE, LABEL_OWNER, LABEL_SESSION, SLOTS, Owner, Shape, container_spec
+from polarnode.shell.podman.exec import Execs
+from polarnode.shell.podman.files import Account, Rooted
+from polarnode.shell.podman.inside import Inside, look_inside
+from polarnode.shell.podman.probe import PodmanFindings
+from polarnode.shell.podman.runtime import REMOVE_S, PodmanRuntime
+
+_log = logging.getLogger(__name__)
+
+
+def _shifts() -> Iterator[int]:
+    """Ranges of user ids, one container each; nodes begin at different places."""
+    first = os.getpid() * 64
+    return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
+
+
+@define(eq=False, kw_only=True)
+class Starter:
+    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must let be."""
+
+    client: Client
+    api: Path
+    findings: PodmanFindings
+    node_id: str
+    owner: Owner
+    alive: set[str] = field(factory=set, init=False)
+    _shift: Iterator[int] = field(factory=_shifts, init=False)
+
+    async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
+        """A fresh runtime. Raises RuntimeFault, and then nothing of it is left."""
+        shift = next(self._shift) if self.findings.user_namespaces else 0
+        name = f"polarnode-{secrets.token_hex(8)}"
+        self.alive.add(name)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._discard, name)
+            labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
+            await self.client.create(container_spec(shape, self.findings, name=name, labels=labels, lifetime_s=lifetime_s, shift=shift))
+            expires = trio.current_time() + lifetime_s
+            inside = look_inside(await self.client.init(name))
+            undo.callback(inside.close)
+            door = await open_door(inside.pid)
+            undo.callback(door.close)
+            files = Rooted(root=inside.root, shift=shift)
+            account = await trio.to_thread.run_sync(_prepare, files, shape)
+            await self.client.start(name)
+            undo.pop_all()
+        return self._runtime(name, shape, account, expires, inside, files, door)
+
+    def _runtime(self, name: str, shape: Shape, account: Account, expires: float, inside: Inside, files: Rooted, door: socket) -> PodmanRuntime:
+        execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
+        return PodmanRuntime(
+            id=name,
+            door=door,
+            workdir=shape.workdir,
+            user=shape.user,
+            account=account,
+            expires=expires,
+            inside=inside,
+            files=files,
+            execs=execs,
+            client=self.client,
+            on_close=self.alive.discard,
+        )
+
+    async def _discard(self, name: str) -> None:
+        with trio.move_on_after(REMOVE_S, shield=True):
+            try:
+                await self.client.remove(name)
+            except RuntimeFault as fault:
+                _log.warning("container %s is left to the sweeper: %s", name, fault)
+        self.alive.discard(name)
+
+
+def _prepare(files: Rooted, shape: Shape) -> Account:
+    """See that the workdir is there, and find who the user is."""
+    account = files.account(shape.user)
+    files.make_folder(shape.workdir, account)
+    return account
