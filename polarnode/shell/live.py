@@ -14,6 +14,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.conversation import Json, Sampling
+from polarnode.exchange import SESSION_OVER
 from polarnode.merge.lineage import Lineages
 from polarnode.providers.dialect import Fault
 from polarnode.records import Clock, Turn
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 CLOSING_S: Final = 5.0  # for calls to record what they have: they do it at once, unless the loop itself is stuck
 KEPT_KEYS: Final = 10_000  # keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session asks within minutes
-
-_OVER: Final = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
 
 
 @define(eq=False)
@@ -71,7 +70,7 @@ class LiveSession:
     def refusal(self) -> Fault | None:
         """Why a new call is not taken: the session is over, or a budget is spent. None when it is taken."""
         if self.over:
-            return _OVER
+            return SESSION_OVER
         clock = self._spent()
         if clock is None:
             return None
@@ -86,18 +85,18 @@ class LiveSession:
             self.on_spent()
 
     @contextmanager
-    def call(self) -> Iterator[trio.CancelScope]:
-        """Around one call, from its plan to its record. The scope it runs in is cancelled when the session closes."""
-        with trio.CancelScope() as scope:
-            self._calls.add(scope)
-            if self.over:
-                scope.cancel()
-            try:
-                yield scope
-            finally:
-                self._calls.discard(scope)
-                self._call_ended.set()
-                self._call_ended = trio.Event()
+    def call(self, scope: trio.CancelScope) -> Iterator[None]:
+        """Around one call, from its plan to its record, in `scope`: it is cancelled when the session closes."""
+        self._calls.add(scope)
+        if self.over:
+            scope.cancel()
+        try:
+            with scope:
+                yield
+        finally:
+            self._calls.discard(scope)
+            self._call_ended.set()
+            self._call_ended = trio.Event()
 
     def commit(self, turn: Turn) -> None:
         """Keep a turn that ended, however it ended: first where the next call finds it, then in the journal."""

@@ -1,0 +1,68 @@
+"""What an exchange can ask of whoever obeys it. Values.
+
+The rule for whoever edits it: a new command is added to `Command`, and mypy then names the shell that does not obey it.
+"""
+
+from attrs import frozen
+
+from polarnode.merge.lineage import Plan
+from polarnode.ports import GenerateOrder
+from polarnode.providers.dialect import Fault, Reply
+from polarnode.records import Turn
+
+
+@frozen
+class Render:
+    """Turn the plan into ids: `Rendered` or `Unrenderable` follows."""
+
+    plan: Plan
+
+
+@frozen
+class Generate:
+    """Ask the engine: `Produced` or `EngineFailed` follow."""
+
+    order: GenerateOrder
+
+
+@frozen
+class Abort:
+    """Take nothing more from the engine."""
+
+    request_id: str
+
+
+@frozen
+class Record:
+    """Keep this turn, now, without waiting for anything."""
+
+    turn: Turn
+
+
+@frozen
+class Abandon:
+    """The plan gets no turn; `fault` is why, None when the client just left."""
+
+    plan: Plan
+    fault: Fault | None
+
+
+@frozen
+class Send:
+    """Bytes of a stream; the first opens it."""
+
+    data: bytes
+
+
+@frozen
+class Done:
+    """The stream is whole: end it properly."""
+
+
+@frozen
+class Break:
+    """The stream is not whole: cut the connection, so that nobody takes it for one that is."""
+
+
+Outgoing = Send | Done | Break | Reply  # a Reply is a whole answer, only ever before the first Send
+Command = Render | Generate | Abort | Record | Abandon | Outgoing

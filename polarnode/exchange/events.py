@@ -1,0 +1,77 @@
+"""What can happen to a model request. Values; time is in monotonic seconds, taken by whoever waits.
+
+The rule for whoever edits it: a new event is added to `Event`, and mypy then names the machine that does not answer it.
+"""
+
+from array import array
+
+from attrs import frozen
+
+from polarnode.conversation import ModelRequest
+from polarnode.errors import EngineError, Refused
+from polarnode.merge.lineage import Plan
+from polarnode.ports import Chunk
+
+
+@frozen(kw_only=True)
+class Asked:
+    """A request was read and planned. `at` in monotonic seconds, `wall` in seconds since the epoch."""
+
+    request: ModelRequest
+    plan: Plan
+    at: float
+    wall: float
+
+
+@frozen(kw_only=True)
+class Rendered:
+    """The prompt is there, int32. Its last ids are `delta`, the first `close_length` of which close the parent's cut sample."""
+
+    prompt: "array[int]"
+    delta: "array[int]"
+    close_length: int = 0
+
+
+@frozen(kw_only=True)
+class Unrenderable:
+    """The chat template, or the model, does not take this conversation."""
+
+    error: Refused
+
+
+@frozen(kw_only=True)
+class Produced:
+    """The engine sampled some tokens."""
+
+    chunk: Chunk
+    at: float
+
+
+@frozen(kw_only=True)
+class EngineFailed:
+    """The engine gave up on this generation."""
+
+    error: EngineError
+    at: float
+
+
+@frozen(kw_only=True)
+class ClientLeft:
+    """Nobody reads the answer any more."""
+
+    at: float
+
+
+@frozen(kw_only=True)
+class SessionEnded:
+    """The session closed while this call was under way; its client may still be there."""
+
+    at: float
+
+
+@frozen
+class Quiet:
+    """Nothing was sent for as long as a client should wait for a sign of life."""
+
+
+Event = Asked | Rendered | Unrenderable | Produced | EngineFailed | ClientLeft | SessionEnded | Quiet

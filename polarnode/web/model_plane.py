@@ -1,0 +1,186 @@
+"""The model plane: the providers' routes, for harnesses that have a session's key. Nothing a trainer can do is served here.
+
+Plain ASGI on purpose: the status of an answer is chosen as late as its first bytes, and one request is three tasks around one exchange; a
+framework's response object would cut that in two. The rules for whoever edits it: every answer is in the provider's own shape, refusals too,
+and no request is refused before its body was read, because clients do not look before they have sent it.
+"""
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from secrets import token_hex
+from typing import Final, assert_never
+
+import trio
+from attrs import Factory, define, field, frozen
+from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
+
+from polarnode.conversation import ModelRequest
+from polarnode.errors import Refused
+from polarnode.exchange import SESSION_OVER
+from polarnode.ports import Engine, Tokenizer
+from polarnode.providers.dialect import JSON_TYPE, Fault, Reply, Route, missed, route, session_keys
+from polarnode.shell.live import LiveSession, LiveSessions
+from polarnode.tokens.families import Family
+from polarnode.tokens.template import Template
+from polarnode.web.model import Model
+from polarnode.web.model_call import Incoming, ModelCall
+from polarnode.web.stream import BODY_BYTES, Left, Pace, Responder, TooLarge, header_map, read_body
+
+INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
+READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
+
+_ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
+_NO_WEBSOCKET: Final = b'{"error":{"type":"invalid_request_error","message":"WebSockets are not served here: send the request over plain HTTP"}}'
+_TOO_LARGE: Final = Fault(kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less")
+_UNKNOWN_KEY: Final = Fault(kind="unauthorized", message="no session of this node has this key: send the one the harness was given")
+
+
+@frozen(kw_only=True)
+class _Request:
+    """A request that has a route, whole. `door` is the session whose socket it came through."""
+
+    route: Route
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    door: str | None
+
+
+@define(eq=False, kw_only=True)
+class ModelPlane:
+    """The routes of one node. `app_for` makes the app of one session's door. `node_now` is wall seconds, `pace` how long silences may be."""
+
+    sessions: LiveSessions
+    engine: Engine
+    template: Template
+    tokenizer: Tokenizer
+    family: Family
+    context_length: int
+    model_id: str
+    node_now: Callable[[], float]
+    pace: Pace = field(factory=Pace)
+    _model: Model = field(init=False, default=Factory(lambda self: _model_of(self), takes_self=True))
+    _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
+
+    def app_for(self, session_id: str | None) -> ASGIFramework:
+        """The ASGI app of a door: only the key of `session_id` opens it. None lets in the key of every live session."""
+
+        async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            if scope["type"] == "http":
+                await self._http(scope, receive, Responder(send, token_hex(16)), session_id)
+            elif scope["type"] == "websocket":
+                await _refuse_upgrade(send)
+
+        return door
+
+    async def _http(self, scope: HTTPScope, receive: ASGIReceiveCallable, responder: Responder, door: str | None) -> None:
+        body = await read_body(receive)
+        if isinstance(body, Left):
+            return
+        method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
+        found = route(method, path, headers)
+        if found is None:
+            await responder.reply(_ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers))
+        elif isinstance(body, TooLarge):
+            await responder.reply(found.dialect.error(_TOO_LARGE))
+        else:
+            await self._routed(_Request(route=found, path=path, headers=headers, body=body, door=door), receive, responder)
+
+    async def _routed(self, request: _Request, receive: ASGIReceiveCallable, responder: Responder) -> None:
+        match request.route.operation:
+            case "models" | "model":
+                await responder.reply(self._listed(request))
+            case "count_tokens":
+                await responder.reply(await self._counted(request))
+            case "generate":
+                incoming = await self._incoming(request)
+                if isinstance(incoming, Reply):
+                    await responder.reply(incoming)
+                else:
+                    await ModelCall(self._model, incoming, responder).run(receive)
+            case _:
+                assert_never(request.route.operation)
+
+    def _listed(self, request: _Request) -> Reply:
+        """The model, for anyone who has no key yet (hermes probes without one); a wrong key is still told so."""
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault) and session_keys(request.path, request.headers):
+            return dialect.error(session)
+        asked = request.route.model
+        return _json(dialect.models(self._model.served) if asked is None else dialect.model(self._model.served, asked=asked))
+
+    async def _counted(self, request: _Request) -> Reply:
+        """How many tokens a conversation is, exactly: it is rendered, and nothing is recorded."""
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault):
+            return dialect.error(session)
+        if session.over:
+            return dialect.error(SESSION_OVER)
+        try:
+            read, _ = await self._read(request)
+            body = dialect.count(len(await self._model.root(read.conversation)))
+        except Refused as error:
+            return dialect.error(Fault.of(error))
+        return dialect.error(Fault(kind="not_found", message="this API counts no tokens")) if body is None else _json(body)
+
+    async def _incoming(self, request: _Request) -> Incoming | Reply:
+        """A request that may be answered, or the refusal it gets before anything is planned."""
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault):
+            return dialect.error(session)
+        try:
+            read, key = await self._read(request)
+        except Refused as error:
+            fault = Fault.of(error)
+            session.refused(fault)
+            return dialect.error(fault)
+        return Incoming(session=session, dialect=dialect, request=read, key=key)
+
+    def _session(self, request: _Request) -> LiveSession | Fault:
+        """Whose key it is: the first that opens this door. A key that did, and whose session is over, is told so."""
+        keys = session_keys(request.path, request.headers)
+        for session in filter(None, map(self.sessions.by_key, keys)):
+            if request.door in (None, session.session_id):
+                return session
+        ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
+        return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
+
+    async def _read(self, request: _Request) -> tuple[ModelRequest, str]:
+        """The body as a request, and its digest. Refused with the path of the field."""
+        if len(request.body) <= INLINE_BYTES:
+            return _read(request)
+        return await trio.to_thread.run_sync(_read, request, limiter=self._readers, abandon_on_cancel=True)
+
+
+def _read(request: _Request) -> tuple[ModelRequest, str]:
+    found = request.route
+    counting = found.operation == "count_tokens"
+    read = found.dialect.read(request.body, headers=request.headers, model=found.model, counting=counting)
+    return read, blake2b(request.body, digest_size=16).hexdigest()
+
+
+def _model_of(plane: ModelPlane) -> Model:
+    return Model(
+        id=plane.model_id,
+        engine=plane.engine,
+        template=plane.template,
+        tokenizer=plane.tokenizer,
+        family=plane.family,
+        context_length=plane.context_length,
+        now=plane.node_now,
+        pace=plane.pace,
+    )
+
+
+def _json(body: bytes) -> Reply:
+    return Reply(status=200, headers=(("content-type", JSON_TYPE),), body=body)
+
+
+async def _refuse_upgrade(send: ASGISendCallable) -> None:
+    """426: Codex tries a WebSocket first, and after a 404 it waits 7 s before it does without."""
+    headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(_NO_WEBSOCKET)).encode()), (b"upgrade", b"HTTP/1.1")]
+    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": _NO_WEBSOCKET, "more_body": False})

@@ -1,0 +1,143 @@
+"""One request's two directions in ASGI: its body read to a limit, its answer sent as it comes.
+
+The rules for whoever edits it. The status is chosen as late as possible, with the first bytes: a prompt that is too long must still become
+a 400. A stream is ended properly or not at all: returning without the last body message makes Hypercorn cut the connection without the
+terminal chunk, and logs nothing. Signs of life are the dialect's own data, never SSE comments.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, assert_never
+
+import trio
+from attrs import define, field, frozen
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
+
+from polarnode.exchange import Break, Done, Outgoing, Send
+from polarnode.providers.dialect import STREAM_TYPE, Reply
+
+BODY_BYTES: Final = 64 << 20  # a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
+DRAINED_BYTES: Final = 256 << 20  # read and dropped beyond that, because a client that is still sending does not read its 413
+
+
+@frozen(kw_only=True)
+class Pace:
+    """Seconds of silence before a sign of life: before the first byte, and after it.
+
+    The first is short, so that headers leave long before any client's patience (60 s) ends, and not zero, so that an engine that is down
+    and a context that is too long can still say so in a status. The second is half of what the least patient harness was seen to need.
+    """
+
+    opening_s: float = 1.0
+    quiet_s: float = 10.0
+
+
+@frozen
+class TooLarge:
+    """A body over the limit; it was dropped."""
+
+
+@frozen
+class Left:
+    """The client went before its request was whole."""
+
+
+async def read_body(receive: ASGIReceiveCallable, *, limit: int = BODY_BYTES) -> bytes | TooLarge | Left:
+    """The request's whole body."""
+    parts: list[bytes] = []
+    size = 0
+    while size <= DRAINED_BYTES:
+        message = await receive()
+        if message["type"] != "http.request":
+            return Left()
+        size += len(message["body"])
+        if size <= limit:
+            parts.append(message["body"])
+        if not message["more_body"]:
+            break
+    return b"".join(parts) if size <= limit else TooLarge()
+
+
+async def wait_left(receive: ASGIReceiveCallable) -> None:
+    """Return when the client is gone. What it still sends is dropped, so that Hypercorn's reader is never stuck."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@define(eq=False)
+class Responder:
+    """The answer of one request. `request_id` is the client's word for it in our records."""
+
+    send: ASGISendCallable
+    request_id: str
+    opened: bool = field(default=False, init=False)
+
+    async def reply(self, reply: Reply) -> None:
+        """A whole answer."""
+        length = ("content-length", str(len(reply.body)))
+        await self._start(reply.status, (*reply.headers, length))
+        await self._body(reply.body, more=False)
+
+    async def stream(self, data: bytes) -> None:
+        """Some bytes of a stream, which the first ones open."""
+        if not self.opened:
+            await self._start(200, (("content-type", STREAM_TYPE), ("cache-control", "no-cache")))
+        await self._body(data, more=True)
+
+    async def end(self) -> None:
+        """The stream is whole."""
+        await self._body(b"", more=False)
+
+    async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
+        self.opened = True
+        spelled = [(name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))]
+        await self.send({"type": "http.response.start", "status": status, "headers": spelled})
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def deliver(outgoing: "trio.MemoryReceiveChannel[Outgoing]", to: Responder, *, pace: Pace, on_quiet: Callable[[], list[Outgoing]]) -> None:
+    """Send what comes until the answer is at its end, or nothing comes any more. `on_quiet` is asked for a sign of life in every silence."""
+    while True:
+        found = await _next(outgoing, pace.quiet_s if to.opened else pace.opening_s)
+        if found is None:
+            return
+        for each in on_quiet() if isinstance(found, _Silence) else [found]:
+            if await _obey(each, to):
+                return
+
+
+@frozen
+class _Silence:
+    pass
+
+
+async def _next(outgoing: "trio.MemoryReceiveChannel[Outgoing]", patience: float) -> Outgoing | _Silence | None:
+    with trio.move_on_after(patience):
+        try:
+            return await outgoing.receive()
+        except trio.EndOfChannel:
+            return None
+    return _Silence()
+
+
+async def _obey(command: Outgoing, to: Responder) -> bool:
+    """Whether that was the end of the answer."""
+    match command:
+        case Send(data):
+            await to.stream(data)
+            return False
+        case Reply():
+            await to.reply(command)
+        case Done():
+            await to.end()
+        case Break():
+            pass  # returning is what cuts the connection
+        case _:
+            assert_never(command)
+    return True
+
+
+def header_map(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    """Headers by lower-case name; of several with one name, the last."""
+    return {name.decode("latin1").lower(): value.decode("latin1") for name, value in headers}
