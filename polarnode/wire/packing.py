@@ -64,28 +64,32 @@ def _unpack(packed: bytes) -> dict[str, Any]:
 
 
 def _compact(value: Any) -> Any:
-    match value:
-        case array():
-            return value.tobytes()
-        case tuple() | list():
-            return [_compact(part) for part in value]
-        case Mapping():
-            return {key: _compact(part) for key, part in value.items()}
-        case TextPart(text):
-            return text
-        case ThinkingPart(text):
-            return [text]
-        case ToolCall():
-            return [value.id, value.name, value.arguments]
-    if not attrs.has(type(value)):
+    kind: Any = type(value)
+    if kind in PLAIN:
         return value
-    said = ((name, getattr(value, name), default) for name, default in _fields_of(value))
+    compact = COMPACT.get(kind)
+    if compact is not None:
+        return compact(value)
+    if isinstance(value, Mapping):
+        return {key: _compact(part) for key, part in value.items()}
+    return _compact_class(value, _fields(kind)) if attrs.has(kind) else value
+
+
+def _compact_class(value: Any, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    said = ((name, getattr(value, name), default) for name, default in fields)
     return {name: _compact(part) for name, part, default in said if default is attrs.NOTHING or part != default}
 
 
-def _fields_of(value: Any) -> tuple[tuple[str, Any], ...]:
-    cls: Any = type(value)
-    return _fields(cls)
+# By exact type, because a turn is packed on the event loop: 15 µs instead of 75 with a chain of class patterns.
+PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+COMPACT: Mapping[type, Callable[[Any], Any]] = {
+    array: lambda value: value.tobytes(),
+    tuple: lambda value: [_compact(part) for part in value],
+    list: lambda value: [_compact(part) for part in value],
+    TextPart: lambda part: part.text,
+    ThinkingPart: lambda part: [part.text],
+    ToolCall: lambda call: [call.id, call.name, call.arguments],
+}
 
 
 @cache
@@ -151,10 +155,11 @@ TRAJECTORY_READERS: Mapping[str, Callable[[Any], Any]] = {
 
 def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     last = trace.turn_spans[-1].turn if trace.turn_spans else None
-    by_turn = _chain(turns, last) == trace.token_ids
+    token_ids = trace.token_ids.tobytes()  # compared as bytes: comparing arrays makes a number of every item
+    by_turn = _chain(turns, last) == token_ids
     by_mask = _logprobs_of(trace.loss_mask, trace.turn_spans, turns)
     packed: dict[str, Any] = _compact(trace)
-    packed["token_ids"] = last if by_turn else trace.token_ids.tobytes()
+    packed["token_ids"] = last if by_turn else token_ids
     packed["loss_mask"] = _runs(trace.loss_mask)
     packed["logprobs"] = None if by_mask is not None and by_mask.tobytes() == trace.logprobs.tobytes() else trace.logprobs.tobytes()
     return packed
@@ -173,9 +178,9 @@ def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
     return Trace(**(found | restored))
 
 
-def _chain(turns: Mapping[int, Turn], last: int | None) -> "array[int] | None":
+def _chain(turns: Mapping[int, Turn], last: int | None) -> bytes | None:
     try:
-        return None if last is None else sequence(turns, last)
+        return None if last is None else sequence(turns, last).tobytes()
     except KeyError:
         return None  # a turn whose ancestor is not of this trajectory: written raw
 
@@ -194,7 +199,7 @@ def _logprobs_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Tur
 
 def _runs(mask: bytes) -> Any:
     """Where the mask is 1, as [start, end, start, end …]; the mask itself when it has other values."""
-    if set(mask) - {0, 1}:
+    if mask.translate(None, b"\0\1"):
         return mask
     runs: list[int] = []
     at = mask.find(1)
