@@ -3,17 +3,18 @@
 The names below are what other rooms import; the modules behind them are this room's own business.
 """
 
-from polarnode.shell.podman.images import ImageBuilder, ensure_images, open_builder
+from polarnode.shell.podman.images import Images, ensure_images
 from polarnode.shell.podman.pool import RuntimesStatistics
 from polarnode.shell.podman.probe import Finding, PodmanFindings, probe
 from polarnode.shell.podman.recipes import Recipe, Recipes, default_runtimes_dir, read_recipes
 from polarnode.shell.podman.runtime import PodmanRuntime
-from polarnode.shell.podman.runtimes import Runtimes, RuntimesSettings, open_runtimes
+from polarnode.shell.podman.runtimes import Runtimes, open_runtimes
+from polarnode.shell.podman.settings import RuntimesSettings
 from polarnode.shell.podman.store import default_state_dir
 
 __all__ = [
     "Finding",
-    "ImageBuilder",
+    "Images",
     "PodmanFindings",
     "PodmanRuntime",
     "Recipe",
@@ -24,7 +25,6 @@ __all__ = [
     "default_runtimes_dir",
     "default_state_dir",
     "ensure_images",
-    "open_builder",
     "open_runtimes",
     "probe",
     "read_recipes",

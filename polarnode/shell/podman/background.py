@@ -4,29 +4,25 @@ In one nursery a service and its users are cancelled together, and the users' te
 deadline of its own because the block's end is what ends it.
 """
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import trio
 
 from polarnode.errors import PolarnodeError
 
-
-class Task(Protocol):
-    """Something for `Nursery.start`: says when it is ready."""
-
-    def __call__(self, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
+Task = Callable[[trio.Event], Awaitable[None]]  # sets the event when it is ready
 
 
 @asynccontextmanager
 async def open_background(task: Task) -> AsyncIterator[None]:
     """Run a task behind the block, from when it says it is ready. Its own PolarnodeError comes out as itself, not as a group of one."""
-    scope = trio.CancelScope(shield=True)
+    scope, ready = trio.CancelScope(shield=True), trio.Event()
     try:
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(_run, scope, task, ready)
             try:
-                await nursery.start(_run, scope, task)
+                await ready.wait()
                 yield
             finally:
                 scope.cancel()
@@ -37,9 +33,9 @@ async def open_background(task: Task) -> AsyncIterator[None]:
         raise ours from group
 
 
-async def _run(scope: trio.CancelScope, task: Task, *, task_status: trio.TaskStatus[None]) -> None:
+async def _run(scope: trio.CancelScope, task: Task, ready: trio.Event) -> None:
     with scope:
-        await task(task_status=task_status)
+        await task(ready)
 
 
 def _ours(group: BaseExceptionGroup[BaseException]) -> PolarnodeError | None:

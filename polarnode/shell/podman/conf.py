@@ -26,6 +26,8 @@ def containers_conf(store: Store, findings: PodmanFindings) -> str:
         f'default_ulimits = ["nofile={findings.nofile}:{findings.nofile}", "nproc={findings.nproc}:{findings.nproc}"]',
         'log_driver = "k8s-file"',
         "http_proxy = false",
+        'base_hosts_file = "none"',  # this machine's own names are no business of a session
+        'host_containers_internal_ip = "none"',
         f'env = ["PATH={SERVICE_PATH}"]',
         "[engine]",
         f'cgroup_manager = "{"systemd" if findings.systemd else "cgroupfs"}"',

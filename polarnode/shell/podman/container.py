@@ -111,6 +111,7 @@ def container_spec(shape: Shape, findings: PodmanFindings, *, name: str, labels:
 def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
     confined: dict[str, Json] = {
         "netns": {"nsmode": "none"},
+        "use_image_resolve_conf": True,  # else this machine's name servers are written into it
         "httpproxy": False,
         "env_host": False,
         "cap_drop": ["all"],

@@ -59,7 +59,7 @@ class Execs:
                 await _pump(stream, order.stdin, sink)
             return await self._wait_ended(exec_id)
         except BaseException:  # a cancellation above all; whatever it is, the program must not outlive our interest in it
-            if exec_id is not None:
+            with trio.move_on_after(UNREACHABLE_S, shield=True):
                 await self._end(exec_id, alone)
             raise
 
@@ -110,15 +110,15 @@ class Execs:
                 told: Mapping[str, int] = reply.json()
                 return told
 
-    async def _end(self, exec_id: str, alone: bool) -> None:
+    async def _end(self, exec_id: str | None, alone: bool) -> None:
         """TERM, a grace, KILL. Never raises: whoever tears the container down ends what is left."""
-        with trio.move_on_after(UNREACHABLE_S, shield=True):
-            try:
+        try:
+            if exec_id is not None:
                 await self._end_group(exec_id)
-                if alone:
-                    await self.inside.kill_all()
-            except RuntimeFault:
-                return  # the container is gone, or is about to be
+            if alone:
+                await self.inside.kill_all()
+        except RuntimeFault:
+            return  # the container is gone, or is about to be
 
     async def _end_group(self, exec_id: str) -> None:
         told = await self._inspect(exec_id)

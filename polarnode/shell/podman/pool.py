@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from polarnode.errors import RuntimeFault
 from polarnode.shell.podman.container import Shape, shape_of
 from polarnode.shell.podman.recipes import Recipes
-from polarnode.shell.podman.runtime import PodmanRuntime
+from polarnode.shell.podman.runtime import REMOVE_S, PodmanRuntime
 from polarnode.shell.podman.starter import Starter
 from polarnode.tasks import RuntimeSpec
 
@@ -87,11 +87,12 @@ class Pool:
             yield runtime
         finally:
             self.live -= 1
-            await runtime.close()
+            with trio.move_on_after(2 * REMOVE_S, shield=True):  # more than its own bound
+                await runtime.close()
 
-    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, ready: trio.Event) -> None:
         """Fill and renew until cancelled; then let go of what is warm."""
-        task_status.started()
+        ready.set()
         try:
             while True:
                 self._changed = trio.Event()
@@ -100,7 +101,8 @@ class Pool:
                     with trio.move_on_after(LOOK_S):
                         await self._changed.wait()
         finally:
-            await self._empty()
+            with trio.move_on_after(2 * REMOVE_S, shield=True):  # more than their own bound: they are removed side by side
+                await self._empty()
 
     async def _take(self, shape: Shape, session_id: str, lifetime_s: float) -> PodmanRuntime:
         demand = self._demand(shape)
@@ -154,9 +156,10 @@ class Pool:
         return worn + fine[demand.count :]
 
     async def _empty(self) -> None:
-        for demand in self._demands.values():
-            while demand.ready:
-                await demand.ready.popleft().close()
+        async with trio.open_nursery() as nursery:
+            for demand in self._demands.values():
+                while demand.ready:
+                    nursery.start_soon(demand.ready.popleft().close)
 
     def _demand(self, shape: Shape) -> Demand:
         return self._demands.setdefault(shape, Demand())

@@ -17,6 +17,7 @@ from polarnode.shell.podman.tools import Tools
 PUBLIC = "debian:bookworm-slim"
 BUILT = f"{PREFIX}/debian:latest"
 PULL_S = 45.0  # seconds a pull of 30 MB may take before the archive is the quicker way
+MMDEBSTRAP = ("mmdebstrap", "--variant=apt", "--include=ca-certificates", '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"')
 FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"  # of apt-get indextargets: one line for each list of packages
 
 
@@ -60,7 +61,7 @@ async def _build(tools: Tools, store: Store, say: Callable[[str], None]) -> None
     say(f"building a {suite} base from this machine's Debian archive (half a minute, minutes on a busy machine)")
     tar = store.state_dir / "tmp" / "debian.tar"
     try:
-        await tools.run("building a Debian base", ["mmdebstrap", "--variant=apt", "--include=ca-certificates", suite, str(tar), *lines])
+        await tools.run("building a Debian base", [*MMDEBSTRAP, suite, str(tar), *lines])
         await tools.do("importing the Debian base", "import", "--quiet", "--change", 'CMD=["bash"]', str(tar), BUILT)
     finally:
         tar.unlink(missing_ok=True)

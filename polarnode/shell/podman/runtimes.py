@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from attrs import define, frozen
+from attrs import define
 
 from polarnode.errors import RuntimeFault
 from polarnode.shell.podman.background import open_background
@@ -15,24 +15,14 @@ from polarnode.shell.podman.conf import write_configuration
 from polarnode.shell.podman.container import this_process
 from polarnode.shell.podman.pool import Pool, RuntimesStatistics
 from polarnode.shell.podman.probe import PodmanFindings, probe
-from polarnode.shell.podman.recipes import Recipes, read_recipes
+from polarnode.shell.podman.recipes import default_runtimes_dir, read_recipes
 from polarnode.shell.podman.runtime import PodmanRuntime
 from polarnode.shell.podman.service import Service
+from polarnode.shell.podman.settings import RuntimesSettings
 from polarnode.shell.podman.starter import Starter
 from polarnode.shell.podman.store import Store, make_folders, store_at
 from polarnode.shell.podman.sweeper import Sweeper
 from polarnode.tasks import RuntimeSpec
-
-
-@frozen(kw_only=True)
-class RuntimesSettings:
-    """What a node's runtimes are told. `state_dir` may be shared by nodes; `node_id` is on every container's label."""
-
-    state_dir: Path
-    node_id: str
-    runtimes_dir: Path | None = None  # image recipes, so that `image` may name one; None: names are Podman's own
-    warm: int = 2  # started containers kept for one shape at most; about 1 MB each
-    calls: int = 6  # calls to Podman at once: on two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8, 2.0 at 32)
 
 
 @define(eq=False, kw_only=True)
@@ -107,7 +97,7 @@ async def _pooled(settings: RuntimesSettings, findings: PodmanFindings, service:
     starter = Starter(client=client, api=service.socket, findings=findings, node_id=settings.node_id, owner=owner)
     sweeper = Sweeper(client, owner, starter.alive)
     await sweeper.sweep()
-    recipes = read_recipes(settings.runtimes_dir) if settings.runtimes_dir is not None else Recipes()
+    recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
     pool = Pool(starter=starter, recipes=recipes)
     async with open_background(sweeper.run), open_background(pool.run):
         yield Runtimes(findings=findings, settings=settings, pool=pool, sweeper=sweeper, service=service)

@@ -45,10 +45,10 @@ class Service:
         """The service's process now, for statistics and tests."""
         return self._process.pid if self._process else None
 
-    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, ready: trio.Event) -> None:
         """Keep it running until cancelled; reports when the socket first answers. Raises RuntimeFault when it does not come up at first."""
         async with self._started():
-            task_status.started()
+            ready.set()
             await self._wait_ended()
         while True:
             await trio.sleep(RESTART_PAUSES[min(self.restarts, len(RESTART_PAUSES) - 1)])
@@ -68,7 +68,8 @@ class Service:
             yield
         finally:
             os.close(alive)
-            await self._end()
+            with trio.move_on_after(3 * END_S, shield=True):  # more than its own deadlines
+                await self._end()
             os.close(lifeline)
 
     async def _start(self, alive: int, log: BinaryIO) -> None:
@@ -102,12 +103,11 @@ class Service:
         process, self._process = self._process, None
         if process is None:
             return
-        with trio.CancelScope(shield=True):  # bounded: both waits have their own deadline
-            for order in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, order)
-                with trio.move_on_after(END_S):
-                    await process.wait()
+        for order in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, order)
+            with trio.move_on_after(END_S):
+                await process.wait()
         if process.returncode is None:
             _log.error("the podman service %d outlived SIGKILL", process.pid)
         self.socket.unlink(missing_ok=True)

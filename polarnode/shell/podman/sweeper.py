@@ -39,9 +39,9 @@ class Sweeper:
                 nursery.start_soon(self._remove, orphan, limiter)
         return len(orphans)
 
-    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, ready: trio.Event) -> None:
         """Sweep now and then until cancelled."""
-        task_status.started()
+        ready.set()
         while True:
             await trio.sleep(SWEEP_EVERY_S)
             try:
