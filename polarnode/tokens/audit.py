@@ -48,6 +48,7 @@ def audit(renderer: Renderer) -> tuple[str, ...]:
             continue
         for conversation in _conversations(calls, new, thinking):
             _check(renderer, conversation, expected, name)
+    _check_text_survives(renderer)
     return (*notes, *_drops_thinking(renderer))
 
 
@@ -71,6 +72,26 @@ def _check(renderer: Renderer, conversation: Conversation, expected: str, name: 
             f"this chat template writes {name} message(s) after an answer as {expected!r} or as {found!r}, depending on what came before: "
             "turns could not be extended faithfully, so it is not served"
         )
+
+
+def _check_text_survives(renderer: Renderer) -> None:
+    """A template that escapes or changes the stand-ins would show the model another text than the client's."""
+    odd = iter(f"{letter}q{place}" for place, letter in enumerate(renderer.letters * 5))
+    system, user, result, said, key = (next(odd) for _ in range(5))
+    conversation = Conversation(
+        messages=(
+            Message(role="system", text=system),
+            Message(role="user", text=user),
+            Message(role="assistant", calls=(_CALL,)),
+            Message(role="tool", text=result, call_id=_CALL.id),
+        ),
+        tools=(Tool(name="look", description=said, parameters={key: key}),),
+    )
+    whole = renderer.whole(conversation)
+    shown = whole.guard.show(whole.text)
+    lost = [text for text in (system, user, result, said, key) if text not in shown]
+    if lost:
+        raise ModelError(f"this chat template does not write a client's {lost[0]!r} as it is: it is not served")
 
 
 def _drops_thinking(renderer: Renderer) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from polarnode.conversation import Json
 from polarnode.errors import ModelError, Refused
 from polarnode.ports import Tokenizer
 
+Mode = Literal["text", "thinking", "call"]
 CallSyntax = Literal["json"]  # {"name": ..., "arguments": {...}} between the call's marks
 
 
@@ -32,6 +33,12 @@ class Family:
     call_open: int | None = None
     call_close: int | None = None
     call_syntax: CallSyntax = "json"
+
+    def after(self, mode: Mode, token: int) -> Mode:
+        """What is being written after a token. A mark means something only where it can: inside a thought or a call the other marks are text."""
+        if mode == "text":
+            return "thinking" if token == self.think_open else "call" if token == self.call_open else "text"
+        return "text" if token == (self.think_close if mode == "thinking" else self.call_close) else mode
 
 
 @frozen(kw_only=True)

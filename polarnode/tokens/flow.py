@@ -46,9 +46,9 @@ class Flow:
             self.release()
             self._ready.append(call)
 
-    def release(self) -> None:
-        """End the part being written: what a stop string held back is text, trailing newlines are not."""
-        self._show(len(self._held.rstrip("\n")))
+    def release(self, *, exactly: bool = False) -> None:
+        """End the part being written: what a stop string held back is text, trailing newlines are not, but for text that must stay as it was."""
+        self._show(len(self._held if exactly else self._held.rstrip("\n")))
         self._kind, self._held = None, ""
 
     def take(self) -> list[Delta]:

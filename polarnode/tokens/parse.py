@@ -7,7 +7,6 @@ was sampled as, and counted. Nothing here is ever encoded again; whoever edits t
 import codecs
 from array import array
 from collections.abc import Callable
-from typing import Literal
 
 from attrs import define, frozen
 
@@ -15,10 +14,8 @@ from polarnode.conversation import Answer, Delta, FinishReason, ToolCall
 from polarnode.errors import Refused
 from polarnode.ports import Tokenizer
 from polarnode.tokens.calls import read_call
-from polarnode.tokens.families import Family
+from polarnode.tokens.families import Family, Mode
 from polarnode.tokens.flow import Flow
-
-_Mode = Literal["text", "thinking", "call"]
 
 
 @frozen(kw_only=True)
@@ -43,7 +40,7 @@ class Parser:
     _family: Family
     _call_id: Callable[[int], str]
     _marks: frozenset[int]
-    _mode: _Mode
+    _mode: Mode
     _ended: bool
     _calls: int
     _call: list[str]
@@ -72,12 +69,14 @@ class Parser:
     def feed(self, ids: "array[int]") -> list[Delta]:
         """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls."""
         run = bytearray()
-        for token in ids:
-            if token in self._marks and self._means_something(token):
-                self._write(self._decoder.decode(bytes(run)))
+        for token in () if self._over else ids:
+            if token in self._marks and (token in self._family.stop_ids or self._family.after(self._mode, token) != self._mode):
+                self._write(self._decoder.decode(bytes(run), final=True))
                 run.clear()
                 self._mark(token)
-            elif not self._over:
+                if self._over:
+                    break
+            else:
                 self.thinking_tokens += self._mode == "thinking"
                 run += self._tokenizer.token_bytes(token)
         self._write(self._decoder.decode(bytes(run)))
@@ -85,10 +84,11 @@ class Parser:
 
     def finish(self, reason: FinishReason) -> Finished:
         """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other reason stands."""
-        self._end_run()
-        if self._mode == "call":
+        self._write(self._decoder.decode(b"", final=True))
+        unfinished = self._mode == "call"
+        if unfinished:
             self._give_back()
-        self._flow.release()
+        self._flow.release(exactly=unfinished)
         deltas = tuple(self._flow.take())
         answer = Answer(
             parts=self._flow.parts, finish_reason=self._reason(reason), stop_string=self._flow.stopped, malformed_calls=self.malformed_calls
@@ -105,25 +105,16 @@ class Parser:
             return "stop_string"
         return "tool_calls" if reason == "stop" and self._calls else reason
 
-    def _means_something(self, token: int) -> bool:
-        """Whether a mark does anything where it stands."""
-        family = self._family
-        wanted = {"text": (family.think_open, family.call_open), "thinking": (family.think_close,), "call": (family.call_close,)}
-        return token in family.stop_ids or token in wanted[self._mode]
-
     def _mark(self, token: int) -> None:
-        self._end_run()
+        """Go from one mode to another, or end with the turn; a character that a mark breaks in two is U+FFFD."""
+        self._ended |= token in self._family.stop_ids
         if self._over:
             return
-        if token in self._family.stop_ids:
-            self._ended = True
-        elif self._mode == "call":
+        before, self._mode = self._mode, self._family.after(self._mode, token)
+        self.thinking_tokens += "thinking" in (before, self._mode)
+        if before == "call":
             self._end_call(self._text(token))
-        elif token == self._family.call_open:
-            self._mode, self._call = "call", [self._text(token)]
-        else:
-            self._mode = "text" if self._mode == "thinking" else "thinking"
-            self.thinking_tokens += 1
+        self._call = [self._text(token)] if self._mode == "call" else []
 
     def _end_call(self, close: str) -> None:
         read = read_call("".join(self._call[1:]))
@@ -133,7 +124,6 @@ class Parser:
         else:
             self._flow.call(ToolCall(id=self._call_id(self._calls), name=read.name, arguments=read.arguments))
             self._calls += 1
-        self._mode = "text"
 
     def _give_back(self) -> None:
         """A call that can not be read becomes the visible text it was sampled as."""
@@ -145,10 +135,6 @@ class Parser:
             self._call.append(text)
         elif text:
             self._flow.write(self._mode, text)
-
-    def _end_run(self) -> None:
-        """A mark or the end breaks a character in two: what there is of it is U+FFFD."""
-        self._write(self._decoder.decode(b"", final=True))
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")

@@ -19,7 +19,6 @@ from polarnode.tokens.shape import Shape, call_shape, messages_shape, tools_shap
 
 _QUESTION: Final[Shape] = {"role": "user", "content": "u"}
 _MARK: Final = "MARK"
-_FIELDS: Final = frozenset({"role", "type"})  # values that are ours; templates compare them
 
 
 @frozen
@@ -32,11 +31,14 @@ class Rendered:
 
 @frozen(eq=False)
 class Renderer:
-    """A template that renders; immutable, safe in several threads. ModelError for control strings that can not be guarded."""
+    """A template that renders; immutable, safe in several threads. ModelError for control strings that can not be guarded.
+
+    `letters` are those that control strings begin with.
+    """
 
     tokenizer: Tokenizer
     family: Family
-    _letters: str = field(init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True))
+    letters: str = field(init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True))
     _turn_end: str = field(init=False, default=Factory(lambda self: _text_of(self.family.turn_end, self.tokenizer), takes_self=True))
 
     def whole(self, conversation: Conversation) -> Rendered:
@@ -64,7 +66,7 @@ class Renderer:
         return text[end + len(self._turn_end) :]
 
     def _render(self, messages: list[Shape], tools: list[Shape], thinking: bool | None) -> Rendered:
-        guard = Guard.over(self._letters, [*messages, *tools])
+        guard = Guard.over(self.letters, [*messages, *tools])
         text = self.tokenizer.render(
             [_guarded(message, guard) for message in messages],
             tools=[_guarded(tool, guard) for tool in tools],
@@ -75,8 +77,8 @@ class Renderer:
 
 
 def _guarded(shape: Shape, guard: Guard) -> Shape:
-    """A shape whose own field names and roles stand, and every string in it is inert."""
-    return {name: value if name in _FIELDS else guard.hide(value) for name, value in shape.items()}
+    """A shape with every string in it inert. Our own field names and roles hold no such letter, and stay as they are."""
+    return {name: guard.hide(value) for name, value in shape.items()}
 
 
 def _first_letters(tokenizer: Tokenizer) -> str:

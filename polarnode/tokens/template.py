@@ -15,7 +15,7 @@ from polarnode.conversation import Conversation, Message, ToolCall
 from polarnode.ports import Tokenizer
 from polarnode.records import ids
 from polarnode.tokens.audit import audit
-from polarnode.tokens.families import Family
+from polarnode.tokens.families import Family, Mode
 from polarnode.tokens.rendering import Rendered, Renderer
 
 
@@ -60,27 +60,25 @@ class Template:
 
     def opens_thinking(self, prompt: "array[int]") -> bool:
         """Whether a prompt ends inside a thought: the template opened it, or a cut thought goes on."""
-        return bool(self._in_thought(prompt))
+        return self._mode(prompt, "text") == "thinking"
 
     def audit(self) -> tuple[str, ...]:
         """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else what is worth knowing."""
         return audit(self._renderer)
 
     def _close(self, sampled: "array[int]", conversation: Conversation) -> "array[int]":
-        opened = self._in_thought(sampled)
-        if opened is None:
-            opened = self.opens_thinking(self._encoded(self._renderer.following((), calls=(), thinking=conversation.thinking)))
-        thought = (self.family.think_close,) if opened and self.family.think_close is not None else ()
-        return ids((*thought, self.family.turn_end))
+        opening = self._encoded(self._renderer.following((), calls=(), thinking=conversation.thinking))
+        started: Mode = "thinking" if self.opens_thinking(opening) else "text"
+        thought = self.family.think_close if self._mode(sampled, started) == "thinking" else None
+        return ids(token for token in (thought, self.family.turn_end) if token is not None)
 
-    def _in_thought(self, written: "array[int]") -> bool | None:
-        """Whether ids end inside a thought; None if they hold no sign of it."""
-        for token in reversed(written):
-            if token in (self.family.think_open, self.family.think_close):
-                return token == self.family.think_open
-            if token == self.family.turn_start:
-                return False
-        return None
+    def _mode(self, written: "array[int]", started: Mode) -> Mode:
+        """What is being written at the end of some ids. `started`: at their beginning, unless a turn starts in them."""
+        size = next((back for back, token in enumerate(reversed(written)) if token == self.family.turn_start), None)
+        mode = started if size is None else "text"
+        for token in written if size is None else written[len(written) - size :]:
+            mode = self.family.after(mode, token)
+        return mode
 
     def _encoded(self, rendered: Rendered) -> "array[int]":
         """Split on control strings while client text is inert, give the text back, encode what stands between."""

@@ -1,0 +1,81 @@
+"""The audit passes what can be extended faithfully, and refuses what would be silently wrong."""
+
+from pathlib import Path
+
+import pytest
+import tokens_kit as kit
+from qwen3_fixture import qwen3_folder  # noqa: F401
+
+from polarnode.errors import ModelError
+from polarnode.tokens.audit import audit
+from polarnode.tokens.rendering import Renderer
+from polarnode.tokens.template import Template
+from polarnode.tokens.tokenizer import load_tokenizer
+
+RESULT = "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+USER = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+
+
+def audited(to: Path, before: str, after: str) -> tuple[str, ...]:
+    tokenizer = load_tokenizer(kit.variant(to, template=lambda text: text.replace(before, after)))
+    return audit(Renderer(tokenizer, kit.model().family))
+
+
+def test_the_tiny_model_has_nothing_to_note() -> None:
+    assert kit.model().template.audit() == ()
+
+
+def test_qwen3_passes_and_says_that_it_drops_thinking(qwen3_folder: Path) -> None:  # noqa: F811
+    (note,) = kit.model(qwen3_folder).template.audit()
+    assert "leaves out earlier thinking" in note
+
+
+def test_a_template_that_opens_the_thought_passes(tmp_path: Path) -> None:
+    before = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
+    assert audited(tmp_path, before, before.replace("assistant\\n'", "assistant\\n<think>\\n'")) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        pytest.param(RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)"), "tool", id="results are numbered"),
+        pytest.param(RESULT, RESULT.replace("message.content", "((tools or []) | length ~ message.content)"), "tool", id="results know the tools"),
+        pytest.param(USER, USER.replace("message.content", "(messages[0].content ~ message.content)"), "user", id="the system is repeated"),
+        pytest.param(USER, "{%- if message.role == 'user' or loop.index > 4 %}" + USER + "{%- endif %}", "system", id="late systems only"),
+        pytest.param(
+            "{%- if add_generation_prompt %}",
+            "{%- if add_generation_prompt %}{{- '\\n' if messages[0].role == 'system' else '' }}",
+            "tool",
+            id="the prompt knows the head",
+        ),
+    ],
+)
+def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, after: str, kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"writes [a-z ]*{kind} message\(s\) after an answer as .* depending on what came before"):
+        audited(tmp_path, before, after)
+
+
+def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
+    late = "{%- if message.role == 'system' %}{{- raise_exception('system first') }}{%- endif %}"
+    notes = audited(tmp_path, USER, f"{{%- if not loop.first %}}{late}{{%- endif %}}{USER}")
+    assert len(notes) == 1
+    assert "system messages after an answer are refused: the model's chat template refuses this conversation: system first" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("{{- tool | tojson }}", "{{- tool | tojson(ensure_ascii=true) }}", id="escapes"),
+        pytest.param(USER, USER.replace("message.content", "message.content | replace('q', 'k')"), id="changes"),
+        pytest.param("{{- messages[0].content + '\\n\\n' }}", "", id="drops the system"),
+    ],
+)
+def test_a_template_that_changes_a_clients_text_is_refused(tmp_path: Path, before: str, after: str) -> None:
+    with pytest.raises(ModelError, match="as it is: it is not served"):
+        audited(tmp_path, before, after)
+
+
+def test_the_audit_is_the_templates(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(RESULT, "{{- loop.index }}")))
+    with pytest.raises(ModelError, match="depending on what came before"):
+        Template(tokenizer, kit.model().family).audit()
