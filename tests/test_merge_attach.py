@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 from merge_toys import Session, ask, renamed, rendered, said, system, told, user
 
-from polarnode.conversation import Message, ToolCall
+from polarnode.conversation import Answer, Message, ToolCall
 from polarnode.merge.attach import attach
 from polarnode.merge.fingerprint import Memo
 from polarnode.merge.ledger import Ledger
@@ -96,6 +96,15 @@ def test_a_turn_without_calls_is_excused_by_its_signature() -> None:
     assert session.lineages.plan(ask(user(), signed, user("next"))).parent == 0
     assert session.lineages.plan(ask(user(), evolve(signed, refs=()), user("next"))).parent is None
     assert session.lineages.plan(ask(user(), evolve(signed, text="another answer"), user("next"))).parent is None
+
+
+def test_calls_that_do_not_carry_our_ids_excuse_nothing() -> None:
+    session = Session()
+    pending = session.begin(ask(user()))
+    foreign = ToolCall(id="call_from_elsewhere", name="bash", arguments="{}")
+    session.end(pending, Answer(parts=(foreign,), finish_reason="tool_calls"))
+    edited = Message(role="assistant", calls=(evolve(foreign, name="invalid"),), refs=(session.lineages.references.signature(0),))
+    assert session.lineages.plan(ask(user(), edited, told(foreign, "ok"))).parent is None
 
 
 REWRITES: dict[str, Callable[[Message], Message]] = {
@@ -199,9 +208,7 @@ def test_a_forged_reference_does_not_choose_a_twin() -> None:
 
 def test_twins_are_told_apart_by_what_lies_above_them() -> None:
     session, made = twins(calls=True)
-    children = []
-    for twin in made[:2]:
-        children.append(session.say(ask(user(), twin, told(twin.calls[0], "ok")), "then this")[1])
+    children = [session.say(ask(user(), twin, told(twin.calls[0], "ok")), "then this")[1] for twin in made[:2]]
     for which, child in enumerate(children):
         plan = session.lineages.plan(ask(user(), made[which], told(made[which].calls[0], "ok"), child, user("next")))
         assert plan.parent == 3 + which

@@ -170,6 +170,7 @@ def test_ids_thinking_and_refs_do_not_count() -> None:
         said("x", ("bash", '{"a": 1}'), ("bash", '{"a": 1}')),
         said("", ("x", ""), ("bash", '{"a": 1}')),
         said("x4:bash", ("", '{"a": 1}')),
+        said("xba", ("sh", '{"a": 1}')),
     ],
 )
 def test_what_we_said_counts(other: Message) -> None:

@@ -222,6 +222,13 @@ def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
         session.end(Pending(plan=plan, prompt=array("i"), delta=array("i")), None)
 
 
+def test_a_refused_first_request_is_not_the_first() -> None:
+    session = Session()
+    session.lineages.abandon(session.lineages.plan(ask(user("far too long"), tools=()), hints={"agent": "a1"}))
+    plan = session.lineages.plan(ask(user()))
+    assert (plan.reason, plan.role) == ("first", "main")
+
+
 # ── roles ─────────────────────────────────────────────────────────────────────
 
 

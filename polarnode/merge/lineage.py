@@ -111,9 +111,14 @@ class Lineages:
         self._ledger.add(turn)
 
     def abandon(self, plan: Plan) -> None:
-        """Forget a plan that will have no turn (its request was refused). Its number is not used again."""
-        if self._plans.pop(plan.index, None) is not None:
-            self._siblings[plan.parent].remove(plan.index)
+        """Forget a plan that will have no turn (its request was refused). Its numbers are not used again."""
+        if self._plans.pop(plan.index, None) is None:
+            return
+        self._siblings[plan.parent].remove(plan.index)
+        self._heads = Heads()
+        for index in sorted(self._plans.keys() | self._ledger.turns.keys()):
+            asked = self._asked(index)
+            self._heads.note(Path.read(asked.before_key), asked.role)
 
     @classmethod
     def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn]) -> "Lineages":
