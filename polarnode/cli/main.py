@@ -64,7 +64,7 @@ def config_of(given: Mapping[str, Any], defaults: Mapping[str, Json] | None = No
 @click.option("--port", type=int, help="[default: 8080]")
 @click.version_option(package_name="polarnode")
 @click.pass_context
-def main(ctx: click.Context, **given: Any) -> None:
+def main(ctx: click.Context, /, **given: Any) -> None:
     """Serve a model to agent harnesses, record every token, and stream training sequences.
 
     \b

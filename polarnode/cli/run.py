@@ -12,9 +12,9 @@ from rich.live import Live
 
 from polarnode import wire
 from polarnode.cli import tables
+from polarnode.cli.files import read_task_file
 from polarnode.cli.signals import stop_on_signals
 from polarnode.config import NodeConfig
-from polarnode.errors import Refused
 from polarnode.merge.trajectory import broken_laws
 from polarnode.node import Node, open_node
 from polarnode.records import Trajectory
@@ -38,20 +38,9 @@ def run(config: NodeConfig, files: Sequence[Path], *, samples: int | None, out: 
     return report(trajectories, path, expect_reward=expect_reward)
 
 
-def read_task_file(file: Path, *, samples: int | None) -> TaskSpec:
-    """A task from TOML, or from JSON by its name."""
-    try:
-        text = file.read_text()
-        spec = wire.read_task(wire.read_json(text.encode())) if file.suffix == ".json" else wire.read_task_toml(text)
-    except Refused as refused:
-        raise Refused(f"{file}: {refused}", path=refused.path) from refused
-    return spec if samples is None else evolve(spec, num_samples=samples)
-
-
 async def _run(config: NodeConfig, specs: Sequence[TaskSpec]) -> list[Trajectory]:
     async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node, trio.open_nursery() as nursery:
         await nursery.start(stop_on_signals, node.cancel_all)
-        await node.ensure_images(specs)
         submitted = [await node.submit(spec, idempotency_key=None) for spec in specs]
         ids = [session_id for each in submitted for session_id in each.session_ids]
         await _watch(node, len(ids))

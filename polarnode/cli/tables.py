@@ -74,9 +74,7 @@ def summary(trajectories: Sequence[Trajectory]) -> str:
     rewarded = sum((trajectory.reward or 0) > 0 for trajectory in trajectories)
     sampled, trainable = sum(map(sampled_tokens, trajectories)), sum(map(trainable_tokens, trajectories))
     rows, turns = sum(len(each.traces) for each in trajectories), sum(len(each.turns) for each in trajectories)
-    return (
-        f"{len(trajectories)} sessions, {rewarded} rewarded; {turns} turns in {rows} training sequences; {trainable} of {sampled} sampled tokens trainable"
-    )
+    return f"{len(trajectories)} sessions, {rewarded} rewarded; {turns} turns in {rows} training sequences; {trainable} of {sampled} sampled tokens trainable"
 
 
 def _table(*columns: tuple[str, str]) -> Table:

@@ -1,12 +1,12 @@
 """Which evaluator a task means: one of ours by name, or the user's own by import path."""
 
-from polarnode import plugins
 from polarnode.errors import Refused
 from polarnode.evaluators import command, session_completed
 from polarnode.evaluators.evaluator import Evaluator
+from polarnode.plugins import load
 from polarnode.tasks import EvaluatorSpec
 
-EVALUATORS = {module.EVALUATOR.name: module.EVALUATOR for module in (session_completed, command)}
+EVALUATORS = {known.name: known for known in (session_completed.EVALUATOR, command.EVALUATOR)}
 
 
 def find(spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = ()) -> Evaluator:
@@ -24,7 +24,7 @@ def _named(spec: EvaluatorSpec) -> Evaluator:
 
 
 def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Evaluator:
-    found = plugins.load(import_path, allowed=allowed_imports)
+    found = load(import_path, allowed=allowed_imports)
     if not isinstance(found, Evaluator):
         raise Refused(f"{import_path} is not a polarnode.evaluators.evaluator.Evaluator", path="$.evaluator.import_path")
     return found

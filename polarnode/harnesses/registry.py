@@ -1,12 +1,12 @@
 """Which harness a task means: one of ours by name, or the user's own by import path."""
 
-from polarnode import plugins
 from polarnode.errors import Refused
 from polarnode.harnesses import claude_code, mini_swe_agent, pi, shell
 from polarnode.harnesses.harness import Harness
+from polarnode.plugins import load
 from polarnode.tasks import HarnessSpec
 
-HARNESSES = {module.HARNESS.name: module.HARNESS for module in (pi, mini_swe_agent, claude_code, shell)}
+HARNESSES = {known.name: known for known in (pi.HARNESS, mini_swe_agent.HARNESS, claude_code.HARNESS, shell.HARNESS)}
 
 
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
@@ -23,7 +23,7 @@ def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness
 
 
 def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Harness:
-    found = plugins.load(import_path, allowed=allowed_imports)
+    found = load(import_path, allowed=allowed_imports)
     if not isinstance(found, Harness):
         raise Refused(f"{import_path} is not a polarnode.harnesses.harness.Harness", path="$.harness.import_path")
     return found

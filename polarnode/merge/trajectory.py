@@ -6,7 +6,7 @@ that a bug of ours can not become a gradient and its turns are still there to be
 
 from collections.abc import Mapping, Sequence
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import LawBroken, PolarnodeError
@@ -36,13 +36,11 @@ class Result:
 
     outcome: Outcome
     verdict: Verdict | None = None
-    timing: Timing = Timing()
-    metrics: Mapping[str, Json] = {}
+    timing: Timing = field(factory=Timing)
+    metrics: Mapping[str, Json] = field(factory=dict)
 
 
-def assemble(
-    identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()
-) -> Trajectory:
+def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()) -> Trajectory:
     """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record."""
     outcome, built, counts = result.outcome, Built(traces=(), left_out=()), {}
     try:

@@ -11,7 +11,6 @@ from typing import Protocol
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.conversation import Json
 from polarnode.errors import Refused
 from polarnode.evaluators import registry as evaluators
 from polarnode.harnesses import registry as harnesses
@@ -213,8 +212,3 @@ def _status(session: Session, published: Trajectory | None) -> SessionStatus:
     if published is None:
         return status
     return evolve(status, outcome=published.outcome.status, reward=published.reward, traces=len(published.traces))
-
-
-def status_json(status: SessionStatus) -> dict[str, Json]:
-    """A session's status as the control plane shows it."""
-    return {name: getattr(status, name) for name in SessionStatus.__slots__ if name != "__weakref__"}

@@ -78,11 +78,12 @@ class Session:
         self.on_phase(self, trajectory)
 
     async def _result(self) -> Result:
+        result: Result | None = None
         with self._stoppable_scope() as scope:
             await self.house.ensure_image(self.runtime_spec().image)
             async with self.house.stages.live.slot(priority=self.order.spec.priority):
-                return await self._attempts(scope)
-        return Result(outcome=self._stopped())
+                result = await self._attempts(scope)
+        return result or Result(outcome=self._stopped())
 
     def _stopped(self) -> Outcome:
         if self.cancelled:
@@ -227,7 +228,7 @@ class Session:
                 await workspace.copy(runtime, judged)
             await workspace.prepare_evaluation(judged, spec.runtime)
             finished = workspace.finished(judged, outcome, self.live.lineages.turns, spec)
-            return await self.order.evaluator.evaluate(finished)
+            return workspace.checked(await self.order.evaluator.evaluate(finished))
 
     @contextmanager
     def _stoppable_scope(self) -> Iterator[trio.CancelScope]:

@@ -1,13 +1,14 @@
 """What lies in a runtime before the harness and before the evaluator: the task's files, its prepare steps, a copy for a fresh judge."""
 
-import base64
+import math
 from collections.abc import Sequence
 
-from polarnode.errors import EvaluatorError, RuntimeFault
+from polarnode import wire
+from polarnode.errors import EvaluatorError, RuntimeFault, boundary
 from polarnode.evaluators.evaluator import Finished
 from polarnode.ports import Ended, Runtime
-from polarnode.records import Outcome, Turn
-from polarnode.tasks import FileSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.records import Outcome, Turn, Verdict
+from polarnode.tasks import PrepareStep, RuntimeSpec, TaskSpec
 
 OUTPUT_TAIL = 500  # characters of a failed step's output in the reason: the error line, not the build log
 
@@ -15,18 +16,13 @@ OUTPUT_TAIL = 500  # characters of a failed step's output in the reason: the err
 async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
     """Place the task's files and run its prepare steps; one that fails is a RuntimeFault with its last words."""
     for file in spec.files:
-        await runtime.put({_absolute(file.path, runtime.workdir): content(file)}, mode=file.mode)
+        await runtime.put({_absolute(file.path, runtime.workdir): wire.file_bytes(file)}, mode=file.mode)
     await _steps(runtime, spec.prepare, spec)
 
 
 async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
     """Run the steps only an evaluator needs (a test suite the harness must not have seen)."""
     await _steps(runtime, spec.eval_prepare, spec)
-
-
-def content(file: FileSpec) -> bytes:
-    """A file's bytes, from its text or its base64."""
-    return base64.b64decode(file.base64) if file.base64 is not None else (file.text or "").encode()
 
 
 async def copy(source: Runtime, target: Runtime) -> None:
@@ -42,6 +38,15 @@ async def copy(source: Runtime, target: Runtime) -> None:
 def finished(runtime: Runtime, outcome: Outcome, turns: tuple[Turn, ...], spec: TaskSpec) -> Finished:
     """The session as its evaluator sees it."""
     return Finished(runtime=runtime, outcome=outcome, turns=turns, instruction=spec.instruction, config=spec.evaluator.config, metadata=spec.metadata)
+
+
+def checked(verdict: Verdict) -> Verdict:
+    """A verdict that can be kept: a finite reward and metrics that are JSON. An evaluator may be anybody's code."""
+    if isinstance(verdict.reward, bool) or not isinstance(verdict.reward, int | float) or not math.isfinite(verdict.reward):
+        raise EvaluatorError(f"the evaluator gave {verdict.reward!r} as its reward: return a finite number")
+    with boundary(EvaluatorError, "the evaluator's metrics are not JSON"):
+        wire.dump_json(dict(verdict.metrics))
+    return verdict
 
 
 async def _steps(runtime: Runtime, steps: Sequence[PrepareStep], spec: RuntimeSpec) -> None:
