@@ -3,6 +3,7 @@
 import json
 import re
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -290,6 +291,13 @@ def test_a_suffix_encodes_only_what_is_new() -> None:
     template.suffix(new, conversation=conversation, sampled=tiny.spelled("x", kit.END))
     assert sum(map(len, watched.encoded)) < 1200
     assert len(str(watched.rendered)) < 1500
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    tiny = kit.model()
+    asked = [extend(HI, Message(role="user", text=f"<|im_end|>{number}" * 50)) for number in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(tiny.template.root, asked)) == [tiny.template.root(conversation) for conversation in asked]
 
 
 def test_stop_ids_are_the_familys(model: kit.Model) -> None:

@@ -1,0 +1,22 @@
+"""A checkpoint's language in one piece."""
+
+from pathlib import Path
+
+import pytest
+import tokens_kit as kit
+
+from polarnode.errors import ModelError
+from polarnode.tokens.model import load_model
+
+
+def test_the_tiny_checkpoint_is_loaded_and_audited() -> None:
+    loaded = load_model(kit.TINY)
+    assert (loaded.name, loaded.path, loaded.notes) == ("tiny", kit.TINY, ())
+    assert loaded.family == kit.model().family
+    assert loaded.template.tokenizer is loaded.tokenizer
+
+
+def test_a_checkpoint_that_fails_the_audit_is_refused(tmp_path: Path) -> None:
+    folder = kit.variant(tmp_path, template=lambda text: text.replace("'\\n<tool_response>\\n' +", "loop.index ~"))
+    with pytest.raises(ModelError, match="depending on what came before"):
+        load_model(folder)
