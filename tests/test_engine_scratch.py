@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from polarnode.shell.engine.scratch import PREFIX, SHARED_MEMORY, YOUNG, open_sc
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="pn", dir="/tmp"))  # short: sockets live in there
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pn"))  # short: sockets live in there
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 def leave(folder: Path, tag: str, *, age: float) -> Path:

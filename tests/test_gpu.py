@@ -1,0 +1,184 @@
+"""The single-GPU smoke test: what a CPU can not show of the embedded engine. `pytest -m gpu`; skips with its reason where there is no GPU.
+
+It checks, on one GPU: a start on the real kernels with CUDA graphs and overlap scheduling; greedy tokens and logprobs against transformers;
+weights updated from disk under requests frozen in place and retracted; ids refused before they reach the device; a killed scheduler's memory
+given back; a killed node's engine gone; aborts under load; deterministic sampling; a bystander process that survives the shutdown. Not here:
+updates from tensors and over NCCL and released memory (the node has no such calls yet), several GPUs, tensor parallelism, hours of soak.
+"""
+
+import os
+import signal
+import subprocess
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import trio
+from engine_reference import Reference, a_node, difference, host_pid, nothing_is_left, scheduler_of, settings, shared_memory_of, temporary
+from fakes_engine import contract, joined, order, sample, until_idle
+
+from polarnode.conversation import Sampling
+from polarnode.errors import EngineError
+from polarnode.ports import Chunk, GenerateOrder
+from polarnode.shell.engine import Engines, EngineSettings, open_engines
+from polarnode.shell.processes import group_members
+
+__all__ = ["temporary"]  # a fixture, asked for by name
+
+NEAR = 0.06  # nats at bfloat16 against float32, on a model whose logits spread over some 3: rounding of 8 bits of mantissa through two layers
+MANY = 64  # requests at once: several decode batches of a CUDA graph's sizes
+
+
+def why_not() -> str | None:
+    if not Path("/dev/nvidiactl").exists():
+        return "no NVIDIA GPU on this machine (/dev/nvidiactl)"
+    if find_spec("sgl_kernel") is None:
+        return "the engine's GPU kernels are not installed: pip install 'polarnode[gpu]'"
+    return None
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.filterwarnings("default"),  # torch and transformers warn of themselves
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("model") / "old", seed=1, device="cuda", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("model") / "new", seed=2, device="cuda", head_dim=64)
+
+
+def on_gpu(reference: Reference, state_dir: Path, **more: object) -> EngineSettings:
+    return settings(reference, state_dir, **{"device": "cuda", "gpus": (0,), "dtype": "bfloat16", "mem_fraction": 0.5, **more})
+
+
+def compute_processes() -> set[int]:
+    """Processes that hold memory of a GPU, as the driver sees them."""
+    listed = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+    return {int(line) for line in listed.stdout.split()}
+
+
+@contextmanager
+def a_bystander() -> "Iterator[subprocess.Popen[bytes]]":
+    """A child of this process, as a sandbox of the node would be: SGLang kills every child it finds in its own."""
+    with subprocess.Popen(["sleep", "3600"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_one_gpu(reference: Reference, updated: Reference, tmp_path: Path, temporary: Path) -> None:
+    with a_bystander() as bystander:
+        with trio.fail_after(1800):
+            async with open_engines(on_gpu(reference, tmp_path)) as engines:
+                shared = shared_memory_of(host_pid(engines))
+                await contract(engines)
+                await it_samples_what_transformers_does(engines, reference)
+                await aborts_under_load_free_the_cache(engines)
+                await weights_change_under_requests(engines, updated, mode="in_place", version="1")
+                await weights_change_under_requests(engines, reference, mode="retract", version="2")
+                await a_killed_scheduler_gives_its_memory_back(engines)
+                host = host_pid(engines)
+                shared |= shared_memory_of(host)
+        assert group_members(host) == []
+        assert nothing_is_left(temporary, shared)
+        assert bystander.poll() is None
+
+
+async def it_samples_what_transformers_does(engines: Engines, reference: Reference) -> None:
+    for prompt in ([5], [1, 2, 3], list(range(10, 300))):
+        chosen = joined(await sample(engines, order(prompt, max_tokens=16)))
+        rows = reference.rows(prompt, chosen)
+        assert all(float(row.max() - row[token]) < NEAR for row, token in zip(rows, chosen, strict=True))  # ties of bfloat16 may differ
+    for temperature in (1.0, 0.7):
+        chunks = await sample(engines, order([7, 11], max_tokens=128, temperature=temperature))
+        assert difference(chunks, reference.logprobs([7, 11], joined(chunks), temperature)) < NEAR / temperature
+
+
+async def aborts_under_load_free_the_cache(engines: Engines) -> None:
+    async with trio.open_nursery() as nursery:
+        for number in range(MANY):
+            nursery.start_soon(sample, engines, order([number, 1], max_tokens=6000, temperature=1.0))
+        while engines.statistics().hosts[0].running < MANY // 2:  # noqa: ASYNC110 - it is pushed, not awaited
+            await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+    await until_idle(engines)
+
+
+async def weights_change_under_requests(engines: Engines, wanted: Reference, *, mode: str, version: str) -> None:
+    prompt = list(range(100, 200))
+    before = engines.statistics().weight_version
+    await sample(engines, order(prompt))  # a cached prefix that must not be found afterwards
+    chunks: list[Chunk] = []
+    async with engines.generate(order(prompt, max_tokens=4000, temperature=1.0)) as stream:
+        chunks.append(await stream.__anext__())
+        report = await engines.update_weights_from_disk(wanted.path, version, mode)  # type: ignore[arg-type]
+        chunks += [chunk async for chunk in stream]
+    assert report.ok, report
+    old, new = chunks[-1].version_spans
+    assert (old.version, old.start, new.version, new.end) == (before, 0, version, 4000)
+    if mode == "retract":  # the cache was filled again by the new weights; frozen in place it is the old one's, by design
+        assert difference(chunks, wanted.logprobs(prompt, joined(chunks)), new) < NEAR
+    fresh = await sample(engines, order(prompt, max_tokens=32, temperature=1.0))
+    assert difference(fresh, wanted.logprobs(prompt, joined(fresh))) < NEAR
+
+
+async def a_killed_scheduler_gives_its_memory_back(engines: Engines) -> None:
+    host = host_pid(engines)
+    scheduler = scheduler_of(host)
+    async with engines.generate(order(max_tokens=6000, temperature=1.0)) as stream:
+        await stream.__anext__()
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(EngineError, match="died"):
+            async for _ in stream:
+                pass
+    assert len(joined(await sample(engines, order([1, 2, 3])))) == 8
+    assert engines.statistics().hosts[0].restarts == 1
+    assert scheduler not in compute_processes()
+    assert group_members(host) == []
+
+
+async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Reference, tmp_path: Path) -> None:
+    def seeded(seed: int) -> GenerateOrder:
+        sampling = Sampling(temperature=1.0, seed=seed, max_tokens=64)
+        return GenerateOrder(request_id=uuid4().hex, prompt=array("i", [1, 2, 3]), sampling=sampling, stop_ids=())
+
+    found: dict[int, list[int]] = {}
+
+    async def one(engines: Engines, seed: int) -> None:
+        found[seed] = joined(await sample(engines, seeded(seed)))
+
+    with trio.fail_after(900):
+        async with open_engines(on_gpu(reference, tmp_path, extra={"enable_deterministic_inference": True})) as engines:
+            alone = joined(await sample(engines, seeded(7)))
+            async with trio.open_nursery() as nursery:
+                for seed in range(MANY):
+                    nursery.start_soon(one, engines, seed)
+    assert found[7] == alone
+    assert found[8] != alone
+
+
+async def test_a_killed_node_leaves_no_engine_on_the_gpu(reference: Reference, tmp_path: Path, temporary: Path) -> None:
+    parent = a_node(reference, tmp_path, "cuda")
+    assert parent.stdout is not None
+    with parent.stdout as said, trio.fail_after(900):
+        host = int((await trio.to_thread.run_sync(said.readline)).split()[1])
+        assert await trio.to_thread.run_sync(said.readline) == "ready\n"
+        shared, members = shared_memory_of(host), set(group_members(host))
+        parent.kill()
+        parent.wait()
+        while group_members(host):  # noqa: ASYNC110 - nobody tells us of a stranger's children
+            await trio.sleep(0.05)
+    assert not members & compute_processes()
+    assert nothing_is_left(temporary, shared)
