@@ -89,6 +89,7 @@ def test_another_session_or_another_node_proves_nothing(index: int) -> None:
 
 def test_the_session_and_the_index_are_signed_apart() -> None:
     assert References("s:1", b"k").ref(2)[6:] != References("s", b"k").ref(12)[6:]
+    assert References("s1", b"k").ref(2)[6:] != References("s", b"k").ref(12)[6:]
 
 
 def test_a_long_opaque_field_is_not_searched_to_its_end() -> None:
