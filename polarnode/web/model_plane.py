@@ -74,7 +74,7 @@ class ModelPlane:
         return door
 
     async def _http(self, scope: HTTPScope, receive: ASGIReceiveCallable, responder: Responder, door: str | None) -> None:
-        body = await read_body(receive)
+        body = await read_body(receive, limit=BODY_BYTES)
         if isinstance(body, Left):
             return
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
