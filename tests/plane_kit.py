@@ -47,6 +47,8 @@ class HandEngine:
     running: int = 0
     given: list[int] = field(factory=list)  # what the last call was given
     asked: trio.Event = field(factory=trio.Event)
+    took: trio.Event = field(factory=trio.Event)  # set, and renewed, when a chunk is taken
+    left: trio.Event = field(factory=trio.Event)  # set when a call's block is left
     channel: Any = field(factory=lambda: trio.open_memory_channel[Any](100))
 
     def give(self, *pieces: str, finish: FinishReason | None = None) -> None:
@@ -67,6 +69,7 @@ class HandEngine:
         finally:
             self.running -= 1
             self.asked = trio.Event()
+            self.left.set()
 
     def __aiter__(self) -> "HandEngine":
         return self
@@ -77,6 +80,8 @@ class HandEngine:
             raise found
         tokens, finish = found
         self.given += tokens
+        self.took.set()
+        self.took = trio.Event()
         spans = (VersionSpan(version="0", start=0, end=len(self.given)),)
         return Chunk(ids=ids(tokens), logprobs=floats([-0.5] * len(tokens)), finish_reason=finish, version_spans=spans)
 
@@ -140,7 +145,6 @@ class Asgi:
 
     sent: list[Any] = field(factory=list)
     gone: trio.Event = field(factory=trio.Event)
-    got: trio.Event = field(factory=trio.Event)  # set, and renewed, whenever something is sent
 
     def leave(self) -> None:
         self.gone.set()
@@ -162,8 +166,6 @@ class Asgi:
         async def send(message: Any) -> None:
             await trio.lowlevel.checkpoint()
             self.sent.append(message)
-            self.got.set()
-            self.got = trio.Event()
 
         await app(scope, receive, send)
 

@@ -1,0 +1,179 @@
+"""Whenever, and however, a call is cut: its plan ends exactly once, its turn holds exactly what was sampled, and nothing goes on running."""
+
+import json
+import socket
+import struct
+from typing import Any, Literal
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plane_kit import Asgi, HandEngine, Stage, served, spelled, stage
+
+from polarnode.errors import EngineError
+
+Cut = Literal["client", "session", "node"]
+
+PIECES = ("One", " two", " three", " four")
+PATHS = ("/v1/chat/completions", "/v1/messages")
+# Before anything is asked, before the first chunk, between chunks, before the end: seconds after the request, one piece a second from 2 s on.
+MOMENTS = st.sampled_from((0.0, 1.5, 2.5, 3.5, 4.5, 5.5))
+
+
+def body(*, stream: bool, text: str = "hi") -> bytes:
+    return json.dumps({"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": text}], "stream": stream}).encode()
+
+
+async def play(here: Stage, engine: HandEngine, asgi: Asgi, path: str, *, stream: bool, cut: Cut, at: float) -> int:
+    """A call with a piece a second, cut at a moment. How many pieces the engine had given."""
+    given_pieces = 0
+
+    async def speak() -> None:
+        nonlocal given_pieces
+        await trio.sleep(2)
+        for piece in PIECES:
+            engine.give(piece)
+            given_pieces += 1
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(speak)
+        async with trio.open_nursery() as node:
+            node.start_soon(asgi.request, here.app, path, body(stream=stream))
+            await trio.sleep(at)
+            match cut:
+                case "client":
+                    asgi.leave()
+                case "session":
+                    await here.s1.close()
+                case "node":
+                    node.cancel_scope.cancel()
+        nursery.cancel_scope.cancel()
+    return given_pieces
+
+
+@settings(max_examples=60, deadline=None)
+@given(path=st.sampled_from(PATHS), stream=st.booleans(), cut=st.sampled_from(("client", "session", "node")), at=MOMENTS)
+def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(path: str, stream: bool, cut: Cut, at: float) -> None:
+    async def main() -> None:
+        engine = HandEngine()
+        here = stage(engine)
+        asgi = Asgi()
+        pieces = await play(here, engine, asgi, path, stream=stream, cut=cut, at=at)
+        assert (engine.running, here.s1.in_flight) == (0, 0)
+        assert len(here.turns) <= 1
+        if engine.orders:  # a generation was asked for: it is a turn, whatever became of it
+            (turn,) = here.turns
+            assert (turn.state, turn.finish_reason) == ("partial", "abort")
+            assert list(turn.sampled) == spelled(*PIECES[:pieces])
+            assert len(turn.logprobs) == len(turn.sampled)
+            assert [(span.start, span.end) for span in turn.version_spans] == ([(0, len(turn.sampled))] if pieces else [])
+            assert (turn.answer is None) is (pieces == 0)
+        assert not asgi.whole or asgi.status == 410  # a stream that was cut never looks like one that ended
+        assert here.s1.lineages._plans == {}  # no plan is left under way
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(path=st.sampled_from(PATHS), at=st.sampled_from((2.5, 3.5, 4.5)))
+def test_the_same_request_after_a_cut_is_known_for_a_retry(path: str, at: float) -> None:
+    async def main() -> None:
+        engine = HandEngine()
+        here = stage(engine)
+        await play(here, engine, Asgi(), path, stream=True, cut="client", at=at)
+        engine.channel = trio.open_memory_channel[Any](10)
+        engine.give("Whole.", "<|im_end|>", finish="stop")
+        again = Asgi()
+        await again.request(here.app, path, body(stream=True))
+        assert again.whole
+        first, second = here.turns
+        assert (second.kind, second.state, second.lineage) == ("retry", "complete", first.lineage)
+        assert list(second.prompt_delta) == list(first.prompt_delta)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(path=st.sampled_from(PATHS), stream=st.booleans(), pieces=st.integers(0, 3))
+def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(path: str, stream: bool, pieces: int) -> None:
+    async def main() -> None:
+        engine = HandEngine()
+        here = stage(engine)
+        asgi = Asgi()
+        for piece in PIECES[:pieces]:
+            engine.give(piece)
+        engine.fail(EngineError("the host died"))
+        await asgi.request(here.app, path, body(stream=stream))
+        (turn,) = here.turns
+        assert (turn.state, turn.finish_reason, list(turn.sampled)) == ("failed", "error", spelled(*PIECES[:pieces]))
+        assert asgi.status == 500 if asgi.whole else asgi.status == 200
+        assert here.s1.refusal() is None  # and the session goes on
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+# ── over real sockets ─────────────────────────────────────────────────────────
+
+
+def half_close(stream: trio.SocketStream) -> None:
+    stream.socket.shutdown(socket.SHUT_WR)  # Hypercorn takes it for leaving, and so do we
+
+
+def reset(stream: trio.SocketStream) -> None:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.socket.close()
+
+
+@pytest.mark.parametrize("leave", [half_close, reset, lambda stream: stream.socket.close()], ids=["half-close", "reset", "close"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_way_of_leaving_a_socket_ends_the_generation(leave: Any, stream: bool) -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    asked = body(stream=stream)
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n" % len(asked)
+    async with served(here.app) as base:
+        client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
+        await client.send_all(head + asked)
+        with trio.fail_after(20):
+            await engine.asked.wait()
+            engine.give("Half ")
+            if stream:
+                while b"Half" not in await client.receive_some():
+                    pass
+            else:
+                while engine.given != spelled("Half "):
+                    await engine.took.wait()
+            leave(client)
+            await engine.left.wait()
+        await client.aclose()
+    (turn,) = here.turns
+    assert (turn.state, list(turn.sampled)) == ("partial", spelled("Half "))
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_asked_nothing() -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    async with served(here.app) as base:
+        client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
+        await client.send_all(b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: 1000\r\n\r\n{")
+        await client.aclose()
+    assert (engine.orders, here.turns, here.s1.counters.refusals) == ([], [], {})
+
+
+async def test_a_server_that_closes_keeps_the_turns_of_its_calls() -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    asked = body(stream=True)
+    async with served(here.app) as base:
+        client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
+        await client.send_all(b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n%b" % (len(asked), asked))
+        engine.give("Half ")
+        with trio.fail_after(20):
+            while b"Half" not in await client.receive_some():
+                pass
+    await client.aclose()
+    assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half "))]
+    assert engine.running == 0
