@@ -22,6 +22,9 @@ from polarnode.errors import RuntimeFault, boundary
 Answer = TypeVar("Answer")
 CALL_S = 90.0  # seconds without a byte before a call fails: 3 s were seen with 32 calls on two cores, ten times that is no hang yet
 
+# Seconds before a removal is tried again: conmon's own cleanup of a container that ended may be under way, and then a mount is busy.
+REMOVE_PAUSES = (0.1, 0.5, 2.0)
+
 
 @frozen(kw_only=True)
 class Listed:
@@ -76,7 +79,12 @@ class Client:
             if answer.status_code != 404:
                 _checked(answer)
 
-        await self._call("remove", work)
+        for pause in REMOVE_PAUSES:
+            try:
+                return await self._call("remove", work)
+            except RuntimeFault:
+                await trio.sleep(pause)
+        return await self._call("remove", work)
 
     async def labelled(self, label: str) -> Sequence[Listed]:
         """Every container that has the label, running or not."""

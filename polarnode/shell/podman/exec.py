@@ -5,6 +5,7 @@ over when an inspect says so, never because its stream ended (the service may ha
 cancellable, so that none starts after we have left; hanging up ends nothing, so what we leave behind is ended by signals.
 """
 
+import math
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from polarnode.shell.podman.rest import Hijacked, call, hijack
 START_S = 90.0  # seconds an exec may take to start: 70 ms quiet, 3 s seen with 32 at once on two cores
 TERM_GRACE = 3.0  # seconds a program has between TERM and KILL: time to write its last file
 ASK_FIRST, ASK_LAST = 0.01, 1.0  # seconds between looks whether it ended: at once after its stream did, slower where that was torn
+UNNOTICED_S = 15.0  # seconds the service may take to notice that a program ended: milliseconds, seconds on a machine that swaps
 UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
 
 Sink = Callable[[Channel, bytes], None]
@@ -86,15 +88,20 @@ class Execs:
         return str((await call(self.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"])
 
     async def _wait_ended(self, exec_id: str) -> int:
-        pause = ASK_FIRST
-        while (exit_code := await self._exit_code(exec_id)) is None:
+        """The exit code. A service that died meanwhile never learns it: then the program's own end is what we see, and a RuntimeFault."""
+        pause, doubtful = ASK_FIRST, math.inf
+        while True:
+            told = await self._inspect(exec_id)
+            if not told["Running"] or not self.inside.alive():
+                return int(told["ExitCode"])
+            if not told["Pid"] or self.inside.holds(told["Pid"]):
+                doubtful = math.inf
+            elif doubtful == math.inf:
+                doubtful = trio.current_time() + UNNOTICED_S
+            elif trio.current_time() > doubtful:
+                raise RuntimeFault("the podman service died while a program ran in a container: its exit code is lost")
             await trio.sleep(pause)
             pause = min(2 * pause, ASK_LAST)
-        return exit_code
-
-    async def _exit_code(self, exec_id: str) -> int | None:
-        told = await self._inspect(exec_id)
-        return None if told["Running"] and self.inside.alive() else int(told["ExitCode"])
 
     async def _inspect(self, exec_id: str) -> Mapping[str, int]:
         """What the service says of an exec, over a restart of the service if need be."""

@@ -64,8 +64,11 @@ class Rooted:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 return None
             raise RuntimeFault(f"reading {path}: {error.strerror}") from error
-        with os.fdopen(opened, "rb") as file, _explained(f"reading {path}"):
-            return file.read(limit) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+        try:
+            with _explained(f"reading {path}"):
+                return _read(opened, limit) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+        finally:
+            os.close(opened)
 
     def account(self, user: str) -> Account:
         """A user by name, or by number as `1000` or `1000:1000`. Raises RuntimeFault for a name the image does not know."""
@@ -120,6 +123,14 @@ def _explained(what: str) -> Iterator[None]:
     except OSError as error:
         reason = "a link is in the way" if error.errno == errno.ELOOP else error.strerror
         raise RuntimeFault(f"{what}: {reason}") from error
+
+
+def _read(opened: int, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    while limit > 0 and (piece := os.read(opened, limit)):  # one call gives at most 2 GiB, and less where a signal comes
+        pieces.append(piece)
+        limit -= len(piece)
+    return b"".join(pieces)
 
 
 def _parts(path: str) -> list[str]:

@@ -44,6 +44,10 @@ class Inside:
         mine = os.fstat(self.namespace).st_ino
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != self.pid and _namespace(pid) == mine and not _zombie(pid)]
 
+    def holds(self, pid: int) -> bool:
+        """Whether a process of this machine runs in the container."""
+        return _namespace(pid) == os.fstat(self.namespace).st_ino and not _zombie(pid)
+
     def signal_group(self, leader: int, order: signal.Signals) -> None:
         """Signal the process group an exec's program leads; one that is gone, or is no longer in this container, is let be."""
         if _namespace(leader) != os.fstat(self.namespace).st_ino:

@@ -5,6 +5,7 @@ A warm runtime is started and has its door, and nothing of any task is in it. Th
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,7 +49,7 @@ class Demand:
 
     count: int = 0
     lifetime_s: float = 0.0
-    failing: bool = False
+    retry_at: float = -math.inf  # not before then, after a start that failed
     ready: "deque[PodmanRuntime]" = field(factory=deque)
 
     def usable(self, runtime: PodmanRuntime, lifetime_s: float) -> bool:
@@ -98,7 +99,7 @@ class Pool:
                 self._changed = trio.Event()
                 await self._renew()
                 if not await self._fill_one():
-                    with trio.move_on_after(LOOK_S):
+                    with trio.move_on_at(self._next_look()):
                         await self._changed.wait()
         finally:
             with trio.move_on_after(2 * REMOVE_S, shield=True):  # more than their own bound: they are removed side by side
@@ -126,20 +127,25 @@ class Pool:
 
     async def _fill_one(self) -> bool:
         """Start one that is missing; whether there may be more to do."""
-        missing = [(shape, demand) for shape, demand in self._demands.items() if len(demand.ready) < demand.count]
+        now = trio.current_time()
+        missing = [(shape, demand) for shape, demand in self._demands.items() if len(demand.ready) < demand.count and demand.retry_at <= now]
         if not missing or self.warm >= WARM_LIMIT:
             return False
         shape, demand = min(missing, key=lambda each: len(each[1].ready))
         lifetime_s = (demand.lifetime_s or WARM_LIFETIME_S) + WARM_AGE_S
         try:
             demand.ready.append(await self._start(shape, WARM_SESSION, lifetime_s))
-            demand.failing = False
+            demand.retry_at = -math.inf
         except RuntimeFault as fault:
-            if not demand.failing:  # said once: an image that is still being built fails every few seconds
+            if demand.retry_at == -math.inf:  # said once: an image that is still being built fails every few seconds
                 _log.warning("no warm runtime of %s yet, tried again every %.0f s: %s", shape.image, RETRY_S, fault)
-            demand.failing = True
-            await trio.sleep(RETRY_S)
+            demand.retry_at = trio.current_time() + RETRY_S
         return True
+
+    def _next_look(self) -> float:
+        """When there may be something to do if nobody says so before: a start that failed, one that is too old."""
+        retries = [demand.retry_at for demand in self._demands.values() if len(demand.ready) < demand.count and demand.retry_at > -math.inf]
+        return min([trio.current_time() + LOOK_S, *retries])
 
     async def _renew(self) -> None:
         """Remove the warm ones that are too many, too old for the next session, or dead; forget shapes nobody wants."""

@@ -1,0 +1,38 @@
+"""Real Podman for tests: one store for all of them (the machine's own of polarnode, so images are built once), a node's runtimes for each test.
+
+Where Podman can not start containers the tests that need it are skipped with doctor's own words.
+"""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+
+from polarnode.shell.podman import Runtimes, RuntimesSettings, default_state_dir, ensure_images, open_runtimes, probe
+from polarnode.tasks import RuntimeSpec
+
+SMALL = RuntimeSpec(memory_mb=256, pids=64)
+LIFETIME_S = 900.0  # of containers in tests: nothing here takes minutes, and what a killed test leaves is gone after these
+
+
+def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
+    return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm)
+
+
+@pytest.fixture(scope="session")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Podman that starts containers, with the base image in its store."""
+    findings = trio.run(probe, default_state_dir())
+    if not findings.ok:
+        pytest.skip(f"Podman can not start containers here: {findings.faults()}")
+
+    async def ensure() -> None:
+        await ensure_images(settings(), ["base"], log=tmp_path_factory.mktemp("images") / "build.log", say=print)
+
+    trio.run(ensure)
+
+
+@pytest.fixture
+async def runtimes(podman: None) -> AsyncIterator[Runtimes]:
+    async with open_runtimes(settings()) as opened:
+        yield opened
