@@ -194,6 +194,19 @@ async def test_a_request_that_is_none_is_refused_with_the_fields_path() -> None:
     assert here.s1.lineages.turns == ()
 
 
+async def test_tools_nested_without_end_are_refused_before_a_plan() -> None:
+    here = stage(scripted("x"))
+    deep: Any = {}
+    for _ in range(200):
+        deep = {"properties": deep}
+    tool = {"type": "function", "function": {"name": "deep", "parameters": deep}}
+    asgi = Asgi()
+    await asgi.request(here.app, CHAT, chat_body(tools=[tool]))
+    assert (asgi.status, json.loads(asgi.body)["error"]["param"]) == (400, "tools")
+    assert here.s1.counters.refusals == {"bad_request": 1}
+    assert here.s1.in_flight == 0
+
+
 async def test_a_long_context_is_refused_in_both_shapes_and_leaves_no_turn() -> None:
     here = stage(scripted("x"), context=40)
     long: Any = [{"role": "user", "content": "word " * 60}]

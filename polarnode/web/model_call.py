@@ -37,7 +37,7 @@ from polarnode.exchange import (
 )
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk, GenerateOrder
-from polarnode.providers.dialect import Call, Dialect, Reply
+from polarnode.providers.dialect import Call, Dialect, Fault, Reply
 from polarnode.shell.live import LiveSession
 from polarnode.web.model import Model
 from polarnode.web.stream import Responder, deliver, wait_left
@@ -65,7 +65,7 @@ class ModelCall:
     _exchange: Exchange | None = field(default=None, init=False)
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)  # cancelled when the client leaves or the session closes
     _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    _last_words: list[Outgoing] = field(factory=list, init=False)  # to a client that outlives its session
+    _last_words: list[Outgoing] = field(factory=list, init=False)  # to a client whose call was not taken, or is cut
     _outbox: "trio.MemorySendChannel[Outgoing]" = field(init=False)
     _sending: "trio.MemoryReceiveChannel[Outgoing]" = field(init=False)
 
@@ -96,24 +96,30 @@ class ModelCall:
         with self._outbox:  # closed at the end, which the sender takes for "nothing more comes"
             fault = session.refusal()  # in one step with the plan: no other call can spend what is left in between
             if fault is not None:
-                session.refused(fault)
-                await self._outbox.send(self.incoming.dialect.error(fault))
-                return
-            with session.call(self._scope):
-                exchange, asked = self._begin()
-                try:
-                    await self._tell(exchange, asked)
-                finally:
-                    self._settle(exchange)
+                self._refuse(fault)
+            else:
+                with session.call(self._scope):
+                    await self._planned()
             for command in self._last_words:
                 await self._outbox.send(command)
 
-    def _begin(self) -> tuple[Exchange, Asked]:
-        session, request, model = self.incoming.session, self.incoming.request, self.model
-        plan = session.lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
-        asked = Asked(request=request, plan=plan, at=trio.current_time(), wall=model.now())
-        self._exchange = Exchange(self._terms(asked))
-        return self._exchange, asked
+    async def _planned(self) -> None:
+        session, request = self.incoming.session, self.incoming.request
+        try:
+            plan = session.lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
+        except Refused as error:
+            self._refuse(Fault.of(error))
+            return
+        asked = Asked(request=request, plan=plan, at=trio.current_time(), wall=self.model.now())
+        exchange = self._exchange = Exchange(self._terms(asked))
+        try:
+            await self._tell(exchange, asked)
+        finally:
+            self._settle(exchange)
+
+    def _refuse(self, fault: Fault) -> None:
+        self.incoming.session.refused(fault)
+        self._last_words.append(self.incoming.dialect.error(fault))
 
     def _terms(self, asked: Asked) -> Terms:
         session, request, references = self.incoming.session, self.incoming.request, self.incoming.session.lineages.references

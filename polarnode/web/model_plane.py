@@ -74,30 +74,37 @@ class ModelPlane:
         return door
 
     async def _http(self, scope: HTTPScope, receive: ASGIReceiveCallable, responder: Responder, door: str | None) -> None:
-        body = await read_body(receive, limit=BODY_BYTES)
+        answer = await self._answer(scope, await read_body(receive, limit=BODY_BYTES), door)
+        match answer:
+            case Left():
+                return
+            case Reply():
+                await responder.reply(answer)
+            case Incoming():
+                await ModelCall(self._model, answer, responder).run(receive)
+            case _:
+                assert_never(answer)
+
+    async def _answer(self, scope: HTTPScope, body: bytes | TooLarge | Left, door: str | None) -> Reply | Incoming | Left:
+        """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was read from it."""
         if isinstance(body, Left):
-            return
+            return body
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
         found = route(method, path, headers)
         if found is None:
-            await responder.reply(_ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers))
-        elif isinstance(body, TooLarge):
-            await responder.reply(found.dialect.error(_TOO_LARGE))
-        else:
-            await self._routed(_Request(route=found, path=path, headers=headers, body=body, door=door), receive, responder)
+            return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
+        if isinstance(body, TooLarge):
+            return found.dialect.error(_TOO_LARGE)
+        return await self._routed(_Request(route=found, path=path, headers=headers, body=body, door=door))
 
-    async def _routed(self, request: _Request, receive: ASGIReceiveCallable, responder: Responder) -> None:
+    async def _routed(self, request: _Request) -> Reply | Incoming:
         match request.route.operation:
             case "models" | "model":
-                await responder.reply(self._listed(request))
+                return self._listed(request)
             case "count_tokens":
-                await responder.reply(await self._counted(request))
+                return await self._counted(request)
             case "generate":
-                incoming = await self._incoming(request)
-                if isinstance(incoming, Reply):
-                    await responder.reply(incoming)
-                else:
-                    await ModelCall(self._model, incoming, responder).run(receive)
+                return await self._incoming(request)
             case _:
                 assert_never(request.route.operation)
 
