@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import podman
 import trio
 from attrs import define, field, frozen
-from podman.errors import APIError, NotFound
+from podman.errors import APIError
 
 from polarnode.conversation import Json
 from polarnode.errors import RuntimeFault, boundary
@@ -94,17 +94,6 @@ class Client:
             return [Listed(id=each["Id"], names=tuple(each.get("Names") or ()), labels=each.get("Labels") or {}) for each in found]
 
         return await self._call("list", work)
-
-    async def image_config(self, image: str) -> Mapping[str, Json] | None:
-        """The `Config` of an image in the store, None when there is none."""
-
-        def work(client: Any) -> Mapping[str, Json] | None:
-            try:
-                return dict(client.images.get(image).attrs.get("Config") or {})
-            except NotFound:
-                return None
-
-        return await self._call("image", work)
 
     async def _call(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
         with boundary(RuntimeFault, f"podman {what}"):

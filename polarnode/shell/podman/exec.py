@@ -66,9 +66,8 @@ class Execs:
             raise
 
     async def _start(self, order: ExecOrder, stack: AsyncExitStack) -> tuple[str, Hijacked]:
-        with trio.CancelScope(shield=True) as scope:  # bounded by the deadline set once our turn has come
-            async with self.limiter:
-                scope.deadline = trio.current_time() + START_S
+        async with self.limiter:
+            with trio.move_on_after(START_S, shield=True):
                 exec_id = await self._create(order)
                 return exec_id, await stack.enter_async_context(hijack(self.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False}))
         raise RuntimeFault(f"a program did not start in a container within {START_S:.0f} s")

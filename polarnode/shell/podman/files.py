@@ -59,7 +59,7 @@ class Rooted:
     def read(self, path: str, limit: int) -> bytes | None:
         """The first `limit` bytes of a plain file; None where there is none, also where a link or a device stands."""
         try:
-            opened = _open_in(self.root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+            opened = _open_in(self.root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 return None
@@ -105,7 +105,7 @@ class Rooted:
         return current
 
     def _folder(self, above: int, name: str, owner: Account) -> int:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             return _open_in(above, name, flags)
         except FileNotFoundError:

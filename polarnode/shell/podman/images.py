@@ -74,6 +74,7 @@ class _Builder:
             await self._check_foreign(name)
         elif await self._missing(ordered):
             async with _one_builder(self.store, self.say):
+                await self._remove_unfinished()
                 for recipe in await self._missing(ordered):  # asked again: another node may have built them while we waited
                     await self._build(recipe)
 
@@ -88,6 +89,13 @@ class _Builder:
         self.say(f"building runtime {recipe.name} on {below}")
         await self.tools.do(f"building runtime {recipe.name}", "build", *_build_flags(recipe, below), str(recipe.folder))
         self.say(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
+
+    async def _remove_unfinished(self) -> None:
+        """Remove what builds that were killed left in the store; we hold the lock, so none of it is of a living one."""
+        listed = json.loads(await self.tools.ask("ps", "--all", "--external", "--format", "json") or "[]")
+        for left in listed:
+            if left["State"] == "storage" and not await self.tools.succeeds("rm", "--force", left["Id"]):
+                self.say(f"container {left['Id'][:12]}, left by a build, could not be removed")
 
     async def _check_foreign(self, name: str) -> None:
         if not await self.tools.succeeds("image", "exists", name):
@@ -110,6 +118,7 @@ async def _open_builder(settings: RuntimesSettings, log: Path, say: Callable[[st
 def _build_flags(recipe: Recipe, below: str) -> list[str]:
     flags = ["--file", CONTAINERFILE, "--tag", recipe.image, "--build-arg", f"BASE={below}", "--label", f"{RECIPE_LABEL}={recipe.digest}"]
     flags += ["--network", "host", "--force-rm", "--pull=never"]  # the host's network spares a bridge and its firewall rules
+    flags += ["--isolation", "chroot"]  # all of a build is in our process group then, and ends with it
     if recipe.told.base is not None and CERTIFICATES.exists():  # a base has no certificates yet, and installs its own at this very path
         flags += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
     return flags

@@ -35,10 +35,6 @@ class Inside:
         """Whether the first process still runs."""
         return not select.select([self.pidfd], [], [], 0)[0]
 
-    async def wait_dead(self) -> None:
-        """Return when the first process has ended."""
-        await trio.lowlevel.wait_readable(self.pidfd)
-
     def members(self) -> list[int]:
         """Process ids (of the machine) in the container, but for the first and for zombies."""
         mine = os.fstat(self.namespace).st_ino

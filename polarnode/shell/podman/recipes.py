@@ -20,15 +20,11 @@ CONTAINERFILE = "Containerfile"
 
 @frozen(kw_only=True)
 class Told:
-    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian itself."""
+    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian itself. User and workdir are the task's."""
 
-    description: str = ""
     base: str | None = None
     harnesses: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    user: str = "agent"
-    workdir: str = "/work"
-    home: str = "/home/agent"
 
 
 @frozen(kw_only=True)

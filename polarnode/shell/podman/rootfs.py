@@ -4,7 +4,7 @@ Which was taken is said aloud. Nothing here names a host: the public image is as
 registries.conf resolves or does not, and the archive is the one this machine's apt uses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -74,15 +74,14 @@ async def _archive(tools: Tools) -> tuple[str, list[str]]:
     told = await trio.run_process(
         ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"], capture_stdout=True, env=tools.store.environment()
     )
-    lines = sorted(set(_lines(told.stdout.decode(), suite)))
-    return suite, sorted(lines, key=lambda line: f" {suite} " not in line)
+    return suite, archive_lines(told.stdout.decode(), suite)
 
 
-def _lines(told: str, suite: str) -> Iterator[str]:
-    for line in told.splitlines():
-        uri, codename, component = line.split("|")
-        if codename.split("-")[0] == suite:
-            yield f"deb {uri} {codename} {component}"
+def archive_lines(told: str, suite: str) -> list[str]:
+    """What apt says of its indexes, as lines of a sources.list for a suite and its updates, the suite itself first."""
+    rows = [line.split("|") for line in told.splitlines()]
+    lines = {f"deb {uri} {codename} {component}" for uri, codename, component in rows if codename.split("-")[0] == suite}
+    return sorted(lines, key=lambda line: (f" {suite} " not in line, line))
 
 
 def _codename() -> str:

@@ -1,0 +1,220 @@
+"""Images: a recipe's digest changes with all it stands on, what is missing is built once, and what can not be built says why."""
+
+# ruff: noqa: F811 (fixtures come by import)
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import trio
+from podman_parts import LIFETIME_S, podman, settings  # noqa: F401
+
+from polarnode.errors import ConfigError, HarnessError, Refused, RuntimeFault
+from polarnode.harnesses import claude_code, mini_swe_agent, pi
+from polarnode.shell.podman import (
+    Images,
+    Recipes,
+    RuntimesSettings,
+    default_runtimes_dir,
+    default_state_dir,
+    ensure_images,
+    open_runtimes,
+    read_recipes,
+)
+from polarnode.shell.podman.images import RECIPE_LABEL
+from polarnode.shell.podman.rootfs import BUILT, archive_lines
+from polarnode.shell.podman.store import store_at
+from polarnode.shell.podman.tools import Tools
+from polarnode.tasks import RuntimeSpec
+
+
+def write_recipe(folder: Path, name: str, *, toml: str = "", containerfile: str = "FROM x\n") -> None:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "runtime.toml").write_text(toml)
+    (folder / name / "Containerfile").write_text(containerfile)
+
+
+# ── recipes ───────────────────────────────────────────────────────────────────
+
+
+def test_our_own_recipes_carry_the_harnesses_at_their_versions() -> None:
+    recipes = read_recipes(default_runtimes_dir())
+    for module in (pi, mini_swe_agent, claude_code):
+        harness = module.HARNESS
+        assert recipes.image_for(harness.name) == harness.image
+        containerfile = (default_runtimes_dir() / harness.image / "Containerfile").read_text()
+        assert f"_VERSION={harness.version}\n" in containerfile, "the image pins what the harness module was measured with"
+        assert f"LABEL polarnode.harness.{harness.name}=" in containerfile
+    assert recipes.image_for("shell") == "base"
+    assert recipes.image("agent") == recipes.image("base") == "localhost/polarnode/base:latest"
+    assert recipes.image("quay.example/own:1") == "quay.example/own:1"
+
+
+def test_no_recipe_holds_python_or_a_host() -> None:
+    for path in default_runtimes_dir().rglob("*"):
+        assert path.suffix != ".py"
+        assert not path.is_file() or "http" not in path.read_text()
+
+
+def test_a_digest_covers_all_that_makes_an_image(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "below")
+    write_recipe(tmp_path, "above", toml='base = "below"\n')
+    first = read_recipes(tmp_path)
+    assert read_recipes(tmp_path) == first
+    write_recipe(tmp_path, "above", toml='# words\nbase = "below"\nharnesses = ["x"]\n')
+    assert _digests(read_recipes(tmp_path)) == _digests(first), "words make no other image"
+    assert _digests(read_recipes(tmp_path, base="ubuntu"))["below"] != _digests(first)["below"]
+    (tmp_path / "below" / "extra.txt").write_text("x")
+    second = _digests(read_recipes(tmp_path))
+    assert second["below"] != _digests(first)["below"]
+    assert second["above"] != _digests(first)["above"], "what stands on it is another too"
+
+
+def _digests(recipes: Recipes) -> dict[str, str]:
+    return {name: recipe.digest for name, recipe in recipes.by_name.items()}
+
+
+def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "a", toml='base = "b"\n')
+    write_recipe(tmp_path, "b", toml='base = "c"\n')
+    write_recipe(tmp_path, "c", toml='aliases = ["see"]\n')
+    recipes = read_recipes(tmp_path)
+    assert [each.name for each in recipes.with_bases(["a", "b", "see", "foreign"])] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "told"),
+    [
+        ('base = "none"', "a/runtime.toml: base none is no recipe"),
+        ('base = "a"', "a/runtime.toml: base a is its own base"),
+        ("bse = 1", "a/runtime.toml: .*bse"),
+        ("base = [", "a/runtime.toml: "),
+        ("harnesses = 3", "a/runtime.toml: "),
+    ],
+)
+def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, told: str) -> None:
+    write_recipe(tmp_path, "a", toml=toml)
+    with pytest.raises(ConfigError, match=told):
+        read_recipes(tmp_path)
+
+
+def test_no_recipes_and_no_carrier_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set runtimes_dir"):
+        read_recipes(tmp_path)
+    with pytest.raises(HarnessError, match="no runtime carries the harness codex"):
+        read_recipes(default_runtimes_dir()).image_for("codex")
+
+
+def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
+    told = "http://a/debian/|bookworm|main\nhttp://b/x|nodistro|main\nhttp://a/debian/|bookworm-updates|main\nhttp://a/debian/|bookworm|main\n"
+    assert archive_lines(told, "bookworm") == ["deb http://a/debian/ bookworm main", "deb http://a/debian/ bookworm-updates main"]
+
+
+# ── builds ────────────────────────────────────────────────────────────────────
+
+TEST_IMAGE = "polarnode-test-recipe"
+
+
+@pytest.fixture
+def recipes_dir(tmp_path: Path, podman: None) -> Path:
+    """A copy of our base recipe, already built, and a small one upon it."""
+    shutil.copytree(default_runtimes_dir() / "base", tmp_path / "runtimes" / "base")
+    write_recipe(tmp_path / "runtimes", TEST_IMAGE, toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\nRUN echo first > /tmp/made\n")
+    return tmp_path / "runtimes"
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def images_of(recipes_dir: Path, log: Path, told: list[str]) -> Images:
+    own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
+    return Images(settings=own, log=log, say=told.append)
+
+
+def tools(log: Path) -> Tools:
+    return Tools(podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log)
+
+
+@pytest.mark.podman
+async def test_what_is_missing_is_built_once_and_again_when_it_changed(recipes_dir: Path, tmp_path: Path, told: list[str]) -> None:
+    log = tmp_path / "log" / "images.log"
+    images = images_of(recipes_dir, log, told)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(images.ensure, TEST_IMAGE)
+    built = [each for each in told if each.startswith("built runtime")]
+    assert len(built) == 1, told
+    assert "base" not in built[0], "its base was there"
+    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
+    assert len([each for each in told if each.startswith("built")]) == 1
+    await _assert_made(recipes_dir, b"first\n")
+    write_recipe(recipes_dir, TEST_IMAGE, toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\nRUN echo second > /tmp/made\n")
+    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
+    await _assert_made(recipes_dir, b"second\n")
+    shown = json.loads(await tools(log).ask("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
+    assert shown[0]["Labels"][RECIPE_LABEL] == read_recipes(recipes_dir).by_name[TEST_IMAGE].digest
+    assert b"STEP" in log.read_bytes()
+    await tools(log).ask("rmi", "--force", f"localhost/polarnode/{TEST_IMAGE}:latest")
+
+
+async def _assert_made(recipes_dir: Path, content: bytes) -> None:
+    own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
+    async with open_runtimes(own) as runtimes, runtimes.open(RuntimeSpec(image=TEST_IMAGE), session_id="made", lifetime_s=LIFETIME_S) as runtime:
+        assert await runtime.read("/tmp/made") == content
+        assert await runtime.read("/etc/ssl/certs/ca-certificates.crt"), "the image has certificates"
+
+
+@pytest.mark.podman
+async def test_a_build_that_fails_says_its_last_words(recipes_dir: Path, tmp_path: Path, told: list[str]) -> None:
+    write_recipe(recipes_dir, "broken", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\nRUN echo the reason; exit 7\n")
+    with pytest.raises(RuntimeFault, match=r"(?s)building runtime broken failed with exit code 7, see .*the reason"):
+        await images_of(recipes_dir, tmp_path / "log", told).ensure("broken")
+
+
+@pytest.mark.podman
+async def test_a_cancelled_build_ends_and_frees_the_lock(recipes_dir: Path, tmp_path: Path, told: list[str]) -> None:
+    write_recipe(recipes_dir, "slow", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\nRUN sleep 5151515\n")
+    images = images_of(recipes_dir, tmp_path / "log", told)
+    with trio.move_on_after(6) as scope:
+        await images.ensure("slow")
+    assert scope.cancelled_caught
+    with trio.fail_after(120):
+        await images.ensure("base")
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and "5151515" in _command(pid)]
+    write_recipe(recipes_dir, "quick", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\n")
+    await images_of(recipes_dir, tmp_path / "log", told).ensure("quick")
+    listed = json.loads(await tools(tmp_path / "log").ask("ps", "--all", "--external", "--format", "json"))
+    assert not [each for each in listed if each["State"] == "storage"], "the next build removes what a killed one left"
+    await tools(tmp_path / "log").ask("rmi", "--force", "localhost/polarnode/quick:latest")
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.podman
+async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, told: list[str]) -> None:
+    images = Images(settings=settings(), log=tmp_path / "log", say=told.append)
+    with pytest.raises(Refused, match=r"no image is called localhost/none/such; there are recipes for .*podman pull") as refused:
+        await images.ensure("localhost/none/such")
+    assert refused.value.path == "$.runtime.image"
+    await images.ensure("localhost/polarnode/base:latest")
+
+
+@pytest.mark.podman
+async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
+    found = await tools(tmp_path / "log").ask("images", "--format", "{{.Repository}}:{{.Tag}}")
+    assert BUILT in found or "debian:" in found
+
+
+@pytest.mark.podman
+async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, told: list[str]) -> None:
+    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", say=told.append)
+    assert told == []
