@@ -58,6 +58,7 @@ class Turn:
     state: TurnState = "complete"
     prompt_delta: "array[int]"
     prompt_length: int
+    close_length: int = 0
     sampled: "array[int]"
     logprobs: "array[float]"
     version_spans: tuple[VersionSpan, ...] = ()

@@ -7,14 +7,16 @@ from math import inf, isnan
 from typing import Any, Literal
 
 import attrs
+import merge_toys as toys
 import msgpack  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wire_strategies import merged, trajectories, turns
 
-from polarnode.conversation import Answer, Json, TextPart
+from polarnode.conversation import Answer, Json, Sampling, TextPart, Usage
 from polarnode.errors import JournalError, Refused
+from polarnode.merge.lineage import Lineages
 from polarnode.records import LeftOut, Outcome, Trajectory, Turn, VersionSpan, floats, ids
 from polarnode.wire import dump_json, read_json
 from polarnode.wire.arrays import encoder, read_ids
@@ -184,3 +186,47 @@ def test_a_client_may_be_older_than_the_node() -> None:
     with pytest.raises(Refused) as caught:
         read_trajectory({key: value for key, value in written.items() if key != "outcome"})
     assert caught.value.path == "$.outcome"
+
+
+# ── a session again from what was written ─────────────────────────────────────
+
+
+def toy_session() -> toys.Session:
+    """A turn that was cut, its continuation behind a close, and a branch: what restoring has to find again."""
+    session = toys.Session("s")
+    _, cut = session.say(toys.ask(toys.user()), "half a thou", state="partial")
+    session.say(toys.ask(toys.user(), cut, toys.user("go on")), "the rest")
+    session.say(toys.ask(toys.user(), cut, toys.user("or not")), "another way")
+    return session
+
+
+@pytest.mark.parametrize("way", ["json", "packed"])
+def test_a_session_goes_on_from_turns_that_were_read_back(way: str) -> None:
+    session = toy_session()
+    written = trajectory(*session.turns)
+    if way == "json":
+        again = read_trajectory(read_json(dump_json(trajectory_json(written, turns="full")))).turns
+    else:
+        again = tuple(unpack_turn(pack_turn(one)) for one in session.turns)
+    restored = Lineages.restore(session_id="s", secret=toys.SECRET, turns=again)
+    asked = toys.ask(toys.user(), toys.said("half a thou"), toys.user("go on"), toys.said("the rest"), toys.user("more"))
+    plan, same = restored.plan(asked), session.lineages.plan(asked)
+    assert (plan.parent, plan.index) == (1, 3)
+    assert (plan.parent, plan.before_key, plan.matched) == (same.parent, same.before_key, same.matched)
+
+
+def test_no_field_of_a_turn_is_forgotten() -> None:
+    """A new field of `Turn` must be in this turn, and then it must come back in both ways."""
+    full = attrs.evolve(
+        turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", request_key="r",
+        before_key="b", message_key="m", answer=Answer(parts=(TextPart("x"),), finish_reason="length"), asked=Sampling(top_k=3),
+        used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
+    )  # fmt: skip
+    plain_ones = [field.name for field in attrs.fields(Turn) if field.default is not attrs.NOTHING and getattr(full, field.name) == _default(field)]
+    assert plain_ones == [], "give this test's turn a value of its own for each field"
+    assert unpack_turn(pack_turn(full)) == full
+    assert read_trajectory(read_json(dump_json(trajectory_json(trajectory(SESSION[0], full), turns="full")))).turns == (SESSION[0], full)
+
+
+def _default(field: Any) -> Any:
+    return field.default.factory() if hasattr(field.default, "factory") else field.default

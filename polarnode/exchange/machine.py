@@ -199,6 +199,7 @@ class Exchange:
             state=state,
             prompt_delta=sample.rendered.delta,
             prompt_length=len(sample.rendered.prompt),
+            close_length=sample.rendered.close_length,
             sampled=sample.ids,
             logprobs=sample.logprobs,
             version_spans=sample.spans,

@@ -69,6 +69,7 @@ def turn_row(turn: Turn, *, prompt_sha256: str | None, left_out: str | None) -> 
         "state": turn.state,
         "finish_reason": turn.finish_reason,
         "prompt_length": turn.prompt_length,
+        "close_length": turn.close_length,
         "sampled_length": len(turn.sampled),
         "prompt_sha256": prompt_sha256,
         "sampling": {"asked": plain(turn.asked), "used": plain(turn.used)},
@@ -88,6 +89,7 @@ def turn_tokens(turn: Turn, encode: Encode) -> dict[str, Json]:
         "logprobs": encode(turn.logprobs),
         "version_spans": plain(turn.version_spans),
         "request_key": turn.request_key,
+        "before_key": turn.before_key,
         "message_key": turn.message_key,
         "answer": None if turn.answer is None else _answer_json(turn.answer),
     }
@@ -170,11 +172,13 @@ class TurnShape:
     usage: Usage
     timing: TurnTimingShape
     notes: tuple[str, ...] = ()
+    close_length: int = 0
     prompt_delta: Json = None
     sampled: Json = None
     logprobs: Json = None
     version_spans: tuple[VersionSpan, ...] = ()
     request_key: str = ""
+    before_key: str = ""
     message_key: str = ""
     answer: AnswerShape | None = field(default=None)
 
@@ -193,11 +197,13 @@ def turn_of(shape: TurnShape, session_id: str, path: str) -> Turn:
         state=shape.state,
         prompt_delta=read_ids(shape.prompt_delta, f"{path}.prompt_delta"),
         prompt_length=shape.prompt_length,
+        close_length=shape.close_length,
         sampled=read_ids(shape.sampled, f"{path}.sampled"),
         logprobs=read_floats(shape.logprobs, f"{path}.logprobs"),
         version_spans=shape.version_spans,
         finish_reason=shape.finish_reason,
         request_key=shape.request_key,
+        before_key=shape.before_key,
         message_key=shape.message_key,
         answer=None if shape.answer is None else _answer_of(shape.answer),
         asked=shape.sampling.asked,
