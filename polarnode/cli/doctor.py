@@ -1,72 +1,125 @@
-"""`polarnode doctor`: what this machine has for a node, what it lacks, and what to do. Starts no engine and no container."""
+"""`polarnode doctor`: what this machine has for a node, what it lacks, and what to do. Starts no engine and no container.
+
+The rule for whoever edits it: a finding is not ok only where a node would not start with these settings; what only costs speed is ok and says so.
+"""
 
 import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import trio
 from rich.console import Console
 from rich.text import Text
 
-from polarnode.config import NodeConfig
-from polarnode.errors import ModelError
-from polarnode.shell.podman import Finding, default_state_dir, probe
+from polarnode.cli.printing import harmless, open_console
+from polarnode.config import TINY_MODEL, NodeConfig
+from polarnode.errors import ConfigError, ModelError
+from polarnode.shell.podman import Finding, Recipes, default_runtimes_dir, default_state_dir, probe, read_recipes
 from polarnode.tokens.model import load_model
 
 NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs where a driver is broken
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
-console = Console(highlight=False)
-
 
 def examine(config: NodeConfig) -> int:
-    """Print every finding; returns 0 when a node would start here."""
+    """Print every finding as it is made; returns 0 when a node would start here."""
+    console, faults = open_console(), 0
+    for finding in findings(config):
+        show(console, finding)
+        faults += not finding.ok
+    if faults:
+        console.print(f"\n{faults} things stand in the way: do what the arrows say, then run polarnode doctor again", style="red")
+    else:
+        console.print(f"\na node starts here; try: polarnode run {'--gpus 0' if config.gpus else '--cpu'} examples/demo/pi.toml", style="green")
+    return int(faults > 0)
+
+
+def findings(config: NodeConfig) -> Iterator[Finding]:
+    """Everything, the quick first. The model takes seconds: its tokenizer is loaded and its template audited."""
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-    podman = trio.run(probe, state_dir)
-    findings = [*podman.findings, sglang(), gpus(), disk(state_dir), model(Path(config.model))]
-    for finding in findings:
-        console.print(Text("✓ " if finding.ok else "✗ ", style="green" if finding.ok else "red") + Text(f"{finding.name}: {finding.what}"))
-        if finding.remedy:
-            console.print(Text(f"  → {finding.remedy}", style="yellow"))
-    return int(not all(finding.ok for finding in findings))
+    yield from trio.run(probe, state_dir).findings
+    yield disk(state_dir)
+    yield recipes(config)
+    yield sglang(config)
+    yield gpus(config)
+    yield from model(Path(config.model))
 
 
-def sglang() -> Finding:
+def show(console: Console, finding: Finding) -> None:
+    """A finding in one line, and what to do in another."""
+    mark = Text("✓ ", style="green") if finding.ok else Text("✗ ", style="red")
+    console.print(mark + Text(harmless(f"{finding.name}: {finding.what}")))
+    if finding.remedy:
+        console.print(Text(harmless(f"  → {finding.remedy}"), style="dim" if finding.ok else "yellow"))
+
+
+def sglang(config: NodeConfig) -> Finding:
     """The engine's package, looked up without importing it: the node's process never does."""
     if importlib.util.find_spec("sglang") is None:
         return Finding(name="sglang", ok=False, what="not installed", remedy="run `make setup`, or pip install 'polarnode[gpu]' on a GPU host")
-    full = importlib.util.find_spec("sgl_kernel") is not None
-    return Finding(name="sglang", ok=True, what=f"{importlib.metadata.version('sglang')}, {'full' if full else 'slim: serves with --cpu only'}")
+    version = importlib.metadata.version("sglang")
+    if importlib.util.find_spec("sgl_kernel") is not None:
+        return Finding(name="sglang", ok=True, what=f"{version}, full: serves on GPUs")
+    remedy = "pip install 'polarnode[gpu]' (about 4 GB)" if config.gpus else ""
+    return Finding(name="sglang", ok=not config.gpus, what=f"{version}, slim: serves with --cpu only", remedy=remedy)
 
 
-def gpus() -> Finding:
-    """The GPUs nvidia-smi lists. None is no fault: a node runs with --cpu."""
+def gpus(config: NodeConfig) -> Finding:
+    """The GPUs nvidia-smi lists, against those the node is to use. None is no fault where none is asked for."""
     if shutil.which("nvidia-smi") is None:
-        return Finding(name="gpus", ok=True, what="none: use --cpu")
+        return _gpus(config, 0)
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False).stdout
     except subprocess.TimeoutExpired:
         return Finding(name="gpus", ok=False, what="nvidia-smi does not answer", remedy="look at the driver: dmesg | grep -i nvrm")
-    lines = [line for line in listed.splitlines() if line.startswith("GPU ")]
-    return Finding(name="gpus", ok=True, what=f"{len(lines)}: use --gpus 0-{len(lines) - 1}" if lines else "none: use --cpu")
+    return _gpus(config, sum(line.startswith("GPU ") for line in listed.splitlines()))
+
+
+def _gpus(config: NodeConfig, count: int) -> Finding:
+    missing = [number for number in config.gpus if number >= count]
+    if missing:
+        named = ", ".join(map(str, missing))
+        remedy = f"use --gpus 0-{count - 1}" if count else "use --cpu, or look for the driver: nvidia-smi -L should list them"
+        return Finding(name="gpus", ok=False, what=f"{count} are there, and not {named}", remedy=remedy)
+    return Finding(name="gpus", ok=True, what=f"{count}: use --gpus 0-{count - 1}" if count else "none: use --cpu")
 
 
 def disk(state_dir: Path) -> Finding:
     """Room for images where Podman keeps them."""
     place = next(folder for folder in (state_dir, *state_dir.parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    remedy = "" if free >= ENOUGH_DISK else "free some, or set POLARNODE_PODMAN_DIR to a folder on a larger disk"
-    return Finding(name="disk", ok=free >= ENOUGH_DISK, what=f"{free / (1 << 30):.0f} GiB free at {place}", remedy=remedy)
+    remedy = "" if free >= ENOUGH_DISK else "free some, or set POLARNODE_PODMAN_DIR to a folder on a larger disk (images take about 4 GB)"
+    return Finding(name="disk", ok=free >= ENOUGH_DISK, what=f"{free / (1 << 30):.0f} GiB free for images and containers at {place}", remedy=remedy)
 
 
-def model(path: Path) -> Finding:
-    """Whether the checkpoint's tokenizer and template can be served token-faithfully: loads them and runs the audit."""
+def recipes(config: NodeConfig) -> Finding:
+    """The runtimes a harness can run in."""
+    try:
+        folder = Path(config.runtimes_dir) if config.runtimes_dir else default_runtimes_dir()
+        return Finding(name="runtimes", ok=True, what=f"{_carried(read_recipes(folder, base=config.base_image))} in {folder}")
+    except ConfigError as error:
+        return Finding(name="runtimes", ok=False, what=str(error), remedy="set POLARNODE_RUNTIMES_DIR to the folder runtimes/ of a checkout")
+
+
+def _carried(found: Recipes) -> str:
+    """`base, pi (for pi)`: each recipe, and the harnesses it carries."""
+    return ", ".join(
+        recipe.name + (f" (for {', '.join(recipe.told.harnesses)})" if recipe.told.harnesses else "") for recipe in found.by_name.values()
+    )
+
+
+def model(path: Path) -> Iterator[Finding]:
+    """Whether the checkpoint's tokenizer and template can be served token-faithfully, and what the audit found worth knowing."""
     try:
         loaded = load_model(path)
     except ModelError as error:
-        return Finding(name="model", ok=False, what=str(error), remedy="name another checkpoint folder with --model")
-    return Finding(
-        name="model", ok=True, what=f"{path.name}: family {loaded.family.name}, {loaded.tokenizer.vocab_size} ids; the template audit passes"
-    )
+        yield Finding(name="model", ok=False, what=str(error), remedy="name a folder with a Hugging Face checkpoint with --model")
+        return
+    known = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
+    size = loaded.tokenizer.vocab_size
+    yield Finding(name="model", ok=True, what=f"{known}: family {loaded.family.name}, {size} ids; the template audit passes")
+    for note in loaded.notes:
+        yield Finding(name="model", ok=True, what=note)

@@ -1,100 +1,129 @@
-"""`polarnode inspect`: one session's turns, lineages and traces, with the tokens that carry loss in colour.
+"""`polarnode inspect`: one session's turns, lineages and traces, with the tokens that carry loss marked.
 
-A reader sees at a glance what a trainer will train on: green is trainable, plain is context, and a turn left out says why.
+A reader sees at a glance what a trainer will train on: green is trainable, plain is context, and a turn left out says why. Where there is no
+colour the trainable stretches stand between « and ».
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from polarnode import wire
+from polarnode.cli.printing import fitted, harmless, open_console
+from polarnode.cli.remote import Where
 from polarnode.config import TINY_MODEL
+from polarnode.errors import Refused
 from polarnode.ports import Tokenizer
-from polarnode.records import Trace, Trajectory, Turn
+from polarnode.records import Trace, Trajectory
 from polarnode.tokens.tokenizer import load_tokenizer
 
 TRAINABLE = "black on green"
 CONTEXT = "dim"
+FIGURES = ("turn", "lineage", "parent", "prompt", "new", "sampled")
+COLUMNS = ("turn", "lineage", "parent", "kind", "reason", "role", "state", "prompt", "new", "sampled", "finish", "left out")
 
-console = Console(highlight=False)
+Row = dict[str, Any]  # a row of the turns table, as JSON
 
 
-def inspect(session: str, file: Path | None, model: Path | None, url: str, token: str | None) -> None:
+def inspect(session: str, source: Path | Where, model: Path | None, *, plain: bool) -> None:
     """Print one session, from a file or from a node."""
-    trajectory = _from_file(file, session) if file is not None else _from_node(session, url, token)
-    console.print(shown(trajectory, load_tokenizer(model or TINY_MODEL) if model or trajectory.model == TINY_MODEL.name else None))
+    trajectory, rows = _from_node(session, source) if isinstance(source, Where) else _from_file(source, session)
+    console = open_console()
+    tokenizer = load_tokenizer(model or TINY_MODEL) if model or trajectory.model == TINY_MODEL.name else None
+    console.print(shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal), soft_wrap=not console.is_terminal)
 
 
-def _from_file(file: Path, session: str) -> Trajectory:
-    with file.open() as lines:
-        found = [value for value in map(json.loads, lines) if str(value["session_id"]).startswith(session)]
+def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[Row]]:
+    found = [value for value in _lines(file) if str(value.get("session_id")).startswith(session)]
     if len(found) != 1:
-        raise click.ClickException(f"{len(found)} sessions in {file} begin with {session}: give one whole id")
-    return wire.read_trajectory(found[0])
+        raise Refused(f"{len(found)} sessions in {file} begin with {session}: give " + ("one whole id" if found else "an id that is in it"))
+    return wire.read_trajectory(found[0]), found[0].get("turns", [])
 
 
-def _from_node(session: str, url: str, token: str | None) -> Trajectory:
-    from polarnode.client import PolarnodeClient
+def _lines(file: Path) -> Iterator[Row]:
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        value = wire.read_json(line) if line.strip() else {}
+        if not isinstance(value, dict):
+            raise Refused(f"line {number} of {file} is no trajectory: name a trajectories.jsonl")
+        yield value
 
-    return PolarnodeClient(url, token=token).trajectory(session, turns="full")
+
+def _from_node(session: str, node: Where) -> tuple[Trajectory, Sequence[Row]]:
+    trajectory = node.client().trajectory(session, turns="full")
+    rows: list[Any] = wire.turns_json(trajectory.turns, left_out=trajectory.left_out)
+    return trajectory, rows
 
 
-def shown(trajectory: Trajectory, tokenizer: Tokenizer | None) -> RenderableType:
+def shown(trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool) -> RenderableType:
     """A session as rich text; without a tokenizer the traces show ids instead of words."""
-    outcome = trajectory.outcome
-    head = Text(f"session {trajectory.session_id}  {trajectory.harness} {trajectory.harness_version or ''}  {outcome.status}", style="bold")
-    if outcome.reason:
-        head.append(f"  {outcome.reason}", style="yellow")
-    if trajectory.reward is not None:
-        head.append(f"  reward {trajectory.reward:g}")
-    parts: list[RenderableType] = [head, turn_table(trajectory)]
+    parts: list[RenderableType] = [_head(trajectory), fitted(console, lambda narrow: turn_table(rows, narrow=narrow))]
+    parts += [Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow") for left in trajectory.left_out]
+    parts.append(Text(_legend(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
-        parts.append(
-            Text(f"\ntrace {number}: lineage {trace.lineage}, {len(trace.token_ids)} tokens, {trace.loss_mask.count(1)} trainable", style="bold")
-        )
-        parts.append(trace_text(trace, tokenizer))
+        facts = f"lineage {trace.lineage}, {len(trace.token_ids)} tokens, {trace.loss_mask.count(1)} trainable"
+        parts += [Text(f"\ntrace {number}: {facts}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
     return Group(*parts)
 
 
-def turn_table(trajectory: Trajectory) -> Table:
+def _head(trajectory: Trajectory) -> Text:
+    outcome, named = trajectory.outcome, harmless(f"{trajectory.harness} {trajectory.harness_version or ''}".strip())
+    head = Text(f"session {trajectory.session_id}  {named}  {outcome.status}", style="bold")
+    if outcome.reason:
+        head.append(f"  {harmless(outcome.reason)}", style="yellow")
+    if trajectory.reward is not None:
+        head.append(f"  reward {trajectory.reward:g}")
+    return head
+
+
+def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
+    mark = "«between these»" if plain else "green"
+    how = "" if tokenizer is not None else "; tokens are shown as ids: give --model, the checkpoint's folder, to read them"
+    return f"\ntrainable tokens are {mark}{how}"
+
+
+def turn_table(rows: Sequence[Row], *, narrow: bool = False) -> Table:
     """The turns: which extends which, why, and what became of it."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("turn", "lineage", "parent", "kind", "reason", "role", "state", "prompt", "new", "sampled", "finish", "left out"):
-        table.add_column(name, justify="right" if name in ("turn", "lineage", "parent", "prompt", "new", "sampled") else "left")
-    reasons = {left.turn: left.reason for left in trajectory.left_out}
-    for turn in trajectory.turns:
-        table.add_row(*_row(turn), reasons.get(turn.index, ""))
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in FIGURES else "left", no_wrap=name in FIGURES or not narrow, overflow="fold")
+    ends = {row["index"]: row["prompt_length"] + row["sampled_length"] for row in rows}
+    for row in rows:
+        table.add_row(*map(harmless, _cells(row, before=ends.get(row["parent"], 0))))
     return table
 
 
-def _row(turn: Turn) -> tuple[str, ...]:
-    parent = "–" if turn.parent is None else str(turn.parent)
-    lengths = (str(turn.prompt_length), str(len(turn.prompt_delta)), str(len(turn.sampled)))
-    return (str(turn.index), str(turn.lineage), parent, turn.kind, turn.reason, turn.role, turn.state, *lengths, turn.finish_reason)
+def _cells(row: Row, *, before: int) -> tuple[str, ...]:
+    """A row's cells; `before` are the tokens of its prompt that its parent already had."""
+    parent = "–" if row["parent"] is None else str(row["parent"])
+    words = tuple(str(row[name]) for name in ("kind", "reason", "role", "state"))
+    lengths = (str(row["prompt_length"]), str(row["prompt_length"] - before), str(row["sampled_length"]))
+    return (str(row["index"]), str(row["lineage"]), parent, *words, *lengths, str(row["finish_reason"]), row["left_out"] or "")
 
 
-def trace_text(trace: Trace, tokenizer: Tokenizer | None) -> Text:
-    """A trace's tokens in order, the trainable ones coloured."""
+def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Text:
+    """A trace's tokens in order, the trainable ones coloured, or between « and ».
+
+    Words of a plain text come as they are: its marks can be told from a « in the text only by the ids.
+    """
     text = Text()
     for trainable, words in _runs(trace, tokenizer):
-        text.append(words, style=TRAINABLE if trainable else CONTEXT)
+        text.append(f"«{words}»" if plain and trainable else words, style=TRAINABLE if trainable else CONTEXT)
+        text.append(" " if tokenizer is None else "")
     return text
 
 
 def _runs(trace: Trace, tokenizer: Tokenizer | None) -> Iterator[tuple[bool, str]]:
     """Stretches of tokens with the same mask, as words, or as ids where there is no tokenizer."""
     for mask, run in groupby(zip(trace.loss_mask, trace.token_ids, strict=True), key=lambda pair: pair[0]):
-        ids = [token for _, token in run]
-        yield bool(mask), _words(ids, tokenizer)
+        yield bool(mask), _words([token for _, token in run], tokenizer)
 
 
 def _words(ids: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
-        return " ".join(map(str, ids)) + " "
-    return b"".join(tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace")
+        return " ".join(map(str, ids))
+    return harmless(b"".join(tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace"))

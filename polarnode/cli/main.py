@@ -1,19 +1,17 @@
-"""`polarnode`: the options of a node, and the verbs. Heavy imports wait until a verb needs them, so that `--help` is instant."""
+"""`polarnode`: the verbs and what each takes. Heavy imports wait until a verb needs them, so that `--help` is instant."""
 
-import os
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from polarnode.config import NodeConfig, parse_gpus, read_config
-from polarnode.conversation import Json
-from polarnode.errors import PolarnodeError, Refused
+from polarnode.cli.faults import as_exit
+from polarnode.cli.options import config_of, given_settings, node_address, node_options, node_serving, task_file
+from polarnode.errors import PolarnodeError
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-DEFAULT_URL = "http://127.0.0.1:8080"
+FOLDER = click.Path(file_okay=False, path_type=Path)
+SAMPLES = click.IntRange(min=1, max=4096)  # the task's own law (wire/laws.py)
 
 
 class Verbs(click.Group):
@@ -22,142 +20,150 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except PolarnodeError as error:
-            where = f" (at {error.path})" if isinstance(error, Refused) and error.path else ""
-            raise click.ClickException(f"{error}{where}") from error
+        except (PolarnodeError, KeyboardInterrupt, BaseExceptionGroup) as error:
+            known = as_exit(error)
+            if known is None:
+                raise
+            raise known from error
 
 
-def node_options(command: Command) -> Command:
-    """The settings of a node that can be given as flags; all of them can stand in the file or the environment as well."""
-    options = [
-        click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Settings as TOML."),
-        click.option("--gpus", help="GPUs to use: 0-7, 0, 0,2. One engine per GPU, or per --tp of them."),
-        click.option("--cpu", is_flag=True, default=None, help="Run the engine on the CPU (for the embedded tiny model, demos and tests)."),
-        click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
-        click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
-        click.option("--context-length", type=int, help="Tokens a prompt and its answer may have. [default: the checkpoint's]"),
-        click.option("--state-dir", help="Journal and logs of this node. [default: .polarnode]"),
-        click.option("--run-limit", type=int, help="Harnesses running at once. [default: 64]"),
-        click.option("--base-image", help="Public Debian image to build runtimes on. [default: one that can be had, else built here]"),
-        click.option("--allow-import", "import_paths", multiple=True, help="Module prefix tasks may name code from; repeatable."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def config_of(given: Mapping[str, Any], defaults: Mapping[str, Json] | None = None) -> NodeConfig:
-    """The node's config from flags, POLARNODE_* variables and the file, in that order of weight."""
-    flags: dict[str, Json] = {name: value for name, value in given.items() if name not in ("config_file", "gpus", "import_paths")}
-    if given.get("gpus") is not None:
-        flags["gpus"] = parse_gpus(given["gpus"])
-    if given.get("import_paths"):
-        flags["import_paths"] = list(given["import_paths"])
-    file = given.get("config_file")
-    toml = file.read_text() if file is not None else None
-    return read_config(toml=toml, environment=os.environ, flags={**(defaults or {}), **{k: v for k, v in flags.items() if v is not None}})
-
-
-@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @node_options
 @click.option("--host", help="Where trainers reach this node; anything but loopback needs POLARNODE_TOKEN. [default: 127.0.0.1]")
-@click.option("--port", type=int, help="[default: 8080]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Where trainers reach this node; 0 takes a free one. [default: 8080]")
+@click.option("--state-dir", help="Journal and logs of this node; a new start takes up what an earlier one left. [default: .polarnode]")
 @click.version_option(package_name="polarnode")
 @click.pass_context
 def main(ctx: click.Context, /, **given: Any) -> None:
     """Serve a model to agent harnesses, record every token, and stream training sequences.
 
     \b
-    polarnode --gpus 0-7 --model /models/Qwen3-8B     serve on eight GPUs
-    polarnode --cpu                                    serve the embedded tiny model
-    polarnode run --cpu task.toml                      one task, start to end, here
-    polarnode submit task.toml && polarnode watch      the same on a node that serves
-    polarnode doctor                                   what this machine has and lacks
+    polarnode doctor                                   what this machine has and lacks, and what to do
+    polarnode run --cpu examples/demo/pi.toml          one task, start to end, here, without a GPU
+    polarnode --gpus 0-7 --model /models/Qwen3-8B      serve on eight GPUs, until Ctrl-C
+    polarnode submit task.toml                         give a node that serves a task
+    polarnode watch                                    see its sessions end
+
+    Every setting of a node can stand in a TOML file (--config), in the environment (POLARNODE_PORT=9000), or here; the later of these wins.
     """
     if ctx.invoked_subcommand is not None:
         return
-    config = config_of(given)
-    if not config.cpu and not config.gpus:
-        raise click.UsageError("say where the model runs: --gpus 0-7, --gpus 0, or --cpu (see polarnode --help)")
+    config = node_serving(given, hint="polarnode --cpu")
     from polarnode.cli import serve
 
     sys.exit(serve.serve(config))
 
 
-@main.command()
-@click.argument("tasks", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@main.command(short_help="Run tasks from files, start to end, on a node of their own.")
+@click.argument("tasks", nargs=-1, required=True, type=task_file())
 @node_options
-@click.option("--samples", type=int, help="Sessions per task, instead of what the files say.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for trajectories.jsonl and logs. [default: out/run]")
+@click.option("--samples", type=SAMPLES, help="Sessions per task, instead of what the files say.")
+@click.option("--out", type=FOLDER, default=Path("out/run"), show_default=True, help="Folder for trajectories.jsonl, journal and logs.")
 @click.option("--expect-reward", is_flag=True, help="Exit 1 unless some session was rewarded.")
-def run(tasks: tuple[Path, ...], samples: int | None, out: Path | None, expect_reward: bool, **given: Any) -> None:
-    """Run TASKS (TOML or JSON) from start to end on a node of their own: live progress, a table, trajectories.jsonl.
+@click.pass_context
+def run(ctx: click.Context, /, tasks: tuple[Path, ...], samples: int | None, out: Path, expect_reward: bool, **given: Any) -> None:
+    """Run TASKS (TOML or JSON files) from start to end on a node of their own, which ends with them.
 
-    Exit code 0 when every session delivered its trajectory and no law of tokens was broken.
+    \b
+    polarnode run --cpu examples/demo/pi.toml
+    polarnode run --gpus 0 --model /models/Qwen3-8B --samples 16 --out out/try task.toml
+
+    Shows the sessions as they run, then a table. OUT/trajectories.jsonl holds every token and is replaced when the sessions are over; each
+    run keeps its journal and logs in a folder of its own under OUT/state, which may be deleted.
+
+    Ctrl-C ends the sessions with what they have, and still writes and shows it; once more leaves at once.
+
+    Exit code 0 when every session delivered its trajectory, none ended in an error of the node's, and no law of tokens was broken (a harness
+    that fails or runs out of time is a result, not a fault); 1 when not, or when it was stopped; 130 when it was left by force.
     """
+    config = node_serving(given_settings(ctx, given), hint="polarnode run --cpu")
     from polarnode.cli import run as running
 
-    config = config_of(given)
-    if not config.cpu and not config.gpus:
-        raise click.UsageError("say where the model runs: --gpus 0 or --cpu")
-    sys.exit(running.run(config, tasks, samples=samples, out=out or Path("out/run"), expect_reward=expect_reward))
+    sys.exit(running.run(config, tasks, samples=samples, out=out, expect_reward=expect_reward))
 
 
-def node_address(command: Command) -> Command:
-    """How a verb finds a node that serves."""
-    url = click.option("--url", default=DEFAULT_URL, envvar="POLARNODE_URL", show_default=True, help="The node's control plane.")
-    token = click.option("--token", envvar="POLARNODE_TOKEN", help="Bearer token.")
-    return url(token(command))
-
-
-@main.command()
-@click.argument("task", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@main.command(short_help="Submit a task to a node that serves.")
+@click.argument("task", type=task_file())
+@click.option("--samples", type=SAMPLES, help="Sessions, instead of what the file says.")
 @node_address
-def submit(task: Path, url: str, token: str | None) -> None:
-    """Submit TASK (TOML or JSON) to a node; prints its task id."""
+def submit(task: Path, samples: int | None, url: str, token: str | None) -> None:
+    """Submit TASK (a TOML or JSON file) to a node that serves; prints its task id.
+
+    \b
+    polarnode submit task.toml
+    polarnode watch --task $(polarnode submit task.toml)
+    """
     from polarnode.cli import remote
 
-    remote.submit(task, url, token)
+    remote.submit(task, remote.Where(url=url, token=token), samples=samples)
 
 
-@main.command()
+@main.command(short_help="Show sessions of a node as they end.")
 @click.option("--task", "task_id", help="Only this task; ends when it is done.")
-@click.option("--consumer", help="A name whose position the node keeps; what is shown is acknowledged.")
+@click.option("--consumer", help="A name whose position the node keeps: what was shown is acknowledged, and not shown again.")
 @node_address
 def watch(task_id: str | None, consumer: str | None, url: str, token: str | None) -> None:
-    """Show trajectories as sessions end."""
+    """Show the sessions of a node as they end, one line each; first those that are over, then each as it comes.
+
+    \b
+    polarnode watch
+    polarnode watch --task task-1dcb2842ecd2e338
+    """
     from polarnode.cli import remote
 
-    remote.watch(task_id, consumer, url, token)
+    remote.watch(task_id, consumer, remote.Where(url=url, token=token))
 
 
-@main.command()
+@main.command(short_help="Write a node's finished trajectories as JSONL.")
 @click.option("--task", "task_id", help="Only this task.")
+@click.option("--group", "group_id", help="Only this group.")
+@click.option("--outcome", help="Only sessions that ended so: completed, timeout, failed, error, cancelled or interrupted.")
+@click.option("--min-reward", type=float, help="Only sessions with this reward or more.")
+@click.option("--turns", type=click.Choice(["table", "full"]), default="table", show_default=True, help="full: each turn's own tokens as well.")
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
 @node_address
-def export(task_id: str | None, output: Path | None, url: str, token: str | None) -> None:
-    """Write finished trajectories as JSONL."""
+def export(output: Path | None, turns: str, url: str, token: str | None, **filters: Any) -> None:
+    """Write the trajectories of a node that are over as JSONL, oldest first.
+
+    \b
+    polarnode export -o trajectories.jsonl
+    polarnode export --min-reward 1 --turns full | head -1
+    """
     from polarnode.cli import remote
 
-    remote.export(task_id, output, url, token)
+    remote.export(filters, "full" if turns == "full" else "table", output, remote.Where(url=url, token=token))
 
 
-@main.command()
+@main.command(short_help="Show one session's turns and traces, trainable tokens marked.")
 @click.argument("session")
-@click.option("--from", "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A trajectories.jsonl instead of a node.")
+@click.option("--from", "file", type=task_file(), help="A trajectories.jsonl instead of a node; a beginning of SESSION is then enough.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Checkpoint folder to decode with.")
+@click.option("--plain", is_flag=True, help="Trainable tokens between « and » instead of in colour, as where there is no terminal.")
 @node_address
-def inspect(session: str, file: Path | None, model: Path | None, url: str, token: str | None) -> None:
-    """Show SESSION: its turns, lineages and traces, trainable tokens coloured. A beginning of its id is enough with --from."""
-    from polarnode.cli import inspection
+def inspect(session: str, file: Path | None, model: Path | None, plain: bool, url: str, token: str | None) -> None:
+    """Show SESSION: its turns and what each extends, why turns were left out, and its traces with the trainable tokens marked.
 
-    inspection.inspect(session, file, model, url, token)
+    \b
+    polarnode inspect --from out/run/trajectories.jsonl 4f
+    polarnode inspect 4f1c09aa72be3d55 --model /models/Qwen3-8B
+    """
+    from polarnode.cli import inspection, remote
+
+    inspection.inspect(session, file if file is not None else remote.Where(url=url, token=token), model, plain=plain)
 
 
-@main.command()
+@main.command(short_help="Say what this machine has and lacks for a node, and what to do.")
 @node_options
-def doctor(**given: Any) -> None:
-    """Say what this machine has for a node, what it lacks, and what to do about it."""
+@click.pass_context
+def doctor(ctx: click.Context, /, **given: Any) -> None:
+    """Say what this machine has for a node, what it lacks, and what to do about it. Starts no engine and no container.
+
+    \b
+    polarnode doctor
+    polarnode doctor --gpus 0-7 --model /models/Qwen3-8B
+
+    Exit code 0 when a node would start here.
+    """
     from polarnode.cli import doctor as examining
 
-    sys.exit(examining.examine(config_of(given)))
+    sys.exit(examining.examine(config_of(given_settings(ctx, given))))

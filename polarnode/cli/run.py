@@ -1,20 +1,31 @@
-"""`polarnode run`: tasks from files, on a node of their own, watched to the end."""
+"""`polarnode run`: tasks from files, on a node of their own, watched to the end.
 
-import json
+The rule for whoever edits it: each run has a journal of its own under OUT/state, so that no run sees the sessions of another, and
+trajectories.jsonl is replaced in one piece when the sessions are over.
+"""
+
 import logging
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import trio
-from attrs import evolve
+from attrs import evolve, frozen
 from rich.console import Console
 from rich.live import Live
 
 from polarnode import wire
 from polarnode.cli import tables
-from polarnode.cli.files import read_task_file
-from polarnode.cli.signals import stop_on_signals
+from polarnode.cli.faults import LEFT_BY_FORCE, left_by_force
+from polarnode.cli.files import read_task_file, written_whole
+from polarnode.cli.printing import fitted, harmless, open_console
+from polarnode.cli.signals import Stop, stop_on_signals
 from polarnode.config import NodeConfig
+from polarnode.errors import ConfigError, Refused, boundary
+from polarnode.evaluators import registry as evaluators
+from polarnode.harnesses import registry as harnesses
+from polarnode.merge.builders import build
 from polarnode.merge.trajectory import broken_laws
 from polarnode.node import Node, open_node
 from polarnode.records import Trajectory
@@ -22,84 +33,162 @@ from polarnode.tasks import TaskSpec
 
 REFRESH_S = 0.5  # the live table's pace: quick enough to follow, cheap enough to leave on
 PLAIN_REFRESH_S = 15.0  # between progress lines where there is no terminal
+FRAME_ROWS = 4  # lines of a terminal the live table leaves free: its header, the count of the rest, and what was said above
 
-console = Console(highlight=False)
+
+@frozen(kw_only=True)
+class Ran:
+    """What became of a run: how many sessions there were, and the trajectories of those that are over."""
+
+    sessions: int
+    trajectories: tuple[Trajectory, ...]
 
 
 def run(config: NodeConfig, files: Sequence[Path], *, samples: int | None, out: Path, expect_reward: bool) -> int:
     """Run the tasks in `files`; returns the exit code."""
-    specs = [read_task_file(file, samples=samples) for file in files]
-    out.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=out / "node.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # This node lives for these tasks alone: its journal lies beside what it makes, and code may be named by whoever typed the command.
-    own = evolve(config, state_dir=str(out / "state"), import_paths=config.import_paths or ("*",))
-    trajectories = trio.run(_run, own, specs)
-    path = write(out, trajectories)
-    return report(trajectories, path, expect_reward=expect_reward)
+    # This node lives for these tasks alone, so code may be named by whoever typed the command.
+    own = evolve(config, import_paths=config.import_paths or ("*",))
+    specs = [checked(file, samples=samples, config=own) for file in files]
+    console, state = open_console(), new_state(out)
+    logging.basicConfig(filename=state / "node.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        ran = trio.run(_run, evolve(own, state_dir=str(state)), specs, console)
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        if left_by_force(error):
+            console.print(f"left at once: what was captured lies in {state}; a node with --state-dir {state} makes trajectories of it")
+        raise
+    if ran is None:
+        console.print("stopped before any session began")
+        return LEFT_BY_FORCE
+    path = write(out, ran.trajectories)
+    return report(ran.trajectories, path, expect_reward=expect_reward, sessions=ran.sessions, console=console)
 
 
-async def _run(config: NodeConfig, specs: Sequence[TaskSpec]) -> list[Trajectory]:
-    async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node, trio.open_nursery() as nursery:
-        await nursery.start(stop_on_signals, node.cancel_all)
-        submitted = [await node.submit(spec, idempotency_key=None) for spec in specs]
-        ids = [session_id for each in submitted for session_id in each.session_ids]
-        await _watch(node, len(ids))
-        await node.journal.flushed()
-        found = [await node.journal.trajectory(session_id) for session_id in ids]
+def checked(file: Path, *, samples: int | None, config: NodeConfig) -> TaskSpec:
+    """The task of a file, with all that can be refused now refused now, and not after the engine has started."""
+    spec = read_task_file(file, samples=samples)
+    try:
+        harnesses.find(spec.harness, allowed_imports=config.import_paths)
+        evaluators.find(spec.evaluator, allowed_imports=config.import_paths)
+        if spec.builder.import_path is None:
+            build(spec.builder, ())
+    except Refused as refused:
+        raise Refused(f"{file}: {refused}", path=refused.path) from refused
+    return spec
+
+
+def new_state(out: Path) -> Path:
+    """A folder for this run's journal and logs, new. Runs of the same second differ by their process."""
+    state = out / "state" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    with boundary(ConfigError, f"--out {out} can not be written"):
+        state.mkdir(parents=True)
+    return state
+
+
+async def _run(config: NodeConfig, specs: Sequence[TaskSpec], console: Console) -> Ran | None:
+    """None when it was stopped before its node was there."""
+    ran: Ran | None = None
+    async with trio.open_nursery() as nursery:
+        stop = Stop(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node:
+            ran = await _sessions(node, specs, stop, console)
         nursery.cancel_scope.cancel()
-    return [trajectory for trajectory in found if trajectory is not None]
+    return ran
 
 
-async def _watch(node: Node, expected: int) -> None:
-    """Show the sessions until all are over: a live table on a terminal, a line now and then elsewhere."""
+async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: Stop, console: Console) -> Ran:
+    def end() -> None:
+        console.print("· stopping: sessions end with what they have; once more to leave at once", style="dim")
+        node.cancel_all()
+
+    stop.act = end
+    ids: dict[str, None] = {}  # a task that is named twice has its sessions once
+    for spec in specs:
+        ids |= dict.fromkeys((await node.submit(spec, idempotency_key=None)).session_ids)
+    if stop.asked:
+        node.cancel_all()
+    await _watch(node, frozenset(ids), console)
+    await node.journal.flushed()
+    found = [await node.journal.trajectory(session_id) for session_id in ids]
+    return Ran(sessions=len(ids), trajectories=tuple(each for each in found if each is not None))
+
+
+# ── while they run ────────────────────────────────────────────────────────────
+
+
+async def _watch(node: Node, ids: frozenset[str], console: Console) -> None:
+    """Show the sessions until all are over: a live table on a terminal, a line for each and now and then elsewhere."""
     if not console.is_terminal:
-        await _watch_plainly(node, expected)
+        await _watch_plainly(node, ids, console)
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while not _over(node, expected):
-            live.update(tables.live_table(node.scheduler.sessions()))
+        while not ids <= _over(node):
+            live.update(tables.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS)))
             await trio.sleep(REFRESH_S)
 
 
-async def _watch_plainly(node: Node, expected: int) -> None:
-    said, last = 0, trio.current_time()
-    while not _over(node, expected):
-        ended = [status for status in node.scheduler.sessions() if status.outcome]
-        for status in ended[said:]:
+async def _watch_plainly(node: Node, ids: frozenset[str], console: Console) -> None:
+    said: set[str] = set()
+    last = trio.current_time()
+    while True:
+        new = [status for status in node.scheduler.sessions() if status.outcome is not None and status.session_id not in said]
+        for status in new:
             reward = "" if status.reward is None else f", reward {status.reward:g}"
             console.print(f"· {status.session_id} {status.harness}: {status.outcome}{reward}, {status.turns} turns, {status.sampled_tokens} tokens")
-        if len(ended) == said and trio.current_time() - last > PLAIN_REFRESH_S:
-            running = sum(status.phase == "run" for status in node.scheduler.sessions())
-            console.print(f"· {len(ended)} of {expected} sessions over, {running} running")
-        if len(ended) != said or trio.current_time() - last > PLAIN_REFRESH_S:
+            said.add(status.session_id)
+        if ids <= said:
+            return
+        if not new and trio.current_time() - last > PLAIN_REFRESH_S:
+            console.print(progress(len(said), len(ids), [status.phase for status in node.scheduler.sessions() if status.outcome is None]))
+        if new or trio.current_time() - last > PLAIN_REFRESH_S:
             last = trio.current_time()
-        said = len(ended)
         await trio.sleep(REFRESH_S)
 
 
-def _over(node: Node, expected: int) -> bool:
-    return sum(status.outcome is not None for status in node.scheduler.sessions()) >= expected
+def progress(over: int, sessions: int, phases: Sequence[str]) -> str:
+    """A line of how far the sessions are: `· 3 of 8 sessions over; 2 run, 3 init`."""
+    now = ", ".join(f"{phases.count(phase)} {phase}" for phase in dict.fromkeys(phases))
+    return f"· {over} of {sessions} sessions over" + (f"; {now}" if now else "")
+
+
+def _over(node: Node) -> frozenset[str]:
+    return frozenset(status.session_id for status in node.scheduler.sessions() if status.outcome is not None)
+
+
+# ── when they are over ────────────────────────────────────────────────────────
 
 
 def write(out: Path, trajectories: Sequence[Trajectory]) -> Path:
     """The trajectories as JSONL, one a line, whole turns included so that anybody can check the tokens."""
     path = out / "trajectories.jsonl"
-    with path.open("w") as file:
+    with written_whole(path) as file:
         for trajectory in trajectories:
-            file.write(json.dumps(wire.trajectory_json(trajectory, turns="full")) + "\n")
+            file.write(wire.dump_json(wire.trajectory_json(trajectory, turns="full")) + b"\n")
     return path
 
 
-def report(trajectories: Sequence[Trajectory], path: Path, *, expect_reward: bool) -> int:
+def report(trajectories: Sequence[Trajectory], path: Path, *, expect_reward: bool, sessions: int, console: Console) -> int:
     """Print the table and what is wrong, if anything; returns the exit code."""
-    console.print(tables.result_table(trajectories))
+    console.print(fitted(console, lambda narrow: tables.result_table(trajectories, narrow=narrow)))
+    for line in tables.endings(trajectories):
+        console.print(line)
     console.print(f"\n{tables.summary(trajectories)}\n{path}")
-    wrong = [f"{each.session_id}: {each.outcome.boundary}: {each.outcome.reason}" for each in trajectories if each.outcome.status == "error"]
+    wrong = faults(trajectories, expect_reward=expect_reward, sessions=sessions)
     for sentence in wrong:
-        console.print(sentence, style="red")
+        console.print(harmless(sentence), style="red")
+    return int(bool(wrong))
+
+
+def faults(trajectories: Sequence[Trajectory], *, expect_reward: bool, sessions: int) -> list[str]:
+    """Why the exit code is 1: one sentence each, none when all is well."""
+    found = [f"{each.session_id}: error of {each.outcome.boundary}: {each.outcome.reason}" for each in trajectories if each.outcome.status == "error"]
     if any(broken_laws(each) for each in trajectories):
-        console.print("a law of tokens was broken: this is a bug of polarnode", style="bold red")
-    rewarded = any((each.reward or 0) > 0 for each in trajectories)
-    if expect_reward and not rewarded:
-        console.print("no session was rewarded", style="red")
-    return int(bool(wrong) or not trajectories or (expect_reward and not rewarded))
+        found.append("a law of tokens was broken: this is a bug of polarnode")
+    if cancelled := sum(each.outcome.status == "cancelled" for each in trajectories):
+        found.append(f"{cancelled} sessions were stopped before their end")
+    if len(trajectories) < sessions:
+        found.append(f"{sessions - len(trajectories)} of {sessions} sessions have no trajectory")
+    if expect_reward and not any((each.reward or 0) > 0 for each in trajectories):
+        found.append("no session was rewarded")
+    return found

@@ -4,6 +4,19 @@ import signal
 from collections.abc import Callable
 
 import trio
+from attrs import define, field
+
+
+@define(eq=False)
+class Stop:
+    """What the first signal does: `act`, which is to give up while nothing runs yet, and to end sessions once they do."""
+
+    act: Callable[[], None]
+    asked: bool = field(default=False, init=False)
+
+    def __call__(self) -> None:
+        self.asked = True
+        self.act()
 
 
 async def stop_on_signals(stop: Callable[[], None], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

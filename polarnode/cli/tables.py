@@ -1,10 +1,15 @@
-"""Tables and colours: sessions as they run, trajectories when they are done. Pure: values in, rich renderables out."""
+"""Tables and colours: sessions as they run, trajectories when they are done. Pure: values in, rich renderables out.
 
+The rule for whoever edits it: figures are never folded or cut. Where a table is too wide for its terminal, ids become short and names fold.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from polarnode.cli.printing import harmless
 from polarnode.records import Trajectory
 from polarnode.shell.scheduler import SessionStatus
 
@@ -16,29 +21,34 @@ OUTCOME_STYLE = {
     "interrupted": "yellow",
     "error": "red",
 }
+SHORT_ID = 8  # characters of an id on a narrow terminal, or more where two sessions share them
+NAMES = ("session", "harness", "outcome")
+FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
 
 
-def live_table(sessions: Sequence[SessionStatus]) -> Table:
-    """Sessions on their way, one row each."""
-    table = _table(("session", "left"), ("harness", "left"), ("phase", "left"), ("turns", "right"), ("tokens", "right"), ("reward", "right"))
-    for status in sessions:
+def live_table(sessions: Sequence[SessionStatus], *, rows: int) -> Table:
+    """Sessions on their way, at most `rows` of them, those that run first; the rest as a count."""
+    table = _table(("session", "harness", "phase"), ("turns", "tokens", "reward"), narrow=False)
+    ordered = sorted(sessions, key=lambda status: (status.outcome is not None, status.phase != "run"))
+    for status in ordered[:rows]:
         phase = outcome_text(status.outcome) if status.outcome else Text(status.phase, style="cyan" if status.phase == "run" else "dim")
-        reward = "" if status.reward is None else f"{status.reward:g}"
-        table.add_row(status.session_id, status.harness, phase, str(status.turns), str(status.sampled_tokens), reward)
+        table.add_row(status.session_id, status.harness, phase, str(status.turns), str(status.sampled_tokens), reward_text(status.reward, ""))
+    if len(ordered) > rows:
+        over = sum(status.outcome is not None for status in ordered)
+        table.add_row(f"… {len(ordered) - rows} more", "", f"{over} of {len(ordered)} over", "", "", "", style="dim")
     return table
 
 
-def result_table(trajectories: Sequence[Trajectory]) -> Table:
+def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) -> Table:
     """What came out, one row a session."""
-    columns = [("session", "left"), ("harness", "left"), ("outcome", "left"), ("reward", "right"), ("turns", "right"), ("traces", "right")]
-    table = _table(*columns, ("sampled", "right"), ("trainable", "right"), ("merged", "right"))
+    table = _table(NAMES, FIGURES, narrow=narrow)
+    length = _distinct([each.session_id for each in trajectories]) if narrow else None
     for trajectory in trajectories:
-        reward = "–" if trajectory.reward is None else f"{trajectory.reward:g}"
         table.add_row(
-            trajectory.session_id,
-            trajectory.harness,
+            trajectory.session_id[:length],
+            harmless(trajectory.harness),
             outcome_text(trajectory.outcome.status),
-            reward,
+            reward_text(trajectory.reward),
             str(len(trajectory.turns)),
             str(len(trajectory.traces)),
             str(sampled_tokens(trajectory)),
@@ -51,6 +61,11 @@ def result_table(trajectories: Sequence[Trajectory]) -> Table:
 def outcome_text(status: str) -> Text:
     """An outcome in its colour."""
     return Text(status, style=OUTCOME_STYLE.get(status, ""))
+
+
+def reward_text(reward: float | None, none: str = "–") -> str:
+    """A reward in few digits."""
+    return none if reward is None else f"{reward:g}"
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
@@ -77,8 +92,31 @@ def summary(trajectories: Sequence[Trajectory]) -> str:
     return f"{len(trajectories)} sessions, {rewarded} rewarded; {turns} turns in {rows} training sequences; {trainable} of {sampled} sampled tokens trainable"
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in columns:
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
+    """Why sessions did not complete: each reason once, with how many it ended and, for one that failed, the harness's last line."""
+    counted = Counter((each.outcome.status, _why(each)) for each in trajectories if each.outcome.status != "completed")
+    return [Text(f"{count} × {status}: {why}", style=OUTCOME_STYLE.get(status, "")) for (status, why), count in counted.most_common()]
+
+
+def _why(trajectory: Trajectory) -> str:
+    outcome = trajectory.outcome
+    whose = outcome.boundary or outcome.clock
+    last_words = (outcome.log_tail or "").strip().rpartition("\n")[2] if outcome.status == "failed" else ""
+    said = [f"({whose})" if whose else "", outcome.reason or "no reason was given", f"· its last line: {last_words}" if last_words else ""]
+    return harmless(" ".join(filter(None, said)))
+
+
+def _distinct(ids: Sequence[str]) -> int:
+    """How many characters tell these ids apart."""
+    longest = max(map(len, ids), default=SHORT_ID)
+    return next((length for length in range(SHORT_ID, longest) if len({each[:length] for each in ids}) == len(set(ids))), longest)
+
+
+def _table(names: Sequence[str], figures: Sequence[str], *, narrow: bool) -> Table:
+    """Names to the left, figures to the right. The narrow one has headers of two lines, one blank between columns, and folds names."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=not narrow or name == "session")
+    for name in figures:
+        table.add_column(name.replace(" ", "\n") if narrow else name, justify="right", no_wrap=True)
     return table

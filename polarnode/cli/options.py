@@ -1,0 +1,83 @@
+"""The options several verbs share, and the node's config as they, the environment and the file say it."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from polarnode.config import NodeConfig, parse_gpus, read_config
+from polarnode.conversation import Json
+from polarnode.errors import ConfigError, boundary
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_URL = "http://127.0.0.1:8080"
+NOT_SETTINGS = ("config_file", "gpus", "import_paths")  # said in another form than the config's own
+
+
+def task_file() -> click.Path:
+    """A file that is there."""
+    return click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def node_options(command: Command) -> Command:
+    """The settings of a node that can be given as flags; all of them can stand in the file or the environment as well."""
+    options = [
+        click.option("--config", "config_file", type=task_file(), help="Settings as TOML; docs/api.md lists them all."),
+        click.option("--gpus", help="GPUs to use: 0-7, 0, 0,2. One engine per GPU, or per --tp of them."),
+        click.option("--cpu", is_flag=True, default=None, help="Run the engine on the CPU (for the embedded tiny model, demos and tests)."),
+        click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
+        click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
+        click.option("--context-length", type=int, help="Tokens a prompt and its answer may have. [default: the checkpoint's]"),
+        click.option("--run-limit", type=int, help="Harnesses running at once. [default: 64]"),
+        click.option("--base-image", help="Public Debian image to build runtimes on. [default: one that can be had, else built here]"),
+        click.option("--allow-import", "import_paths", multiple=True, help="Module prefix tasks may name code from; repeatable."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def node_address(command: Command) -> Command:
+    """How a verb finds a node that serves."""
+    url = click.option("--url", default=DEFAULT_URL, envvar="POLARNODE_URL", show_default=True, show_envvar=True, help="The node's control plane.")
+    token = click.option("--token", envvar="POLARNODE_TOKEN", show_envvar=True, help="Bearer token.")
+    return url(token(command))
+
+
+def given_settings(ctx: click.Context, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A verb's settings over those said before the verb: `polarnode --cpu run task.toml` means what it looks like."""
+    before = ctx.parent
+    said = {} if before is None else {name: value for name, value in before.params.items() if _was_given(before, name)}
+    return {**said, **{name: value for name, value in given.items() if value not in (None, ())}}
+
+
+def _was_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def config_of(given: Mapping[str, Any]) -> NodeConfig:
+    """The node's config from flags, POLARNODE_* variables and the file, in that order of weight."""
+    flags: dict[str, Json] = {name: value for name, value in given.items() if name not in NOT_SETTINGS and value is not None}
+    if given.get("gpus") is not None:
+        flags = {"cpu": False, **flags, "gpus": parse_gpus(given["gpus"])}  # each of the two takes back the other of a weaker source
+    elif given.get("cpu"):
+        flags["gpus"] = []
+    if given.get("import_paths"):
+        flags["import_paths"] = list(given["import_paths"])
+    return read_config(toml=_toml(given.get("config_file")), environment=os.environ, flags=flags)
+
+
+def _toml(file: Path | None) -> str | None:
+    with boundary(ConfigError, f"{file} can not be read"):
+        return None if file is None else file.read_text()
+
+
+def node_serving(given: Mapping[str, Any], *, hint: str) -> NodeConfig:
+    """The config of a node that is to start: it must say where the model runs."""
+    config = config_of(given)
+    if not config.cpu and not config.gpus:
+        raise click.UsageError(f"say where the model runs: --gpus 0-7, --gpus 0, or --cpu, such as: {hint}")
+    return config
