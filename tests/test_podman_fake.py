@@ -1,7 +1,7 @@
 """The runtime in memory keeps the contract of a runtime, so that tests of sessions on it mean something."""
 
 import pytest
-from fakes_runtime import CONTRACT, KILLED, Call, MemoryRuntime, MemoryRuntimes
+from fakes_runtime import CONTRACT, KILLED, Call, MemoryRuntime, MemoryRuntimes, at_once
 
 from polarnode.errors import RuntimeFault
 from polarnode.ports import Runtime
@@ -16,11 +16,11 @@ async def test_the_fake_keeps_the_contract(assertions) -> None:  # type: ignore[
 
 
 async def test_the_fake_is_a_runtime_and_can_be_given_programs() -> None:
-    async def harness(call: Call) -> int:
+    def harness(call: Call) -> int:
         call.stdout += call.env["KEY"].encode()
         return 7
 
-    runtimes = MemoryRuntimes(programs={"pi": harness})
+    runtimes = MemoryRuntimes(programs={"pi": at_once(harness)})
     async with runtimes.open(RuntimeSpec(), session_id="s", lifetime_s=1.0) as runtime:
         as_port: Runtime = runtime
         ended = await as_port.run(["pi"], env={"KEY": "k"})

@@ -88,7 +88,8 @@ async def test_teardown_reaches_podman_although_everything_is_cancelled(podman: 
         assert again.statistics().swept == 0, "nothing was left"
 
 
-def unstartable(folder: Path, program: str) -> Service:
+def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Service:
+    monkeypatch.setattr("polarnode.shell.podman.store.MEMORY_FOLDERS", ())  # so that all of it is in the test's own folder
     store = store_at(folder / "state")
     make_folders(store)
     script = folder / "podman"
@@ -97,8 +98,8 @@ def unstartable(folder: Path, program: str) -> Service:
     return Service(script, store, store.sockets / "x.sock")
 
 
-async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
-    service = unstartable(tmp_path, "echo the reason >&2; exit 3")
+async def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = unstartable(tmp_path, "echo the reason >&2; exit 3", monkeypatch)
     with pytest.raises(RuntimeFault, match="the reason"):
         async with open_background(service.run):
             raise AssertionError("it never came up")
@@ -138,9 +139,10 @@ async def test_a_background_tasks_error_is_itself_and_ends_the_block() -> None:
 
 async def test_a_bug_comes_out_as_a_group() -> None:
     async def service(ready: trio.Event) -> None:
+        await trio.lowlevel.checkpoint()
         raise ZeroDivisionError
 
-    with pytest.raises(BaseExceptionGroup):
+    with pytest.RaisesGroup(ZeroDivisionError):
         async with open_background(service):
             await trio.sleep_forever()
 

@@ -4,12 +4,13 @@ Which was taken is said aloud. Nothing here names a host: the public image is as
 registries.conf resolves or does not, and the archive is the one this machine's apt uses.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import trio
 
-from polarnode.errors import RuntimeFault
+from polarnode.errors import RuntimeFault, boundary
 from polarnode.shell.podman.recipes import PREFIX
 from polarnode.shell.podman.store import Store
 from polarnode.shell.podman.tools import Tools
@@ -57,6 +58,8 @@ async def _pulled(tools: Tools, say: Callable[[str], None]) -> bool:
 
 
 async def _build(tools: Tools, store: Store, say: Callable[[str], None]) -> None:
+    if shutil.which("mmdebstrap", path=store.environment()["PATH"]) is None:
+        raise RuntimeFault("no Debian to build images on: apt-get install mmdebstrap, or give --base-image one that can be pulled")
     suite, lines = await _archive(tools)
     say(f"building a {suite} base from this machine's Debian archive (half a minute, minutes on a busy machine)")
     tar = store.state_dir / "tmp" / "debian.tar"
@@ -71,9 +74,10 @@ async def _build(tools: Tools, store: Store, say: Callable[[str], None]) -> None
 async def _archive(tools: Tools) -> tuple[str, list[str]]:
     """This machine's suite, and its archive as lines of a sources.list; third parties' archives are left out."""
     suite = _codename()
-    told = await trio.run_process(
-        ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"], capture_stdout=True, env=tools.store.environment()
-    )
+    with boundary(RuntimeFault, "apt does not say where this machine's packages come from"):
+        told = await trio.run_process(
+            ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"], capture_stdout=True, env=tools.store.environment()
+        )
     return suite, archive_lines(told.stdout.decode(), suite)
 
 

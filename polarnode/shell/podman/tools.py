@@ -7,7 +7,7 @@ from pathlib import Path
 import trio
 from attrs import frozen
 
-from polarnode.errors import RuntimeFault
+from polarnode.errors import RuntimeFault, boundary
 from polarnode.shell.podman.store import Store
 from polarnode.shell.processes import open_process_group
 
@@ -51,8 +51,9 @@ class Tools:
             sink.write(f"\n$ {' '.join(argv)}\n".encode())
             sink.flush()
             started = sink.tell()
-            async with open_process_group(argv, env=self.store.environment(), stdout=sink) as process:
-                exit_code = await process.wait()
+            with boundary(RuntimeFault, what):
+                async with open_process_group(argv, env=self.store.environment(), stdout=sink) as process:
+                    exit_code = await process.wait()
         if exit_code != 0:
             raise RuntimeFault(f"{what} failed with exit code {exit_code}, see {self.log}: {self._last_words(started)}")
 
