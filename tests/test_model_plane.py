@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -18,6 +19,7 @@ from tokens_kit import model
 
 from polarnode.conversation import Sampling
 from polarnode.errors import EngineError
+from polarnode.ports import Chunk, GenerateOrder
 from polarnode.web import model_plane
 from polarnode.web.model import INLINE_CHARS
 from polarnode.web.model_call import OUTBOX
@@ -504,6 +506,32 @@ async def test_a_session_that_closes_cuts_its_streams_and_answers_its_waiting(au
     assert streamed.status == 200
     assert not streamed.whole
     assert (whole.status, whole.whole) == (410, True)
+
+
+async def test_a_cut_turn_is_recorded_before_the_engine_is_waited_for(autojump_clock: trio.testing.MockClock) -> None:
+    @define(eq=False)
+    class SlowToAbort(HandEngine):
+        @asynccontextmanager
+        async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
+            async with HandEngine.generate(self, order) as chunks:
+                try:
+                    yield chunks
+                finally:
+                    with trio.move_on_after(3, shield=True):
+                        await trio.sleep_forever()
+
+    engine = SlowToAbort()
+    here = stage(engine)
+    asgi = Asgi()
+    engine.give("Half a ")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(asgi.request, here.app, CHAT, chat_body(stream=True))
+        await trio.sleep(0.5)
+        asgi.leave()
+        await trio.sleep(0.5)
+        assert [turn.state for turn in here.turns] == ["partial"]
+        assert engine.running == 1
+    assert (engine.running, trio.current_time()) == (0, 3.5)
 
 
 # ── what reaches the engine ───────────────────────────────────────────────────
