@@ -25,6 +25,7 @@ from polarnode.shell.podman.tools import Tools
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 RECIPE_LABEL = "polarnode.recipe"
+LAYERS_KEPT = "24h"  # of what no image needs any more: builders, which make the next recipe quicker, and images that were replaced
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
 
 
@@ -77,6 +78,7 @@ class _Builder:
                 await self._remove_unfinished()
                 for recipe in await self._missing(ordered):  # asked again: another node may have built them while we waited
                     await self._build(recipe)
+                await self.tools.do("removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}")
 
     async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
         told = await self.tools.ask("images", "--filter", f"label={RECIPE_LABEL}", "--format", "json")
