@@ -8,6 +8,7 @@ import re
 from contextlib import suppress
 from typing import Self
 
+import numpy
 import trio
 from attrs import define, field
 
@@ -26,10 +27,9 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -
         raise EngineError(f"request id {order.request_id!r} is not 32 hex digits: the engine matches aborts by prefix", retryable=False)
     if not order.prompt:
         raise EngineError("the prompt is empty: give at least one token id", retryable=False)
-    if not (min(order.prompt) >= 0 and max(order.prompt) < vocab_size):
-        raise EngineError(
-            f"the prompt has token ids from {min(order.prompt)} to {max(order.prompt)}, this model knows 0 to {vocab_size - 1}", retryable=False
-        )
+    prompt = numpy.frombuffer(order.prompt, dtype=numpy.int32)  # a Python min over 375 000 ids holds the loop for 15 ms
+    if not (prompt.min() >= 0 and prompt.max() < vocab_size):
+        raise EngineError(f"the prompt has token ids from {prompt.min()} to {prompt.max()}, this model knows 0 to {vocab_size - 1}", retryable=False)
     if len(order.prompt) >= context_length:
         raise ContextTooLong(prompt_tokens=len(order.prompt), limit=context_length)
     if order.sampling.max_tokens is not None and order.sampling.max_tokens < 1:
