@@ -31,7 +31,7 @@ def examine(config: NodeConfig) -> int:
         show(console, finding)
         faults += not finding.ok
     if faults:
-        console.print(f"\n{faults} things stand in the way: do what the arrows say, then run polarnode doctor again", style="red")
+        console.print(f"\n{faults} of these in the way (✗): do what the arrows say, then run polarnode doctor again", style="red")
     else:
         console.print(f"\na node starts here; try: polarnode run {'--gpus 0' if config.gpus else '--cpu'} examples/demo/pi.toml", style="green")
     return int(faults > 0)
@@ -116,7 +116,7 @@ def model(path: Path) -> Iterator[Finding]:
     try:
         loaded = load_model(path)
     except ModelError as error:
-        yield Finding(name="model", ok=False, what=str(error), remedy="name a folder with a Hugging Face checkpoint with --model")
+        yield Finding(name="model", ok=False, what=str(error), remedy="give --model another folder, or leave it out for the embedded model")
         return
     known = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
     size = loaded.tokenizer.vocab_size

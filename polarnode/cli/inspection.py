@@ -47,7 +47,10 @@ def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[Row]]:
 
 def _lines(file: Path) -> Iterator[Row]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        value = wire.read_json(line) if line.strip() else {}
+        try:
+            value = wire.read_json(line)
+        except Refused as refused:
+            raise Refused(f"line {number} of {file}: {refused}") from refused
         if not isinstance(value, dict):
             raise Refused(f"line {number} of {file} is no trajectory: name a trajectories.jsonl")
         yield value

@@ -25,7 +25,8 @@ def open_console(*, stderr: bool = False) -> Console:
 def fitted(console: Console, make: Callable[[bool], Table]) -> Table:
     """`make(False)`, the whole table; `make(True)`, the narrow one, where the console has no room for the whole."""
     whole = make(False)
-    return whole if console.measure(whole).maximum <= console.width else make(True)
+    asked = console.measure(whole, options=console.options.update_width(PLAIN_WIDTH)).maximum  # measured at its own width it is never too wide
+    return whole if asked <= console.width else make(True)
 
 
 def harmless(text: str) -> str:
