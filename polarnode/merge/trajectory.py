@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve, field, frozen
 
 from polarnode.conversation import Json
-from polarnode.errors import LawBroken, PolarnodeError
+from polarnode.errors import LawBroken, PolarnodeError, Refused, boundary
 from polarnode.merge.builders import build
 from polarnode.merge.checks import check
 from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
@@ -42,14 +42,21 @@ class Result:
 
 def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()) -> Trajectory:
     """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record."""
-    outcome, built, counts = result.outcome, Built(traces=(), left_out=()), {}
+    whose = LawBroken if spec.builder.import_path is None else Refused
     try:
-        built = build(spec.builder, turns, allowed_imports=allowed_imports)
-        counts = _counts(turns, built)
+        with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
+            built = build(spec.builder, turns, allowed_imports=allowed_imports)
+            return _trajectory(identity, spec, turns, result, built=built, counts=_counts(turns, built))
     except PolarnodeError as error:
-        outcome = evolve(outcome, status="error", boundary=error.boundary, reason=str(error))
-        built = Built(traces=(), left_out=tuple(LeftOut(turn=turn.index, reason=error.boundary) for turn in turns))
-    return _trajectory(identity, spec, turns, result, outcome=outcome, built=built, counts=counts)
+        outcome = evolve(result.outcome, status="error", boundary=error.boundary, reason=str(error))
+        return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
+
+
+def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result) -> Trajectory:
+    """The record alone: every turn is there, and left out for the reason its outcome names."""
+    reason = result.outcome.boundary or result.outcome.status
+    left_out = tuple(LeftOut(turn=turn.index, reason=reason) for turn in turns)
+    return _trajectory(identity, spec, turns, result, built=Built(traces=(), left_out=left_out), counts={})
 
 
 def _counts(turns: Sequence[Turn], built: Built) -> dict[str, Json]:
@@ -57,9 +64,7 @@ def _counts(turns: Sequence[Turn], built: Built) -> dict[str, Json]:
     return {"sampled_tokens": counted.sampled, "trainable_tokens": counted.trainable, "turns": counted.turns, "traces": counted.traces}
 
 
-def _trajectory(
-    identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, outcome: Outcome, built: Built, counts: Mapping[str, Json]
-) -> Trajectory:
+def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, built: Built, counts: Mapping[str, Json]) -> Trajectory:
     reward = result.verdict.reward if result.verdict is not None else None
     verdict_metrics: Mapping[str, Json] = result.verdict.metrics if result.verdict is not None else {}
     evaluation: dict[str, Json] = {"evaluation": dict(verdict_metrics)} if verdict_metrics else {}
@@ -68,7 +73,7 @@ def _trajectory(
         task_id=identity.task_id,
         group_id=identity.group_id,
         sample_index=identity.sample_index,
-        outcome=outcome,
+        outcome=result.outcome,
         reward=reward,
         traces=tuple(evolve(trace, reward=reward) for trace in built.traces),
         turns=tuple(turns),

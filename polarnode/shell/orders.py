@@ -1,19 +1,23 @@
-"""What a session is given: who it is, what it is to do, and what its node offers it."""
+"""What a session is given: who it is, what it is to do, and what its node offers it.
+
+The rule for whoever edits it: what a harness is told is made in `harness_order` alone, so that what a task was admitted with is what will run.
+"""
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from socket import socket
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from polarnode.evaluators.evaluator import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.trajectory import Identity
+from polarnode.ports import Endpoint, HarnessOrder
 from polarnode.records import Trajectory
 from polarnode.shell.gates import Gate
 from polarnode.shell.podman import Runtimes
-from polarnode.tasks import TaskSpec
+from polarnode.tasks import RuntimeSpec, TaskSpec
 
 
 @frozen(kw_only=True)
@@ -24,6 +28,26 @@ class SessionOrder:
     spec: TaskSpec
     harness: Harness
     evaluator: Evaluator
+
+    @property
+    def runtime(self) -> RuntimeSpec:
+        """The task's runtime, with the harness's own image where the task left the choice."""
+        spec = self.spec.runtime
+        return evolve(spec, image=self.harness.image) if spec.image == "agent" else spec
+
+
+def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str) -> HarnessOrder:
+    """A task as its harness module reads it."""
+    return HarnessOrder(
+        instruction=spec.instruction,
+        endpoint=endpoint,
+        workdir=workdir,
+        home=home,
+        model_name=spec.harness.model_name,
+        settings=spec.harness.settings,
+        env={**spec.runtime.env, **spec.harness.env},
+        command=spec.harness.command,
+    )
 
 
 @frozen(kw_only=True)

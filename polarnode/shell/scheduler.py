@@ -1,9 +1,10 @@
 """Who may start, who is live, which key is whose: tasks become sessions here.
 
-The only holder of a nursery it did not open: the node hands it the sessions' nursery, and every session runs there as `run_recorded`, which
-never raises but for a bug. Submitting is synchronous, so a task is either taken whole or not at all.
+The only holder of a nursery it did not open: the node hands it the sessions' nursery, and every session runs there as `run_recorded`, out of
+which nothing comes but the node's own end. Submitting is synchronous, so a task is either taken whole or not at all.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -12,16 +13,18 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.errors import Refused
-from polarnode.evaluators import registry as evaluators
-from polarnode.harnesses import registry as harnesses
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Trajectory, Turn
+from polarnode.shell.admission import admitted
+from polarnode.shell.demand import Demand
 from polarnode.shell.gates import GateStatistics
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.shell.orders import House, SessionOrder
 from polarnode.shell.session import Phase, Session
 from polarnode.tasks import RuntimeSpec, TaskSpec
+
+logger = logging.getLogger(__name__)
 
 KEPT_ENDED = 10_000  # ended sessions still listed in status: about 1 kB each
 SESSION_ID_BYTES = 8  # 64 random bits: no two sessions of a lifetime of journals collide
@@ -85,13 +88,18 @@ class Scheduler:
     warm: int
     stopping: bool = field(default=False, init=False)
     _emptied: trio.Event = field(factory=trio.Event, init=False)  # set when the last session of a stopping node is over
+    _demand: Demand = field(init=False)
     _sessions: dict[str, Session] = field(factory=dict, init=False)
     _ended: dict[str, SessionStatus] = field(factory=dict, init=False)
+
+    @_demand.default
+    def _make_demand(self) -> Demand:
+        return Demand(self.want, self.warm)
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     def submit(self, spec: TaskSpec, *, idempotency_key: str | None = None) -> tuple[str, tuple[str, ...]]:
-        """Take a task: (task_id, session_ids). Raises Refused when its harness or evaluator can not be, or when the node is stopping."""
+        """Take a task: (task_id, session_ids). Refused when something it names can not be had or set so, or when the node is stopping."""
         if self.stopping:
             raise Refused("this node is stopping and takes no new tasks: submit to another, or again later")
         orders = self._orders(spec)
@@ -99,13 +107,15 @@ class Scheduler:
         session_ids = tuple(order.identity.session_id for order in orders)
         self.record.task_submitted(spec, task_id=task_id, session_ids=session_ids, idempotency_key=idempotency_key)
         for order in orders:
+            self.record.session_started(order.identity)
+        self._demand.expect(session_ids, orders[0].runtime)
+        for order in orders:
             self._start(order)
-        self._demand(self._sessions[session_ids[0]].runtime_spec())
         return task_id, session_ids
 
     def _orders(self, spec: TaskSpec) -> tuple[SessionOrder, ...]:
-        harness = harnesses.find(spec.harness, allowed_imports=self.house.allowed_imports)
-        evaluator = evaluators.find(spec.evaluator, allowed_imports=self.house.allowed_imports)
+        house, model = self.house, self.who.model
+        found = admitted(spec, model=model, context_length=house.context_length, allowed_imports=house.allowed_imports)
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
         return tuple(
             SessionOrder(
@@ -114,14 +124,14 @@ class Scheduler:
                     task_id=task_id,
                     group_id=spec.group_id or task_id,
                     sample_index=index,
-                    harness=harness.name,
-                    harness_version=harness.version,
-                    model=self.who.model,
+                    harness=found.harness.name,
+                    harness_version=found.harness.version,
+                    model=model,
                     node=self.who.node,
                 ),
                 spec=spec,
-                harness=harness,
-                evaluator=evaluator,
+                harness=found.harness,
+                evaluator=found.evaluator,
             )
             for index in range(spec.num_samples)
         )
@@ -138,12 +148,12 @@ class Scheduler:
     def _start(self, order: SessionOrder) -> None:
         session = Session(order=order, live=self._live(order), house=self.house, on_phase=self._phase_changed)
         self._sessions[order.identity.session_id] = session
-        self.record.session_started(order.identity)
+        self.lives.add(session.live)
         self.nursery.start_soon(self._run, session, name=f"session {order.identity.session_id}")
 
     def _live(self, order: SessionOrder) -> LiveSession:
         session_id = order.identity.session_id
-        live = LiveSession(
+        return LiveSession(
             session_id=session_id,
             key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
             lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32)),
@@ -151,15 +161,18 @@ class Scheduler:
             budgets=order.spec.budgets,
             record=self.record.turn,
         )
-        self.lives.add(live)
-        return live
 
     async def _run(self, session: Session) -> None:
+        session_id = session.order.identity.session_id
         try:
             await session.run_recorded()
+        except Exception:  # the isolation edge: not even a session that can not be published ends its siblings
+            logger.exception("session %s was not published: its turns are in the journal, where the node's next start finds it", session_id)
+            self._ended[session_id] = evolve(_status(session, None), phase="ended", outcome="error")
         finally:
             self.lives.remove(session.live)
-            del self._sessions[session.order.identity.session_id]
+            self._demand.served(session_id)
+            del self._sessions[session_id]
             if self.stopping and not self._sessions:
                 self._emptied.set()
 
@@ -168,13 +181,8 @@ class Scheduler:
             self._ended[session.order.identity.session_id] = _status(session, published)
             if len(self._ended) > KEPT_ENDED:
                 del self._ended[next(iter(self._ended))]
-        elif session.phase == "run":
-            self._demand(session.runtime_spec())
-
-    def _demand(self, shape: RuntimeSpec) -> None:
-        """Keep warm what is about to be asked for, and no more."""
-        coming = sum(session.phase == "init" and session.runtime_spec() == shape for session in self._sessions.values())
-        self.want(shape, min(self.warm, coming))
+        if session.phase not in ("init", "ended"):
+            self._demand.served(session.order.identity.session_id)
 
     # ── the end, and a look ───────────────────────────────────────────────────
 

@@ -1,14 +1,15 @@
 """One rollout, phase by phase: INIT, READY, RUN, POST, teardown.
 
 Each phase has its own clock, and what ends one phase never ends the next: a harness out of time goes on to POST with every turn it made, and
-a trainer's cancel reaches all but POST. Nothing leaves `run_recorded` but a bug: a bad session is data. Rule for whoever edits this file: the
-last act is the synchronous `publish`, so that there is no moment in which a finished rollout can be lost.
+a trainer's cancel reaches all but POST. Nothing leaves `run_recorded`: a bad session is data, and a bug in one is no other's. Rule for whoever
+edits this file: the last act is the synchronous `publish`, so that there is no moment in which a finished rollout can be lost.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from os import SEEK_END
 from pathlib import Path
 from typing import Literal
 
@@ -16,18 +17,20 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.errors import PolarnodeError, RuntimeFault
-from polarnode.merge.trajectory import Result, assemble
-from polarnode.ports import Endpoint, HarnessOrder
-from polarnode.records import Outcome, Timing, Trajectory, Verdict
+from polarnode.merge.trajectory import Result, assemble, without_traces
+from polarnode.ports import Endpoint
+from polarnode.records import Outcome, Timing, Trajectory
 from polarnode.shell import workspace
+from polarnode.shell.evaluation import evaluated
+from polarnode.shell.gates import Gate
 from polarnode.shell.live import LiveSession
-from polarnode.shell.orders import House, SessionOrder
+from polarnode.shell.orders import House, SessionOrder, harness_order
 from polarnode.shell.podman import PodmanRuntime
-from polarnode.tasks import RuntimeSpec
 
 logger = logging.getLogger(__name__)
 
 INIT_ATTEMPTS = 2  # a container that fails twice in a row fails for a reason that a third would meet again
+READY_S = 6 * 3600.0  # of a container's life for waiting in READY: several whole run budgets; one that waited longer gives way to a fresh one
 SPENT_GRACE = 10.0  # seconds a harness has to end by itself once its budget is refused: mini retries a refusal for minutes
 LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
 LOG_TAIL = 2000  # characters of it shown in the outcome: a traceback's end
@@ -50,26 +53,35 @@ class Session:
     _timing: Timing = field(factory=Timing, init=False)
 
     def cancel(self) -> None:
-        """End the session with what it has: a run goes on to its traces, a waiting one is over."""
+        """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run is over is judged as ever."""
         self.cancelled = True
         if self._stoppable is not None:
             self._stoppable.cancel()
 
     async def run_recorded(self) -> None:
-        """The whole rollout. Whatever happened is published; only a bug of ours is logged as an error besides."""
+        """The whole rollout. Whatever happened is published; a bug of ours is logged besides, and reaches no sibling."""
         try:
             result = await self._result()
         except PolarnodeError as error:
             result = Result(outcome=_fault(error))
         except Exception as error:  # the isolation edge of trio.md P7: one session's bug never cancels its siblings
-            logger.exception("session %s met a bug", self.order.identity.session_id)
-            result = Result(outcome=Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}"))
+            result = self._bug(error)
         await self.live.close()
-        self._publish(result)
+        try:
+            self._publish(result)
+        except Exception as error:  # the same edge: what can not be built or packed costs its traces, not the record
+            self._hand_over(without_traces(self.order.identity, self.order.spec, self.live.lineages.turns, self._bug(error)))
+
+    def _bug(self, error: Exception) -> Result:
+        logger.exception("session %s met a bug", self.order.identity.session_id)
+        return Result(outcome=Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}"), timing=self._timing)
 
     def _publish(self, result: Result) -> None:
         timed = evolve(result, timing=self._timing, metrics={**result.metrics, **self.live.metrics()})
-        trajectory = assemble(self.order.identity, self.order.spec, self.live.lineages.turns, timed, allowed_imports=self.house.allowed_imports)
+        turns, allowed = self.live.lineages.turns, self.house.allowed_imports
+        self._hand_over(assemble(self.order.identity, self.order.spec, turns, timed, allowed_imports=allowed))
+
+    def _hand_over(self, trajectory: Trajectory) -> None:
         self.house.publish(trajectory)
         self._enter("ended", trajectory)
 
@@ -80,159 +92,149 @@ class Session:
     async def _result(self) -> Result:
         result: Result | None = None
         with self._stoppable_scope() as scope:
-            await self.house.ensure_image(self.runtime_spec().image)
-            async with self.house.stages.live.slot(priority=self.order.spec.priority):
+            await self.house.ensure_image(self.order.runtime.image)
+            async with self._slot(self.house.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
 
     def _stopped(self) -> Outcome:
         if self.cancelled:
             return Outcome(status="cancelled", reason=f"cancelled in {self.phase}")
-        return Outcome(status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s} s")
+        return Outcome(status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s:g} s")
 
     # ── INIT and READY ────────────────────────────────────────────────────────
 
     async def _attempts(self, scope: trio.CancelScope) -> Result:
         ended = await self._in_runtime(scope)
         for _ in range(INIT_ATTEMPTS - 1):
-            if not isinstance(ended, RuntimeFault) or self.phase != "init":
+            if not isinstance(ended, RuntimeFault) or self.phase not in ("init", "ready"):
                 break
             logger.warning("session %s: its runtime failed, trying a fresh one: %s", self.order.identity.session_id, ended)
+            self._enter("init")
             ended = await self._in_runtime(scope)
         return Result(outcome=_fault(ended)) if isinstance(ended, PolarnodeError) else ended
 
     async def _in_runtime(self, scope: trio.CancelScope) -> Result | PolarnodeError:
         """One runtime from start to removal. Errors come out as values: raised, the nurseries on the way would wrap them in groups."""
-        async with AsyncExitStack() as init_slot:
-            await init_slot.enter_async_context(self.house.stages.init.slot(priority=self.order.spec.priority))
-            started = trio.current_time()
-            scope.deadline = min(scope.deadline, started + self.order.spec.budgets.init_s)
+        async with AsyncExitStack() as init:
+            await init.enter_async_context(self._init_stage(scope))
+            expires = trio.current_time() + self._lifetime_s()
             try:
                 async with self._open_runtime() as runtime:
-                    return await self._inside(runtime, scope, init_slot, started)
+                    return await self._inside(runtime, init, expires)
             except RuntimeFault as fault:
                 return fault
 
-    async def _inside(self, runtime: PodmanRuntime, scope: trio.CancelScope, init_slot: AsyncExitStack, started: float) -> Result | PolarnodeError:
+    @asynccontextmanager
+    async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
+        """A place in INIT with its budget running: one budget for all attempts; waiting for the place is free."""
+        async with self._slot(self.house.stages.init):
+            scope.deadline = trio.current_time() + self.order.spec.budgets.init_s - self._timing.init_s
+            try:
+                with self._timed("init_s"):
+                    yield
+            finally:
+                scope.deadline = math.inf
+
+    async def _inside(self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float) -> Result | PolarnodeError:
         try:
             async with self.house.serve_door(self.order.identity.session_id, runtime.door):
-                outcome = await self._prepared_and_run(runtime, scope, init_slot, started)
-            return outcome if isinstance(outcome, PolarnodeError) else await self._post(runtime, outcome)
+                ran = await self._prepared_and_run(runtime, init, expires)
         except PolarnodeError as error:
             return error
+        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran)
 
-    async def _prepared_and_run(
-        self, runtime: PodmanRuntime, scope: trio.CancelScope, init_slot: AsyncExitStack, started: float
-    ) -> Outcome | PolarnodeError:
+    async def _prepared_and_run(self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float) -> Outcome | PolarnodeError:
         try:
-            await workspace.prepare(runtime, self.order.spec.runtime)
-            await init_slot.aclose()
-            scope.deadline = math.inf
-            self._timing = evolve(self._timing, init_s=trio.current_time() - started)
-            return await self._ready_and_run(runtime)
+            await workspace.prepare(runtime, self.order.runtime)
+            await init.aclose()
+            return await self._ready_and_run(runtime, expires)
         except PolarnodeError as error:
             return error
 
     def _open_runtime(self) -> AbstractAsyncContextManager[PodmanRuntime]:
-        budgets = self.order.spec.budgets
-        lifetime = budgets.init_s + budgets.run_s + 2 * budgets.post_s + TEARDOWN_S
-        return self.house.runtimes.open(self.runtime_spec(), session_id=self.order.identity.session_id, lifetime_s=lifetime)
+        return self.house.runtimes.open(self.order.runtime, session_id=self.order.identity.session_id, lifetime_s=self._lifetime_s())
 
-    def runtime_spec(self) -> RuntimeSpec:
-        """The task's runtime, with the harness's own image where the task left the choice."""
-        spec = self.order.spec.runtime
-        return evolve(spec, image=self.order.harness.image) if spec.image == "agent" else spec
+    def _lifetime_s(self) -> float:
+        return self.order.spec.budgets.init_s + READY_S + self._needed_s()
 
-    async def _ready_and_run(self, runtime: PodmanRuntime) -> Outcome:
+    def _needed_s(self) -> float:
+        """What a container must still live for when its run begins."""
+        return self.order.spec.budgets.run_s + 2 * self.order.spec.budgets.post_s + TEARDOWN_S
+
+    async def _ready_and_run(self, runtime: PodmanRuntime, expires: float) -> Outcome:
         self._enter("ready")
-        waiting = trio.current_time()
-        async with self.house.stages.run.slot(priority=self.order.spec.priority):
+        async with AsyncExitStack() as run:
+            with self._timed("ready_s"):
+                await run.enter_async_context(self._slot(self.house.stages.run))
+            if not runtime.alive or trio.current_time() + self._needed_s() > expires:
+                raise RuntimeFault("the container ended, or grew too old for a whole run, while its session waited for a place to run")
             self._enter("run")
-            started = trio.current_time()
-            outcome = await self._run(runtime)
-        self._timing = evolve(self._timing, ready_s=started - waiting, run_s=trio.current_time() - started)
-        return outcome
+            with self._timed("run_s"):
+                return await self._run(runtime)
 
-    # ── RUN ───────────────────────────────────────────────────────────────────
+    # ── RUN and POST ──────────────────────────────────────────────────────────
 
     async def _run(self, runtime: PodmanRuntime) -> Outcome:
-        launch = self.order.harness.launch(self._harness_order(runtime))
         log = self.house.log_dir / f"{self.order.identity.session_id}.log"
-        exit_code: int | None = None
+        ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
             self.live.on_spent = lambda: _soon(clock)
-            await runtime.put(launch.files)
-            exit_code = await runtime.run_logged(launch.argv, env=launch.env, log=log, limit=LOG_LIMIT)
+            ended = await self._harness_ended(runtime, log)
         await self.live.close()
-        return self._outcome(exit_code, _tail(log))
+        return self._outcome(ended, _tail(log))
 
-    def _harness_order(self, runtime: PodmanRuntime) -> HarnessOrder:
-        spec = self.order.spec
+    async def _harness_ended(self, runtime: PodmanRuntime, log: Path) -> int | PolarnodeError:
+        """The harness's exit code. What fails meanwhile fails the run and not its turns, so it is a value."""
         endpoint = Endpoint(base_url=runtime.base_url, key=self.live.key, context_length=self.house.context_length, model=self.order.identity.model)
-        return HarnessOrder(
-            instruction=spec.instruction,
-            endpoint=endpoint,
-            workdir=runtime.workdir,
-            home=runtime.home,
-            model_name=spec.harness.model_name,
-            settings=spec.harness.settings,
-            env={**spec.runtime.env, **spec.harness.env},
-            command=spec.harness.command,
-        )
+        try:
+            launch = self.order.harness.launch(harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home))
+            await runtime.put(launch.files)
+            return await runtime.run_logged(launch.argv, env=launch.env, log=log, limit=LOG_LIMIT)
+        except PolarnodeError as error:
+            return error
 
-    def _outcome(self, exit_code: int | None, log_tail: str | None) -> Outcome:
-        budgets = self.order.spec.budgets
+    def _outcome(self, ended: int | PolarnodeError | None, log_tail: str | None) -> Outcome:
+        exit_code = ended if isinstance(ended, int) else None
         if self.cancelled:
             return Outcome(status="cancelled", exit_code=exit_code, reason="cancelled in run", log_tail=log_tail)
+        if isinstance(ended, PolarnodeError):
+            return evolve(_fault(ended), log_tail=log_tail)
         if self.live.spent_clock is not None:
             return Outcome(status="timeout", clock=self.live.spent_clock, exit_code=exit_code, reason="its budget is spent", log_tail=log_tail)
         if exit_code is None:
-            return Outcome(status="timeout", clock="run", reason=f"the harness ran {budgets.run_s} s and was ended", log_tail=log_tail)
+            reason = f"the harness ran {self.order.spec.budgets.run_s:g} s and was ended"
+            return Outcome(status="timeout", clock="run", reason=reason, log_tail=log_tail)
         if exit_code == 0:
             return Outcome(status="completed", exit_code=0)
         return Outcome(status="failed", exit_code=exit_code, reason=f"the harness ended with exit code {exit_code}", log_tail=log_tail)
 
-    # ── POST ──────────────────────────────────────────────────────────────────
-
     async def _post(self, runtime: PodmanRuntime, outcome: Outcome) -> Result:
-        if self.cancelled:
+        if outcome.status in ("cancelled", "error"):
             return Result(outcome=outcome)
         self._enter("post")
-        async with self.house.stages.post.slot(priority=self.order.spec.priority):
-            started = trio.current_time()
-            with trio.CancelScope(deadline=started + self.order.spec.budgets.post_s, shield=True) as clock:
-                result = await self._evaluated(runtime, outcome)
-            self._timing = evolve(self._timing, post_s=trio.current_time() - started)
-        if clock.cancelled_caught:
-            reason = f"the evaluator ran {self.order.spec.budgets.post_s} s and was ended"
-            return Result(outcome=evolve(outcome, status="error", clock="post", boundary="evaluator", reason=reason))
-        return result
+        async with self._slot(self.house.stages.post):
+            with self._timed("post_s"):
+                return await evaluated(self.order, runtime, outcome, self.live.lineages.turns, self._open_runtime)
 
-    async def _evaluated(self, runtime: PodmanRuntime, outcome: Outcome) -> Result:
+    # ── its scopes, places and times ──────────────────────────────────────────
+
+    def _slot(self, stage: Gate) -> AbstractAsyncContextManager[None]:
+        return stage.slot(priority=self.order.spec.priority)
+
+    @contextmanager
+    def _timed(self, phase: Literal["init_s", "ready_s", "run_s", "post_s"]) -> Iterator[None]:
+        started = trio.current_time()
         try:
-            await runtime.end_processes()
-            verdict = await self._verdict(runtime, outcome)
-        except PolarnodeError as error:
-            return Result(outcome=evolve(outcome, status="error", boundary=error.boundary, reason=str(error)))
-        except Exception as error:  # an evaluator named by import path is the user's code, and its bug is this session's data
-            return Result(outcome=evolve(outcome, status="error", boundary="evaluator", reason=f"{type(error).__name__}: {error}"))
-        return Result(outcome=outcome, verdict=verdict)
-
-    async def _verdict(self, runtime: PodmanRuntime, outcome: Outcome) -> Verdict:
-        spec = self.order.spec
-        async with AsyncExitStack() as stack:
-            judged = runtime
-            if spec.evaluator.fresh_runtime:
-                judged = await stack.enter_async_context(self._open_runtime())
-                await workspace.copy(runtime, judged)
-            await workspace.prepare_evaluation(judged, spec.runtime)
-            finished = workspace.finished(judged, outcome, self.live.lineages.turns, spec)
-            return workspace.checked(await self.order.evaluator.evaluate(finished))
+            yield
+        finally:
+            spent: float = getattr(self._timing, phase) + trio.current_time() - started
+            self._timing = evolve(self._timing, **{phase: spent})
 
     @contextmanager
     def _stoppable_scope(self) -> Iterator[trio.CancelScope]:
-        """A scope `cancel` reaches for as long as it is the innermost."""
+        """A scope `cancel` reaches until it is left, or another one is entered in it: then it reaches neither when that is left."""
         with trio.CancelScope() as scope:
             self._stoppable = scope
             if self.cancelled:
@@ -253,9 +255,11 @@ def _fault(error: PolarnodeError) -> Outcome:
 
 
 def _tail(log: Path) -> str | None:
-    """The end of a harness's log, read at once: it is bounded and on local disk."""
+    """The end of a harness's log, read at once: it is small and on local disk."""
     try:
-        text = log.read_bytes()[-4 * LOG_TAIL :].decode("utf-8", "replace")
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL))
+            text = file.read().decode("utf-8", "replace")
     except OSError:
         return None
     return text[-LOG_TAIL:] or None
