@@ -49,14 +49,15 @@ async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes
 
         async def long() -> None:
             with pytest.raises(RuntimeFault, match="exit code is lost") as info:
-                await runtime.run(["sh", "-c", "sleep 4; echo ended > /work/ended"])
+                await runtime.run(["sh", "-c", "echo up > /work/up; sleep 8; echo ended > /work/ended"])
             lost.append(info.value)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(long)
-            await trio.sleep(1.5)
-            os.kill(pid_of(runtimes), signal.SIGKILL)
             with trio.fail_after(120):
+                while not await runtime.read("/work/up"):
+                    await trio.sleep(0.05)
+                os.kill(pid_of(runtimes), signal.SIGKILL)
                 while not runtimes.statistics().service_restarts:  # noqa: ASYNC110 (seen from outside)
                     await trio.sleep(0.05)
         assert lost

@@ -19,6 +19,7 @@ from polarnode.errors import RuntimeFault, boundary
 
 KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the sender
 KILL_S = 20.0  # seconds for the kernel to be done with killed processes; one in uninterruptible I/O takes as long as its disk
+PF_EXITING = 0x4  # of the flags in /proc/PID/stat (linux/sched.h)
 POLL = 0.02  # seconds between looks, only while a container is being cleared
 
 
@@ -32,8 +33,8 @@ class Inside:
     root: int
 
     def alive(self) -> bool:
-        """Whether the first process still runs."""
-        return not select.select([self.pidfd], [], [], 0)[0]
+        """Whether the first process still runs. One that is exiting does not: the kernel ends all the others before it is done with the first."""
+        return not select.select([self.pidfd], [], [], 0)[0] and not _exiting(self.pid)
 
     def members(self) -> list[int]:
         """Process ids (of the machine) in the container, but for the first and for zombies."""
@@ -95,6 +96,14 @@ def _namespace(pid: int) -> int | None:
         return os.stat(f"/proc/{pid}/ns/pid").st_ino
     except OSError:
         return None  # it ended while we looked
+
+
+def _exiting(pid: int) -> bool:
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & PF_EXITING)
 
 
 def _zombie(pid: int) -> bool:
