@@ -1,0 +1,31 @@
+"""Real engine, real Podman, real harnesses: one node that serves for all tests that leave it alive, and a folder for those that do not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from live_kit import ServingNode, serving, short_temporary
+
+from polarnode.shell.podman import default_state_dir, probe
+
+
+@pytest.fixture(scope="session")
+def podman_works() -> None:
+    findings = trio.run(probe, default_state_dir())
+    if not findings.ok:
+        pytest.skip(f"Podman can not start containers here: {findings.faults()}")
+
+
+@pytest.fixture(scope="session")
+def node(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
+    """A node shared by every test that leaves it as it was; warm runtimes and images are had once."""
+    with short_temporary() as temporary, serving(tmp_path_factory.mktemp("node") / "state", temporary) as shared:
+        yield shared
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder of a node's own, so that what is left in it is that node's."""
+    with short_temporary() as folder:
+        yield folder
