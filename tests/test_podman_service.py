@@ -55,7 +55,7 @@ async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes
         async with trio.open_nursery() as nursery:
             nursery.start_soon(long)
             with trio.fail_after(120):
-                while not await runtime.read("/work/up"):
+                while not await runtime.read("/work/up"):  # noqa: ASYNC110 (seen from outside)
                     await trio.sleep(0.05)
                 os.kill(pid_of(runtimes), signal.SIGKILL)
                 while not runtimes.statistics().service_restarts:  # noqa: ASYNC110 (seen from outside)
