@@ -77,7 +77,10 @@ class Service:
         service = [str(self.podman), "--log-level", "error", "system", "service", "--time", "0", f"unix://{self.socket}"]
         argv = ["sh", "-c", f"exec 3<&0; {WATCHED}", "sh", *service]
         env = self.store.environment()
-        self._process = await trio.lowlevel.open_process(argv, stdin=alive, stdout=log, stderr=log, env=env, start_new_session=True)
+        # conmon 2.1 leaves a file `oom` in the folder it was started from whenever a container meets its memory limit
+        self._process = await trio.lowlevel.open_process(
+            argv, stdin=alive, stdout=log, stderr=log, env=env, cwd=self.store.run_dir, start_new_session=True
+        )
 
     async def _wait_answering(self) -> None:
         with trio.move_on_after(START_S):
