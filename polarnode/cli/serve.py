@@ -11,12 +11,14 @@ from polarnode.cli.signals import Stop, stop_on_signals
 from polarnode.config import NodeConfig
 from polarnode.errors import ConfigError, boundary
 from polarnode.node import Node, open_node, serve_control_plane
+from polarnode.web.server import Address, listening_socket
 
 
 def serve(config: NodeConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
     with boundary(ConfigError, f"--state-dir {config.state_dir} can not be written"):
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+    listening_socket(Address(host=config.host, port=config.port)).close()  # a port that is taken is said now, not after the engine has started
     log = Path(config.state_dir) / "node.log"
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     trio.run(_serve, config, open_console())
