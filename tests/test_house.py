@@ -64,6 +64,7 @@ def _named(path: Path, tests: str) -> bool:
 REEXPORTED = {
     "polarnode.shell.podman": "its names are imported from the package, whose tests are tests/test_podman_*.py",
     "polarnode.shell.journal": "its names are imported from the package, whose tests are tests/test_journal*.py",
+    "polarnode.wire": "its names are imported from the package, whose tests are tests/test_wire_*.py",
     "polarnode.cli": "driven as a program in tests/test_cli.py",
     "polarnode.engine_host": "a child process: driven through tests/test_engine_real.py",
 }
