@@ -1,0 +1,122 @@
+"""A session's turns, outcome and verdict as one trajectory: nothing that fails on the way costs the record."""
+
+from typing import Any
+
+import merge_toys as toys
+import pytest
+from attrs import evolve
+
+from polarnode.merge.checks import check
+from polarnode.merge.trajectory import Identity, Result, assemble, broken_laws, without_traces
+from polarnode.records import Built, Outcome, Timing, Trajectory, Turn, Verdict, floats
+from polarnode.tasks import BuilderSpec, HarnessSpec, TaskSpec
+
+WHO = Identity(
+    session_id="s-1", task_id="t", group_id="g", sample_index=3, harness="pi", harness_version="0.73.1", model="tiny", node="n0"
+)  # fmt: skip
+DONE = Outcome(status="completed", exit_code=0)
+
+
+def task(**builder: Any) -> TaskSpec:
+    return TaskSpec(instruction="i", harness=HarnessSpec(name="pi"), builder=BuilderSpec(**builder), metadata={"split": "train"})
+
+
+def session(turns: int = 3) -> toys.Session:
+    made, history = toys.Session(), [toys.user()]
+    for _ in range(turns):
+        _, message = made.say(toys.ask(*history), "an answer")
+        history += [message, toys.user("more")]
+    return made
+
+
+def left(trajectory: Trajectory) -> list[tuple[int, str]]:
+    return [(each.turn, each.reason) for each in trajectory.left_out]
+
+
+def test_everything_a_trainer_reads() -> None:
+    turns = session().turns
+    verdict = Verdict(reward=0.5, metrics={"passed": 3})
+    result = Result(outcome=DONE, verdict=verdict, timing=Timing(run_s=9.0), metrics={"refusals": {}})
+    found = assemble(WHO, task(), turns, result)
+    assert (found.session_id, found.task_id, found.group_id, found.sample_index) == ("s-1", "t", "g", 3)
+    assert (found.harness, found.harness_version, found.model, found.node) == ("pi", "0.73.1", "tiny", "n0")
+    assert (found.outcome, found.reward, found.timing, found.metadata) == (DONE, 0.5, Timing(run_s=9.0), {"split": "train"})
+    assert (found.turns, len(found.traces), found.left_out) == (turns, 1, ())
+    assert [trace.reward for trace in found.traces] == [0.5]
+    sampled = sum(len(turn.sampled) for turn in turns)
+    counts = {"sampled_tokens": sampled, "trainable_tokens": sampled, "turns": 3, "traces": 1}
+    assert found.metrics == counts | {"refusals": {}, "evaluation": {"passed": 3}}
+    assert check(found.turns, Built(traces=found.traces, left_out=found.left_out)).trainable == sampled
+    assert broken_laws(found) is None
+
+
+def test_the_builder_the_task_names_is_the_one() -> None:
+    found = assemble(WHO, task(name="per_request"), session().turns, Result(outcome=DONE))
+    assert (len(found.traces), found.reward, [trace.reward for trace in found.traces]) == (3, None, [None] * 3)
+
+
+def test_a_session_that_never_called_its_model_is_a_trajectory_too() -> None:
+    found = assemble(WHO, task(), (), Result(outcome=Outcome(status="failed", exit_code=1)))
+    assert (found.traces, found.turns, found.left_out, found.outcome.status) == ((), (), (), "failed")
+
+
+def test_a_broken_law_costs_the_traces_and_says_its_numbers() -> None:
+    first, second, third = session().turns
+    broken = evolve(second, logprobs=floats([-1.0]))
+    found = assemble(WHO, task(), (first, broken, third), Result(outcome=DONE, verdict=Verdict(reward=1.0)))
+    assert (found.outcome.status, found.outcome.boundary, found.outcome.exit_code) == ("error", "laws", 0)
+    assert broken_laws(found) == found.outcome.reason == f"law 3: turn 1 sampled {len(second.sampled)} tokens with 1 logprobs"
+    assert (found.turns, found.traces, left(found)) == ((first, broken, third), (), [(0, "laws"), (1, "laws"), (2, "laws")])
+    assert found.reward == 1.0, "how the session did is still known"
+
+
+def foreign_index_error(turns: Any, config: Any) -> Built:
+    raise IndexError("a builder's bug")
+
+
+def foreign_garbage(turns: Any, config: Any) -> Built:
+    return Built(traces=("no trace",))  # type: ignore[arg-type]
+
+
+def foreign_half(turns: Any, config: Any) -> Built:
+    return Built(traces=())
+
+
+@pytest.mark.parametrize(
+    ("builder", "boundary", "sentence"),
+    [
+        ({"name": "nobody"}, "client", "there is no builder 'nobody'"),
+        ({"config": {"x": 1}}, "client", "builders know no setting 'x'"),
+        ({"import_path": "os:system"}, "client", "may not be imported"),
+        ({"import_path": "test_merge_trajectory:foreign_index_error"}, "client", "failed: a builder's bug"),
+        ({"import_path": "test_merge_trajectory:foreign_garbage"}, "client", "the builder 'test_merge_trajectory:foreign_garbage' made no traces: "),
+        ({"import_path": "test_merge_trajectory:foreign_half"}, "laws", "law 2: 0 of the"),
+    ],
+)
+def test_a_builder_that_fails_costs_the_traces(builder: dict[str, Any], boundary: str, sentence: str) -> None:
+    turns = session().turns
+    timed_out = Outcome(status="timeout", clock="run", log_tail="last words")
+    found = assemble(WHO, task(**builder), turns, Result(outcome=timed_out), allowed_imports=("test_merge_trajectory",))
+    assert (found.outcome.status, found.outcome.boundary) == ("error", boundary)
+    assert sentence in (found.outcome.reason or "")
+    assert (found.outcome.clock, found.outcome.log_tail) == ("run", "last words"), "how the run ended stays readable"
+    assert (found.turns, found.traces, left(found)) == (turns, (), [(index, boundary) for index in range(3)])
+    check(found.turns, Built(traces=(), left_out=found.left_out))
+
+
+def test_a_bug_in_a_builder_of_ours_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(turns: Any, config: Any) -> Built:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("polarnode.merge.builders._BUILDERS", {"prefix_merging": bug})
+    found = assemble(WHO, task(), session().turns, Result(outcome=DONE))
+    assert broken_laws(found) == "the builder 'prefix_merging' made no traces: 'ours'"
+
+
+@pytest.mark.parametrize(("outcome", "reason"), [(Outcome(status="error", boundary="node"), "node"), (Outcome(status="interrupted"), "interrupted")])
+def test_the_record_alone(outcome: Outcome, reason: str) -> None:
+    turns: tuple[Turn, ...] = session(2).turns
+    found = without_traces(WHO, task(), turns, Result(outcome=outcome, timing=Timing(init_s=1.0)))
+    assert (found.outcome, found.traces, found.turns, found.timing.init_s) == (outcome, (), turns, 1.0)
+    assert left(found) == [(0, reason), (1, reason)]
+    check(found.turns, Built(traces=(), left_out=found.left_out))
