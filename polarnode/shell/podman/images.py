@@ -81,9 +81,14 @@ class _Builder:
                 await self.tools.do("removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}")
 
     async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
-        told = await self.tools.ask("images", "--filter", f"label={RECIPE_LABEL}", "--format", "json")
-        built = {(name, image["Labels"][RECIPE_LABEL]) for image in json.loads(told or "[]") for name in image.get("Names") or ()}
-        return [recipe for recipe in ordered if (recipe.image, recipe.digest) not in built]
+        return [recipe for recipe in ordered if not await self._is_built(recipe)]
+
+    async def _is_built(self, recipe: Recipe) -> bool:
+        """Asked of the one image: a listing of all fails whenever another process removes any of them meanwhile."""
+        if not await self.tools.succeeds("image", "exists", recipe.image):
+            return False
+        told = await self.tools.ask("image", "inspect", "--format", "{{json .Labels}}", recipe.image)
+        return (json.loads(told) or {}).get(RECIPE_LABEL) == recipe.digest
 
     async def _build(self, recipe: Recipe) -> None:
         started = trio.current_time()
