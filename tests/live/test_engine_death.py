@@ -13,14 +13,14 @@ from polarnode.shell.processes import group_members
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
 AT_ONCE_S = 10.0  # seconds: some ms on a quiet machine, and it must not be the minutes of a harness's own patience
-TURNS = 4
-LONG = {"temperature": 100.0, "max_tokens": 1200}  # nearly uniform: a sample hardly ever ends before its limit, so calls are in flight
+TURNS = 3
+LONG = {"temperature": 100.0, "max_tokens": 800}  # nearly uniform: a sample hardly ever ends before its limit, so calls are in flight
 
 
 def test_sessions_survive_their_engine_host(node: ServingNode) -> None:
     before = node.host()
     sessions = [
-        node.agent(turns=TURNS, stream=stream, api=api, max_tokens=1200, sampling=LONG)
+        node.agent(turns=TURNS, stream=stream, api=api, max_tokens=800, sampling=LONG)
         for stream, api in ((True, "openai"), (False, "openai"), (True, "anthropic"))
     ]
     node.under_way(*sessions, turns=1)

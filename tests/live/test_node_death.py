@@ -78,6 +78,7 @@ def test_a_killed_node_leaves_nothing_and_loses_nothing(podman_works: None, stat
         reader = Reader(node.client)
         killed = killed_in_mid_run(node)
         shared = shared_memory_of(killed.belongings.engine_groups[0])
+        assert killed.belongings.engines()
         node.process.kill()
         node.process.wait()
         since = time.monotonic()
