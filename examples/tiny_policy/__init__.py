@@ -1,0 +1,1 @@
+"""How `polarnode-tiny`, the embedded default model, is made: tasks, demonstrations, training, evaluation."""
