@@ -269,6 +269,7 @@ async def _raises(finished: Finished) -> Verdict:
 async def _raises_in_nursery(finished: Finished) -> Verdict:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_raises, finished)
+        nursery.start_soon(trio.sleep_forever)
     return Verdict(reward=0.0)
 
 

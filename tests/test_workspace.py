@@ -161,7 +161,7 @@ async def test_a_large_workspace_goes_from_container_to_container(runtimes: Runt
         runtimes.open(SMALL, session_id="source", lifetime_s=LIFETIME_S) as source,
         runtimes.open(SMALL, session_id="clean", lifetime_s=LIFETIME_S) as clean,
     ):
-        script = "head -c 40000000 /dev/urandom > large; echo x > '-odd name'; mkdir -p a/b; ln -s /etc a/link; chmod 700 a; touch a/b/.hidden"
+        script = "head -c 40000000 /dev/urandom > large; echo x > '-odd name'; mkdir -p a/b; ln -s /etc a/link; chmod 700 a; chmod 666 large; touch a/b/.hidden"
         assert (await source.run(["sh", "-c", script])).exit_code == 0
         await clean.put({"/work/stale/file": b"from the image", "/work/.stale": b""})
         await workspace.copy(source, clean)
