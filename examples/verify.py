@@ -1,7 +1,7 @@
 """Checks a trajectories.jsonl with nothing of polarnode: plain transformers says whether every recorded logprob is the model's own.
 
-For each trace: one forward pass in float32, log-softmax of the logits (over the sampling temperature), compared at the trainable tokens; for
-each turn in it: the trace up to the turn's sample is the prompt whose SHA-256 was recorded. Exit code 1 when anything is off.
+For each trace: one forward pass in float32, log-softmax of the logits over each turn's temperature, compared at the trainable tokens; for each
+turn in it: the trace up to the turn's sample is the prompt whose SHA-256 was recorded. Exit code 1 when anything is off, or nothing was there.
 
     python examples/verify.py out/demo/trajectories.jsonl [--model polarnode/models/tiny] [--tolerance 0.02]
 """
@@ -10,6 +10,7 @@ import argparse
 import array
 import hashlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 Trajectory = dict[str, Any]
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}  # and the values that change no logit
 
 
 def main() -> int:
@@ -32,37 +34,54 @@ def main() -> int:
     for line in given.file.read_text().splitlines():
         trajectory = json.loads(line)
         for number, trace in enumerate(trajectory["traces"]):
-            off, count = largest_difference(model, trace, temperature(trajectory))
-            worst, traces, tokens = max(worst, off), traces + 1, tokens + count
-            wrong += [f"{trajectory['session_id']} trace {number}: logprobs differ by {off:.4f}"] if off > given.tolerance else []
-            wrong += [f"{trajectory['session_id']} trace {number}: {sentence}" for sentence in broken_prefixes(trajectory, trace)]
+            off, said = check(model, trajectory, trace, given.tolerance)
+            worst, traces, tokens = max(worst, off), traces + 1, tokens + sum(trace["loss_mask"])
+            wrong += [f"{trajectory['session_id']} trace {number}: {sentence}" for sentence in said]
     print(f"{traces} traces, {tokens} trainable tokens, largest difference of a logprob {worst:.2e}")
-    print("\n".join(wrong) or "every turn's prompt is an exact prefix of its trace")
+    print("\n".join(wrong) or ("every turn's prompt is an exact prefix of its trace" if traces else "there is nothing to check"))
     return int(bool(wrong) or not traces)
 
 
-def temperature(trajectory: Trajectory) -> float:
-    """The temperature the session sampled at: recorded logprobs are of the distribution that was sampled from."""
-    found = {turn["sampling"]["used"].get("temperature") or 1.0 for turn in trajectory["turns"]}
-    if len(found) > 1:
-        sys.exit(f"session {trajectory['session_id']} sampled at several temperatures {found}: check it turn by turn")
-    return float(found.pop()) if found else 1.0
+def check(model: Any, trajectory: Trajectory, trace: dict[str, Any], tolerance: float) -> tuple[float, list[str]]:
+    """The largest |recorded - recomputed| of a trace, and a sentence for everything that is off."""
+    if trajectory.get("arrays", "json") != "json":
+        sys.exit("the arrays are base64: export them with arrays=json")
+    turns = {turn["index"]: turn for turn in trajectory["turns"]}
+    wrong = broken_prefixes(turns, trace)
+    trainable = {at for at, mask in enumerate(trace["loss_mask"]) if mask}
+    if trainable - {at for span in trace["turn_spans"] for at in range(span["start"], span["end"])}:
+        wrong.append("a trainable token was not sampled by any turn")
+    if any(trace["logprobs"][at] is None or not math.isfinite(trace["logprobs"][at]) for at in trainable):
+        return 0.0, [*wrong, "a logprob is no number"]
+    off = largest_difference(model, turns, trace)
+    return off, wrong + ([f"logprobs differ by {off:.4f}"] if off > tolerance else [])
+
+
+def heat(turn: dict[str, Any]) -> float:
+    """What a turn's logits were divided by. Recorded logprobs are from before top_p, top_k and min_p; greedy ones are of the plain logits."""
+    used = turn["sampling"]["used"]
+    if any(used.get(name) not in (None, neutral) for name, neutral in PENALTIES.items()):
+        sys.exit(f"turn {turn['index']} was sampled with a penalty, which this does not recompute")
+    return float(used.get("temperature") or 1.0)
 
 
 @torch.no_grad()
-def largest_difference(model: Any, trace: dict[str, Any], heat: float) -> tuple[float, int]:
-    """max |recorded - recomputed| over the trainable tokens of a trace, and their number."""
-    ids = torch.tensor(trace["token_ids"])
-    mask = torch.tensor(trace["loss_mask"], dtype=torch.bool)[1:]
-    logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / heat, dim=-1)
-    own = logprobs.gather(1, ids[1:, None])[:, 0]
-    difference = (own - torch.tensor(trace["logprobs"])[1:]).abs()[mask]
-    return (float(difference.max()) if len(difference) else 0.0), int(mask.sum())
+def largest_difference(model: Any, turns: dict[int, Any], trace: dict[str, Any]) -> float:
+    """max |recorded - recomputed| over the trainable tokens of a trace."""
+    ids, mask = torch.tensor(trace["token_ids"]), torch.tensor(trace["loss_mask"], dtype=torch.bool)
+    recorded = torch.tensor([0.0 if value is None else value for value in trace["logprobs"]])
+    logits = model(ids[None]).logits[0].float()
+    worst = 0.0
+    for span in trace["turn_spans"]:
+        start, end = span["start"], span["end"]
+        own = torch.log_softmax(logits[start - 1 : end - 1] / heat(turns[span["turn"]]), dim=-1).gather(1, ids[start:end, None])[:, 0]
+        difference = (own - recorded[start:end]).abs()[mask[start:end]]
+        worst = max(worst, float(difference.max()) if len(difference) else 0.0)
+    return worst
 
 
-def broken_prefixes(trajectory: Trajectory, trace: dict[str, Any]) -> list[str]:
+def broken_prefixes(turns: dict[int, Any], trace: dict[str, Any]) -> list[str]:
     """Turns whose prompt is not what their trace holds before their sample."""
-    turns = {turn["index"]: turn for turn in trajectory["turns"]}
     broken = []
     for span in trace["turn_spans"]:
         turn = turns[span["turn"]]
