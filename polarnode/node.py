@@ -29,6 +29,7 @@ from polarnode.shell.scheduler import Scheduler, Who
 from polarnode.tasks import HarnessSpec, TaskSpec
 from polarnode.tokens.model import LoadedModel, load_model
 from polarnode.web.control_plane import Conflict, DiskFull, Submitted, create_app
+from polarnode.web.model import Model
 from polarnode.web.model_plane import ModelPlane
 from polarnode.web.server import Address, open_server
 from polarnode.wire import plain
@@ -129,13 +130,15 @@ async def _open_sessions(
     lives = LiveSessions()
     plane = ModelPlane(
         sessions=lives,
-        engine=engines,
-        template=model.template,
-        tokenizer=model.tokenizer,
-        family=model.family,
-        context_length=engines.context_length,
-        model_id=model.name,
-        node_now=time.time,
+        model=Model(
+            engine=engines,
+            template=model.template,
+            tokenizer=model.tokenizer,
+            family=model.family,
+            context_length=engines.context_length,
+            id=model.name,
+            now=time.time,
+        ),
     )
 
     def serve_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:

@@ -15,6 +15,7 @@ from polarnode.ports import Chunk, Engine, GenerateOrder
 from polarnode.records import Turn, VersionSpan, floats, ids
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.tasks import Budgets
+from polarnode.web.model import Model
 from polarnode.web.model_plane import ModelPlane
 from polarnode.web.server import Address, open_server
 from polarnode.web.stream import Pace
@@ -105,14 +106,16 @@ def stage(engine: Engine, *, sampling: Sampling | None = None, pace: Pace | None
     sessions.add(s1)
     plane = ModelPlane(
         sessions=sessions,
-        engine=engine,
-        template=model().template,
-        tokenizer=model().tokenizer,
-        family=model().family,
-        context_length=context,
-        model_id="tiny",
-        node_now=lambda: 1_700_000_000.0,
-        pace=pace or Pace(),
+        model=Model(
+            engine=engine,
+            template=model().template,
+            tokenizer=model().tokenizer,
+            family=model().family,
+            context_length=context,
+            id="tiny",
+            now=lambda: 1_700_000_000.0,
+            pace=pace or Pace(),
+        ),
     )
     return Stage(plane, s1, turns)
 

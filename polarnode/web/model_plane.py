@@ -5,26 +5,23 @@ framework's response object would cut that in two. The rules for whoever edits i
 and no request is refused before its body was read, because clients do not look before they have sent it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from secrets import token_hex
 from typing import Final, assert_never
 
 import trio
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
 from polarnode.conversation import ModelRequest
 from polarnode.errors import Refused
 from polarnode.exchange import SESSION_OVER
-from polarnode.ports import Engine, Tokenizer
 from polarnode.providers.dialect import JSON_TYPE, Fault, Reply, Route, missed, route, session_keys
 from polarnode.shell.live import LiveSession, LiveSessions
-from polarnode.tokens.families import Family
-from polarnode.tokens.template import Template
 from polarnode.web.model import Model
 from polarnode.web.model_call import Incoming, ModelCall
-from polarnode.web.stream import BODY_BYTES, Left, Pace, Responder, TooLarge, header_map, read_body
+from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body
 
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
@@ -48,18 +45,10 @@ class _Request:
 
 @define(eq=False, kw_only=True)
 class ModelPlane:
-    """The routes of one node. `app_for` makes the app of one session's door. `node_now` is wall seconds, `pace` how long silences may be."""
+    """The routes of one node. `app_for` makes the app of one session's door."""
 
     sessions: LiveSessions
-    engine: Engine
-    template: Template
-    tokenizer: Tokenizer
-    family: Family
-    context_length: int
-    model_id: str
-    node_now: Callable[[], float]
-    pace: Pace = field(factory=Pace)
-    _model: Model = field(init=False, default=Factory(lambda self: _model_of(self), takes_self=True))
+    model: Model
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
@@ -81,7 +70,7 @@ class ModelPlane:
             case Reply():
                 await responder.reply(answer)
             case Incoming():
-                await ModelCall(self._model, answer, responder).run(receive)
+                await ModelCall(self.model, answer, responder).run(receive)
             case _:
                 assert_never(answer)
 
@@ -115,7 +104,7 @@ class ModelPlane:
         if isinstance(session, Fault) and session_keys(request.path, request.headers):
             return dialect.error(session)
         asked = request.route.model
-        return _json(dialect.models(self._model.served) if asked is None else dialect.model(self._model.served, asked=asked))
+        return _json(dialect.models(self.model.served) if asked is None else dialect.model(self.model.served, asked=asked))
 
     async def _counted(self, request: _Request) -> Reply:
         """How many tokens a conversation is, exactly: it is rendered, and nothing is recorded."""
@@ -127,7 +116,7 @@ class ModelPlane:
             return dialect.error(SESSION_OVER)
         try:
             read, _ = await self._read(request)
-            body = dialect.count(len(await self._model.root(read.conversation)))
+            body = dialect.count(len(await self.model.root(read.conversation)))
         except Refused as error:
             return dialect.error(Fault.of(error))
         return dialect.error(Fault(kind="not_found", message="this API counts no tokens")) if body is None else _json(body)
@@ -167,19 +156,6 @@ def _read(request: _Request) -> tuple[ModelRequest, str]:
     counting = found.operation == "count_tokens"
     read = found.dialect.read(request.body, headers=request.headers, model=found.model, counting=counting)
     return read, blake2b(request.body, digest_size=16).hexdigest()
-
-
-def _model_of(plane: ModelPlane) -> Model:
-    return Model(
-        id=plane.model_id,
-        engine=plane.engine,
-        template=plane.template,
-        tokenizer=plane.tokenizer,
-        family=plane.family,
-        context_length=plane.context_length,
-        now=plane.node_now,
-        pace=plane.pace,
-    )
 
 
 def _json(body: bytes) -> Reply:
