@@ -15,7 +15,7 @@ def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
     """What `package.module:attribute` names. Refused unless the module is, or lies below, one of `allowed` ("*" allows all)."""
     module_name, attribute = _parts(import_path)
     if not any(_lies_below(module_name, prefix) for prefix in allowed):
-        raise Refused(f"{module_name!r} may not be imported by this node: add it, or a package above it, to the node's allowed_imports")
+        raise Refused(f"{module_name!r} may not be imported by this node: add it, or a package above it, to the node's import_paths (--allow-import)")
     with boundary(Refused, f"importing {module_name!r} failed"):
         module = import_module(module_name)
     if not hasattr(module, attribute):

@@ -23,16 +23,15 @@ from polarnode.cli.printing import fitted, harmless, open_console
 from polarnode.cli.signals import Stop, stop_on_signals
 from polarnode.config import NodeConfig
 from polarnode.errors import ConfigError, Refused, boundary
-from polarnode.evaluators import registry as evaluators
-from polarnode.harnesses import registry as harnesses
-from polarnode.merge.builders import build
 from polarnode.merge.trajectory import broken_laws
 from polarnode.node import Node, open_node
 from polarnode.records import Trajectory
+from polarnode.shell.admission import admitted
 from polarnode.tasks import TaskSpec
 
 REFRESH_S = 0.5  # the live table's pace: quick enough to follow, cheap enough to leave on
 PLAIN_REFRESH_S = 15.0  # between progress lines where there is no terminal
+ANY_CONTEXT = 32_768  # tokens; a launch that is only tried writes the number down and nothing more
 FRAME_ROWS = 4  # lines of a terminal the live table leaves free: its header, the count of the rest, and what was said above
 
 
@@ -68,10 +67,7 @@ def checked(file: Path, *, samples: int | None, config: NodeConfig) -> TaskSpec:
     """The task of a file, with all that can be refused now refused now, and not after the engine has started."""
     spec = read_task_file(file, samples=samples)
     try:
-        harnesses.find(spec.harness, allowed_imports=config.import_paths)
-        evaluators.find(spec.evaluator, allowed_imports=config.import_paths)
-        if spec.builder.import_path is None:
-            build(spec.builder, ())
+        admitted(spec, model=Path(config.model).name, context_length=config.context_length or ANY_CONTEXT, allowed_imports=config.import_paths)
     except Refused as refused:
         raise Refused(f"{file}: {refused}", path=refused.path) from refused
     return spec
