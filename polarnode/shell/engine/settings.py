@@ -103,6 +103,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
+        "sleep_on_idle": True,  # an idle scheduler spins otherwise, and takes one of two cores from the harnesses
         "mem_fraction_static": CPU_MEMORY_SHARE,
         "max_total_tokens": cpu_tokens(json.loads((settings.model_path / "config.json").read_text())),
         "max_running_requests": CPU_RUNNING,
