@@ -34,15 +34,22 @@ TASK = "t"
 
 
 async def serve(path: Path, port: int, sessions: int, pause_s: float) -> None:
-    """Serve, and publish sessions of the task until there are so many, one every `pause_s`. Whatever a life before published stands."""
+    """Serve, and publish sessions of the task until there are so many: one every `pause_s` while it serves, or, without a pause, all before.
+    Whatever a life before published stands."""
     async with open_plane(path, port=port) as plane:
+        if not pause_s:
+            await publish_all(plane.journal, sessions, pause_s)
         print(plane.url, flush=True)
-        for number in range(sessions):
-            publish(plane.journal, number)
-            if pause_s:
-                await plane.journal.flushed()
-                await trio.sleep(pause_s)
+        if pause_s:
+            await publish_all(plane.journal, sessions, pause_s)
         await trio.sleep_forever()
+
+
+async def publish_all(journal: Journal, sessions: int, pause_s: float) -> None:
+    for number in range(sessions):
+        publish(journal, number)
+        await journal.flushed()
+        await trio.sleep(pause_s)
 
 
 def publish(journal: Journal, number: int) -> None:
