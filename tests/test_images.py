@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import trio
@@ -114,7 +115,7 @@ def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
 
 # ── builds ────────────────────────────────────────────────────────────────────
 
-TEST_IMAGE = "polarnode-test-recipe"
+TEST_IMAGE = f"polarnode-test-{token_hex(4)}"  # this run's own: a run that was killed leaves its image in the store, built already
 
 
 @pytest.fixture
