@@ -81,8 +81,7 @@ class Node:
 
     def cancel_all(self) -> None:
         """End every session with what it has."""
-        for status in self.scheduler.sessions():
-            self.scheduler.cancel(status.task_id)
+        self.scheduler.cancel_all()
 
     async def stop(self, *, cancel: bool) -> None:
         """Refuse new tasks and wait for the sessions; `cancel` ends them with what they have."""

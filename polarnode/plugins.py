@@ -5,10 +5,13 @@ its module, because importing is running. Only importlib; no file paths, no entr
 """
 
 from importlib import import_module
+from typing import TypeVar
 
 from polarnode.errors import Refused, boundary
 
 EVERYTHING = "*"
+
+T = TypeVar("T")
 
 
 def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
@@ -21,6 +24,14 @@ def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
     if not hasattr(module, attribute):
         raise Refused(f"module {module_name!r} has no attribute {attribute!r}: name one it has")
     found: object = getattr(module, attribute)
+    return found
+
+
+def load_value(import_path: str, kind: type[T], *, allowed: tuple[str, ...], path: str) -> T:
+    """The same, when it is a `kind`. Refused, with the path of the field that named it, when it is something else."""
+    found = load(import_path, allowed=allowed)
+    if not isinstance(found, kind):
+        raise Refused(f"{import_path} is not a {kind.__module__}.{kind.__qualname__}", path=path)
     return found
 
 

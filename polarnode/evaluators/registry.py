@@ -3,7 +3,7 @@
 from polarnode.errors import Refused
 from polarnode.evaluators import command, session_completed
 from polarnode.evaluators.evaluator import Evaluator
-from polarnode.plugins import load
+from polarnode.plugins import load_value
 from polarnode.tasks import EvaluatorSpec
 
 EVALUATORS = {known.name: known for known in (session_completed.EVALUATOR, command.EVALUATOR)}
@@ -11,7 +11,9 @@ EVALUATORS = {known.name: known for known in (session_completed.EVALUATOR, comma
 
 def find(spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = ()) -> Evaluator:
     """The evaluator of a task, its config already looked at. An import path must lead to an `Evaluator` value."""
-    evaluator = _named(spec) if spec.import_path is None else _imported(spec.import_path, allowed_imports)
+    evaluator = (
+        _named(spec) if spec.import_path is None else load_value(spec.import_path, Evaluator, allowed=allowed_imports, path="$.evaluator.import_path")
+    )
     evaluator.check(spec.config)
     return evaluator
 
@@ -21,10 +23,3 @@ def _named(spec: EvaluatorSpec) -> Evaluator:
     if evaluator is None:
         raise Refused(f"no evaluator is called {spec.name}; there are: {', '.join(sorted(EVALUATORS))}", path="$.evaluator.name")
     return evaluator
-
-
-def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Evaluator:
-    found = load(import_path, allowed=allowed_imports)
-    if not isinstance(found, Evaluator):
-        raise Refused(f"{import_path} is not a polarnode.evaluators.evaluator.Evaluator", path="$.evaluator.import_path")
-    return found

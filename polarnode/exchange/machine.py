@@ -13,7 +13,7 @@ from typing import assert_never
 from attrs import define, evolve, field, frozen
 
 from polarnode.conversation import Answer, Delta, FinishReason, ModelRequest, Sampling
-from polarnode.errors import EngineError
+from polarnode.errors import ContextTooLong, EngineError
 from polarnode.exchange.commands import Abandon, Abort, Break, Command, Done, Generate, Record, Render, Send
 from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
 from polarnode.exchange.sample import AnswerParser, Sample
@@ -84,8 +84,7 @@ class Exchange:
     def _generate(self, rendered: Rendered) -> Iterator[Command]:
         length, limit = len(rendered.prompt), self.terms.context_length
         if length >= limit:
-            sentence = f"the prompt has {length} tokens and this model holds {limit}: shorten the conversation"
-            yield from self._refuse(Fault(kind="context_too_long", message=sentence, prompt_tokens=length, limit=limit))
+            yield from self._refuse(Fault.of(ContextTooLong(prompt_tokens=length, limit=limit)))
             return
         used = self._sampling(limit - length)
         self._sample = Sample(rendered=rendered, used=used, parser=self.terms.new_parser(rendered.prompt, used.stop))

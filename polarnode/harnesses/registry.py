@@ -3,7 +3,7 @@
 from polarnode.errors import Refused
 from polarnode.harnesses import claude_code, mini_swe_agent, pi, shell
 from polarnode.harnesses.harness import Harness
-from polarnode.plugins import load
+from polarnode.plugins import load_value
 from polarnode.tasks import HarnessSpec
 
 HARNESSES = {known.name: known for known in (pi.HARNESS, mini_swe_agent.HARNESS, claude_code.HARNESS, shell.HARNESS)}
@@ -12,7 +12,7 @@ HARNESSES = {known.name: known for known in (pi.HARNESS, mini_swe_agent.HARNESS,
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
     """The harness of a task. An import path must lead to a `Harness` value, and below a prefix the node's config allows."""
     if spec.import_path is not None:
-        return _imported(spec.import_path, allowed_imports)
+        return load_value(spec.import_path, Harness, allowed=allowed_imports, path="$.harness.import_path")
     harness = HARNESSES.get(spec.name)
     if harness is None:
         raise Refused(f"no harness is called {spec.name}; there are: {', '.join(sorted(HARNESSES))}", path="$.harness.name")
@@ -20,10 +20,3 @@ def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness
         pinned = f"pins {harness.version}" if harness.version else "has no version"
         raise Refused(f"the image of {spec.name} {pinned}, not {spec.version}: leave version out", path="$.harness.version")
     return harness
-
-
-def _imported(import_path: str, allowed_imports: tuple[str, ...]) -> Harness:
-    found = load(import_path, allowed=allowed_imports)
-    if not isinstance(found, Harness):
-        raise Refused(f"{import_path} is not a polarnode.harnesses.harness.Harness", path="$.harness.import_path")
-    return found

@@ -143,6 +143,11 @@ class Scheduler:
             session.cancel()
         return bool(found)
 
+    def cancel_all(self) -> None:
+        """Cancel every session; each ends with what it has."""
+        for session in self._sessions.values():
+            session.cancel()
+
     # ── sessions ──────────────────────────────────────────────────────────────
 
     def _start(self, order: SessionOrder) -> None:
@@ -190,8 +195,7 @@ class Scheduler:
         """Take no new tasks and wait until every session is over; `cancel` ends them with what they have. Bounded by their own budgets."""
         self.stopping = True
         if cancel:
-            for session in tuple(self._sessions.values()):
-                session.cancel()
+            self.cancel_all()
         if self._sessions:
             await self._emptied.wait()
 

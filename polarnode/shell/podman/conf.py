@@ -7,10 +7,33 @@ of a store writes the same texts, so a file is replaced only when its text diffe
 import os
 from pathlib import Path
 
-from polarnode.shell.podman.probe import PodmanFindings
-from polarnode.shell.podman.store import SERVICE_PATH, Store
+from attrs import frozen
+
+from polarnode.errors import RuntimeFault
+from polarnode.shell.podman.probe import PodmanFindings, probe
+from polarnode.shell.podman.store import SERVICE_PATH, Store, make_folders, store_at
 
 EXEC_KEPT_S = 60  # seconds an ended exec can be asked for its exit code: 5 was too short under load, the default 300 keeps 2 processes each
+
+
+@frozen(kw_only=True)
+class Ready:
+    """A store that podman can be run on, and what was found of the machine on the way."""
+
+    store: Store
+    podman: Path
+    findings: PodmanFindings
+
+
+async def ready_store(state_dir: Path) -> Ready:
+    """Probe the machine, and make and configure the store. RuntimeFault with the remedies where the machine lacks something."""
+    findings = await probe(state_dir)
+    if findings.podman is None or not findings.ok:
+        raise RuntimeFault(f"containers can not run here: {findings.faults()}")
+    store = store_at(state_dir)
+    make_folders(store)
+    write_configuration(store, findings)
+    return Ready(store=store, podman=findings.podman, findings=findings)
 
 
 def write_configuration(store: Store, findings: PodmanFindings) -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
-from polarnode.errors import Refused, RuntimeFault
-from polarnode.shell.podman.conf import write_configuration
-from polarnode.shell.podman.probe import probe
+from polarnode.errors import Refused
+from polarnode.shell.podman.conf import ready_store
 from polarnode.shell.podman.recipes import CONTAINERFILE, Recipe, Recipes, default_runtimes_dir, read_recipes
 from polarnode.shell.podman.rootfs import base_image
 from polarnode.shell.podman.settings import RuntimesSettings
-from polarnode.shell.podman.store import Store, make_folders, store_at
+from polarnode.shell.podman.store import Store
 from polarnode.shell.podman.tools import Tools
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -112,14 +111,10 @@ class _Builder:
 
 
 async def _open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> _Builder:
-    findings = await probe(settings.state_dir)
-    if findings.podman is None or not findings.ok:
-        raise RuntimeFault(f"containers can not run here: {findings.faults()}")
-    store = store_at(settings.state_dir)
-    make_folders(store)
-    write_configuration(store, findings)
+    ready = await ready_store(settings.state_dir)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
-    return _Builder(recipes=recipes, store=store, tools=Tools(podman=findings.podman, store=store, log=log), base=settings.base_image, say=say)
+    tools = Tools(podman=ready.podman, store=ready.store, log=log)
+    return _Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
 
 
 def _build_flags(recipe: Recipe, below: str) -> list[str]:

@@ -8,19 +8,18 @@ from pathlib import Path
 
 from attrs import define
 
-from polarnode.errors import RuntimeFault
 from polarnode.shell.podman.background import open_background
 from polarnode.shell.podman.client import Client
-from polarnode.shell.podman.conf import write_configuration
+from polarnode.shell.podman.conf import ready_store
 from polarnode.shell.podman.container import this_process
 from polarnode.shell.podman.pool import Pool, RuntimesStatistics
-from polarnode.shell.podman.probe import PodmanFindings, probe
+from polarnode.shell.podman.probe import PodmanFindings
 from polarnode.shell.podman.recipes import default_runtimes_dir, read_recipes
 from polarnode.shell.podman.runtime import PodmanRuntime
 from polarnode.shell.podman.service import Service
 from polarnode.shell.podman.settings import RuntimesSettings
 from polarnode.shell.podman.starter import Starter
-from polarnode.shell.podman.store import Store, make_folders, store_at
+from polarnode.shell.podman.store import Store
 from polarnode.shell.podman.sweeper import Sweeper
 from polarnode.tasks import RuntimeSpec
 
@@ -70,13 +69,8 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
 
     Opening removes what killed nodes left. Leave it after the sessions: warm runtimes go, then the sweeper, then the service.
     """
-    findings = await probe(settings.state_dir)
-    if findings.podman is None or not findings.ok:
-        raise RuntimeFault(f"containers can not run here: {findings.faults()}")
-    store = store_at(settings.state_dir)
-    make_folders(store)
-    write_configuration(store, findings)
-    async with _served(settings, findings, store, findings.podman) as runtimes:
+    ready = await ready_store(settings.state_dir)
+    async with _served(settings, ready.findings, ready.store, ready.podman) as runtimes:
         yield runtimes
 
 
