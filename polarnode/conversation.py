@@ -41,11 +41,15 @@ class Message:
 
 @frozen(kw_only=True)
 class Tool:
-    """A function the model may call; `parameters` is its JSON Schema in the client's own key order."""
+    """A function the model may call; `parameters` is its JSON Schema in the client's own key order.
+
+    `spelling` is the dialect's own: how a call of this tool is written when it is no plain function there. Opaque to everyone else.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Json] = field(factory=dict)
+    spelling: Mapping[str, Json] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -83,8 +87,22 @@ class Sampling:
 
 
 @frozen(kw_only=True)
+class Constraint:
+    """What the visible answer must match; the engine enforces it token by token. `text` is in the language `kind`: a JSON Schema is JSON text."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+
+
+@frozen(kw_only=True)
 class ModelRequest:
-    """One call of a harness, read by its provider module: everything the rest of the house needs to know of it."""
+    """One call of a harness, read by its provider module: everything the rest of the house needs to know of it.
+
+    `hints` say who is asking, opaque but for their names: `session`, `agent` (empty for the main one), `parent`, and `kind`, a turn's role
+    where the harness itself says it (`subagent`, `auxiliary`, `compaction`). `logprobs` is None when they are not asked for, else how many
+    alternatives each token shall show. `one_call`: the answer ends with its first tool call. Without `generate` nothing is sampled: the
+    client only warms its connection. `extras` is what the provider's writer wants back; opaque to everyone else.
+    """
 
     provider: str
     model: str  # the name the client used; echoed back, never looked up
@@ -92,18 +110,43 @@ class ModelRequest:
     sampling: Sampling
     stream: bool = False
     include_usage: bool = True  # chat: only when stream_options asks for it
-    hints: Mapping[str, str] = field(factory=dict)  # who is asking: agent ids from headers, opaque
+    hints: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ()  # JSON paths of fields we read and did not use
+    notes: tuple[str, ...] = ()  # sentences a reader of the turn should see: what was asked and can only be done in part
+    constraint: Constraint | None = None
+    choices: int = 1
+    logprobs: int | None = None
+    one_call: bool = False
+    generate: bool = True
+    extras: Mapping[str, Json] = field(factory=dict)
 
 
 # ── an answer, as it comes ────────────────────────────────────────────────────
 
 
+@frozen(kw_only=True)
+class Alternative:
+    """A token that could have been sampled: its bytes, and its logprob in nats."""
+
+    data: bytes
+    logprob: float
+
+
+@frozen(kw_only=True)
+class TokenLogprob:
+    """One sampled token of visible text: its bytes, its logprob in nats, and the likeliest alternatives, likeliest first."""
+
+    data: bytes
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
 @frozen
 class TextDelta:
-    """More visible text."""
+    """More visible text. `logprobs` only where they were asked for: of the tokens read since the delta before, held-back ones included."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @frozen
@@ -147,6 +190,7 @@ class Answer:
     finish_reason: FinishReason
     stop_string: str | None = None
     malformed_calls: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the visible text, where they were asked for
 
     @property
     def text(self) -> str:

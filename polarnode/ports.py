@@ -7,7 +7,7 @@ from typing import Protocol
 
 from attrs import frozen
 
-from polarnode.conversation import FinishReason, Json, Sampling
+from polarnode.conversation import Constraint, FinishReason, Json, Sampling
 from polarnode.records import VersionSpan
 
 
@@ -36,21 +36,39 @@ class Tokenizer(Protocol):
 
 
 @frozen(kw_only=True)
+class Steering:
+    """A logit processor of the engine's own kind, and its parameters: what tests make answers predictable with, and research changes sampling with.
+
+    `processor` is SGLang's spelling (`CustomLogitProcessor.to_str()`). The engine must have been started with `enable_custom_logit_processor`.
+    """
+
+    processor: str
+    parameters: Mapping[str, Json]
+
+
+@frozen(kw_only=True)
 class GenerateOrder:
-    """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names the session whose prefix is cached."""
+    """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names the session whose prefix is cached.
+
+    `top_logprobs`: how many alternatives to show with each token.
+    """
 
     request_id: str
     prompt: "array[int]"
     sampling: Sampling
     stop_ids: tuple[int, ...]
     affinity: str = ""
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    steering: Steering | None = None
 
 
 @frozen(kw_only=True)
 class Chunk:
     """Some tokens of a sample, in order. The last chunk has `finish_reason`; `version_spans` index into the whole sample so far.
 
-    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`), "length" or "abort".
+    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`), "length" or "abort". `top_logprobs` is
+    empty unless it was asked for, else for each of `ids` its alternatives as (id, logprob in nats), likeliest first.
     """
 
     ids: "array[int]"
@@ -58,6 +76,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Engine(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve, field, frozen
+from providers_kit import a_call
 
 from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.errors import EngineError, LawBroken, Refused
@@ -16,7 +17,7 @@ from polarnode.exchange.machine import SESSION_OVER, Exchange, Terms
 from polarnode.exchange.sample import Sample
 from polarnode.merge.lineage import Lineages, Plan
 from polarnode.ports import Chunk, GenerateOrder
-from polarnode.providers.dialect import Call, Dialect, Fault, Reply, route
+from polarnode.providers.dialect import Dialect, Fault, Reply, route
 from polarnode.records import Turn, VersionSpan, floats, ids
 from polarnode.tokens.families import Family
 from polarnode.tokens.parse import Parser
@@ -63,7 +64,7 @@ class Scene:
         self.terms = Terms(
             session_id="s",
             dialect=spoken,
-            call=Call(model="m", id=REQUEST_ID, created=1, signature="c2ln"),
+            call=evolve(a_call(), id=REQUEST_ID),
             sampling=terms.pop("task", Sampling()),
             context_length=terms.pop("context_length", 100),
             token_room=terms.pop("token_room", None),

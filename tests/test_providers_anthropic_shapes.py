@@ -9,6 +9,7 @@ from attrs import fields
 from polarnode.errors import Refused
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.anthropic.shapes import MessagesRequest
+from polarnode.providers.contract import Envelope
 from polarnode.wire import structure
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -17,7 +18,7 @@ HI: dict[str, Any] = {"role": "user", "content": "hi"}
 def refusal(**changes: Any) -> tuple[str, str | None]:
     body = {"model": "m", "messages": [HI], "max_tokens": 9} | changes
     with pytest.raises(Refused) as caught:
-        ANTHROPIC.read(json.dumps(body).encode(), headers={}, model=None)
+        ANTHROPIC.read(json.dumps(body).encode(), Envelope())
     return str(caught.value), caught.value.path
 
 
@@ -73,7 +74,7 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
     block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": None}
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [block], "id": "x"}], "metadata": {"user_id": "u"}}
     body |= {"context_management": {"edits": []}, "output_config": {"effort": "high"}, "thinking": {"type": "adaptive", "display": "omitted"}}
-    read = ANTHROPIC.read(json.dumps(body).encode(), headers={"anthropic-beta": "of-tomorrow-2030-01-01"}, model=None)
+    read = ANTHROPIC.read(json.dumps(body).encode(), Envelope(headers={"anthropic-beta": "of-tomorrow-2030-01-01"}))
     assert read.ignored == ("$.metadata", "$.context_management", "$.output_config")
 
 

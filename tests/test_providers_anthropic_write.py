@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from providers_kit import a_call
 
 from polarnode.conversation import Answer, FinishReason, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
 from polarnode.providers.anthropic.write import MessageStream, whole
-from polarnode.providers.contract import Call, Fault
+from polarnode.providers.contract import Fault
 
-CALL = Call(model="asked-for", id="0f1e", created=1700000000, signature="c2ln")
+CALL = a_call()
 GO = ToolCall(id="call_ab0", name="go", arguments='{"a": 1}')
 USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8, thinking_tokens=1)
 COUNTS = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 8, "output_tokens": 4}
@@ -72,7 +73,7 @@ def test_why_an_answer_ended(reason: FinishReason, calls: bool, word: str, seque
     answer = Answer(parts=(GO,) if calls else (TextPart("x"),), finish_reason=reason, stop_string="END" if reason == "stop_string" else None)
     body = json.loads(whole(CALL, answer, USAGE))
     assert (body["stop_reason"], body["stop_sequence"]) == (word, sequence)
-    assert events(started().end(answer, USAGE))[-2]["delta"] == {"stop_reason": word, "stop_sequence": sequence}
+    assert events(started().end([answer], USAGE))[-2]["delta"] == {"stop_reason": word, "stop_sequence": sequence}
 
 
 def test_a_stream_in_order() -> None:
@@ -80,7 +81,7 @@ def test_a_stream_in_order() -> None:
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (ThinkingDelta("h"), ThinkingDelta("m"), TextDelta("I "), TextDelta(""), TextDelta("go."), GO, TextDelta("Gone.")):
         sent += stream.delta(delta)
-    sent += stream.end(Answer(parts=(TextPart("x"), GO), finish_reason="tool_calls"), USAGE)
+    sent += stream.end([Answer(parts=(TextPart("x"), GO), finish_reason="tool_calls")], USAGE)
     found = events(sent)
     kinds = "message_start start delta delta delta stop start delta delta stop start delta stop start delta stop message_delta message_stop"
     assert [event["type"].removeprefix("content_block_") for event in found] == kinds.split()
@@ -95,16 +96,16 @@ def test_14_12_counts_stand_at_the_start_and_at_the_end() -> None:
     (first,) = events(stream.start(prompt_tokens=10, cached_tokens=8))
     assert first["message"]["usage"] == COUNTS | {"output_tokens": 0}
     assert (first["message"]["id"], first["message"]["model"], first["message"]["content"]) == ("msg_0f1e", "asked-for", [])
-    assert events(stream.end(Answer(parts=(), finish_reason="stop"), USAGE))[0]["usage"] == COUNTS
+    assert events(stream.end([Answer(parts=(), finish_reason="stop")], USAGE))[0]["usage"] == COUNTS
 
 
 def test_14_10_terminal_markers() -> None:
-    end = events(started(shown=True).end(Answer(parts=(TextPart("x"),), finish_reason="stop"), USAGE))
+    end = events(started(shown=True).end([Answer(parts=(TextPart("x"),), finish_reason="stop")], USAGE))
     assert [event["type"] for event in end] == ["content_block_stop", "message_delta", "message_stop"]
 
 
 def test_an_end_without_a_start_begins_by_itself() -> None:
-    end = events(MessageStream(CALL).end(Answer(parts=(), finish_reason="stop"), USAGE))
+    end = events(MessageStream(CALL).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert [event["type"] for event in end] == ["message_start", "message_delta", "message_stop"]
     assert end[0]["message"]["usage"]["input_tokens"] == 2
 

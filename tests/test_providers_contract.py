@@ -3,11 +3,11 @@
 from typing import get_args
 
 import pytest
+from providers_kit import a_call
 
 from polarnode.errors import ContextTooLong, Refused
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.contract import RETRY_AFTER_S, Dialect, Fault, FaultKind, StreamWriter, error_reply
-from polarnode.providers.dialect import Call
 from polarnode.providers.openai_chat import OPENAI_CHAT
 
 DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, ANTHROPIC)
@@ -29,7 +29,7 @@ def test_14_22_retry_after_is_whole_seconds_on_what_may_be_tried_again_and_on_no
     reply = dialect.error(Fault(kind=kind, message="m", retry_after_s=7))
     retried = reply.status == 429 or reply.status >= 500
     assert dict(reply.headers).get("retry-after") == ("7" if retried else None)
-    assert retried == (kind in ("overloaded", "engine_failed"))
+    assert retried == (kind in ("overloaded", "engine_failed", "cancelled"))
     assert dict(dialect.error(Fault(kind="overloaded", message="m")).headers)["retry-after"] == str(RETRY_AFTER_S)
 
 
@@ -47,7 +47,7 @@ def test_an_error_is_json_and_says_what_is_allowed() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_a_writer_is_new_for_each_call(dialect: Dialect) -> None:
-    call = Call(model="m", id="0f", created=0, signature="s")
+    call = a_call()
     first: StreamWriter = dialect.stream(call)
     assert first.start(prompt_tokens=1, cached_tokens=0)
     assert first.start(prompt_tokens=1, cached_tokens=0) == b""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from polarnode.conversation import ModelRequest
+from polarnode.providers.contract import Envelope
 from polarnode.providers.dialect import Route, route
 
 FOLDER = Path(__file__).parent / "data" / "providers"
@@ -20,7 +21,9 @@ def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
     recorded = json.loads((FOLDER / f"{harness}_{number}.json").read_text())
     found = route("POST", recorded["target"], recorded["headers"])
     assert found is not None
-    request = found.dialect.read(json.dumps(recorded["body"]).encode(), headers=recorded["headers"], model=found.model)
+    request = found.dialect.read(
+        json.dumps(recorded["body"]).encode(), Envelope(headers=recorded["headers"], model=found.model, operation=found.operation)
+    )
     return found, request, recorded["body"]
 
 

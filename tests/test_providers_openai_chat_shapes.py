@@ -7,6 +7,7 @@ import pytest
 from attrs import fields
 
 from polarnode.errors import Refused
+from polarnode.providers.contract import Envelope
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.wire import structure
@@ -18,7 +19,7 @@ OLD = "the function_call API of old is not served: use tools and tool_calls"
 def refusal(**changes: Any) -> tuple[str, str | None]:
     body = {"model": "m", "messages": [HI]} | changes
     with pytest.raises(Refused) as caught:
-        OPENAI_CHAT.read(json.dumps(body).encode(), headers={}, model=None)
+        OPENAI_CHAT.read(json.dumps(body).encode(), Envelope())
     return str(caught.value), caught.value.path
 
 
@@ -96,7 +97,7 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [part], "name": "n", "provider_specific_fields": {"refusal": None}}
     body = {"model": "m", "messages": [message], "store": False, "prompt_cache_key": "k", "logprobs": True, "metadata": {}, "user": None}
-    read = OPENAI_CHAT.read(json.dumps(body).encode(), headers={}, model=None)
+    read = OPENAI_CHAT.read(json.dumps(body).encode(), Envelope())
     assert read.ignored == ("$.store", "$.prompt_cache_key", "$.logprobs", "$.metadata")
 
 
@@ -108,4 +109,4 @@ def test_every_field_but_model_and_messages_may_be_null() -> None:
 
 def test_asking_for_text_and_for_one_answer_is_nothing_special() -> None:
     body = {"model": "m", "messages": [HI], "response_format": {"type": "text"}, "n": 1, "functions": None, "tool_choice": "auto"}
-    assert OPENAI_CHAT.read(json.dumps(body).encode(), headers={}, model=None).ignored == ()
+    assert OPENAI_CHAT.read(json.dumps(body).encode(), Envelope()).ignored == ()

@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from providers_kit import a_call
 
 from polarnode.conversation import Answer, FinishReason, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
-from polarnode.providers.contract import Call, Fault
+from polarnode.providers.contract import Fault
 from polarnode.providers.openai_chat.write import ChatStream, whole
 
-CALL = Call(model="asked-for", id="0f1e", created=1700000000, signature="c2ln", include_usage=True)
-QUIET = Call(model="asked-for", id="0f1e", created=1700000000, signature="c2ln", include_usage=False)
+CALL = a_call(include_usage=True)
+QUIET = a_call(include_usage=False)
 GO = ToolCall(id="call_ab0", name="go", arguments='{"a": 1}')
 STAY = ToolCall(id="call_ab1", name="stay", arguments="{}")
 USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8, thinking_tokens=1)
@@ -29,7 +30,7 @@ def deltas(sent: bytes) -> list[Any]:
 
 def test_a_whole_answer() -> None:
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("I go."), GO, STAY), finish_reason="tool_calls")
-    body = json.loads(whole(CALL, answer, USAGE))
+    body = json.loads(whole(CALL, [answer], USAGE))
     assert (body["id"], body["object"], body["created"], body["model"]) == ("chatcmpl-0f1e", "chat.completion", 1700000000, "asked-for")
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -52,9 +53,9 @@ def test_a_whole_answer() -> None:
 
 
 def test_content_is_null_only_beside_calls() -> None:
-    only_call = json.loads(whole(CALL, Answer(parts=(GO,), finish_reason="tool_calls"), USAGE))
+    only_call = json.loads(whole(CALL, [Answer(parts=(GO,), finish_reason="tool_calls")], USAGE))
     assert only_call["choices"][0]["message"]["content"] is None
-    nothing = json.loads(whole(CALL, Answer(parts=(), finish_reason="stop"), USAGE))
+    nothing = json.loads(whole(CALL, [Answer(parts=(), finish_reason="stop")], USAGE))
     assert nothing["choices"][0]["message"] == {"role": "assistant", "content": ""}
 
 
@@ -73,8 +74,8 @@ def test_content_is_null_only_beside_calls() -> None:
 )
 def test_14_10_finish_reason_is_tool_calls_exactly_when_there_are_calls(reason: FinishReason, calls: bool, word: str) -> None:
     answer = Answer(parts=(GO,) if calls else (TextPart("x"),), finish_reason=reason)
-    assert json.loads(whole(CALL, answer, USAGE))["choices"][0]["finish_reason"] == word
-    assert events(ChatStream(CALL).end(answer, USAGE))[1]["choices"][0]["finish_reason"] == word
+    assert json.loads(whole(CALL, [answer], USAGE))["choices"][0]["finish_reason"] == word
+    assert events(ChatStream(CALL).end([answer], USAGE))[1]["choices"][0]["finish_reason"] == word
 
 
 def test_14_9_a_call_is_one_chunk_with_id_name_and_all_arguments() -> None:
@@ -91,7 +92,7 @@ def test_a_stream_in_order() -> None:
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (ThinkingDelta("h"), ThinkingDelta("m"), TextDelta("I "), TextDelta(""), TextDelta("go."), GO):
         sent += stream.delta(delta)
-    sent += stream.end(Answer(parts=(ThinkingPart("hm"), TextPart("I go."), GO), finish_reason="tool_calls"), USAGE)
+    sent += stream.end([Answer(parts=(ThinkingPart("hm"), TextPart("I go."), GO), finish_reason="tool_calls")], USAGE)
     found = deltas(sent)
     assert found[:5] == [
         {"role": "assistant", "content": ""},
@@ -106,14 +107,14 @@ def test_a_stream_in_order() -> None:
 
 
 def test_14_10_terminal_markers() -> None:
-    end = events(ChatStream(CALL).end(Answer(parts=(TextPart("x"),), finish_reason="stop"), USAGE))
+    end = events(ChatStream(CALL).end([Answer(parts=(TextPart("x"),), finish_reason="stop")], USAGE))
     assert end[-1] == "[DONE]"
     assert (end[-2]["choices"], end[-2]["usage"]["total_tokens"]) == ([], 14)
     assert end[-3]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_14_12_no_usage_chunk_unless_asked_for() -> None:
-    end = events(ChatStream(QUIET).end(Answer(parts=(), finish_reason="stop"), USAGE))
+    end = events(ChatStream(QUIET).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert all("usage" not in event for event in end[:-1])
     assert end[-1] == "[DONE]"
 

@@ -11,7 +11,20 @@ import openai
 import pytest
 
 from polarnode.conversation import Answer, Delta, ModelRequest, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
-from polarnode.providers.dialect import JSON_TYPE, STREAM_TYPE, Call, Fault, FaultKind, Reply, Route, ServedModel, missed, route, session_keys
+from polarnode.providers.dialect import (
+    JSON_TYPE,
+    STREAM_TYPE,
+    Call,
+    Envelope,
+    Fault,
+    FaultKind,
+    Reply,
+    Route,
+    ServedModel,
+    missed,
+    route,
+    session_keys,
+)
 
 GO = ToolCall(id="call_ab0", name="go", arguments='{"to": "Köln", "days": 2}')
 STAY = ToolCall(id="call_ab1", name="stay", arguments="{}")
@@ -45,15 +58,15 @@ class Node:
             return _ok(dialect.models(SERVED))
         if found.operation == "model":
             return _ok(dialect.model(SERVED, asked=found.model or ""))
-        request = dialect.read(body, headers=headers, model=found.model, counting=found.operation == "count_tokens")
+        request = dialect.read(body, Envelope(headers=headers, model=found.model, operation=found.operation))
         self.requests.append(request)
-        call = Call(model=request.model, id="0f1e", created=1700000000, signature="c2ln", include_usage=request.include_usage)
+        call = Call(request=request, id="0f1e", created=1700000000, signature="c2ln")
         if found.operation == "count_tokens":
             return _ok(dialect.count(12) or b"")
         return (
             Reply(status=200, headers=(("content-type", STREAM_TYPE),), body=self._stream(found, call))
             if request.stream
-            else _ok(dialect.whole(call, ANSWER, USAGE))
+            else _ok(dialect.whole(call, [ANSWER], USAGE))
         )
 
     def _stream(self, found: Route, call: Call) -> bytes:
@@ -63,7 +76,7 @@ class Node:
             sent += stream.delta(delta) + stream.keep_alive()
         if self.breaks and self.fault is not None:
             return sent + (stream.failed(self.fault) or b"")
-        return sent + stream.end(ANSWER, USAGE)
+        return sent + stream.end([ANSWER], USAGE)
 
 
 def _ok(body: bytes) -> Reply:

@@ -6,13 +6,14 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from providers_kit import a_call
 
 from polarnode.conversation import Answer, Delta, FinishReason, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
 from polarnode.providers.anthropic import ANTHROPIC
-from polarnode.providers.contract import Call, Dialect
+from polarnode.providers.contract import Dialect, Envelope
 from polarnode.providers.openai_chat import OPENAI_CHAT
 
-CALL = Call(model="m", id="0f", created=0, signature="c2ln")
+CALL = a_call()
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 arguments = st.dictionaries(words, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | words, max_size=3).map(json.dumps)
 calls = st.builds(ToolCall, id=st.integers(0, 2**32).map("call_{:x}".format), name=words, arguments=arguments)
@@ -54,7 +55,7 @@ def streamed(dialect: Dialect, answer: Answer, usage: Usage, size: int, pings: i
     sent += stream.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
     for number, delta in enumerate(cut(answer, size)):
         sent += stream.delta(delta) + (stream.keep_alive() if number < pings else b"")
-    return sent + stream.end(answer, usage)
+    return sent + stream.end([answer], usage)
 
 
 def data(sent: bytes) -> list[Any]:
@@ -77,7 +78,7 @@ def chat_from(events: list[Any]) -> dict[str, Any]:
 
 @given(answers(), usages, st.integers(1, 5), st.integers(0, 4))
 def test_chat_streamed_is_chat_whole(answer: Answer, usage: Usage, size: int, pings: int) -> None:
-    whole = json.loads(OPENAI_CHAT.whole(CALL, answer, usage))
+    whole = json.loads(OPENAI_CHAT.whole(CALL, [answer], usage))
     built = chat_from(data(streamed(OPENAI_CHAT, answer, usage, size, pings)))
     said = whole["choices"][0]["message"]
     assert built["message"]["content"] == (said["content"] or "")
@@ -108,7 +109,7 @@ def blocks_from(events: list[Any]) -> list[Any]:
 
 @given(answers(), usages, st.integers(1, 5), st.integers(0, 4))
 def test_messages_streamed_are_messages_whole(answer: Answer, usage: Usage, size: int, pings: int) -> None:
-    whole = json.loads(ANTHROPIC.whole(CALL, answer, usage))
+    whole = json.loads(ANTHROPIC.whole(CALL, [answer], usage))
     events = data(streamed(ANTHROPIC, answer, usage, size, pings))
     assert blocks_from(events) == whole["content"]
     assert events[-2]["usage"] == whole["usage"]
@@ -119,12 +120,12 @@ def test_messages_streamed_are_messages_whole(answer: Answer, usage: Usage, size
 def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer) -> None:
     """What lineage stands on: a faithful client changes nothing but the spelling of arguments."""
     echoes: dict[Dialect, Any] = {
-        OPENAI_CHAT: json.loads(OPENAI_CHAT.whole(CALL, answer, Usage()))["choices"][0]["message"],
-        ANTHROPIC: {"role": "assistant", "content": json.loads(ANTHROPIC.whole(CALL, answer, Usage()))["content"]},
+        OPENAI_CHAT: json.loads(OPENAI_CHAT.whole(CALL, [answer], Usage()))["choices"][0]["message"],
+        ANTHROPIC: {"role": "assistant", "content": json.loads(ANTHROPIC.whole(CALL, [answer], Usage()))["content"]},
     }
     for dialect, echo in echoes.items():
         body = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}, echo]}).encode()
-        read = dialect.read(body, headers={}, model=None).conversation.messages[-1]
+        read = dialect.read(body, Envelope()).conversation.messages[-1]
         meant = answer.as_message()
         assert (read.text, read.thinking) == (meant.text, meant.thinking)
         assert [(call.id, call.name, json.loads(call.arguments)) for call in read.calls] == [

@@ -7,7 +7,7 @@ from attrs import frozen
 
 from polarnode.merge.lineage import Plan
 from polarnode.ports import GenerateOrder
-from polarnode.providers.dialect import Fault, Reply
+from polarnode.providers.dialect import STREAM_TYPE, Fault, Reply
 from polarnode.records import Turn
 
 
@@ -49,9 +49,10 @@ class Abandon:
 
 @frozen
 class Send:
-    """Bytes of a stream; the first opens it."""
+    """Bytes of a stream; the first opens it, as one of `content_type`."""
 
     data: bytes
+    content_type: str = STREAM_TYPE
 
 
 @frozen

@@ -126,10 +126,10 @@ class Exchange:
         yield Record(self._turn("partial" if reason == "abort" else "complete", finished.answer, at))
         data += self._shown(list(finished.deltas))
         if self._writer is None:
-            body = self.terms.dialect.whole(self.terms.call, finished.answer, usage)
+            body = self.terms.dialect.whole(self.terms.call, [finished.answer], usage)
             yield Reply(status=200, headers=(("content-type", JSON_TYPE),), body=body)
         else:
-            yield Send(data + self._writer.end(finished.answer, usage))
+            yield Send(data + self._writer.end([finished.answer], usage), self._writer.content_type)
             yield Done()
 
     def _failed(self, error: EngineError, at: float) -> Iterator[Command]:
@@ -160,7 +160,7 @@ class Exchange:
             return
         data = self._writer.failed(fault)
         if data:
-            yield Send(data)
+            yield Send(data, self._writer.content_type)
         yield Break()
 
     def _quiet(self) -> Iterator[Command]:
@@ -178,9 +178,9 @@ class Exchange:
         return data + b"".join(map(self._writer.delta, deltas))
 
     def _send(self, data: bytes) -> Iterator[Command]:
-        if data:
+        if data and self._writer is not None:
             self._opened = True
-            yield Send(data)
+            yield Send(data, self._writer.content_type)
 
     def _turn(self, state: TurnState, answer: Answer, at: float) -> Turn:
         """The turn as it is now. An answer nobody could have seen a token of is none, so that no request attaches to it."""

@@ -5,10 +5,10 @@ wrong is a `FaultKind`. A new kind is added here and mypy then names every diale
 (who may ask, what is sampled, when to stop) is not decided here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.conversation import Answer, Delta, Json, ModelRequest, Usage
 from polarnode.errors import ContextTooLong, Refused
@@ -20,6 +20,9 @@ STREAM_TYPE = "text/event-stream"  # without a charset: Qwen Code ends at once w
 # Two seconds, what was measured to bring every harness back on its second try. Codex gives up at once without the header, so it is never absent.
 RETRY_AFTER_S = 2
 
+# `compact` is the Responses API's: answered like `generate`, with an item that stands for the history.
+Operation = Literal["generate", "compact", "count_tokens", "models", "model"]
+
 FaultKind = Literal[
     "bad_request",
     "unauthorized",
@@ -30,6 +33,7 @@ FaultKind = Literal[
     "budget_spent",
     "overloaded",
     "engine_failed",
+    "cancelled",
     "too_large",
 ]
 
@@ -38,8 +42,9 @@ FaultKind = Literal[
 class Fault:
     """Why a request is not answered, before a dialect has put it into its own words.
 
-    `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded` and `engine_failed`; `prompt_tokens` and
-    `limit` belong to `context_too_long`; `allow` (the method that is served) to `method_not_allowed`.
+    `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded`, `engine_failed` and `cancelled` (an operator
+    or new weights ended the generation before its first token: ask again); `prompt_tokens` and `limit` belong to `context_too_long`; `allow`
+    (the method that is served) to `method_not_allowed`.
     """
 
     kind: FaultKind
@@ -71,15 +76,19 @@ class Reply:
 class Call:
     """What an answer must carry beside its words.
 
-    `model` is the name the client used. `id` is hex, unique to the call; `created` unix seconds; `signature` the opaque reference put where
-    a dialect signs thinking; `include_usage` is the request's.
+    `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the opaque reference put where a
+    dialect signs thinking.
     """
 
-    model: str
+    request: ModelRequest
     id: str
     created: int
     signature: str
-    include_usage: bool = True
+
+    @property
+    def model(self) -> str:
+        """The name the client used."""
+        return self.request.model
 
 
 @frozen(kw_only=True)
@@ -91,19 +100,53 @@ class ServedModel:
     created: int = 0
 
 
+class Memory(Protocol):
+    """What one session remembers for its dialects: JSON values by name. Bounded: the oldest are forgotten."""
+
+    def recall(self, name: str) -> Json | None: ...
+
+    def keep(self, name: str, value: Json) -> None: ...
+
+
+@frozen
+class NoMemory:
+    """Remembers nothing."""
+
+    def recall(self, name: str) -> Json | None:
+        return None
+
+    def keep(self, name: str, value: Json) -> None:
+        pass
+
+
+@frozen(kw_only=True)
+class Envelope:
+    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where the path has one; `query` as sent."""
+
+    headers: Mapping[str, str] = field(factory=dict)
+    model: str | None = None
+    operation: Operation = "generate"
+    query: str = ""
+    memory: Memory = NoMemory()
+
+
 class StreamWriter(Protocol):
     """One streamed answer. Every method returns the bytes to send now, which may be none; it holds no more than block numbers.
 
-    `keep_alive` is legal at any time, before `start` as well. `end` closes the answer with every terminal marker its clients wait for.
+    `keep_alive` is legal at any time, before `start` as well. `end` closes the answer with every terminal marker its clients wait for; it is
+    given as many answers as the request asked for, and `delta` says to which of them it belongs.
     """
+
+    @property
+    def content_type(self) -> str: ...
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes: ...
 
-    def delta(self, delta: Delta) -> bytes: ...
+    def delta(self, delta: Delta, *, choice: int = 0) -> bytes: ...
 
     def keep_alive(self) -> bytes: ...
 
-    def end(self, answer: Answer, usage: Usage) -> bytes: ...
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
     def failed(self, fault: Fault) -> bytes | None:
         """After headers are out: an error event to send, then close; or None, break the TCP connection. Never end such a stream cleanly."""
@@ -111,17 +154,21 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One provider's API. `headers` have lower-case names, or look names up regardless of case."""
+    """One provider's API."""
 
     @property
     def name(self) -> str: ...
 
-    def read(self, body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool = False) -> ModelRequest:
-        """The request in `body`; Refused with the field's path. `counting`: it will only be counted, so what sampling needs may lack."""
+    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+        """The request in `body`; Refused with the field's path. What will only be counted may lack what sampling needs."""
         ...
 
-    def whole(self, call: Call, answer: Answer, usage: Usage) -> bytes:
-        """The JSON body of an answer that is not streamed (status 200)."""
+    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The JSON body of an answer that is not streamed (status 200); as many answers as the request asked for."""
+        ...
+
+    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+        """Keep what a later request of this API may refer to by name. Called once, when an answer is complete; most APIs keep nothing."""
         ...
 
     def stream(self, call: Call) -> StreamWriter: ...
@@ -144,7 +191,7 @@ class Dialect(Protocol):
 def error_reply(status: int, body: Json, fault: Fault) -> Reply:
     """An error as JSON, with the headers its kind demands."""
     headers = [("content-type", JSON_TYPE)]
-    if fault.kind in ("overloaded", "engine_failed"):
+    if fault.kind in ("overloaded", "engine_failed", "cancelled"):
         headers.append(("retry-after", str(fault.retry_after_s or RETRY_AFTER_S)))
     if fault.allow is not None:
         headers.append(("allow", fault.allow))

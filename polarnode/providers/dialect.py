@@ -7,7 +7,6 @@ prefix may carry the session. What is not a provider's route has no route: an an
 
 import re
 from collections.abc import Mapping
-from typing import Literal
 
 from attrs import frozen
 
@@ -17,8 +16,12 @@ from polarnode.providers.contract import (
     STREAM_TYPE,
     Call,
     Dialect,
+    Envelope,
     Fault,
     FaultKind,
+    Memory,
+    NoMemory,
+    Operation,
     Reply,
     ServedModel,
     StreamWriter,
@@ -30,8 +33,11 @@ __all__ = [
     "STREAM_TYPE",
     "Call",
     "Dialect",
+    "Envelope",
     "Fault",
     "FaultKind",
+    "Memory",
+    "NoMemory",
     "Operation",
     "Reply",
     "Route",
@@ -42,8 +48,6 @@ __all__ = [
     "route",
     "session_keys",
 ]
-
-Operation = Literal["generate", "count_tokens", "models", "model"]
 
 
 @frozen(kw_only=True)

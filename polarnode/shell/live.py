@@ -23,6 +23,7 @@ from polarnode.tasks import Budgets
 logger = logging.getLogger(__name__)
 
 CLOSING_S: Final = 5.0  # for calls to record what they have: they do it at once, unless the loop itself is stuck
+REMEMBERED: Final = 2_000  # answers a session may refer to by name: longer than any session seen (1,000 turns), each kept as what it adds
 KEPT_KEYS: Final = 10_000  # keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session asks within minutes
 
 
@@ -35,6 +36,24 @@ class Counters:
     partial: int = 0
     sampled_tokens: int = 0
     refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
+
+
+@define(eq=False)
+class SessionMemory:
+    """What a session's dialects asked to be remembered, the last REMEMBERED of it."""
+
+    _kept: dict[str, Json] = field(factory=dict, init=False)
+
+    def recall(self, name: str) -> Json | None:
+        """The value of that name; None when it was never kept, or is forgotten."""
+        return self._kept.get(name)
+
+    def keep(self, name: str, value: Json) -> None:
+        """Remember a value, and forget the oldest where there are too many."""
+        self._kept.pop(name, None)
+        self._kept[name] = value
+        while len(self._kept) > REMEMBERED:
+            del self._kept[next(iter(self._kept))]
 
 
 @define(eq=False)
@@ -52,6 +71,7 @@ class LiveSession:
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     counters: Counters = field(factory=Counters, init=False)
+    memory: SessionMemory = field(factory=SessionMemory, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: Clock | None = field(default=None, init=False)
     _calls: set[trio.CancelScope] = field(factory=set, init=False)

@@ -124,11 +124,10 @@ class ModelCall:
     def _terms(self, asked: Asked) -> Terms:
         session, request, references = self.incoming.session, self.incoming.request, self.incoming.session.lineages.references
         call = Call(
-            model=request.model,
+            request=request,
             id=self.responder.request_id,
             created=int(asked.wall),
             signature=references.signature(asked.plan.index),
-            include_usage=request.include_usage,
         )
         return Terms(
             session_id=session.session_id,

@@ -17,7 +17,7 @@ from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallabl
 from polarnode.conversation import ModelRequest
 from polarnode.errors import Refused
 from polarnode.exchange import SESSION_OVER
-from polarnode.providers.dialect import JSON_TYPE, Fault, Reply, Route, missed, route, session_keys
+from polarnode.providers.dialect import JSON_TYPE, Envelope, Fault, Memory, Reply, Route, missed, route, session_keys
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.web.model import Model
 from polarnode.web.model_call import Incoming, ModelCall
@@ -38,6 +38,7 @@ class _Request:
 
     route: Route
     path: str
+    query: str
     headers: Mapping[str, str]
     body: bytes
     door: str | None
@@ -84,7 +85,9 @@ class ModelPlane:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if isinstance(body, TooLarge):
             return found.dialect.error(_TOO_LARGE)
-        return await self._routed(_Request(route=found, path=path, headers=headers, body=body, door=door))
+        return await self._routed(
+            _Request(route=found, path=path, query=scope["query_string"].decode("latin1"), headers=headers, body=body, door=door)
+        )
 
     async def _routed(self, request: _Request) -> Reply | Incoming:
         match request.route.operation:
@@ -92,7 +95,7 @@ class ModelPlane:
                 return self._listed(request)
             case "count_tokens":
                 return await self._counted(request)
-            case "generate":
+            case "generate" | "compact":
                 return await self._incoming(request)
             case _:
                 assert_never(request.route.operation)
@@ -115,7 +118,7 @@ class ModelPlane:
         if session.over:
             return dialect.error(SESSION_OVER)
         try:
-            read, _ = await self._read(request)
+            read, _ = await self._read(request, session.memory)
             body = dialect.count(len(await self.model.root(read.conversation)))
         except Refused as error:
             return dialect.error(Fault.of(error))
@@ -128,7 +131,7 @@ class ModelPlane:
         if isinstance(session, Fault):
             return dialect.error(session)
         try:
-            read, key = await self._read(request)
+            read, key = await self._read(request, session.memory)
         except Refused as error:
             fault = Fault.of(error)
             session.refused(fault)
@@ -144,18 +147,17 @@ class ModelPlane:
         ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
         return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
 
-    async def _read(self, request: _Request) -> tuple[ModelRequest, str]:
+    async def _read(self, request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
         """The body as a request, and its digest. Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
-            return _read(request)
-        return await trio.to_thread.run_sync(_read, request, limiter=self._readers, abandon_on_cancel=True)
+            return _read(request, memory)
+        return await trio.to_thread.run_sync(_read, request, memory, limiter=self._readers, abandon_on_cancel=True)
 
 
-def _read(request: _Request) -> tuple[ModelRequest, str]:
+def _read(request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
     found = request.route
-    counting = found.operation == "count_tokens"
-    read = found.dialect.read(request.body, headers=request.headers, model=found.model, counting=counting)
-    return read, blake2b(request.body, digest_size=16).hexdigest()
+    envelope = Envelope(headers=request.headers, model=found.model, operation=found.operation, query=request.query, memory=memory)
+    return found.dialect.read(request.body, envelope), blake2b(request.body, digest_size=16).hexdigest()
 
 
 def _json(body: bytes) -> Reply:

@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
 
 from polarnode.exchange import Break, Done, Outgoing, Send
-from polarnode.providers.dialect import STREAM_TYPE, Reply
+from polarnode.providers.dialect import Reply
 
 BODY_BYTES: Final = 64 << 20  # a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
 DRAINED_BYTES: Final = 256 << 20  # read and dropped beyond that, because a client that is still sending does not read its 413
@@ -77,10 +77,10 @@ class Responder:
         await self._start(reply.status, (*reply.headers, length))
         await self._body(reply.body, more=False)
 
-    async def stream(self, data: bytes) -> None:
+    async def stream(self, data: bytes, content_type: str) -> None:
         """Some bytes of a stream, which the first ones open."""
         if not self.opened:
-            await self._start(200, (("content-type", STREAM_TYPE), ("cache-control", "no-cache")))
+            await self._start(200, (("content-type", content_type), ("cache-control", "no-cache")))
         await self._body(data, more=True)
 
     async def end(self) -> None:
@@ -124,8 +124,8 @@ async def _next(outgoing: "trio.MemoryReceiveChannel[Outgoing]", patience: float
 async def _obey(command: Outgoing, to: Responder) -> bool:
     """Whether that was the end of the answer."""
     match command:
-        case Send(data):
-            await to.stream(data)
+        case Send(data, content_type):
+            await to.stream(data, content_type)
             return False
         case Reply():
             await to.reply(command)

@@ -4,7 +4,7 @@
 references; this file only ties them together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from attrs import frozen
@@ -12,7 +12,7 @@ from attrs import frozen
 from polarnode.conversation import Answer, Json, ModelRequest, Usage
 from polarnode.providers.anthropic import errors, write
 from polarnode.providers.anthropic.read import read
-from polarnode.providers.contract import Call, Fault, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
 from polarnode.wire import dump_json
 
 
@@ -22,11 +22,14 @@ class Anthropic:
 
     name: str = "anthropic"
 
-    def read(self, body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool = False) -> ModelRequest:
-        return read(body, headers=headers, model=model, counting=counting)
+    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+        return read(body, headers=envelope.headers, model=envelope.model, counting=envelope.operation == "count_tokens")
 
-    def whole(self, call: Call, answer: Answer, usage: Usage) -> bytes:
-        return write.whole(call, answer, usage)
+    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return write.whole(call, answers[0], usage)
+
+    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+        pass
 
     def stream(self, call: Call) -> StreamWriter:
         return write.MessageStream(call)

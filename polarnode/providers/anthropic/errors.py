@@ -37,6 +37,8 @@ def row(kind: FaultKind) -> Row:
             return Row(529, "overloaded_error")
         case "engine_failed":
             return Row(500, "api_error")
+        case "cancelled":
+            return Row(503, "api_error")
         case "too_large":
             return Row(413, "request_too_large")
         case _:

@@ -5,6 +5,7 @@ The rules: every event has its `event:` line (without it Claude Code sees nothin
 """
 
 import json
+from collections.abc import Sequence
 from typing import Literal, assert_never, cast
 
 import orjson
@@ -13,7 +14,7 @@ from attrs import define
 from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
 from polarnode.providers.anthropic import errors
 from polarnode.providers.anthropic.ids import outward
-from polarnode.providers.contract import Call, Fault
+from polarnode.providers.contract import STREAM_TYPE, Call, Fault
 from polarnode.providers.sse import event
 from polarnode.wire import dump_json
 
@@ -95,6 +96,7 @@ class MessageStream:
     """One answer as events. Blocks are numbered as they open; at most one is open, and a delta of another kind closes it."""
 
     call: Call
+    content_type: str = STREAM_TYPE
     started: bool = False
     shown: bool = False  # something a client keeps (text, a call) is out
     open: Literal["text", "thinking"] | None = None
@@ -108,7 +110,7 @@ class MessageStream:
         empty: dict[str, Json] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message=_head(self.call) | empty | {"usage": counts})
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text):
                 self.shown = self.shown or bool(text)
@@ -125,9 +127,9 @@ class MessageStream:
         """A ping; this API allows them anywhere, and its SDKs drop them before they look at the order of events."""
         return _event("ping")
 
-    def end(self, answer: Answer, usage: Usage) -> bytes:
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-        return begun + self._close() + _event("message_delta", delta=_stop(answer), usage=usage_json(usage)) + _event("message_stop")
+        return begun + self._close() + _event("message_delta", delta=_stop(answers[0]), usage=usage_json(usage)) + _event("message_stop")
 
     def failed(self, fault: Fault) -> bytes | None:
         """Break the connection while nothing is shown: Claude Code then asks the same again, streamed. Later it would keep the half text and

@@ -3,12 +3,12 @@
 `shapes` is the JSON we take, `read` makes a conversation of it, `write` an answer, `errors` a fault; this file only ties them together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from attrs import frozen
 
 from polarnode.conversation import Answer, Json, ModelRequest, Usage
-from polarnode.providers.contract import Call, Fault, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
 from polarnode.providers.openai_chat import errors, write
 from polarnode.providers.openai_chat.read import read
 from polarnode.wire import dump_json
@@ -20,11 +20,14 @@ class OpenAIChat:
 
     name: str = "openai_chat"
 
-    def read(self, body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool = False) -> ModelRequest:
-        return read(body, headers=headers, model=model)
+    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+        return read(body, headers=envelope.headers, model=envelope.model)
 
-    def whole(self, call: Call, answer: Answer, usage: Usage) -> bytes:
-        return write.whole(call, answer, usage)
+    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return write.whole(call, answers, usage)
+
+    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+        pass
 
     def stream(self, call: Call) -> StreamWriter:
         return write.ChatStream(call)

@@ -41,6 +41,8 @@ def row(kind: FaultKind) -> Row:
             return Row(429, "rate_limit_error", "rate_limit_exceeded")
         case "engine_failed":
             return Row(500, "server_error", None)
+        case "cancelled":
+            return Row(503, "server_error", "cancelled")
         case "too_large":
             return Row(413, "invalid_request_error", "request_too_large")
         case _:

@@ -4,12 +4,13 @@ The rule: `finish_reason` is exactly `tool_calls` whenever there is a call, what
 otherwise and Qwen Code, opencode and hermes ask again. A call is sent in one chunk, id, name and arguments together.
 """
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from attrs import define
 
 from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, ToolCall, Usage
-from polarnode.providers.contract import Call, Fault
+from polarnode.providers.contract import STREAM_TYPE, Call, Fault
 from polarnode.providers.sse import DONE, event
 from polarnode.wire import dump_json
 
@@ -51,10 +52,13 @@ def message_json(answer: Answer) -> Json:
     return message
 
 
-def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
+def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A `chat.completion` body."""
-    choice: Json = {"index": 0, "message": message_json(answer), "logprobs": None, "finish_reason": finish_reason(answer)}
-    return dump_json(_head(call, "chat.completion") | {"choices": [choice], "usage": usage_json(usage)})
+    choices: list[Json] = [
+        {"index": index, "message": message_json(answer), "logprobs": None, "finish_reason": finish_reason(answer)}
+        for index, answer in enumerate(answers)
+    ]
+    return dump_json(_head(call, "chat.completion") | {"choices": choices, "usage": usage_json(usage)})
 
 
 def _head(call: Call, kind: str) -> dict[str, Json]:
@@ -66,13 +70,14 @@ class ChatStream:
     """One answer as `chat.completion.chunk` events. The first says the role; it may be a keep-alive, as it holds no count."""
 
     call: Call
+    content_type: str = STREAM_TYPE
     opened: bool = False
     calls: int = 0  # sent so far: the next call's index
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
         return self._opening()
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text):
                 return self._opening() + self._chunk({"content": text}) if text else b""
@@ -88,9 +93,11 @@ class ChatStream:
         """A chunk whose delta is empty: clients count only data as life."""
         return self._opening() or self._chunk({})
 
-    def end(self, answer: Answer, usage: Usage) -> bytes:
-        last = self._opening() + self._chunk({}, finish=finish_reason(answer))
-        counts = event(_head(self.call, "chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}) if self.call.include_usage else b""
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        last = self._opening() + self._chunk({}, finish=finish_reason(answers[0]))
+        counts = (
+            event(_head(self.call, "chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}) if self.call.request.include_usage else b""
+        )
         return last + counts + DONE
 
     def failed(self, fault: Fault) -> bytes | None:
