@@ -1,5 +1,5 @@
 # Two commands: `make demo` runs the main job on the embedded model, `make test` passes the tests. Each sets up what it needs.
-.PHONY: demo test setup check gpu-test clean
+.PHONY: demo test setup check gpu-test harness-matrix clean
 
 PY := .venv/bin/python
 
@@ -15,6 +15,10 @@ setup:
 
 gpu-test: setup
 	$(PY) -m pytest -m gpu tests/test_gpu.py
+
+# Every harness in every API it speaks, and the table of docs/harnesses.md: half an hour and some 8 GB of images the first time.
+harness-matrix: setup
+	$(PY) tools/harness_matrix.py
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache
