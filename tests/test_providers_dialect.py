@@ -6,6 +6,7 @@ import pytest
 
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.dialect import Dialect, Operation, missed, not_found_dialect, route, session_keys
+from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
 
 BEARER = {"authorization": "Bearer k"}
@@ -24,6 +25,8 @@ X_API_KEY = {"x-api-key": "k"}
         ("POST", "/v1/messages/", ANTHROPIC, "generate"),
         ("POST", "/messages", ANTHROPIC, "generate"),
         ("POST", "/v1/messages/count_tokens", ANTHROPIC, "count_tokens"),
+        ("GET", "/v1beta/models", GOOGLE, "models"),
+        ("GET", "/v1beta1/publishers/google/models", GOOGLE, "models"),
         ("GET", "/v1/models", OPENAI_CHAT, "models"),
         ("GET", "/models", OPENAI_CHAT, "models"),
     ],
@@ -60,7 +63,7 @@ def test_the_list_of_models_has_the_shape_of_who_asks(headers: dict[str, str], d
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "", "/api/v1/models", "/sessions/abc/api/v1/models", "/api/tags", "/v1/props", "/props", "/version", "/v1/model/info", "/v1beta/models"],
+    ["/", "", "/api/v1/models", "/sessions/abc/api/v1/models", "/api/tags", "/v1/props", "/props", "/version", "/v1/model/info"],
 )
 def test_14_24_probes_for_other_servers_are_a_fast_404(path: str) -> None:
     assert route("GET", path, {}) is None

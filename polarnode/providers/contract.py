@@ -121,10 +121,14 @@ class NoMemory:
 
 @frozen(kw_only=True)
 class Envelope:
-    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where the path has one; `query` as sent."""
+    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where the path has one; `query` as sent.
+
+    `stream`: whether the path asks for a stream, in the one API whose path says it.
+    """
 
     headers: Mapping[str, str] = field(factory=dict)
     model: str | None = None
+    stream: bool | None = None
     operation: Operation = "generate"
     query: str = ""
     memory: Memory = NoMemory()

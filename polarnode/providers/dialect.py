@@ -7,6 +7,7 @@ prefix may carry the session. What is not a provider's route has no route: an an
 
 import re
 from collections.abc import Mapping
+from urllib.parse import parse_qs
 
 from attrs import frozen
 
@@ -26,6 +27,7 @@ from polarnode.providers.contract import (
     ServedModel,
     StreamWriter,
 )
+from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
 
 __all__ = [
@@ -52,11 +54,12 @@ __all__ = [
 
 @frozen(kw_only=True)
 class Route:
-    """What a request asks of which provider. `model` is the name in the path, where the path has one."""
+    """What a request asks of which provider. `model` is the name in the path and `stream` what it asks for, where the path says it."""
 
     dialect: Dialect
     operation: Operation
     model: str | None = None
+    stream: bool | None = None
 
 
 # A row a path: its end without the version, the provider, the operation.
@@ -66,10 +69,19 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
 
+# Google's: the model's name, which may hold anything, and the method behind its last colon. All of AI Studio's paths and Vertex's.
+_METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
+_METHODS: Mapping[str, tuple[Operation, bool]] = {
+    "generateContent": ("generate", False),
+    "streamGenerateContent": ("generate", True),
+    "countTokens": ("count_tokens", False),
+}
+_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")  # a method, and no tag of a model's name (`qwen:7b`)
+_GOOGLE = re.compile(r".*/(?:v1beta1?|publishers|tunedModels|cachedContents)(?:/.*)?")
+
 _SESSION = re.compile(r"/sessions/([^/]+)")
-# `/api/v1/models` is how LM Studio is recognised, `/v1beta/models` is Google's.
-_MODELS = re.compile(r"(?P<prefix>.*?)(?:/v1)?/models(?:/(?P<model>.+))?")
-_NOT_OURS = ("/api", "/v1beta", "/v1beta1")
+_MODELS = re.compile(r"(?P<prefix>.*?)(?:/v1|/v1beta1?)?(?:/publishers/[^/]+)?/models(?:/(?P<model>.+))?")
+_NOT_OURS = "/api"  # `/api/v1/models` is how LM Studio is recognised
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
@@ -91,13 +103,18 @@ def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
 
 def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
     """Whose error shape a request without a route is answered in."""
+    if _speaks_google(_clean(path), headers):
+        return GOOGLE
     return ANTHROPIC if "/messages" in path or _speaks_anthropic(headers) else OPENAI_CHAT
 
 
-def session_keys(path: str, headers: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys a request carries, best first: the path's, which survived in every harness, then those of the three headers."""
+def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys a request carries, best first: the path's, which survived in every harness, those of the three headers, and the query's `key`,
+    which is how Google's API is called by hand."""
+    path, _, query = target.partition("?")
     prefix = _SESSION.search(_clean(path))
-    candidates = [prefix[1] if prefix else "", _bearer(headers), headers.get("x-api-key") or "", headers.get("x-goog-api-key") or ""]
+    named = [headers.get("x-api-key") or "", headers.get("x-goog-api-key") or "", *parse_qs(query).get("key", ())]
+    candidates = [prefix[1] if prefix else "", _bearer(headers), *named]
     return tuple(dict.fromkeys(key.strip() for key in candidates if key.strip()))
 
 
@@ -106,11 +123,25 @@ def _find(path: str, headers: Mapping[str, str]) -> Route | None:
     for end, dialect, operation in _POSTS:
         if path.endswith(end):
             return Route(dialect=dialect, operation=operation)
+    method = _METHOD.fullmatch(path)
+    if method is not None and _CAMEL.fullmatch(method["method"]):
+        return _google(method["model"], method["method"])
     listed = _MODELS.fullmatch(path)
     if listed is None or listed["prefix"].endswith(_NOT_OURS):
         return None
-    dialect = ANTHROPIC if _speaks_anthropic(headers) else OPENAI_CHAT
-    return Route(dialect=dialect, operation="model" if listed["model"] else "models", model=listed["model"])
+    return Route(dialect=_lister(path, headers), operation="model" if listed["model"] else "models", model=listed["model"])
+
+
+def _google(model: str, method: str) -> Route | None:
+    found = _METHODS.get(method)
+    return None if found is None else Route(dialect=GOOGLE, operation=found[0], model=model, stream=found[1])
+
+
+def _lister(path: str, headers: Mapping[str, str]) -> Dialect:
+    """Whose shape a list of models has: all of these APIs ask for it at paths that look alike."""
+    if _speaks_google(path, headers):
+        return GOOGLE
+    return ANTHROPIC if _speaks_anthropic(headers) else OPENAI_CHAT
 
 
 def _method(found: Route) -> str:
@@ -128,3 +159,9 @@ def _bearer(headers: Mapping[str, str]) -> str:
 
 def _speaks_anthropic(headers: Mapping[str, str]) -> bool:
     return "anthropic-version" in headers or ("x-api-key" in headers and not _bearer(headers))
+
+
+def _speaks_google(path: str, headers: Mapping[str, str]) -> bool:
+    method = _METHOD.fullmatch(path)
+    said = "x-goog-api-key" in headers or "x-goog-api-client" in headers
+    return said or _GOOGLE.fullmatch(path) is not None or (method is not None and _CAMEL.fullmatch(method["method"]) is not None)

@@ -25,12 +25,12 @@ _ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]
 
 def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
     """The body as a `shape`, and the paths of its top-level fields that the shape does not know. Refused with a path."""
-    value = _json(body)
+    value = read_value(body)
     found = structure(value, shape)
     return found, _unknown(value, shape) if isinstance(value, dict) else ()
 
 
-def _json(body: bytes) -> Json:
+def read_value(body: bytes) -> Json:
     """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is mended to U+FFFD, not refused."""
     try:
         return read_json(body)
@@ -118,5 +118,8 @@ def paragraphs(texts: Iterable[str]) -> str:
 
 
 def compact(value: Json) -> str:
-    """JSON without blanks, keys in the client's own order."""
-    return dump_json(value).decode()
+    """JSON without blanks, keys in the client's own order. Refused when it is nested more deeply (250 times) than can be written."""
+    try:
+        return dump_json(value).decode()
+    except (TypeError, RecursionError):
+        raise Refused("the JSON is nested too deeply: flatten it") from None

@@ -34,10 +34,10 @@ _UNKNOWN_KEY: Final = Fault(kind="unauthorized", message="no session of this nod
 
 @frozen(kw_only=True)
 class _Request:
-    """A request that has a route, whole. `door` is the session whose socket it came through."""
+    """A request that has a route, whole. `target` is its path with its query; `door` is the session whose socket it came through."""
 
     route: Route
-    path: str
+    target: str
     query: str
     headers: Mapping[str, str]
     body: bytes
@@ -85,9 +85,9 @@ class ModelPlane:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if isinstance(body, TooLarge):
             return found.dialect.error(_TOO_LARGE)
-        return await self._routed(
-            _Request(route=found, path=path, query=scope["query_string"].decode("latin1"), headers=headers, body=body, door=door)
-        )
+        query = scope["query_string"].decode("latin1")
+        target = f"{path}?{query}" if query else path
+        return await self._routed(_Request(route=found, target=target, query=query, headers=headers, body=body, door=door))
 
     async def _routed(self, request: _Request) -> Reply | Incoming:
         match request.route.operation:
@@ -104,7 +104,7 @@ class ModelPlane:
         """The model, for anyone who has no key yet (hermes probes without one); a wrong key is still told so."""
         dialect = request.route.dialect
         session = self._session(request)
-        if isinstance(session, Fault) and session_keys(request.path, request.headers):
+        if isinstance(session, Fault) and session_keys(request.target, request.headers):
             return dialect.error(session)
         asked = request.route.model
         return _json(dialect.models(self.model.served) if asked is None else dialect.model(self.model.served, asked=asked))
@@ -140,7 +140,7 @@ class ModelPlane:
 
     def _session(self, request: _Request) -> LiveSession | Fault:
         """Whose key it is: the first that opens this door. A key that did, and whose session is over, is told so."""
-        keys = session_keys(request.path, request.headers)
+        keys = session_keys(request.target, request.headers)
         for session in filter(None, map(self.sessions.by_key, keys)):
             if request.door in (None, session.session_id):
                 return session
@@ -156,7 +156,9 @@ class ModelPlane:
 
 def _read(request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
     found = request.route
-    envelope = Envelope(headers=request.headers, model=found.model, operation=found.operation, query=request.query, memory=memory)
+    envelope = Envelope(
+        headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=memory
+    )
     return found.dialect.read(request.body, envelope), blake2b(request.body, digest_size=16).hexdigest()
 
 

@@ -1,0 +1,62 @@
+"""Google generateContent: what Gemini CLI speaks, and Qwen Code, Pi and opencode when told to.
+
+`shapes` is the JSON we take (`names` spells its fields, `schemas` its schemas), `contents`, `tools` and `read` make a conversation of it,
+`write` an answer, `errors` a fault; this file only ties them together.
+"""
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from polarnode.conversation import Answer, Json, ModelRequest, Usage
+from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
+from polarnode.providers.google import errors, write
+from polarnode.providers.google.read import read
+from polarnode.wire import dump_json
+
+
+@frozen
+class Google:
+    """The dialect; holds nothing."""
+
+    name: str = "google"
+
+    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+        return read(body, envelope)
+
+    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return write.whole(call, answers, usage)
+
+    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+        pass
+
+    def stream(self, call: Call) -> StreamWriter:
+        return write.ContentStream(call, call.request.extras.get("sse") is not False)
+
+    def error(self, fault: Fault) -> Reply:
+        return errors.error(fault)
+
+    def count(self, tokens: int) -> bytes | None:
+        return dump_json({"totalTokens": tokens})
+
+    def models(self, served: ServedModel) -> bytes:
+        return dump_json({"models": [_entry(served, served.id)]})
+
+    def model(self, served: ServedModel, *, asked: str) -> bytes:
+        return dump_json(_entry(served, asked))
+
+
+def _entry(served: ServedModel, name: str) -> Json:
+    length = served.context_length
+    return {
+        "name": f"models/{name}",
+        "version": "1",
+        "displayName": name,
+        "inputTokenLimit": length,
+        "outputTokenLimit": length,
+        "supportedGenerationMethods": ["generateContent", "countTokens"],
+        "thinking": True,
+    }
+
+
+GOOGLE = Google()

@@ -1,0 +1,175 @@
+"""Google: its contents into our messages, which are flat.
+
+The rules: the order of a user content's parts is kept, a functionResponse becoming a message of its own; model contents in a row are one turn
+(the SDK's chats keep every chunk of a stream as a content), while user contents stay one to one, so that a history that is only appended to
+reads as one that is only appended to. A result answers the call whose id it has, else the first open call of its name.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from attrs import define, field
+
+from polarnode.conversation import Json, Message, ToolCall
+from polarnode.errors import Refused
+from polarnode.providers.google.shapes import CodeExecutionResult, Content, ExecutableCode, FunctionCall, FunctionResponse, Part, Parts
+from polarnode.providers.shapes import compact, not_text, paragraphs
+
+_ROLES = {None: "user", "": "user", "user": "user", "function": "user", "tool": "user", "model": "model", "assistant": "model", "system": "system"}
+# What Google says a result is: the whole object, unless it says its output by this name. `result` is what its SDKs' automatic calling writes.
+_OUTPUTS = ("output", "result")
+
+RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
+
+
+def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple[Message, ...]:
+    """The whole conversation: the system instruction first, when there is one."""
+    head = system if isinstance(system, str) else paragraphs(map(_shown, parts(system.parts))) if system is not None else ""
+    reader = _Reader([Message(role="system", text=head)] if head else [])
+    for index, content in enumerate(contents):
+        reader.read(content, f"$.contents[{index}]")
+    return tuple(reader.found)
+
+
+def parts(said: Parts) -> tuple[Part, ...]:
+    """A content's parts; a single one may stand without its list."""
+    return (said,) if isinstance(said, Part) else said or ()
+
+
+def ran_code(contents: Iterable[Content]) -> bool:
+    """Whether any part is code of Google's own tool, or its output."""
+    return any(part.executableCode is not None or part.codeExecutionResult is not None for content in contents for part in parts(content.parts))
+
+
+@define(eq=False)
+class _Reader:
+    """One pass over the contents. `open` are the calls of the latest model turn that have no result yet; `calls` counts all there were."""
+
+    found: list[Message]
+    open: list[ToolCall] = field(factory=list)
+    calls: int = 0
+
+    def read(self, content: Content, path: str) -> None:
+        match _ROLES.get(content.role):
+            case "user":
+                self._user(content)
+            case "model":
+                self._model(content)
+            case "system":
+                self.found.append(Message(role="system", text=paragraphs(map(_shown, parts(content.parts)))))
+            case _:
+                raise Refused(f"the role must be 'user' or 'model', not {content.role!r}", path=f"{path}.role")
+
+    def _user(self, content: Content) -> None:
+        texts: list[str] = []
+        told = len(self.found)
+        for part in parts(content.parts):
+            if part.functionResponse is None:
+                texts.append(_shown(part))
+                continue
+            self._tell(texts)
+            texts = []
+            self.found.append(self._result(part.functionResponse))
+        if texts or len(self.found) == told:  # one to one, even for nothing
+            self.found.append(Message(role="user", text=paragraphs(texts)))
+
+    def _tell(self, texts: list[str]) -> None:
+        if texts:
+            self.found.append(Message(role="user", text=paragraphs(texts)))
+
+    def _result(self, response: FunctionResponse) -> Message:
+        return Message(role="tool", text=result_text(response), call_id=self._answered(response))
+
+    def _answered(self, response: FunctionResponse) -> str:
+        """The id of the call this answers. Some clients leave ids out, of calls as of results; they keep names and order."""
+        for fits in (lambda call: call.id == response.id, lambda call: call.name == response.name):
+            for call in filter(fits, self.open):
+                self.open.remove(call)
+                return call.id
+        return response.id or response.name
+
+    def _model(self, content: Content) -> None:
+        said = self._said(parts(content.parts))
+        if self.found and self.found[-1].role == "assistant":
+            self.found[-1] = _joined(self.found[-1], said)
+            self.open += said.calls
+        else:
+            self.found.append(said)
+            self.open = list(said.calls)
+
+    def _said(self, said: tuple[Part, ...]) -> Message:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        refs: list[str] = []
+        for part in said:
+            if part.functionCall is not None:
+                calls.append(self._call(part.functionCall))
+                refs.append(part.functionCall.id or "")
+            elif part.thought:
+                thoughts.append(part.text or "")
+            else:
+                texts.append(_shown(part))
+            refs.append(part.thoughtSignature or "")
+        # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
+        return Message(role="assistant", text="".join(texts), calls=tuple(calls), thinking="".join(thoughts), refs=_once(refs))
+
+    def _call(self, call: FunctionCall) -> ToolCall:
+        """A call; one without an id gets one by its place among all calls, which is the same in every later request."""
+        self.calls += 1
+        return ToolCall(id=call.id or f"call_{self.calls}", name=call.name, arguments=compact(call.args or {}))
+
+
+def result_text(response: FunctionResponse) -> str:
+    """A function's result as the model sees it: its output where that is all it says, a text as it is, anything else as compact JSON.
+
+    So the same tool reads the same in every API; an `error` keeps its name, because that name is all that says it is one.
+    """
+    said = response.response
+    if isinstance(said, dict) and len(said) == 1:
+        said = next((said[name] for name in _OUTPUTS if name in said), said)
+    beside = (part.inlineData.text() if part.inlineData is not None else part.text or "" for part in response.parts or ())
+    return paragraphs((_plain(said), *beside))
+
+
+def _plain(value: Json) -> str:
+    return value if isinstance(value, str) else "" if value is None else compact(value)
+
+
+def _shown(part: Part) -> str:
+    """A part as text."""
+    if part.executableCode is not None:
+        return _code(part.executableCode)
+    if part.codeExecutionResult is not None:
+        return _output(part.codeExecutionResult)
+    if part.inlineData is not None:
+        return part.inlineData.text()
+    if part.functionCall is not None or part.functionResponse is not None:
+        raise not_text("functionCall" if part.functionCall is not None else "functionResponse")
+    return part.text or ""
+
+
+def _code(code: ExecutableCode) -> str:
+    return f"```{(code.language or '').lower()}\n{code.code}\n```\n"
+
+
+def _output(result: CodeExecutionResult) -> str:
+    return f"```\n{result.output or ''}\n```\n"
+
+
+def _joined(first: Message, then: Message) -> Message:
+    return Message(
+        role="assistant",
+        text=first.text + then.text,
+        calls=first.calls + then.calls,
+        thinking=first.thinking + then.thinking,
+        refs=_once((*first.refs, *then.refs)),
+    )
+
+
+def _once(refs: Iterable[str]) -> tuple[str, ...]:
+    """Each reference once: all thoughts and calls of an answer carry the same signature."""
+    return tuple(dict.fromkeys(_nonempty(refs)))
+
+
+def _nonempty(refs: Iterable[str]) -> Iterator[str]:
+    yield from (ref for ref in refs if ref)

@@ -1,0 +1,192 @@
+"""Google generateContent: an answer, whole, as server-sent events, or as a JSON array that comes piece by piece.
+
+The rules: parts stand in the order they were sampled; a call is one part, whole; a chunk without anything to say has an empty text, because
+the official SDK drops a chat's turn from its history over a content without parts, and Gemini CLI a finished answer over a comment. Thoughts
+are shown only to who asked for them (`includeThoughts`), and counted for everyone.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import assert_never, cast
+
+import orjson
+from attrs import define, field
+
+from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall, Usage
+from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Fault
+from polarnode.providers.google import errors
+from polarnode.providers.sse import event
+from polarnode.wire import dump_json
+
+NOTHING: Json = {"text": ""}
+
+
+def finish_reason(answer: Answer) -> str:
+    """Why it ended. This API has no word for calls or stop strings; calls win, as in every dialect, because Gemini CLI ends on MAX_TOKENS."""
+    if answer.calls:
+        return "STOP"
+    match answer.finish_reason:
+        case "stop" | "stop_string" | "tool_calls":
+            return "STOP"
+        case "length" | "abort" | "error":
+            return "MAX_TOKENS"
+        case _:
+            assert_never(answer.finish_reason)
+
+
+def usage_json(usage: Usage) -> Json:
+    """`candidatesTokenCount` is without the thoughts, as this API counts; `promptTokenCount` with what came from the cache."""
+    return {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - usage.thinking_tokens,
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+        "thoughtsTokenCount": usage.thinking_tokens,
+        "cachedContentTokenCount": usage.cached_tokens,
+    }
+
+
+def arguments_json(arguments: str) -> Json:
+    """A call's arguments: the very text that was sampled, set into the body unread, so that no number is rounded and nothing is too deep.
+
+    This API's clients take objects only. What is none stands under `input`: the harness's own check of its tool's arguments then tells the model.
+    """
+    text = arguments.strip() or "{}"
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return {"input": arguments}
+    said = cast(Json, orjson.Fragment(text))
+    return said if isinstance(value, dict) else {"input": said}
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is Python's, not JSON's")
+
+
+def part_json(part: Part, signature: str) -> Json:
+    """One part. What a client must bring back to be believed is signed: thoughts and calls."""
+    match part:
+        case TextPart(text):
+            return {"text": text}
+        case ThinkingPart(text):
+            return {"text": text, "thought": True, "thoughtSignature": signature}
+        case ToolCall():
+            called: Json = {"id": part.id, "name": part.name, "args": arguments_json(part.arguments)}
+            return {"functionCall": called, "thoughtSignature": signature}
+        case _:
+            assert_never(part)
+
+
+def logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
+    """`logprobsResult`. A token that is part of a letter is shown with U+FFFD, as this API has no field for bytes."""
+    chosen: list[Json] = [_token(token.data, token.logprob) for token in tokens]
+    top: list[Json] = [{"candidates": [_token(other.data, other.logprob) for other in token.top]} for token in tokens]
+    return {"logprobsResult": {"topCandidates": top, "chosenCandidates": chosen}}
+
+
+def _token(data: bytes, logprob: float) -> Json:
+    return {"token": data.decode(errors="replace"), "logProbability": logprob}
+
+
+def candidate_json(parts: list[Json], index: int, *, logprobs: Sequence[TokenLogprob] = (), finish: str | None = None) -> Json:
+    candidate: dict[str, Json] = {"content": {"parts": parts or [NOTHING], "role": "model"}, "index": index}
+    if finish is not None:
+        candidate["finishReason"] = finish
+    return candidate | logprobs_json(logprobs) if logprobs else candidate
+
+
+def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    """A GenerateContentResponse."""
+    candidates: list[Json] = [
+        candidate_json(
+            [part_json(part, call.signature) for part in answer.parts if shows_thoughts(call) or not isinstance(part, ThinkingPart)],
+            index,
+            logprobs=answer.logprobs,
+            finish=finish_reason(answer),
+        )
+        for index, answer in enumerate(answers)
+    ]
+    return dump_json({"candidates": candidates, "usageMetadata": usage_json(usage)} | _tail(call))
+
+
+def shows_thoughts(call: Call) -> bool:
+    return call.request.extras.get("thoughts") is True
+
+
+def _tail(call: Call) -> dict[str, Json]:
+    return {"modelVersion": call.model, "responseId": call.id, "createTime": _timestamp(call.created)}
+
+
+def _timestamp(created: int) -> str:
+    return datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@define(eq=False)
+class ContentStream:
+    """One answer as chunks, each a GenerateContentResponse of its own. The counts stand in the first and in the last."""
+
+    call: Call
+    sse: bool
+    started: bool = False
+    opened: bool = False  # the array's bracket is out
+    tail: dict[str, Json] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.tail = _tail(self.call)
+
+    @property
+    def content_type(self) -> str:
+        return STREAM_TYPE if self.sse else JSON_TYPE
+
+    def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
+        if self.started:
+            return b""
+        self.started = True
+        counts: Json = {"promptTokenCount": prompt_tokens, "totalTokenCount": prompt_tokens, "cachedContentTokenCount": cached_tokens}
+        return self._chunk([candidate_json([], 0)], counts)
+
+    def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
+        match delta:
+            case TextDelta(text, logprobs):
+                said: list[Json] = [{"text": text}]
+                return self._begun() + self._chunk([candidate_json(said, choice, logprobs=logprobs)]) if text or logprobs else b""
+            case ThinkingDelta(text):
+                return self._begun() + self._part(ThinkingPart(text), choice) if text and shows_thoughts(self.call) else b""
+            case ToolCall():
+                return self._begun() + self._part(delta, choice)
+            case _:
+                assert_never(delta)
+
+    def keep_alive(self) -> bytes:
+        """An empty chunk; between the elements of an array, where a client reads no element twice, white space."""
+        return self._chunk([candidate_json([], 0)]) if self.sse else b"\r\n"
+
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        last: list[Json] = [candidate_json([], index, finish=finish_reason(answer)) for index, answer in enumerate(answers)]
+        return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
+
+    def failed(self, fault: Fault) -> bytes | None:
+        """An error, then the connection breaks. Google's Python SDK raises it; those in JavaScript read over it and see the break, which Pi,
+        opencode and Qwen Code answer by asking again. Gemini CLI ends on a break (exit code 1, which is true); after a clean end without a
+        finishReason it would ask again in a turn of calls, but take half a text for its last word."""
+        return self._element(errors.body(fault))
+
+    def _begun(self) -> bytes:
+        return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
+
+    def _part(self, part: Part, choice: int) -> bytes:
+        return self._chunk([candidate_json([part_json(part, self.call.signature)], choice)])
+
+    def _chunk(self, candidates: list[Json], usage: Json = None) -> bytes:
+        body: dict[str, Json] = {"candidates": candidates}
+        if usage is not None:
+            body["usageMetadata"] = usage
+        return self._element(body | self.tail)
+
+    def _element(self, body: Json) -> bytes:
+        if self.sse:
+            return event(body)
+        opening, self.opened = (b",\r\n" if self.opened else b"["), True
+        return opening + dump_json(body)
