@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,12 @@ PATIENCE_S = 600.0  # seconds anything here may take before it is a failure: a h
 POLL_S = 0.05
 AGENT = Path(__file__).with_name("agent.py")
 PROGRAM = (sys.executable, "-c", "from polarnode.cli import main; main()")
+HERE = Path(__file__).parent
+STEERED = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; from steering import run; run()",
+)  # its engine says a script
 TOKEN = "live-control-plane-token"
 MARK = "POLARNODE_LIVE_MARK"  # a variable of the node's own that no harness may see
 Found = TypeVar("Found")
@@ -151,9 +157,11 @@ def short_temporary() -> Iterator[Path]:
 
 
 @contextmanager
-def serving(state_dir: Path, temporary: Path, *, node_id: str | None = None, port: int | None = None) -> Iterator[ServingNode]:
-    """A node that is ready; ended at the end of the block, if it is not over by then."""
-    node = start(state_dir, temporary, node_id=node_id or f"live-{uuid4().hex[:8]}", port=port or free_port())
+def serving(
+    state_dir: Path, temporary: Path, *, node_id: str | None = None, port: int | None = None, program: Sequence[str] = PROGRAM
+) -> Iterator[ServingNode]:
+    """A node that is ready; ended at the end of the block, if it is not over by then. `program` may bring arguments of its own."""
+    node = start(state_dir, temporary, node_id=node_id or f"live-{uuid4().hex[:8]}", port=port or free_port(), program=program)
     try:
         until(lambda: _ready(node), f"the node is ready; it said: {node.said()[-2000:]}")
         yield node
@@ -161,13 +169,13 @@ def serving(state_dir: Path, temporary: Path, *, node_id: str | None = None, por
         end(node)
 
 
-def start(state_dir: Path, temporary: Path, *, node_id: str, port: int) -> ServingNode:
+def start(state_dir: Path, temporary: Path, *, node_id: str, port: int, program: Sequence[str] = PROGRAM) -> ServingNode:
     """Start a node, without waiting until it serves."""
     state_dir.mkdir(parents=True, exist_ok=True)
     own = {"POLARNODE_TOKEN": TOKEN, "POLARNODE_NODE_ID": node_id, MARK: "seen", "TMPDIR": str(temporary)}
     with (state_dir / "said.txt").open("ab") as said:
         process = subprocess.Popen(
-            [*PROGRAM, "--cpu", "--port", str(port), "--state-dir", str(state_dir)],
+            [*program, "--cpu", "--port", str(port), "--state-dir", str(state_dir)],
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
             stdout=said,

@@ -1,0 +1,149 @@
+"""The cases of the live matrix: which harness speaks which dialect, and what the steered engine says in it.
+
+Rule for whoever edits it: a case tells the truth of its harness. What one can not do (no write tool, a call beside the conversation, a history
+it rewrites) is said in the case, with `why`, and appears in the table of docs/harnesses.md; nothing is left out to make a case pass.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from attrs import frozen
+
+SHELL_FILE, WRITTEN_FILE = "shell.txt", "written.txt"
+SHELL_TEXT = "a word from the shell\n"
+WRITTEN_TEXT = 'first line\n  "quoted" and \\escaped\\ – ümläut\n'  # what JSON, shells and dialects are wont to spoil
+DONE = "Both files are written."
+
+
+@frozen
+class Call:
+    """A call of one of the harness's own tools."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@frozen
+class Step:
+    """One turn of the script: an optional thought, text, calls."""
+
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    thought: str = ""
+
+
+@frozen(kw_only=True)
+class Case:
+    """One harness in one dialect. `provider` is what its turns must say; `beside` how many calls it makes beside its conversation."""
+
+    name: str
+    harness: Mapping[str, Any]
+    provider: str
+    steps: tuple[Step, ...]
+    in_ci: bool = False
+    beside: int = 0
+    lineages: int = 1
+    why: str = ""  # of whatever is not as the others: shown in the table
+
+    @property
+    def shell_tool(self) -> str:
+        """The tool by which the main conversation is known: its calls beside have other tools, or none."""
+        return self.steps[0].calls[0].name
+
+    def task(self) -> dict[str, Any]:
+        """The task as JSON. The files are judged in the runtime, before it is removed."""
+        return {
+            "instruction": f"Write a word to {SHELL_FILE} with the shell, then write {WRITTEN_FILE}, then say so. This is case {self.name}.",
+            "harness": dict(self.harness),
+            "evaluator": {"name": "command", "config": {"script": CHECK}},
+            "budgets": {"run_s": RUN_S, "max_turns": 12},
+            "sampling": {"temperature": 1.0},
+            "metadata": {"case": self.name},
+        }
+
+
+RUN_S = 420.0  # seconds: the slowest starts in 25 on a quiet machine, and took 160 on one that was busy
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+CHECK = f"""
+set -e
+cd /work
+ls -la; tail -n +1 {SHELL_FILE} {WRITTEN_FILE}
+test "$(sha256sum < {SHELL_FILE})" = "{_digest(SHELL_TEXT)}  -"
+test "$(sha256sum < {WRITTEN_FILE})" = "{_digest(WRITTEN_TEXT)}  -"
+"""
+
+SHELL_LINE = f"printf 'a word from the shell\\n' | tee {SHELL_FILE}"
+WRITE_LINE = f"cat > {WRITTEN_FILE} <<'END'\n{WRITTEN_TEXT}END"
+COMPLETE = Step("", (Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),))
+WRITTEN_PATH = f"/work/{WRITTEN_FILE}"
+_PATCHED = "".join(f"+{line}\n" for line in WRITTEN_TEXT.splitlines())
+PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN_FILE}\n{_PATCHED}*** End Patch\n"
+
+
+def script(shell: Call, write: Call, end: Step | None = None) -> tuple[Step, ...]:
+    """The three turns: a word and a shell call, a file write, the end."""
+    return (Step("I begin with the shell.", (shell,)), Step("Now the other file.", (write,)), end or Step(DONE))
+
+
+# What each harness calls its tools, and how its run ends.
+SCRIPTS: Mapping[str, tuple[Step, ...]] = {
+    "pi": script(Call("bash", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
+    "mini_swe_agent": script(Call("bash", {"command": SHELL_LINE}), Call("bash", {"command": WRITE_LINE}), COMPLETE),
+    "claude_code": script(
+        Call("Bash", {"command": SHELL_LINE, "description": "Write a word"}), Call("Write", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+    ),
+    "codex": script(Call("exec_command", {"cmd": SHELL_LINE}), Call("exec_command", {"cmd": WRITE_LINE})),
+    "qwen_code": script(
+        Call("run_shell_command", {"command": SHELL_LINE, "is_background": False, "description": "Write a word"}),
+        Call("write_file", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT}),
+    ),
+    "gemini_cli": script(
+        Call("run_shell_command", {"command": SHELL_LINE}), Call("write_file", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+    ),
+    "opencode": script(
+        Call("bash", {"command": SHELL_LINE, "description": "Write a word"}), Call("write", {"filePath": WRITTEN_PATH, "content": WRITTEN_TEXT})
+    ),
+    "openclaw": script(Call("exec", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
+    "hermes": script(Call("terminal", {"command": SHELL_LINE}), Call("write_file", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
+    "openhands_sdk": script(
+        Call("terminal", {"command": SHELL_LINE}),
+        Call("file_editor", {"command": "create", "path": WRITTEN_PATH, "file_text": WRITTEN_TEXT}),
+        Step("", (Call("finish", {"message": DONE}),)),
+    ),
+}
+
+# What the harnesses call the APIs, and what we do.
+PROVIDERS: Mapping[str, str] = {
+    "chat": "openai_chat",
+    "openai": "openai_chat",
+    "openai-completions": "openai_chat",
+    "responses": "openai_responses",
+    "openai-responses": "openai_responses",
+    "anthropic": "anthropic",
+    "anthropic-messages": "anthropic",
+    "google": "google",
+    "gemini": "google",
+    "vertex": "google",
+    "google-generative-ai": "google",
+}
+
+
+def plain(harness: str, api: str, **more: Any) -> Case:
+    """A harness in one of its APIs, with nothing else set."""
+    given = {"name": harness, "settings": {"api": api}}
+    return Case(name=f"{harness}.{api}", harness=given, provider=PROVIDERS[api], steps=SCRIPTS[harness], **more)
+
+
+CASES: tuple[Case, ...] = (
+    plain("pi", "openai-completions", in_ci=True),
+    plain("pi", "anthropic-messages"),
+    plain("mini_swe_agent", "openai", in_ci=True),
+    plain("mini_swe_agent", "anthropic"),
+    Case(name="claude_code.anthropic", harness={"name": "claude_code"}, provider="anthropic", steps=SCRIPTS["claude_code"], in_ci=True),
+)

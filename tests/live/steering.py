@@ -1,0 +1,142 @@
+"""A node whose real engine is made to say what a script says: `run` is `polarnode`, with its arguments.
+
+Every token goes through the real engine, whose logit processor leaves it one choice a step; logprobs, spans, streaming and parsing stay what
+they are. What to say is decided from the prompt alone (which case it is, how often the script spoke in it), so that a retry, a branch or a
+call beside the main conversation needs no memory here. What was forced is written to `forced.jsonl` in the engine's state folder, a line an order.
+
+Rule for whoever edits it: the node is the program people run; only its engine is given an argument more, and its orders a `steering`.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+from matrix_cases import CASES, Case, Step
+from steering_processor import forced
+
+from polarnode import node
+from polarnode.cli import main
+from polarnode.ports import Chunk, GenerateOrder, Tokenizer
+from polarnode.shell.engine import Engines, EngineSettings, open_engines
+from polarnode.tokens.families import Family
+from polarnode.tokens.model import LoadedModel, load_model
+
+FORCED = "forced.jsonl"
+BESIDE = "A word beside the matter."  # what a call that is not of the main conversation is told: titles, summaries
+_NAMED = re.compile(r"This is case ([\w/.-]*\w)\.")
+
+
+@frozen(kw_only=True)
+class Said:
+    """What the script says to a prompt: of which case, which step of it (None: a call beside), and the ids, with the turn's end."""
+
+    case: str
+    step: int | None
+    ids: tuple[int, ...]
+
+
+@frozen
+class Script:
+    """The cases by name, in a model's own language."""
+
+    model: LoadedModel
+    cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in CASES})
+
+    def answer(self, prompt: "array[int]") -> Said | None:
+        """What to say; None where no case is named, and the policy is free."""
+        text = decoded(prompt, self.model.tokenizer)
+        named = _NAMED.search(text)
+        case = self.cases.get(named[1]) if named else None
+        if case is None:
+            return None
+        if f'"name": "{case.shell_tool}"' not in text:
+            return Said(case=case.name, step=None, ids=self._written(Step(BESIDE), prompt))
+        step = min(calling_turns(prompt, self.model), len(case.steps) - 1)
+        return Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
+
+    def _written(self, step: Step, prompt: "array[int]") -> tuple[int, ...]:
+        return tuple(written(step, self.model.tokenizer, self.model.family, in_thought=self.model.template.opens_thinking(prompt)))
+
+
+def decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of some ids, control tokens as theirs."""
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def calling_turns(prompt: Sequence[int], model: LoadedModel) -> int:
+    """How many of the assistant's turns in a prompt hold a call; the system's own turn only tells how one is written."""
+    opening = model.tokenizer.encode_plain("assistant")
+    turns: list[list[int]] = []
+    for token in prompt:
+        if token == model.family.turn_start:
+            turns.append([])
+        elif turns:
+            turns[-1].append(token)
+    return sum(turn[: len(opening)] == opening and model.family.call_open in turn for turn in turns)
+
+
+def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: bool) -> list[int]:
+    """A step in the model's own ids, as its family writes thoughts, calls and the end of a turn."""
+    assert None not in (family.think_open, family.think_close, family.call_open, family.call_close)
+    plain = tokenizer.encode_plain
+    ids: list[Any] = []
+    if step.thought or in_thought:
+        ids += [] if in_thought else [family.think_open]
+        ids += [*plain(f"\n{step.thought}\n"), family.think_close, *plain("\n\n")]
+    ids += plain(step.text)
+    for place, call in enumerate(step.calls):
+        body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        ids += [*(plain("\n") if step.text or place else ()), family.call_open, *plain(f"\n{body}\n"), family.call_close]
+    return [*ids, family.turn_end]
+
+
+# ── the node around it ────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class SteeredEngine:
+    """The engines of a node, whose orders say what to answer. All but `generate` is the engines' own."""
+
+    _engines: Engines
+    _script: Script
+    _log: Path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines, name)
+
+    def generate(self, order: GenerateOrder) -> "AbstractAsyncContextManager[AsyncIterator[Chunk]]":
+        """The order with the script's words in it; one for constrained sampling has a law of its own, and is left alone."""
+        said = self._script.answer(order.prompt) if order.constraint is None else None
+        if said is None:
+            return self._engines.generate(order)
+        self._note(order, said)
+        return self._engines.generate(evolve(order, steering=forced(said.ids[:-1], said.ids[-1])))
+
+    def _note(self, order: GenerateOrder, said: Said) -> None:
+        line = {"session": order.affinity, "case": said.case, "step": said.step, "prompt_tokens": len(order.prompt), "ids": said.ids}
+        with self._log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def steered(open_engines: "Callable[[EngineSettings], AbstractAsyncContextManager[Engines]]") -> "Callable[[EngineSettings], Any]":
+    """`open_engines` of engines that can be steered, and are."""
+
+    @asynccontextmanager
+    async def opened(settings: EngineSettings) -> AsyncIterator[SteeredEngine]:
+        script = Script(load_model(settings.model_path))
+        steerable = evolve(settings, extra={**settings.extra, "enable_custom_logit_processor": True})
+        async with open_engines(steerable) as engines:
+            yield SteeredEngine(engines, script, settings.state_dir / FORCED)
+
+    return opened
+
+
+def run() -> None:
+    """The program `polarnode`, steered."""
+    vars(node)["open_engines"] = steered(open_engines)
+    main()

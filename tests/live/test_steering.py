@@ -1,0 +1,98 @@
+"""What the steered engine is made to say: the script in the model's own language, chosen from the prompt alone. No engine, no container."""
+
+import json
+from array import array
+
+import pytest
+from matrix_cases import CASES, Case, Step
+from steering import BESIDE, Said, Script, decoded
+
+from polarnode.config import TINY_MODEL
+from polarnode.conversation import Answer, Conversation, Message, Tool
+from polarnode.records import ids
+from polarnode.tokens.model import load_model
+from polarnode.tokens.parse import Parser
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script(load_model(TINY_MODEL))
+
+
+def opening(case: Case, *, tools: bool = True, thinking: bool | None = None) -> Conversation:
+    """What a harness asks at first: it speaks of calls itself, and names the case."""
+    messages = (Message(role="system", text="Write <tool_call> to call."), Message(role="user", text=case.task()["instruction"]))
+    return Conversation(messages=messages, tools=(Tool(name=case.shell_tool),) if tools else (), thinking=thinking)
+
+
+def told(script: Script, prompt: "array[int]") -> tuple[Said, Answer]:
+    """What the script says, and how the node reads it."""
+    said = script.answer(prompt)
+    assert said is not None
+    model = script.model
+    in_thought = model.template.opens_thinking(prompt)
+    parser = Parser(tokenizer=model.tokenizer, family=model.family, call_id=str, opens_thinking=in_thought)
+    parser.feed(ids(said.ids))
+    return said, parser.finish("stop").answer
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_node_reads_each_step_as_it_was_written(script: Script, case: Case) -> None:
+    """Turn after turn, each prompt holding what was said before: the steps in their order, with their calls as they stand in the case."""
+    prompt = script.model.template.root(opening(case))
+    for number, step in enumerate(case.steps):
+        said, answer = told(script, prompt)
+        assert (said.case, said.step) == (case.name, number)
+        assert said.ids[-1] == script.model.family.turn_end
+        assert answer.text.strip() == step.text
+        assert answer.malformed_calls == 0
+        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [(call.name, call.arguments) for call in step.calls]
+        prompt = after(script, prompt, said)
+
+
+def after(script: Script, prompt: "array[int]", said: Said) -> "array[int]":
+    """The next prompt: something is told back, and the model is asked again."""
+    sampled = prompt + ids(said.ids)
+    new = Message(role="user", text="<tool_call> is only a word here.")
+    return sampled + script.model.template.suffix((new,), conversation=Conversation(messages=(new,)), sampled=sampled).ids
+
+
+def test_a_thought_that_the_template_opened_is_closed(script: Script) -> None:
+    prompt = script.model.template.root(opening(CASES[0]))
+    assert script.model.family.think_open is not None
+    said, answer = told(script, prompt + ids([script.model.family.think_open]))
+    assert (answer.text.strip(), len(answer.calls)) == (CASES[0].steps[0].text, 1)
+    assert script.model.family.think_close in said.ids
+
+
+def test_a_call_without_the_tools_is_beside(script: Script) -> None:
+    said, answer = told(script, script.model.template.root(opening(CASES[0], tools=False)))
+    assert (said.step, answer.text, answer.calls) == (None, BESIDE, ())
+
+
+def test_who_names_no_case_is_left_free(script: Script) -> None:
+    assert script.answer(script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))) is None
+
+
+def test_after_its_last_step_a_script_repeats_it(script: Script) -> None:
+    """A harness may ask again after the last word; it gets the same."""
+    case = CASES[0]
+    prompt = script.model.template.root(opening(case))
+    for _ in range(len(case.steps) + 1):
+        said, _ = told(script, prompt)
+        prompt = after(script, prompt, said)
+    assert said.step == len(case.steps) - 1
+
+
+def test_cases_are_told_apart_by_their_names(script: Script) -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert script.answer(script.model.template.root(opening(case))).case == case.name  # type: ignore[union-attr]
+
+
+def test_decoded_shows_what_was_rendered(script: Script) -> None:
+    prompt = script.model.template.root(opening(CASES[0]))
+    text = decoded(prompt, script.model.tokenizer)
+    assert CASES[0].task()["instruction"] in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert Step("x") == Step(text="x")
