@@ -152,6 +152,26 @@ def inspect(session: str, file: Path | None, model: Path | None, plain: bool, ur
     inspection.inspect(session, file if file is not None else remote.Where(url=url, token=token), model, plain=plain)
 
 
+@main.command(short_help="Say which lineages recorded requests of a harness would have, and what they would cost.")
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--tokenizer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Checkpoint folder; its weights are not needed.")
+@click.option("--json", "as_json", is_flag=True, help="One object a line on stdout; the totals go to stderr.")
+def replay(folder: Path, tokenizer: Path | None, as_json: bool) -> None:
+    """Feed recorded requests (NN-request.json) through the providers and lineage: what each extends, why, and how many tokens are new.
+
+    \b
+    polarnode replay recordings/
+    polarnode replay --json --tokenizer /models/Qwen3-8B recordings/pi | jq .kind
+
+    Every folder under DIR that holds requests is one session. No engine is started: a request's answer is what the harness shows in a later one.
+
+    Exit code 0 when no request was refused.
+    """
+    from polarnode.cli import replay as replaying
+
+    sys.exit(replaying.replay(folder, tokenizer, as_json=as_json))
+
+
 @main.command(short_help="Say what this machine has and lacks for a node, and what to do.")
 @node_options
 @click.pass_context

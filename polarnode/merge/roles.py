@@ -4,13 +4,14 @@ Nothing here decides which tokens a prompt has. Whoever adds a sign by which a s
 not certain is worse than none, because its turns are not trained.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.conversation import Message
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.records import TurnRole
+from polarnode.records import Turn, TurnRole
 
 # How the request for a summary begins (its last user message, or its system message).
 _ASKS_SUMMARY: Final = (
@@ -69,6 +70,21 @@ class Heads:
             if mark not in self._seen:
                 return reason
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
+
+
+def recast(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns with the roles that only the whole session tells: a side call that came first is one too.
+
+    A title is asked for before the conversation it names, and is then taken for the main one. The journal keeps what was known at the time;
+    who builds, reports or publishes a session's turns casts them again.
+    """
+    if not any(turn.role == "main" and _has_tools(turn) for turn in turns):
+        return tuple(turns)
+    return tuple(evolve(turn, role="auxiliary") if turn.role == "main" and not _has_tools(turn) else turn for turn in turns)
+
+
+def _has_tools(turn: Turn) -> bool:
+    return bool(turn.before_key) and Path.read(turn.before_key).tools != NONE
 
 
 def asks_summary(messages: tuple[Message, ...]) -> bool:
