@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.conversation import Constraint, FinishReason, Json, Sampling
 from polarnode.records import VersionSpan
+from polarnode.tasks import McpServerSpec
 
 
 class Tokenizer(Protocol):
@@ -154,3 +155,5 @@ class HarnessOrder:
     settings: Mapping[str, Json]
     env: Mapping[str, str]
     command: tuple[str, ...] | None = None
+    mcp_servers: Mapping[str, McpServerSpec] = field(factory=dict)
+    skills: Mapping[str, str] = field(factory=dict)

@@ -12,8 +12,22 @@ from polarnode.conversation import Json, Sampling
 
 
 @frozen(kw_only=True)
+class McpServerSpec:
+    """A server of tools the harness itself starts (`command`, in the container) or reaches (`url`, over streamable HTTP)."""
+
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(factory=dict)
+    url: str | None = None
+    headers: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
 class HarnessSpec:
-    """Which agent program, and how it is set. `command` is for `shell`; `import_path` is `package.module:attribute`."""
+    """Which agent program, and how it is set. `command` is for `shell`; `import_path` is `package.module:attribute`.
+
+    `mcp_servers` by name; `skills` are texts of SKILL.md by the name of their folder. Both are for harnesses that know them.
+    """
 
     name: str = "shell"
     import_path: str | None = None
@@ -22,6 +36,8 @@ class HarnessSpec:
     command: tuple[str, ...] | None = None
     settings: Mapping[str, Json] = field(factory=dict)
     env: Mapping[str, str] = field(factory=dict)
+    mcp_servers: Mapping[str, McpServerSpec] = field(factory=dict)
+    skills: Mapping[str, str] = field(factory=dict)
 
 
 @frozen(kw_only=True)

@@ -1,8 +1,9 @@
 """What a harness module is, and what every one of them sets.
 
-A harness is an agent program we never change. Its module says three things: which image of `runtimes/` carries it, which version was
-measured, and how it is launched (argv, environment, files). Rule for whoever adds one: no argument goes through a shell, the environment is
-written from nothing, and telemetry and updates are off. The node's own environment never reaches a harness.
+A harness is an agent program we never change. Its module says: which image of `runtimes/` carries it, which version was measured, which APIs it
+can be told to speak, whether its exit code can be believed, and how it is launched (argv, environment, files). Rule for whoever adds one: no
+argument goes through a shell, the environment is written from nothing, telemetry and updates are off, and what the harness can not do (MCP
+servers, skills) stays False here, so that a task that asks for it is refused. The node's own environment never reaches a harness.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,16 +15,25 @@ from polarnode.errors import Refused
 from polarnode.ports import HarnessOrder, Launch
 
 DEFAULT_MODEL_NAME = "local-model"  # a name no harness knows gives the simplest behaviour (harnesses.md 14.16)
+ARGUMENT_BYTES = 131_071  # Linux takes no longer single argument (MAX_ARG_STRLEN less its NUL)
 
 
 @frozen(kw_only=True)
 class Harness:
-    """One agent program: its name, the version its image pins, the image, and its launch as a pure function."""
+    """One agent program: its name, the version its image pins, the image, and its launch as a pure function.
+
+    `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False where the program ends with 0 having done
+    nothing, or with 1 having done its work: then the session's turns have their say (`exits.py`).
+    """
 
     name: str
     version: str | None
     image: str
     launch: Callable[[HarnessOrder], Launch]
+    apis: tuple[str, ...] = ()
+    exit_code_honest: bool = True
+    mcp_servers: bool = False
+    skills: bool = False
 
 
 def model_name(order: HarnessOrder) -> str:
@@ -48,9 +58,19 @@ def environment(order: HarnessOrder, own: Mapping[str, str]) -> dict[str, str]:
     return {**quiet_environment(order), **own, **order.env}
 
 
-def argument(text: str) -> str:
-    """An instruction as a positional argument: one that begins like a flag or a file reference gets a blank before it."""
-    return f" {text}" if text.startswith(("-", "@")) else text
+def argument(text: str, *, special: tuple[str, ...] = ("-", "@")) -> str:
+    """An instruction as an argument: one that begins with what the harness takes for a flag, a file or a command gets a blank before it."""
+    if len(text.encode()) >= ARGUMENT_BYTES:
+        raise Refused(
+            f"the instruction is longer than the {ARGUMENT_BYTES} bytes a program's argument may have: put it in a file of the workspace",
+            path="$.instruction",
+        )
+    return f" {text}" if text.startswith(special) else text
+
+
+def skill_files(order: HarnessOrder, folder: str) -> dict[str, bytes]:
+    """The task's skills, each where this harness looks for them: `folder` is relative to the home."""
+    return {f"{order.home}/{folder}/{name}/SKILL.md": text.encode() for name, text in order.skills.items()}
 
 
 def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) -> str:

@@ -47,6 +47,8 @@ def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str
         settings=spec.harness.settings,
         env={**spec.runtime.env, **spec.harness.env},
         command=spec.harness.command,
+        mcp_servers=spec.harness.mcp_servers,
+        skills=spec.harness.skills,
     )
 
 

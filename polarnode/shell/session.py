@@ -17,6 +17,7 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.errors import PolarnodeError, RuntimeFault
+from polarnode.harnesses.exits import exit_outcome
 from polarnode.merge.trajectory import Result, assemble, without_traces
 from polarnode.ports import Endpoint
 from polarnode.records import Outcome, Timing, Trajectory
@@ -206,9 +207,8 @@ class Session:
         if exit_code is None:
             reason = f"the harness ran {self.order.spec.budgets.run_s:g} s and was ended"
             return Outcome(status="timeout", clock="run", reason=reason, log_tail=log_tail)
-        if exit_code == 0:
-            return Outcome(status="completed", exit_code=0)
-        return Outcome(status="failed", exit_code=exit_code, reason=f"the harness ended with exit code {exit_code}", log_tail=log_tail)
+        judged = exit_outcome(self.order.harness, exit_code, self.live.lineages.turns)
+        return evolve(judged, log_tail=None if judged == Outcome(status="completed", exit_code=0) else log_tail)
 
     async def _post(self, runtime: PodmanRuntime, outcome: Outcome) -> Result:
         if outcome.status in ("cancelled", "error"):

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from polarnode.conversation import Sampling
-from polarnode.tasks import Budgets, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.tasks import Budgets, FileSpec, HarnessSpec, McpServerSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.wire.core import child
 
 
@@ -26,6 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # stands in a URL path,
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")  # an OCI reference or a folder of runtimes/; never an option or a path upwards
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # of a skill or an MCP server: part of a path, a TOML key and a tool's name
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
 
@@ -66,6 +67,29 @@ def _harness_laws(harness: HarnessSpec) -> Iterator[Law]:
     if harness.command is not None:
         yield from _argv_laws(harness.command, "$.harness.command")
     yield from _env_laws(harness.env, "$.harness.env")
+    for name, server in harness.mcp_servers.items():
+        where = child("$.harness.mcp_servers", name)
+        yield from _folder_laws(name, where)
+        yield from _server_laws(server, where)
+    for name, text in harness.skills.items():
+        where = child("$.harness.skills", name)
+        yield from _folder_laws(name, where)
+        yield Law(bool(text.strip()), where, "is empty: give the text of its SKILL.md")
+
+
+def _folder_laws(name: str, path: str) -> Iterator[Law]:
+    yield Law(FOLDER.fullmatch(name) is not None, path, "needs a name of 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit")
+
+
+def _server_laws(server: McpServerSpec, path: str) -> Iterator[Law]:
+    yield Law((server.command is None) != (server.url is None), path, "needs exactly one of command and url")
+    yield Law(server.command is not None or not (server.args or server.env), path, "has args or env without a command to start")
+    yield Law(server.url is not None or not server.headers, f"{path}.headers", "are for a server with a url")
+    if server.command is not None:
+        yield from _argv_laws((server.command, *server.args), f"{path}.command")
+    yield from _env_laws(server.env, f"{path}.env")
+    web = server.url is None or server.url.startswith(("http://", "https://"))
+    yield Law(web, f"{path}.url", "must begin with http:// or https://; the container has no network but its own loopback")
 
 
 def _argv_laws(argv: tuple[str, ...], path: str) -> Iterator[Law]:

@@ -1,0 +1,59 @@
+"""Codex CLI: speaks OpenAI Responses, told everything by `~/.codex/config.toml`; the environment alone can not redirect it.
+
+Measured with 0.169.0. A provider of our own, `local`, because the built-in one opens a WebSocket first, compacts remotely and adds fields. A
+context overflow is fatal to it, so it is told the true window and compacts before. The model's name decides the tools: an unknown one gives
+plain functions, `gpt-5.5` a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
+"""
+
+from polarnode.conversation import Json
+from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
+from polarnode.harnesses.spelling import toml_bytes
+from polarnode.ports import HarnessOrder, Launch
+from polarnode.tasks import McpServerSpec
+
+VERSION = "0.169.0"
+APIS = ("responses",)
+COMPACT_AT = 0.8  # of the window: the call that summarises, its answer and one more tool result must still fit
+
+
+def launch(order: HarnessOrder) -> Launch:
+    """`codex exec -- INSTRUCTION`, every permission given: the container is the sandbox."""
+    only_settings(order.settings, ("api",))
+    choice(order.settings, "api", APIS)
+    argv = ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "--json", "--")
+    return Launch(
+        argv=(*argv, argument(order.instruction, special=())),
+        env=environment(order, {"CODEX_HOME": f"{order.home}/.codex", "LOCAL_API_KEY": order.endpoint.key}),
+        files={f"{order.home}/.codex/config.toml": toml_bytes(_config(order)), **skill_files(order, ".codex/skills")},
+    )
+
+
+def _config(order: HarnessOrder) -> dict[str, Json]:
+    window = order.endpoint.context_length
+    return {
+        "model": model_name(order),
+        "model_provider": "local",
+        "model_context_window": window,
+        "model_auto_compact_token_limit": int(window * COMPACT_AT),
+        "approval_policy": "never",
+        "sandbox_mode": "danger-full-access",
+        "check_for_update_on_startup": False,
+        "web_search": "disabled",  # a hosted tool the model could not call
+        "analytics": {"enabled": False},
+        "feedback": {"enabled": False},
+        "model_providers": {"local": _provider(order)},
+        "mcp_servers": {name: _server(server) for name, server in order.mcp_servers.items()},
+    }
+
+
+def _provider(order: HarnessOrder) -> dict[str, Json]:
+    return {"name": "local", "base_url": f"{order.endpoint.base_url}/v1", "env_key": "LOCAL_API_KEY", "wire_api": "responses"}
+
+
+def _server(server: McpServerSpec) -> dict[str, Json]:
+    if server.command is not None:
+        return {"command": server.command, "args": list(server.args), "env": dict(server.env)}
+    return {"url": server.url, "http_headers": dict(server.headers)}
+
+
+HARNESS = Harness(name="codex", version=VERSION, image="codex", launch=launch, apis=APIS, mcp_servers=True, skills=True)
