@@ -29,6 +29,7 @@ from polarnode.providers.contract import (
 )
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
+from polarnode.providers.openai_responses import OPENAI_RESPONSES
 
 __all__ = [
     "JSON_TYPE",
@@ -65,6 +66,9 @@ class Route:
 # A row a path: its end without the version, the provider, the operation.
 _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/chat/completions", OPENAI_CHAT, "generate"),
+    ("/responses", OPENAI_RESPONSES, "generate"),
+    ("/responses/compact", OPENAI_RESPONSES, "compact"),
+    ("/responses/input_tokens", OPENAI_RESPONSES, "count_tokens"),
     ("/messages", ANTHROPIC, "generate"),
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
@@ -105,6 +109,8 @@ def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
     """Whose error shape a request without a route is answered in."""
     if _speaks_google(_clean(path), headers):
         return GOOGLE
+    if "/responses" in path:
+        return OPENAI_RESPONSES
     return ANTHROPIC if "/messages" in path or _speaks_anthropic(headers) else OPENAI_CHAT
 
 

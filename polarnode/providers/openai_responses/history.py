@@ -1,0 +1,115 @@
+"""Responses: what a session remembers of its answers, for `previous_response_id` and `item_reference`.
+
+The rule for whoever edits it: an answer is kept as what it adds. Clients that never ask us to remember send the whole conversation every
+time, and kept whole a session of a thousand turns would hold gigabytes; so a kept input says which earlier one it begins with.
+"""
+
+import re
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Final, cast
+
+from attrs import frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.providers.contract import Memory
+from polarnode.providers.openai_responses.shapes import Object
+from polarnode.providers.shapes import compact
+from polarnode.wire import dump_json, read_json
+
+_HEADS: Final = "openai_responses.heads"
+_MOST_HEADS: Final = 16  # inputs a next one may begin with: one an agent, and two or three agents ask at once where there are sub-agents
+_ITEM_ID: Final = re.compile(r"[a-z]+_([0-9A-Za-z]+)_\d+")
+
+
+def response_id(call_id: str) -> str:
+    """The id of the answer to a call. Item ids (`item_id`) begin with the same, so that an item leads to its answer."""
+    return f"resp_{call_id}"
+
+
+def item_id(prefix: str, call_id: str, index: int) -> str:
+    """The id of an answer's item, [A-Za-z0-9_]."""
+    return f"{prefix}_{call_id}_{index}"
+
+
+def previous(memory: Memory, name: str) -> list[Object]:
+    """All that was said up to the end of an answer: its input and its output."""
+    kept = memory.recall(name)
+    if not isinstance(kept, dict):
+        raise _unknown(name)
+    return _input(memory, kept, name) + _items(kept["output"])
+
+
+def referenced(memory: Memory, name: str, path: str) -> Object:
+    """The item of an earlier answer that an `item_reference` names."""
+    found = _ITEM_ID.fullmatch(name)
+    kept = memory.recall(response_id(found[1])) if found else None
+    items = _items(kept["output"]) if isinstance(kept, dict) else []
+    for item in items:
+        if item.get("id") == name:
+            return item
+    raise Refused(f"item_reference {name!r} is not known here (any more): send the item itself", path=path)
+
+
+@frozen(kw_only=True)
+class Kept:
+    """An input as it will be kept: `base` is the answer whose input it begins with, `added` the rest as JSON text."""
+
+    base: str | None
+    added: str
+    length: int
+    digest: str
+
+    def as_json(self) -> Object:
+        return {"base": self.base, "added": self.added, "length": self.length, "digest": self.digest}
+
+
+def to_keep(memory: Memory, items: list[Object]) -> Kept:
+    """What an input adds to those before it."""
+    heads = {(head["length"], head["digest"]): head["name"] for head in _heads(memory)}
+    lengths = {length for length, _ in heads}
+    digest, base, begun = blake2b(digest_size=16), None, 0
+    for index, item in enumerate(items, 1):
+        digest.update(dump_json(item))
+        name = heads.get((index, digest.hexdigest())) if index in lengths else None
+        if isinstance(name, str) and memory.recall(name) is not None:
+            base, begun = name, index
+    return Kept(base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest())
+
+
+def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
+    """Remember an answer: what its input added, and what was said."""
+    memory.keep(name, {"base": kept["base"], "input": kept["added"], "output": compact(output)})
+    head: Object = {"name": name, "length": kept["length"], "digest": kept["digest"]}
+    memory.keep(_HEADS, cast(Json, [*_heads(memory), head][-_MOST_HEADS:]))
+
+
+def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
+    """The whole input, put together from the first to the last of the answers it was built on."""
+    added = [_items(kept["input"])]
+    while isinstance(base := kept["base"], str):
+        found = memory.recall(base)
+        if not isinstance(found, dict):
+            raise _unknown(name)
+        kept = found
+        added.append(_items(kept["input"]))
+    return _joined(reversed(added))
+
+
+def _joined(parts: Iterable[list[Object]]) -> list[Object]:
+    return [item for part in parts for item in part]
+
+
+def _items(text: Json) -> list[Object]:
+    found = read_json(text.encode()) if isinstance(text, str) else []
+    return cast(list[Object], found)
+
+
+def _heads(memory: Memory) -> list[Object]:
+    return cast(list[Object], memory.recall(_HEADS) or [])
+
+
+def _unknown(name: str) -> Refused:
+    sentence = f"previous_response_id {name!r} is not known here (any more): leave it out and send the whole input"
+    return Refused(sentence, path="$.previous_response_id")

@@ -1,0 +1,241 @@
+"""Responses: its items into messages, which are flat.
+
+The rules: items of the assistant in a row (thinking, text, calls) are one answer and become one message, joined as `Answer` joins its parts;
+everything else stays one to one, so that a history that is only appended to reads as one that is only appended to. What the model can not be
+shown is named by its path, but for images and files, which its user means it to see: those are refused.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from attrs import define, field
+
+from polarnode.conversation import Json, Message, Tool, ToolCall
+from polarnode.errors import Refused
+from polarnode.providers.openai_responses.compaction import retold
+from polarnode.providers.openai_responses.sealed import unseal
+from polarnode.providers.openai_responses.shapes import (
+    ActionCallItem,
+    AdditionalToolsItem,
+    AgentMessageItem,
+    CompactionItem,
+    Content,
+    CustomCallItem,
+    FunctionCallItem,
+    MessageItem,
+    Object,
+    OutputItem,
+    PartShape,
+    ReasoningItem,
+    SearchCallItem,
+    SearchOutputItem,
+)
+from polarnode.providers.openai_responses.tools import Toolbox, full_name, shaped, told
+from polarnode.providers.shapes import compact, not_text, paragraphs
+
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_NOT_TEXTS: Final = frozenset({"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"})
+NEW_TOOLS: Final = "From here on these tools can be called too:"
+FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
+FOUND_NONE: Final = "Found no tools."
+
+
+@define(eq=False)
+class Transcript:
+    """What items say, read one after the other. `head` are tools that stand before all talk, `later` those that appear in it, as text."""
+
+    messages: list[Message] = field(factory=list)
+    head: Toolbox = field(factory=Toolbox)
+    later: list[Tool] = field(factory=list)
+    ignored: list[str] = field(factory=list)
+    notes: list[str] = field(factory=list)
+    _texts: list[str] = field(factory=list, init=False)
+    _thoughts: list[str] = field(factory=list, init=False)
+    _calls: list[ToolCall] = field(factory=list, init=False)
+    _refs: list[str] = field(factory=list, init=False)
+    _answering: bool = field(default=False, init=False)
+
+    def read(self, item: Object, path: str) -> None:
+        """One more item."""
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        reader = _READERS.get(str(kind))
+        if reader is None:
+            self.ignored.append(path)
+            if str(kind).endswith(("_call", "_call_output")) or str(kind).startswith("mcp_"):
+                self.notes.append(f"{path.removeprefix('$.')}: {kind} belongs to a tool of another server and is kept out")
+        else:
+            reader(self, item, path)
+
+    def say(self, message: Message) -> None:
+        """A message that is not the assistant's; an answer under way ends before it."""
+        self.close()
+        self.messages.append(message)
+
+    def close(self) -> None:
+        """The end of an answer, if there is one."""
+        if self._answering:
+            self.messages.append(
+                Message(
+                    role="assistant",
+                    text="".join(self._texts),
+                    calls=tuple(self._calls),
+                    thinking="".join(self._thoughts),
+                    refs=tuple(filter(None, self._refs)),
+                )
+            )
+        self._answering = False
+        self._texts, self._thoughts, self._calls, self._refs = [], [], [], []
+
+    # ── what is said ──────────────────────────────────────────────────────────
+
+    def message(self, item: Object, path: str) -> None:
+        shape = shaped(item, MessageItem, path)
+        texts = list(self._parts(shape.content, f"{path}.content"))
+        if shape.role == "assistant":
+            self._answering = True
+            self._texts += texts
+            self._refs.append(shape.id or "")
+        else:
+            self.say(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
+
+    def agent_message(self, item: Object, path: str) -> None:
+        shape = shaped(item, AgentMessageItem, path)
+        said = paragraphs(self._parts(shape.content, f"{path}.content"))
+        self.say(Message(role="user", text=f"Message from {shape.author}:\n{said}" if shape.author else said))
+
+    def reasoning(self, item: Object, path: str) -> None:
+        """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays closed, and a reference."""
+        shape = shaped(item, ReasoningItem, path)
+        ours = unseal(shape.encrypted_content or "")
+        shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(self._parts(shape.summary, f"{path}.summary"))
+        self._answering = True
+        self._thoughts.append(shown if ours is None else ours.thinking or shown)
+        self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
+
+    def compaction(self, item: Object, path: str) -> None:
+        """Our own summary of what was said before. Another server's can not be opened: the conversation begins after it."""
+        ours = unseal(shaped(item, CompactionItem, path).encrypted_content or "")
+        if ours is None or ours.summary is None:
+            self.ignored.append(path)
+            self.notes.append(f"{path.removeprefix('$.')}: the compaction was not made by this node and can not be read")
+        else:
+            self.say(Message(role="user", text=retold(ours.summary)))
+
+    # ── calls ─────────────────────────────────────────────────────────────────
+
+    def function_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, FunctionCallItem, path)
+        arguments = shape.arguments if isinstance(shape.arguments, str) else compact(shape.arguments or {})
+        self._call(full_name(shape.name, shape.namespace), arguments, shape.call_id, shape.id)
+
+    def custom_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, CustomCallItem, path)
+        self._call(full_name(shape.name, shape.namespace), compact({"input": shape.input}), shape.call_id, shape.id)
+
+    def action_call(self, item: Object, path: str) -> None:
+        """A call of `local_shell`, `shell` or `apply_patch`, as the arguments the model gave it."""
+        shape = shaped(item, ActionCallItem, path)
+        name = str(item["type"]).removesuffix("_call")
+        action = (shape.operation if name == "apply_patch" else shape.action) or {}
+        said: Object = {key: value for key, value in action.items() if value is not None and (key, value) not in (("type", "exec"), ("env", {}))}
+        self._call(name, compact(said), shape.call_id or shape.id, shape.id)
+
+    def search_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, SearchCallItem, path)
+        if shape.execution == "server":
+            self.ignored.append(path)
+            return
+        arguments = shape.arguments if isinstance(shape.arguments, str) else compact(shape.arguments or {})
+        self._call("tool_search", arguments, shape.call_id, shape.id)
+
+    def _call(self, name: str, arguments: str, call_id: str | None, item_id: str | None) -> None:
+        self._answering = True
+        self._calls.append(ToolCall(id=call_id or "", name=name, arguments=arguments))
+        self._refs += (call_id or "", item_id or "")
+
+    # ── what came of them ─────────────────────────────────────────────────────
+
+    def output(self, item: Object, path: str) -> None:
+        shape = shaped(item, OutputItem, path)
+        text = (shape.status or "") if shape.output is None else self._result(shape.output, f"{path}.output")
+        self.say(Message(role="tool", text=text, call_id=shape.call_id or shape.id or ""))
+
+    def search_output(self, item: Object, path: str) -> None:
+        shape = shaped(item, SearchOutputItem, path)
+        if shape.execution == "server":
+            self.ignored.append(path)
+            return
+        found = self._later(shape.tools or (), path)
+        self.say(Message(role="tool", text=f"{FOUND_TOOLS}\n{told(found)}" if found else FOUND_NONE, call_id=shape.call_id or ""))
+
+    def additional_tools(self, item: Object, path: str) -> None:
+        """Tools of the head where nobody has said anything yet, else a message at their place."""
+        tools = shaped(item, AdditionalToolsItem, path).tools or ()
+        if not self._answering and all(message.role == "system" for message in self.messages):
+            self.head.read(tools, f"{path}.tools")
+            return
+        found = self._later(tools, path)
+        if found:
+            self.say(Message(role="system", text=f"{NEW_TOOLS}\n{told(found)}"))
+
+    def _later(self, tools: tuple[Object, ...], path: str) -> list[Tool]:
+        box = Toolbox(ignored=self.ignored, notes=self.notes)
+        box.read(tools, f"{path}.tools")
+        self.later += box.tools
+        return box.tools
+
+    def _result(self, output: Json, path: str) -> str:
+        """What a call gave, in every spelling: text, parts, a shell's streams, or some other JSON as it is."""
+        if isinstance(output, str):
+            return output
+        if isinstance(output, list) and any(isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output):
+            return "\n".join(_streams(part) for part in output)
+        if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
+            return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path))
+        return compact(output)
+
+    def _parts(self, content: Content, path: str) -> Iterator[str]:
+        if isinstance(content, str):
+            yield content
+            return
+        for index, part in enumerate(content or ()):
+            if part.type in _NOT_TEXTS:
+                raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
+            text = part.refusal if part.type == "refusal" else part.text
+            if part.type in (*_TEXTS, "refusal") or text is not None:
+                yield text or ""
+            else:
+                self.ignored.append(f"{path}[{index}]")
+
+
+def _streams(part: Json) -> str:
+    """One command of a shell: what it wrote and how it ended."""
+    if not isinstance(part, dict):
+        return compact(part)
+    outcome = part.get("outcome")
+    ended = f"exit code {outcome['exit_code']}" if isinstance(outcome, dict) and "exit_code" in outcome else "timed out"
+    streams = (text for name in ("stdout", "stderr") if isinstance(text := part.get(name), str) and text)
+    return paragraphs([*streams, f"[{ended}]"] if outcome is not None else streams)
+
+
+_READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
+    "message": Transcript.message,
+    "agent_message": Transcript.agent_message,
+    "reasoning": Transcript.reasoning,
+    "compaction": Transcript.compaction,
+    "compaction_summary": Transcript.compaction,
+    "context_compaction": Transcript.compaction,
+    "function_call": Transcript.function_call,
+    "custom_tool_call": Transcript.custom_call,
+    "local_shell_call": Transcript.action_call,
+    "shell_call": Transcript.action_call,
+    "apply_patch_call": Transcript.action_call,
+    "tool_search_call": Transcript.search_call,
+    "function_call_output": Transcript.output,
+    "custom_tool_call_output": Transcript.output,
+    "local_shell_call_output": Transcript.output,
+    "shell_call_output": Transcript.output,
+    "apply_patch_call_output": Transcript.output,
+    "tool_search_output": Transcript.search_output,
+    "additional_tools": Transcript.additional_tools,
+}

@@ -1,0 +1,167 @@
+"""Responses: a request into a conversation, its tools and how to sample.
+
+The rule: no field, item or tool we do not know is ever a reason to refuse; what can not be honoured and would be missed is.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from polarnode.conversation import Constraint, Conversation, Message, ModelRequest, Sampling
+from polarnode.errors import Refused
+from polarnode.providers.contract import Envelope, Memory
+from polarnode.providers.openai_responses import history
+from polarnode.providers.openai_responses.compaction import INSTRUCTION
+from polarnode.providers.openai_responses.hints import hints
+from polarnode.providers.openai_responses.items import Transcript
+from polarnode.providers.openai_responses.shapes import Object, ReasoningShape, ResponsesRequest, TextShape
+from polarnode.providers.openai_responses.tools import shaped, tool_choice
+from polarnode.providers.shapes import compact, read_body
+
+SEALED_THINKING: Final = "reasoning.encrypted_content"
+LOGPROBS: Final = "message.output_text.logprobs"
+
+# What a response says again of its request, and what it says where the request was silent.
+_ECHOED: Final[Object] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+def read(body: bytes, envelope: Envelope) -> ModelRequest:
+    """A Responses body, or one whose conversation is to be compacted or counted. Refused with the path of the field."""
+    request, unknown = read_body(body, ResponsesRequest)
+    if request.model is None and envelope.operation == "generate":
+        raise Refused("model is missing: it is required", path="$.model")
+    items = list(_items(request, envelope.memory))
+    compacts = envelope.operation == "compact" or _triggers(items)
+    said = _transcript(request, items[:-1] if _triggers(items) else items, compacts=compacts)
+    choice, notes = tool_choice(request.tool_choice, (*said.head.tools, *said.later))
+    conversation = Conversation(
+        messages=tuple(said.messages),
+        tools=tuple(said.head.tools),
+        tool_choice="none" if compacts else choice,
+        thinking=_thinking(request),
+    )
+    return ModelRequest(
+        provider="openai_responses",
+        model=envelope.model or request.model or "",
+        conversation=conversation,
+        sampling=Sampling(temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens),
+        stream=bool(request.stream) and envelope.operation == "generate",
+        hints=hints(request, envelope.headers, compacts=compacts),
+        constraint=None if compacts else _constraint(request),
+        logprobs=(request.top_logprobs or 0) if LOGPROBS in (request.include or ()) else None,
+        one_call=request.parallel_tool_calls is False,
+        generate=request.generate is not False,
+        extras=_extras(request, envelope, items, said) | ({"compacts": True} if compacts else {}),
+        ignored=(*unknown, *_unused(request), *said.head.ignored, *said.ignored),
+        notes=(*_remarks(request), *notes, *said.head.notes, *said.notes),
+    )
+
+
+# ── what is said ──────────────────────────────────────────────────────────────
+
+
+def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Object]]:
+    """Every item of the conversation with its path, remembered ones first, references replaced by what they refer to."""
+    if request.previous_response_id is not None:
+        for item in history.previous(memory, request.previous_response_id):
+            yield "$.previous_response_id", item
+    said = request.input
+    listed: tuple[Object, ...] = ({"role": "user", "content": said},) if isinstance(said, str) else said or ()
+    for index, item in enumerate(listed):
+        path = f"$.input[{index}]"
+        name = item.get("id")
+        refers = item.get("type") == "item_reference" or ("type" not in item and "role" not in item)
+        yield path, history.referenced(memory, name, path) if refers and isinstance(name, str) else item
+
+
+def _triggers(items: list[tuple[str, Object]]) -> bool:
+    """Whether the last item asks for a compaction of those before it."""
+    return bool(items) and items[-1][1].get("type") == "compaction_trigger"
+
+
+def _transcript(request: ResponsesRequest, items: list[tuple[str, Object]], *, compacts: bool) -> Transcript:
+    said = Transcript()
+    said.head.read(request.tools or (), "$.tools")
+    if request.instructions:
+        said.say(Message(role="system", text=request.instructions))
+    for path, item in items:
+        said.read(item, path)
+    said.close()
+    if not said.messages and request.generate is not False:
+        raise Refused("input is empty: send at least one item", path="$.input")
+    if compacts:
+        said.say(Message(role="user", text=INSTRUCTION))
+    return said
+
+
+# ── settings ──────────────────────────────────────────────────────────────────
+
+
+def _thinking(request: ResponsesRequest) -> bool | None:
+    """An effort other than none leaves it to the template."""
+    shape = shaped(request.reasoning or {}, ReasoningShape, "$.reasoning")
+    return False if shape.effort == "none" else None
+
+
+def _constraint(request: ResponsesRequest) -> Constraint | None:
+    shape = shaped(request.text or {}, TextShape, "$.text").format
+    if shape is None or shape.type == "text":
+        return None
+    if shape.type == "json_object":
+        return Constraint(kind="json_schema", text='{"type":"object"}')
+    if shape.schema is None:
+        raise Refused("text.format.schema is missing: it is required with json_schema", path="$.text.format.schema")
+    return Constraint(kind="json_schema", text=compact(shape.schema))
+
+
+def _unused(request: ResponsesRequest) -> Iterator[str]:
+    """Log-probabilities are shown only to who asks for them by `include`, as in the API itself."""
+    if request.top_logprobs and LOGPROBS not in (request.include or ()):
+        yield "$.top_logprobs"
+    if request.text and request.text.get("verbosity") is not None:
+        yield "$.text.verbosity"
+
+
+def _remarks(request: ResponsesRequest) -> Iterator[str]:
+    if request.truncation not in (None, "disabled"):
+        yield f"truncation {request.truncation!r} was asked: nothing is ever dropped, a conversation that is too long is refused"
+
+
+# ── what the writer wants back ────────────────────────────────────────────────
+
+
+def _extras(request: ResponsesRequest, envelope: Envelope, items: list[tuple[str, Object]], said: Transcript) -> Object:
+    """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a compaction keeps in sight."""
+    extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
+    if said.later:
+        extras["later"] = {tool.name: dict(tool.spelling) for tool in said.later}
+    if envelope.operation == "compact":
+        extras["told"] = [item for _, item in items if item.get("role") == "user" and item.get("type") in (None, "message")]
+    elif envelope.operation == "generate" and request.store is not False:
+        extras["keeps"] = history.to_keep(envelope.memory, [item for _, item in items]).as_json()
+    return extras
+
+
+def _echo(request: ResponsesRequest) -> Object:
+    said: Object = {name: value for name in _ECHOED if (value := getattr(request, name)) is not None}
+    text: Object = {"format": {"type": "text"}}
+    reasoning: Object = {"effort": None, "summary": None}
+    more: Object = {"text": text | (request.text or {}), "reasoning": reasoning | (request.reasoning or {}), "tools": list(request.tools or ())}
+    return _ECHOED | said | more

@@ -1,0 +1,239 @@
+"""Responses: the JSON we take, as attrs classes. Unknown fields (`status`, `phase`, `internal_chat_message_metadata_passthrough` …) are taken
+everywhere and left unread.
+
+The rule for whoever edits them: items, tools and parts of content are open sets here (every release of Codex brings new ones), so each is
+shaped by its `type` where it is read, and a type nobody knows is named in `ignored`, never refused.
+"""
+
+from typing import Literal
+
+from attrs import field, frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.providers.shapes import above_zero, at_least, unserved, within
+
+Object = dict[str, Json]
+
+
+@frozen
+class PartShape:
+    """A part of content; which field holds its text is said by `type`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | tuple[PartShape, ...] | None
+
+
+# ── items: what was said ──────────────────────────────────────────────────────
+
+
+@frozen
+class MessageItem:
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content = None
+    id: str | None = None
+
+
+@frozen
+class AgentMessageItem:
+    """What one of Codex's agents tells another."""
+
+    content: Content = None
+    author: str | None = None
+
+
+@frozen
+class ReasoningItem:
+    """`content` is raw thinking, `summary` what is shown of it; `encrypted_content` is ours, or another server's and opaque."""
+
+    summary: tuple[PartShape, ...] | None = None
+    content: tuple[PartShape, ...] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+
+
+@frozen
+class CompactionItem:
+    encrypted_content: str | None = None
+
+
+@frozen
+class FunctionCallItem:
+    """`arguments` is JSON text, kept as it is; some clients send the object itself, or nothing for none."""
+
+    name: str
+    arguments: str | Object | None = None
+    call_id: str | None = None
+    id: str | None = None
+    namespace: str | None = None
+
+
+@frozen
+class CustomCallItem:
+    name: str
+    input: str
+    call_id: str | None = None
+    id: str | None = None
+    namespace: str | None = None
+
+
+@frozen
+class ActionCallItem:
+    """A call of a tool this API knows by itself: `local_shell_call` and `shell_call` have an action, `apply_patch_call` an operation."""
+
+    action: Object | None = None
+    operation: Object | None = None
+    call_id: str | None = None
+    id: str | None = None
+
+
+@frozen
+class SearchCallItem:
+    arguments: Json = None
+    execution: str | None = None
+    call_id: str | None = None
+    id: str | None = None
+
+
+@frozen
+class OutputItem:
+    """What came of a call. `local_shell_call_output` names its call by `id`; `apply_patch_call_output` may have no more than a `status`."""
+
+    output: Json = None
+    call_id: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+@frozen
+class SearchOutputItem:
+    tools: tuple[Object, ...] | None = None
+    execution: str | None = None
+    call_id: str | None = None
+
+
+@frozen
+class AdditionalToolsItem:
+    tools: tuple[Object, ...] | None = None
+
+
+# ── tools ─────────────────────────────────────────────────────────────────────
+
+
+@frozen
+class FunctionTool:
+    name: str
+    description: str | None = None
+    parameters: Object | None = None
+    defer_loading: bool | None = None
+
+
+@frozen
+class FormatShape:
+    """How a freeform input is written: any `text`, or a `grammar`."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+@frozen
+class CustomTool:
+    name: str
+    description: str | None = None
+    format: FormatShape | None = None
+    defer_loading: bool | None = None
+
+
+@frozen
+class NamespaceTool:
+    name: str
+    tools: tuple[Object, ...]
+    description: str | None = None
+
+
+@frozen
+class SearchTool:
+    """`execution` client: the harness looks the tools up. Else it runs on the API's own servers."""
+
+    execution: str | None = None
+    description: str | None = None
+    parameters: Object | None = None
+
+
+@frozen
+class ShellTool:
+    """`environment` is absent or local where the client runs the commands."""
+
+    environment: Json = None
+
+
+# ── the body ──────────────────────────────────────────────────────────────────
+
+
+@frozen
+class ReasoningShape:
+    effort: str | None = None
+
+
+@frozen
+class TextFormat:
+    """`json_schema` demands a `schema`; the other types have nothing beside their name."""
+
+    type: Literal["text", "json_schema", "json_object"]
+    schema: Object | None = None
+
+
+@frozen
+class TextShape:
+    format: TextFormat | None = None
+
+
+def _in_foreground(_: object, __: object, value: bool | None) -> None:
+    if value:
+        raise Refused("background responses are not served: send the request without background, and stream it", path="$.background")
+
+
+_NO_CONVERSATION = "conversation objects are not kept here: send the whole input, or previous_response_id"
+_NO_PROMPT = "prompt templates are not kept here: send the prompt's text as instructions and input"
+
+
+@frozen(kw_only=True)
+class ResponsesRequest:
+    """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only warms a connection.
+
+    What is said again in the answer (`tools`, `text`, `reasoning`) is kept as it was sent, and shaped by who reads it.
+    """
+
+    model: str | None = None
+    input: str | tuple[Object, ...] | None = None
+    instructions: str | None = None
+    tools: tuple[Object, ...] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: tuple[str, ...] | None = None
+    stream: bool | None = None
+    generate: bool | None = None
+    max_output_tokens: int | None = field(default=None, validator=at_least(1))
+    temperature: float | None = field(default=None, validator=within(0, 2))
+    top_p: float | None = field(default=None, validator=above_zero(1))
+    top_logprobs: int | None = field(default=None, validator=within(0, 20))
+    reasoning: Object | None = None
+    text: Object | None = None
+    truncation: str | None = None
+    client_metadata: Json = None
+    metadata: Json = None  # this and the next are only said again
+    max_tool_calls: Json = None
+    prompt_cache_key: Json = None
+    safety_identifier: Json = None
+    service_tier: Json = None
+    user: Json = None
+    background: bool | None = field(default=None, validator=_in_foreground)
+    conversation: Json = field(default=None, validator=unserved(_NO_CONVERSATION))
+    prompt: Json = field(default=None, validator=unserved(_NO_PROMPT))

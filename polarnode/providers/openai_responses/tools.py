@@ -1,0 +1,230 @@
+"""Responses: the tools a model is shown, and which of its calls is spelled how.
+
+The rule for whoever edits it: whatever the client can run is shown to the model as a function, under one name (`namespace.name`), with a
+`spelling` by which the writer finds the way back; what runs on the API's own servers is dropped and its path named. A tool that appears in
+the middle of a conversation is text at that place (`told`), so that what stands before it stays as it was.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+from attrs import define, evolve, field
+
+from polarnode.conversation import Json, Tool
+from polarnode.errors import Refused
+from polarnode.providers.openai_responses.shapes import (
+    CustomTool,
+    FormatShape,
+    FunctionTool,
+    NamespaceTool,
+    Object,
+    SearchTool,
+    ShellTool,
+)
+from polarnode.providers.shapes import compact
+from polarnode.wire import structure
+
+T = TypeVar("T")
+
+DEFAULT_NAMESPACE: Final = "functions"  # OpenAI's word for "no namespace": its members are shown by their plain names
+
+_TEXT: Final[Json] = {"type": "string"}
+_WHOLE: Final[Json] = {"type": "integer"}
+_LOCAL_SHELL: Final = Tool(
+    name="local_shell",
+    description="Runs a command on the user's machine and returns its output.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": _TEXT, "description": "The program and its arguments."},
+            "working_directory": _TEXT,
+            "timeout_ms": _WHOLE,
+            "env": {"type": "object", "additionalProperties": _TEXT},
+        },
+        "required": ["command"],
+    },
+    spelling={"kind": "local_shell"},
+)
+_SHELL: Final = Tool(
+    name="shell",
+    description="Runs shell commands on the user's machine, in order, and returns the output of each.",
+    parameters={
+        "type": "object",
+        "properties": {"commands": {"type": "array", "items": _TEXT}, "timeout_ms": _WHOLE, "max_output_length": _WHOLE},
+        "required": ["commands"],
+    },
+    spelling={"kind": "shell"},
+)
+_APPLY_PATCH: Final = Tool(
+    name="apply_patch",
+    description="Creates, changes or deletes one file. The diff is in V4A format; deleting takes none.",
+    parameters={
+        "type": "object",
+        "properties": {"type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]}, "path": _TEXT, "diff": _TEXT},
+        "required": ["type", "path"],
+    },
+    spelling={"kind": "apply_patch"},
+)
+_SEARCH: Final = Tool(
+    name="tool_search",
+    description="Looks for further tools. Those it finds can be called from then on.",
+    parameters={"type": "object", "properties": {"query": _TEXT}, "required": ["query"]},
+    spelling={"kind": "tool_search"},
+)
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """The one name the model knows a tool by."""
+    return name if namespace in (None, "", DEFAULT_NAMESPACE) else f"{namespace}.{name}"
+
+
+def shaped(value: Json, shape: type[T], path: str) -> T:
+    """`value` as a `shape`; Refused with the path from the body's root."""
+    try:
+        return structure(value, shape)
+    except Refused as error:
+        raise Refused(f"{path.removeprefix('$.')}: {error}", path=path + (error.path or "$")[1:]) from None
+
+
+@define(eq=False)
+class Toolbox:
+    """What was read of a list of tools: those the model is shown, the paths of those it is not, and what a reader of the turn should know."""
+
+    tools: list[Tool] = field(factory=list)
+    ignored: list[str] = field(factory=list)
+    notes: list[str] = field(factory=list)
+
+    def read(self, shapes: Iterable[Object], path: str) -> None:
+        """More tools, from the list at `path`."""
+        listed = list(shapes)
+        searched = any(shape.get("type") == "tool_search" and shape.get("execution") == "client" for shape in listed)
+        for index, shape in enumerate(listed):
+            if searched and shape.get("defer_loading") is True:
+                self.ignored.append(f"{path}[{index}]")  # shown once a search has found it
+            else:
+                self._take(shape, f"{path}[{index}]", None)
+
+    def _take(self, shape: Object, path: str, namespace: str | None) -> None:
+        read = _READERS.get(str(shape.get("type")))
+        if shape.get("type") == "namespace" and namespace is None:
+            self._namespace(shaped(shape, NamespaceTool, path), path)
+        elif read is None:
+            self.ignored.append(path)
+        else:
+            tool = read(self, shape, path)
+            if tool is None:
+                self.ignored.append(path)
+            else:
+                self.tools.append(_within(tool, namespace))
+
+    def _namespace(self, shape: NamespaceTool, path: str) -> None:
+        """Its members; its own description stands before that of the first, once, as it can stand nowhere else."""
+        first = len(self.tools)
+        for index, member in enumerate(shape.tools):
+            self._take(member, f"{path}.tools[{index}]", shape.name)
+        if shape.description and len(self.tools) > first:
+            tool = self.tools[first]
+            self.tools[first] = evolve(tool, description=f"{shape.name}: {shape.description}\n\n{tool.description}")
+
+    def function(self, shape: Object, path: str) -> Tool:
+        found = shaped(shape, FunctionTool, path)
+        return Tool(name=found.name, description=found.description or "", parameters=found.parameters or {})
+
+    def custom(self, shape: Object, path: str) -> Tool:
+        """A freeform tool: one string, whose grammar the model is shown."""
+        found = shaped(shape, CustomTool, path)
+        rule = _rule(found.format)
+        if rule:
+            self.notes.append(f"{path.removeprefix('$.')}: the grammar of {found.name!r} is shown to the model, and nothing enforces it")
+        parameters: Object = {
+            "type": "object",
+            "properties": {"input": {"type": "string", "description": "The whole input, as it is, without any wrapping."}},
+            "required": ["input"],
+        }
+        description = "\n\n".join(filter(None, (found.description, rule)))
+        return Tool(name=found.name, description=description, parameters=parameters, spelling={"kind": "custom"})
+
+    def search(self, shape: Object, path: str) -> Tool | None:
+        found = shaped(shape, SearchTool, path)
+        if found.execution != "client":
+            return None
+        return evolve(_SEARCH, description=found.description or _SEARCH.description, parameters=found.parameters or _SEARCH.parameters)
+
+    def shell(self, shape: Object, path: str) -> Tool | None:
+        environment = shaped(shape, ShellTool, path).environment
+        local = environment is None or (isinstance(environment, dict) and environment.get("type") == "local")
+        return _SHELL if local else None
+
+    def local_shell(self, shape: Object, path: str) -> Tool:
+        return _LOCAL_SHELL
+
+    def apply_patch(self, shape: Object, path: str) -> Tool:
+        return _APPLY_PATCH
+
+
+_READERS: Final[dict[str, Callable[[Toolbox, Object, str], Tool | None]]] = {
+    "function": Toolbox.function,
+    "custom": Toolbox.custom,
+    "tool_search": Toolbox.search,
+    "shell": Toolbox.shell,
+    "local_shell": Toolbox.local_shell,
+    "apply_patch": Toolbox.apply_patch,
+}
+
+
+def _within(tool: Tool, namespace: str | None) -> Tool:
+    """The tool under its full name; what its namespace and own name are goes into its spelling."""
+    if namespace is None:
+        return tool
+    spelling = {"kind": "function", **tool.spelling, "name": tool.name, "namespace": namespace}
+    return evolve(tool, name=full_name(tool.name, namespace), spelling=spelling)
+
+
+def _rule(shape: FormatShape | None) -> str:
+    if shape is None or not shape.definition:
+        return ""
+    return f"The input must follow this {shape.syntax or shape.type} grammar:\n{shape.definition}"
+
+
+def told(tools: Iterable[Tool]) -> str:
+    """Tools as text, one a line, as most chat templates write them at the head."""
+    return "\n".join(_line(tool) for tool in tools)
+
+
+def _line(tool: Tool) -> str:
+    return compact({"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}})
+
+
+# ── which tool must be called ─────────────────────────────────────────────────
+
+
+def tool_choice(said: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
+    """The choice in the house's words, and what a reader of the turn should know of it."""
+    if said is None:
+        return "auto", []
+    if isinstance(said, str):
+        return _word(said, "$.tool_choice"), []
+    if said.get("type") == "allowed_tools":
+        note = "tool_choice allows some of the tools: the model is shown all of them, and nothing keeps it from the others"
+        return _word(said.get("mode", "auto"), "$.tool_choice.mode"), [note]
+    names = list(_named(said))
+    found = next((tool.name for tool in tools if tool.name in names), None)
+    if found is None:
+        raise Refused(f"tool_choice names {names[0]!r}, which is not among the tools the model can call: add it", path="$.tool_choice")
+    return found, []
+
+
+def _word(said: Json, path: str) -> str:
+    if said not in ("auto", "none", "required"):
+        raise Refused(f"{path.removeprefix('$.')} must be 'auto', 'none', 'required' or a tool, not {said!r}", path=path)
+    return str(said)
+
+
+def _named(said: Object) -> Iterator[str]:
+    """The name a choice may mean: a tool's own, or for the tools that have none their type's."""
+    name, namespace = said.get("name"), said.get("namespace")
+    if isinstance(name, str):
+        yield full_name(name, namespace if isinstance(namespace, str) else None)
+        yield name
+    else:
+        yield str(said.get("type"))
