@@ -14,16 +14,16 @@ from polarnode.providers.contract import Envelope
 from polarnode.providers.dialect import Route, route
 
 FOLDER = Path(__file__).parent / "data" / "providers"
-HARNESSES = ("claude_code", "mini_swe_agent", "openhands", "pi", "qwen_code")
+HARNESSES = ("claude_code", "gemini_cli", "mini_swe_agent", "openhands", "pi", "qwen_code")
 
 
 def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
     recorded = json.loads((FOLDER / f"{harness}_{number}.json").read_text())
     found = route("POST", recorded["target"], recorded["headers"])
     assert found is not None
-    request = found.dialect.read(
-        json.dumps(recorded["body"]).encode(), Envelope(headers=recorded["headers"], model=found.model, operation=found.operation)
-    )
+    query = recorded["target"].partition("?")[2]
+    envelope = Envelope(headers=recorded["headers"], model=found.model, stream=found.stream, operation=found.operation, query=query)
+    request = found.dialect.read(json.dumps(recorded["body"]).encode(), envelope)
     return found, request, recorded["body"]
 
 
@@ -38,11 +38,11 @@ def test_14_19_each_request_extends_the_one_before(harness: str) -> None:
 
 @pytest.mark.parametrize("harness", HARNESSES)
 def test_14_16_the_name_is_echoed_and_the_tools_are_read(harness: str) -> None:
-    _, request, body = load(harness, 3)
+    found, request, body = load(harness, 3)
     assert request.model == "local-model"
     assert request.conversation.tools
     assert {call.name for message in request.conversation.messages for call in message.calls} <= {tool.name for tool in request.conversation.tools}
-    assert request.stream is bool(body.get("stream"))
+    assert request.stream is bool(body.get("stream", found.stream))
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
