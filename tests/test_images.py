@@ -104,8 +104,8 @@ def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, told: str) -> None:
 def test_no_recipes_and_no_carrier_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set runtimes_dir"):
         read_recipes(tmp_path)
-    with pytest.raises(HarnessError, match="no runtime carries the harness codex"):
-        read_recipes(default_runtimes_dir()).image_for("codex")
+    with pytest.raises(HarnessError, match="no runtime carries the harness none_such"):
+        read_recipes(default_runtimes_dir()).image_for("none_such")
 
 
 def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
