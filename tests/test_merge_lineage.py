@@ -370,3 +370,44 @@ def test_a_session_that_was_planned_but_not_ended_is_restored_without_it() -> No
     session.begin(ask(*messages, user("in flight")))
     again = restored(session)
     assert again.plan(ask(*messages, user("in flight"))).kind == "extend"
+
+
+# ── a user message that is taken out again ────────────────────────────────────
+
+
+def test_a_request_without_the_last_user_message_goes_on_in_its_lineage() -> None:
+    session = Session()
+    first, one = session.say(ask(system(), user("task"), user("volatile 1")), "step 1")
+    second, two = session.say(ask(system(), user("task"), one, user("volatile 2")), "step 2")
+    third, _ = session.say(ask(system(), user("task"), one, two, user("volatile 3")), "step 3")
+    assert [(turn.kind, turn.reason, turn.lineage) for turn in (first, second, third)] == [
+        ("root", "first", 0),
+        ("branch", "volatile", 0),
+        ("branch", "volatile", 0),
+    ]
+    assert third.parent is None
+    assert list(session.prompts[2]) == full(ask(system(), user("task"), one, two, user("volatile 3")))
+    assert third.notes == ("volatile: the user message that turn 1 answered was taken out again, so all is rendered as the request shows it",)
+
+
+def test_what_was_said_before_the_first_volatile_message_keeps_its_tokens() -> None:
+    session = Session()
+    _, one = session.say(ask(system(), user("task")), "step 1")
+    second, two = session.say(ask(system(), user("task"), one, user("volatile")), "step 2")
+    third, _ = session.say(ask(system(), user("task"), one, two, user("more")), "step 3")
+    assert (second.kind, third.kind, third.parent, third.lineage) == ("extend", "branch", 0, 0)
+
+
+def test_only_the_first_to_go_on_without_it_stays_in_the_lineage() -> None:
+    session = Session()
+    _, one = session.say(ask(system(), user("task"), user("volatile")), "step 1")
+    _, _ = session.say(ask(system(), user("task"), one, user("a")), "x", state="failed")
+    again, _ = session.say(ask(system(), user("task"), one, user("b")), "x")
+    other, _ = session.say(ask(system(), user("task"), one, user("c")), "x")
+    assert (again.lineage, other.lineage) == (0, 1)
+
+
+def test_a_conversation_of_one_message_is_not_one_without_any() -> None:
+    session = Session()
+    _, one = session.say(ask(user("task")), "step 1")
+    assert session.lineages.plan(ask(one, user("b"))).kind == "root"

@@ -9,17 +9,21 @@ from collections.abc import Iterator, Mapping
 from attrs import define, field, frozen
 
 from polarnode.conversation import Conversation, Message
-from polarnode.merge.fingerprint import Memo, Path, advance, label, root_key, same_text, thinking_letter
+from polarnode.merge.fingerprint import NONE, Memo, Path, advance, label, root_key, same_text, thinking_letter
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.references import Located, References
 
 
 @frozen(kw_only=True)
 class Attached:
-    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's."""
+    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's.
+
+    `follows` is the turn it goes on from where nothing can be extended: its answer is here, the user message it answered is gone.
+    """
 
     path: Path
     parent: int | None
+    follows: int | None
     matched: int
     notes: tuple[str, ...]
 
@@ -35,6 +39,7 @@ class _Pass:
     best: int = 0
     edits: list[str] = field(factory=list)
     stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
+    follows: int | None = None  # the last turn after `best` whose answer stands here without the user message it answered
 
     def read(self, position: int, message: Message) -> None:
         before = self.keys[-1]
@@ -47,9 +52,11 @@ class _Pass:
         if not self.ledger.answered_with(key):
             key = self._excused(position, message, before) or key
         if self.ledger.answered_with(key):
-            self.best, self.stray = position + 1, None
-        elif self.stray is None:
-            self.stray = position, before
+            self.best, self.stray, self.follows = position + 1, None, None
+            return key
+        self.stray = self.stray or (position, before)
+        unprompted = self.ledger.unprompted_with(key)
+        self.follows = self.follows if unprompted is None else unprompted
         return key
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
@@ -76,14 +83,15 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
         notes += doubt
-    return Attached(path=path, parent=parent, matched=walk.best, notes=tuple(notes))
+    return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes))
 
 
 def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str, thinking: str) -> Path:
     roles = [message.role for message in conversation.messages]
     system = next((place for place, role in enumerate(roles) if role != "system"), len(roles))
     opening = next((place for place, role in enumerate(roles) if role == "assistant"), len(roles))
-    return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1])
+    bare = keys[-2] if len(roles) > 1 and roles[-1] == "user" else NONE
+    return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1], bare=bare)
 
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
@@ -124,6 +132,8 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
     """What the first message after the match that should be ours says otherwise."""
     if walk.stray is None:
         return []
+    if walk.follows is not None:
+        return [f"volatile: the user message that turn {walk.follows} answered was taken out again, so all is rendered as the request shows it"]
     position, before = walk.stray
     asked = walk.ledger.asked_with(before)
     if not asked:

@@ -41,7 +41,8 @@ class Path:
     """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-" for none) of what came first.
 
     `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the leading system messages,
-    `opening` the path to the first assistant message. `text` is kept in a turn as `before_key`.
+    `opening` the path to the first assistant message. `bare` (32 hex) is the path without the last message where that is a user's and not
+    the only one: a harness may take it out again. `text` is kept in a turn as `before_key`.
     """
 
     agent: str
@@ -50,15 +51,16 @@ class Path:
     system: str
     opening: str
     key: str
+    bare: str = NONE
 
     @property
     def text(self) -> str:
-        return ".".join((self.agent, self.tools, self.thinking, self.system, self.opening, self.key))
+        return ".".join((self.agent, self.tools, self.thinking, self.system, self.opening, self.key, self.bare))
 
     @classmethod
     def read(cls, text: str) -> "Path":
-        agent, tools, thinking, system, opening, key = text.split(".")
-        return cls(agent=agent, tools=tools, thinking=thinking, system=system, opening=opening, key=key)
+        agent, tools, thinking, system, opening, key, *bare = text.split(".")  # journals of 0.1 have no bare
+        return cls(agent=agent, tools=tools, thinking=thinking, system=system, opening=opening, key=key, bare=bare[0] if bare else NONE)
 
 
 def label(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 from attrs import define, evolve, field
 
 from polarnode.conversation import Message
-from polarnode.merge.fingerprint import Path, advance
+from polarnode.merge.fingerprint import NONE, Path, advance
 from polarnode.records import Turn, ids
 
 _NOBODY: Final[tuple[int, ...]] = ()
@@ -55,11 +55,15 @@ def attachable(turn: Turn) -> bool:
 
 @define(eq=False)
 class Ledger:
-    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the path they answered."""
+    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the path they answered.
+
+    `bare` names them by the path with their answer, but without the user message they answered.
+    """
 
     turns: dict[int, Turn] = field(factory=dict)
     _after: dict[str, list[int]] = field(factory=dict)
     _before: dict[str, list[int]] = field(factory=dict)
+    _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
     _full: dict[int, bytes] = field(factory=dict)  # what `written` says of some turns, oldest first, _FULL_COPIES at most
 
@@ -71,7 +75,10 @@ class Ledger:
         keys = self._keys[turn.index] = self._keys_of(turn)
         for key in keys:
             self._after.setdefault(key, []).append(turn.index)
-        self._before.setdefault(Path.read(turn.before_key).key, []).append(turn.index)
+        path = Path.read(turn.before_key)
+        self._before.setdefault(path.key, []).append(turn.index)
+        if path.bare != NONE and turn.answer is not None:
+            self._bare[advance(path.bare, turn.answer.as_message())] = turn.index
 
     def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns whose path, answer included, has this key. More than one are twins: same text, other tokens."""
@@ -80,6 +87,10 @@ class Ledger:
     def asked_with(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns that answered the path of this key."""
         return self._before.get(key, _NOBODY)
+
+    def unprompted_with(self, key: str) -> int | None:
+        """The latest turn whose path has this key once the user message it answered is taken out."""
+        return self._bare.get(key)
 
     def written(self, index: int | None) -> "array[int]":
         """The ids a turn ends with: its prompt and its sample, exactly. A fresh array; empty for None."""

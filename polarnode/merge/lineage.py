@@ -145,6 +145,8 @@ class Lineages:
         again = self._again(found, request_key)
         if again is not None:
             return again
+        if found.follows is not None:
+            return _Named(kind="branch", reason="volatile", lineage=self._line_after(found.follows))
         if found.parent is None:
             return _Named(kind="root", reason=self._heads.why_root(found.path, conversation.messages), lineage=self._next_lineage)
         taken = bool(self._living(found.parent))
@@ -165,6 +167,13 @@ class Lineages:
                 lineage = asked.lineage if self._replaceable(index) else self._next_lineage
                 return _Named(kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage)
         return None
+
+    def _line_after(self, index: int) -> int:
+        """The lineage of a turn while nothing came after it in that, else a new one."""
+        lineage, ended = self._ledger.turns[index].lineage, self._ledger.turns
+        later = (asked for asked in (*self._plans.values(), *ended.values()) if asked.lineage == lineage and asked.index > index)
+        taken = any(asked.index not in ended or ended[asked.index].state != "failed" for asked in later)
+        return self._next_lineage if taken else lineage
 
     def _asked(self, index: int) -> Plan | Turn:
         return self._plans.get(index) or self._ledger.turns[index]
