@@ -21,6 +21,7 @@ from polarnode.wire import structure
 
 JSON = "application/json"
 ENUM = "text/x.enum"  # Google's own: one of the schema's words, without quotes
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")  # not `re.escape`, which also escapes what other engines' regexes have no escape for
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
@@ -84,12 +85,13 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _constraint(config: GenerationConfig) -> Constraint | None:
-    """What the answer must match. JSON without a schema is any JSON."""
-    kind = (config.responseMimeType or "text/plain").partition(";")[0].strip().lower()
+    """What the answer must match. JSON without a schema is any JSON; a schema without a type means JSON."""
     path = "$.generationConfig.responseSchema"
+    meant = "text/plain" if config.responseSchema is None and config.responseJsonSchema is None else JSON
+    kind = (config.responseMimeType or meant).partition(";")[0].strip().lower()
     schema = config.responseJsonSchema if config.responseJsonSchema is not None else json_schema(config.responseSchema or {}, path)
     match kind:
-        case "text/plain" | "":
+        case "text/plain":
             return None
         case "application/json":
             return Constraint(kind="json_schema", text=compact(schema))
@@ -97,7 +99,7 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
             words = schema.get("enum")
             if not isinstance(words, list) or not words:
                 raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
-            return Constraint(kind="regex", text="|".join(re.escape(str(word)) for word in words))
+            return Constraint(kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words))
         case _:
             raise Refused(f"responseMimeType must be text/plain, {JSON} or {ENUM}, not {kind!r}", path="$.generationConfig.responseMimeType")
 
