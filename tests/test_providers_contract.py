@@ -8,9 +8,10 @@ from providers_kit import a_call
 from polarnode.errors import ContextTooLong, Refused
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.contract import RETRY_AFTER_S, Dialect, Fault, FaultKind, StreamWriter, error_reply
+from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, ANTHROPIC)
+DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, ANTHROPIC, GOOGLE)
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 

@@ -37,6 +37,63 @@ def test_14_1_a_route_is_its_paths_end_under_any_prefix(prefix: str, method: str
     assert (found.dialect, found.operation, found.model) == (dialect, operation, None)
 
 
+GENERATED = {"generateContent": ("generate", False), "streamGenerateContent": ("generate", True), "countTokens": ("count_tokens", False)}
+
+
+@pytest.mark.parametrize("prefix", ["", "/sessions/abc123", "/sessions/models", "/some/other/prefix"])
+@pytest.mark.parametrize("method", GENERATED)
+@pytest.mark.parametrize("query", ["", "?alt=sse", "?key=a:b/c"])
+@pytest.mark.parametrize(
+    ("end", "model"),
+    [
+        ("/v1beta/models/local-model", "local-model"),
+        ("/v1/models/local-model", "local-model"),
+        ("/models/local-model", "local-model"),
+        ("/v1beta/models/org/some-model", "org/some-model"),
+        ("/v1beta/models/qwen:7b", "qwen:7b"),
+        ("/v1beta/tunedModels/mine-1", "mine-1"),
+        ("/v1beta1/publishers/google/models/local-model", "local-model"),
+        ("/v1/projects/p/locations/l/publishers/google/models/local-model", "local-model"),
+        ("/v1beta1/projects/p/locations/l/endpoints/12", "12"),
+    ],
+)
+def test_14_1_googles_paths_name_the_model_and_the_method(prefix: str, method: str, query: str, end: str, model: str) -> None:
+    path = f"{prefix}{end}:{method}{query}"
+    found = route("POST", path, {})
+    assert found is not None
+    assert (found.dialect, found.operation, found.model, found.stream) == (GOOGLE, GENERATED[method][0], model, GENERATED[method][1])
+    assert route("GET", path, {}) is None
+    assert ("allow", "POST") in missed("GET", path, {}).headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1beta/models/m:embedContent",
+        "/v1/models/m:batchEmbedContents",
+        "/v1beta1/publishers/google/models/m:predict",
+        "/v1beta/cachedContents",
+        "/v1beta/tunedModels",
+        "/v1beta/models:generateContent",
+        "/v1beta/files",
+    ],
+)
+def test_what_google_serves_and_we_do_not_is_missed_in_its_words(path: str) -> None:
+    assert route("POST", path, {}) is None
+    reply = missed("POST", path, {})
+    assert reply.status == 404
+    assert json.loads(reply.body)["error"]["status"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("path", "model"), [("/v1beta/models/org/m", "org/m"), ("/v1/models/qwen:7b", "qwen:7b"), ("/v1beta1/publishers/google/models/m", "m")]
+)
+def test_google_asks_for_one_model(path: str, model: str) -> None:
+    found = route("GET", f"/sessions/abc{path}", {"x-goog-api-key": "k"})
+    assert found is not None
+    assert (found.dialect, found.operation, found.model) == (GOOGLE, "model", model)
+
+
 def test_a_model_is_asked_for_by_any_name() -> None:
     found = route("GET", "/sessions/abc/v1/models/org/some-model", BEARER)
     assert found is not None
@@ -52,6 +109,8 @@ def test_a_model_is_asked_for_by_any_name() -> None:
         (X_API_KEY | BEARER, OPENAI_CHAT),
         (X_API_KEY | BEARER | {"anthropic-version": "2023-06-01"}, ANTHROPIC),
         (BEARER | {"anthropic-version": "2023-06-01"}, ANTHROPIC),
+        ({"x-goog-api-key": "k"}, GOOGLE),
+        (BEARER | {"x-goog-api-client": "google-genai-sdk/1"}, GOOGLE),
     ],
 )
 def test_the_list_of_models_has_the_shape_of_who_asks(headers: dict[str, str], dialect: Dialect) -> None:
@@ -100,7 +159,9 @@ def test_a_miss_speaks_the_language_of_its_path() -> None:
         ("/sessions/p/v1/messages", {"x-goog-api-key": "g", "x-api-key": "x", "authorization": "Bearer b"}, ("p", "b", "x", "g")),
         ("/sessions/same/v1/messages", {"x-api-key": "same", "authorization": "Bearer same"}, ("same",)),
         ("/v1/messages", {"x-api-key": "", "authorization": "Bearer "}, ()),
+        ("/v1beta/models/m:generateContent?alt=sse&key=q", {}, ("q",)),
+        ("/sessions/p/v1beta/models/m:generateContent?key=q%2Fr", {"x-goog-api-key": "g"}, ("p", "g", "q/r")),
     ],
 )
-def test_14_2_the_path_is_the_first_key_and_any_header_may_hold_one(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
+def test_14_2_the_path_is_the_first_key_and_any_header_or_the_query_may_hold_one(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
     assert session_keys(path, headers) == keys
