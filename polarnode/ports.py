@@ -51,7 +51,8 @@ class Steering:
 class GenerateOrder:
     """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names the session whose prefix is cached.
 
-    `top_logprobs`: how many alternatives to show with each token.
+    `top_logprobs`: how many alternatives to show with each token. `constraint_after`: the id behind which `constraint` begins, the end of a
+    thought that the prompt left open; None begins with the first token.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class GenerateOrder:
     constraint: Constraint | None = None
     top_logprobs: int = 0
     steering: Steering | None = None
+    constraint_after: int | None = None
 
 
 @frozen(kw_only=True)

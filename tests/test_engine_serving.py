@@ -10,7 +10,7 @@ import pytest
 
 from polarnode.engine_host import building, lifeline
 from polarnode.engine_host.protocol import Failed, Piece
-from polarnode.engine_host.serving import piece
+from polarnode.engine_host.words import AFTER, IMPOSSIBLE, piece, request
 
 RID = "0" * 32
 

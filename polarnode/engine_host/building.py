@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polarnode.conversation import Json
+from polarnode.engine_host import scheduling
 from polarnode.engine_host.protocol import Ready
 
 STUBS = Path(__file__).parent / "stubs"
@@ -26,6 +27,7 @@ def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     _name_load_file(tag)
+    Engine.run_scheduler_process_func = staticmethod(scheduling.run)
     return Engine(**arguments)
 
 

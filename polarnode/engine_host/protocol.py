@@ -35,11 +35,18 @@ class Start:
 
 @frozen(kw_only=True)
 class Generate:
-    """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete."""
+    """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
+
+    `top_logprobs` alternatives are told with each token; `processor` is a logit processor in SGLang's spelling; the constraint among the
+    sampling parameters begins behind `constraint_after`, where that is said.
+    """
 
     rid: str
     prompt: bytes
     sampling: Mapping[str, Json]
+    top_logprobs: int = 0
+    processor: str | None = None
+    constraint_after: int | None = None
 
 
 @frozen(kw_only=True)
@@ -102,6 +109,7 @@ class Piece:
     """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
 
     The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole sample as (version, start, end).
+    Alternatives, where they were asked for: equally many for each of `ids`, one token's after the other's, as int32 and float32 bytes.
     """
 
     rid: str
@@ -111,6 +119,8 @@ class Piece:
     finish: HostFinish | None = None
     spans: tuple[tuple[str, int, int], ...] = field(default=(), converter=_spans)
     cached_tokens: int = 0
+    alternative_ids: bytes = b""
+    alternative_logprobs: bytes = b""
 
 
 @frozen(kw_only=True)

@@ -7,8 +7,7 @@ a kind and a late answer would go to the next caller.
 
 import asyncio
 import multiprocessing
-from array import array
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, NoReturn, assert_never
 
 from attrs import define, field
@@ -21,7 +20,6 @@ from polarnode.engine_host.protocol import (
     Fatal,
     FrameDecoder,
     Generate,
-    HostFinish,
     Load,
     Message,
     Pause,
@@ -32,6 +30,7 @@ from polarnode.engine_host.protocol import (
     UpdateWeights,
     encode_all,
 )
+from polarnode.engine_host.words import piece, request
 
 LOAD_INTERVAL = 0.25  # seconds between looks at the scheduler's load: a shared-memory read of some 20 us; routing needs no finer
 READ_SIZE = 1 << 16
@@ -128,17 +127,12 @@ class Serving:
             self._calls.pop(order.rid, None)
 
     async def _stream(self, order: Generate) -> None:
-        chunks = await self._engine.async_generate(
-            input_ids=array("i", order.prompt).tolist(),
-            sampling_params=dict(order.sampling),
-            rid=order.rid,
-            return_logprob=True,
-            logprob_start_len=-1,
-            stream=True,
-            cache_salt=self._version,  # cached keys and values of other weights must not be found
-        )
+        if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
+            raise ValueError("this engine takes no logit processor: start it with the extra engine argument enable_custom_logit_processor = true")
+        # cached keys and values of other weights must not be found: the version is their salt
+        chunks = await self._engine.async_generate(**request(order), cache_salt=self._version)
         async for chunk in chunks:
-            self.say(piece(order.rid, chunk["output_ids"], chunk["meta_info"]))
+            self.say(piece(order.rid, chunk["output_ids"], chunk["meta_info"], top_logprobs=order.top_logprobs))
 
     # ── control ───────────────────────────────────────────────────────────────
 
@@ -251,34 +245,6 @@ class Serving:
 
 class EngineDied(Exception):
     """A process of the engine ended by itself; the host must end too, for SGLang can not serve without it."""
-
-
-def piece(rid: str, ids: list[int], meta: Mapping[str, Any]) -> Piece | Failed:
-    """One chunk of SGLang's as a message. A finish that is no finish of ours (NaN logits, an aborted wait with a status) is a failure."""
-    finish = meta.get("finish_reason")
-    if finish is not None and (problem := _problem(finish)):
-        return Failed(rid=rid, message=problem[0], retryable=problem[1])
-    logprobs = array("f", [entry[0] for entry in meta.get("output_token_logprobs") or ()])
-    if len(logprobs) != len(ids):
-        return Failed(rid=rid, message=f"the engine gave {len(ids)} tokens with {len(logprobs)} logprobs", retryable=True)
-    kind: HostFinish | None = finish["type"] if finish is not None else None
-    return Piece(
-        rid=rid,
-        ids=array("i", ids).tobytes(),
-        logprobs=logprobs.tobytes(),
-        version=str(meta.get("weight_version", "")),
-        finish=kind,
-        spans=tuple((str(each["version"]), each["start"], each["end"]) for each in meta.get("weight_versions") or ()),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-    )
-
-
-def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
-    if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
-        return str(finish.get("message")), int(status) >= 500
-    if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):
-        return f"the engine stopped on {finish.get('matched')!r}: the weights gave NaN logits", False
-    return None
 
 
 def _wait_for_schedulers() -> None:

@@ -18,6 +18,7 @@ from polarnode.errors import ContextTooLong, EngineError
 from polarnode.ports import Chunk, GenerateOrder
 from polarnode.records import VersionSpan, floats, ids
 
+TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -34,13 +35,31 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -
         raise ContextTooLong(prompt_tokens=len(order.prompt), limit=context_length)
     if order.sampling.max_tokens is not None and order.sampling.max_tokens < 1:
         raise EngineError(f"max_tokens {order.sampling.max_tokens} asks for nothing: give 1 or more", retryable=False)
+    if not 0 <= order.top_logprobs <= min(TOP_LOGPROBS, vocab_size):
+        raise EngineError(f"top_logprobs {order.top_logprobs}: give 0 to {min(TOP_LOGPROBS, vocab_size)}", retryable=False)
+    if order.steering is not None and order.constraint is not None:  # the grammar would refuse what the processor chose
+        raise EngineError("an order has a constraint or a steering, not both", retryable=False)
 
 
 def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
     """The host's message. `max_tokens` is clipped to what the context still holds, and always said: SGLang's own default is 128."""
     room = context_length - len(order.prompt)
     sampling = sampling_parameters(order.sampling, max_tokens=min(order.sampling.max_tokens or room, room))
-    return Generate(rid=order.request_id, prompt=order.prompt.tobytes(), sampling={**sampling, "stop_token_ids": list(order.stop_ids)})
+    return Generate(
+        rid=order.request_id,
+        prompt=order.prompt.tobytes(),
+        sampling={**sampling, "stop_token_ids": list(order.stop_ids), **_forced(order)},
+        top_logprobs=order.top_logprobs,
+        processor=None if order.steering is None else order.steering.processor,
+        constraint_after=None if order.constraint is None else order.constraint_after,
+    )
+
+
+def _forced(order: GenerateOrder) -> dict[str, Json]:
+    """What limits the choice of tokens, where anything does: SGLang's fields have the names of our kinds."""
+    if order.steering is not None:
+        return {"custom_params": dict(order.steering.parameters)}
+    return {} if order.constraint is None else {order.constraint.kind: order.constraint.text}
 
 
 def sampling_parameters(asked: Sampling, *, max_tokens: int) -> dict[str, Json]:
@@ -87,6 +106,7 @@ class Call:
             finish_reason=piece.finish,
             version_spans=tuple(self._spans),
             cached_tokens=piece.cached_tokens,
+            top_logprobs=_alternatives(piece, len(sampled)),
         )
         self._put(chunk, last=piece.finish is not None)
 
@@ -125,3 +145,12 @@ class Call:
         elif count:
             self._spans.append(VersionSpan(version=version, start=self._length, end=end))
         self._length = end
+
+
+def _alternatives(piece: Piece, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Each token's own, of a piece that holds them one token after the other."""
+    if not piece.alternative_ids:
+        return ()
+    pairs = list(zip(ids(piece.alternative_ids), floats(piece.alternative_logprobs), strict=True))
+    size = len(pairs) // count
+    return tuple(tuple(pairs[first : first + size]) for first in range(0, len(pairs), size))
