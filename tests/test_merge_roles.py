@@ -1,12 +1,14 @@
 """Who asks, and why a lineage starts: labels that must be certain, because side calls are not trained."""
 
+import json
+
 import pytest
 from attrs import evolve
-from merge_toys import system, told, user
+from merge_toys import BASH, Session, ask, system, told, user
 
-from polarnode.conversation import Message
+from polarnode.conversation import Answer, Message, ToolCall
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.merge.roles import Heads, asks_summary, tells_summary
+from polarnode.merge.roles import Heads, recast, tells_summary
 
 MAIN = Path(agent=NONE, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
 CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary."
@@ -75,7 +77,6 @@ def test_the_tools_of_a_subagent_say_nothing_about_main() -> None:
     ],
 )
 def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> None:
-    assert asks_summary(messages)
     assert heads(MAIN).cast(MAIN, messages).role == "compaction"
 
 
@@ -90,9 +91,88 @@ def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> 
     ],
 )
 def test_talk_about_a_summary_is_none(messages: tuple[Message, ...]) -> None:
-    assert not asks_summary(messages)
+    assert heads(MAIN).cast(MAIN, messages).role == "main"
 
 
 def test_only_a_user_tells_a_summary() -> None:
     assert tells_summary((system(), user(CLAUDE_TELLS), user("go on")))
     assert not tells_summary((system(CLAUDE_TELLS), told("c", CLAUDE_TELLS)))
+
+
+@pytest.mark.parametrize(
+    ("role", "messages"),
+    [
+        ("compaction", (system("You are the component that summarizes internal chat history into a given structure."), user())),
+        ("compaction", (user(), user("First, reason in your scratchpad. Then, generate the <state_snapshot>."))),
+        ("compaction", (user("You are maintaining a context-aware state summary for an interactive agent."),)),
+        ("compaction", (system(), user("Provide a detailed prompt for continuing our conversation above. Focus"))),
+        ("auxiliary", (system("You are a title generator. You output ONLY a thread title. Nothing else."), user())),
+        ("auxiliary", (system("You will generate a short title based on the first message"), user())),
+        ("auxiliary", (system("\nYou are a specialized Task Routing AI. Your sole function"), user())),
+        ("auxiliary", (user(), user("Analyze *only* the content and structure of your immediately preceding response"))),
+    ],
+)
+def test_a_side_call_is_known_by_how_it_begins(role: str, messages: tuple[Message, ...]) -> None:
+    assert heads(MAIN).cast(MAIN, messages).role == role
+    assert heads().cast(MAIN, messages).role == role
+
+
+@pytest.mark.parametrize("kind", ["main", "subagent", "auxiliary", "compaction"])
+def test_what_the_harness_says_decides(kind: str) -> None:
+    assert heads(MAIN).cast(evolve(MAIN, agent="a1", tools=NONE), (user(CODEX_ASKS),), kind).role == kind
+
+
+def test_a_word_that_is_no_role_decides_nothing() -> None:
+    assert heads(MAIN).cast(MAIN, (user(),), "turn").role == "main"
+
+
+# ── sub-agents without a mark ─────────────────────────────────────────────────
+
+TASK = "count the files in the source folder"
+
+
+def delegated() -> tuple[Session, Message]:
+    session = Session()
+    _, answer = session.say(ask(system(), user()), "", [("agent", json.dumps({"description": "count", "prompt": TASK}))])
+    return session, answer
+
+
+def test_a_fresh_conversation_that_asks_for_what_a_tool_was_given_is_a_subagent() -> None:
+    session, answer = delegated()
+    conversation = system("you are a helper"), user(f"<context>\n{TASK}")
+    first, said = session.say(ask(*conversation), "5")
+    assert (first.role, first.kind, first.lineage) == ("subagent", "root", 1)
+    second, _ = session.say(ask(*conversation, said, user("sure?")), "yes")
+    assert (second.role, second.lineage) == ("subagent", 1)
+    retried, _ = session.say(ask(*conversation), "6")
+    assert retried.role == "subagent"
+    back, _ = session.say(ask(system(), user(), answer, told(answer.calls[0], "5")), "done")
+    assert (back.role, back.lineage) == ("main", 0)
+
+
+def test_a_conversation_that_only_looks_like_it_is_none() -> None:
+    session, _ = delegated()
+    assert session.lineages.plan(ask(system(), user(TASK))).role == "main", "the main head"
+    assert session.lineages.plan(ask(system("other"), user("count"))).role == "main", "a short text"
+    other = ask(system("other"), user(TASK), Message(role="assistant", text="x"), user())
+    assert session.lineages.plan(other).role == "main", "a history"
+
+
+def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
+    made = heads(MAIN)
+    calls = [ToolCall(id="c", name="x", arguments=text) for text in ("[" * 1000, '"' + "\ud800" * 30 + '"', "[" * 900 + "]" * 900, '{"a": ' * 40)]
+    made.heard(Answer(parts=tuple(calls), finish_reason="tool_calls"))
+    assert made.cast(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
+
+
+# ── what only the whole session tells ─────────────────────────────────────────
+
+
+def test_a_side_call_that_came_first_is_cast_again() -> None:
+    session = Session()
+    title, _ = session.say(ask(system("name it"), user(), tools=()), "a title")
+    main, _ = session.say(ask(system(), user(), tools=(BASH,)), "hello")
+    assert [turn.role for turn in session.turns] == ["main", "main"]
+    assert [turn.role for turn in recast(session.turns)] == ["auxiliary", "main"]
+    assert recast((title,)) == (title,)
+    assert recast((main,)) == (main,)

@@ -89,7 +89,7 @@ class Lineages:
     def plan(self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS) -> Plan:
         """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of the request)."""
         found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
-        cast = self._heads.cast(found.path, conversation.messages)
+        cast = self._cast(found, conversation, hints)
         named = self._name(found, conversation, request_key)
         plan = _plan(self._next_index, found, cast, named, conversation, request_key)
         self._heads.note(found.path, cast.role)
@@ -108,7 +108,7 @@ class Lineages:
             raise LawBroken(f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is under way")
         self._agree(plan, turn)
         del self._plans[turn.index]
-        self._ledger.add(turn)
+        self._keep(turn)
 
     def abandon(self, plan: Plan) -> None:
         """Forget a plan that will have no turn (its request was refused). Its numbers are not used again."""
@@ -119,6 +119,8 @@ class Lineages:
         for index in sorted(self._plans.keys() | self._ledger.turns.keys()):
             asked = self._asked(index)
             self._heads.note(Path.read(asked.before_key), asked.role)
+        for turn in self.turns:
+            self._hear(turn)
 
     @classmethod
     def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn]) -> "Lineages":
@@ -128,13 +130,29 @@ class Lineages:
             lineages._fits(turn)
             lineages._heads.note(Path.read(turn.before_key), turn.role)
             lineages._enter(turn)
-            lineages._ledger.add(turn)
+            lineages._keep(turn)
         return lineages
+
+    def _keep(self, turn: Turn) -> None:
+        self._ledger.add(turn)
+        self._hear(turn)
+
+    def _hear(self, turn: Turn) -> None:
+        if attachable(turn) and turn.answer is not None:
+            self._heads.heard(turn.answer)
 
     def _fits(self, turn: Turn) -> None:
         known = self._ledger.turns
         if turn.index in known or (turn.parent is not None and turn.parent not in known) or not turn.before_key:
             raise LawBroken(f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its before_key is missing")
+
+    def _cast(self, found: Attached, conversation: Conversation, hints: Mapping[str, str]) -> Cast:
+        """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes on from."""
+        cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""))
+        before = found.parent if found.follows is None else found.follows
+        if cast.role == "main" and before is not None and self._ledger.turns[before].role == "subagent":
+            return Cast(role="subagent", note=f"the request goes on from turn {before}, a sub-agent's")
+        return cast
 
     def _enter(self, asked: Plan | Turn) -> None:
         self._siblings.setdefault(asked.parent, []).append(asked.index)
@@ -171,8 +189,8 @@ class Lineages:
     def _line_after(self, index: int) -> int:
         """The lineage of a turn while nothing came after it in that, else a new one."""
         lineage, ended = self._ledger.turns[index].lineage, self._ledger.turns
-        later = (asked for asked in (*self._plans.values(), *ended.values()) if asked.lineage == lineage and asked.index > index)
-        taken = any(asked.index not in ended or ended[asked.index].state != "failed" for asked in later)
+        under_way = any(plan.lineage == lineage and plan.index > index for plan in self._plans.values())
+        taken = under_way or any(turn.lineage == lineage and turn.index > index and turn.state != "failed" for turn in ended.values())
         return self._next_lineage if taken else lineage
 
     def _asked(self, index: int) -> Plan | Turn:

@@ -1,29 +1,61 @@
 """Who asks, and why a request starts a lineage of its own: words for reports and for leaving side calls out of training.
 
-Nothing here decides which tokens a prompt has. Whoever adds a sign by which a side call is known writes down whose it is; a sign that is
-not certain is worse than none, because its turns are not trained.
+Nothing here decides which tokens a prompt has. What a harness says of a call in its headers decides; then who asks; then what is asked.
+Whoever adds a sign by which a side call is known writes down whose it is; a sign that is not certain is worse than none, because its turns
+are not trained.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.conversation import Message
+from polarnode.conversation import Answer, Json, Message
+from polarnode.errors import Refused
 from polarnode.merge.fingerprint import NONE, Path
 from polarnode.records import Turn, TurnRole
+from polarnode.wire import read_json
 
-# How the request for a summary begins (its last user message, or its system message).
-_ASKS_SUMMARY: Final = (
-    "You are performing a CONTEXT CHECKPOINT COMPACTION",  # Codex
-    "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools",  # Claude Code
-    "You are a context summarization assistant",  # pi
+_ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
+
+
+@frozen
+class _Sign:
+    """How a side call begins: its system message, or the user message it ends with."""
+
+    place: Literal["system", "user"]
+    begins: str
+    role: TurnRole
+    note: str
+
+
+_SUMMARY: Final = "the request asks for a summary of its history"
+_SIGNS: Final = (
+    _Sign("user", "You are performing a CONTEXT CHECKPOINT COMPACTION", "compaction", _SUMMARY),  # Codex
+    _Sign("user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools", "compaction", _SUMMARY),  # Claude Code
+    _Sign("system", "You are a context summarization assistant", "compaction", _SUMMARY),  # Pi
+    _Sign("system", "You are the component that summarizes internal chat history", "compaction", _SUMMARY),  # Gemini CLI, Qwen Code
+    _Sign("user", "First, reason in your scratchpad. Then, generate", "compaction", _SUMMARY),  # Gemini CLI, Qwen Code
+    _Sign("user", "You are maintaining a context-aware state summary", "compaction", _SUMMARY),  # OpenHands' condenser
+    _Sign("user", "Provide a detailed prompt for continuing our conversation above", "compaction", _SUMMARY),  # opencode
+    _Sign("system", "You are a title generator. You output ONLY", "auxiliary", "the request asks for a title"),  # opencode
+    _Sign("system", "You will generate a short title", "auxiliary", "the request asks for a title"),  # Crush
+    _Sign("system", "You are a specialized Task Routing AI", "auxiliary", "the request asks which model to ask"),  # Gemini CLI
+    _Sign("user", "Analyze *only* the content and structure of your immediately preceding", "auxiliary", "the request asks who speaks next"),  # both
 )
 # How the user message begins that stands for the history it replaced.
 _TELLS_SUMMARY: Final = (
     "Another language model started to solve this problem",  # Codex
     "This session is being continued from a previous conversation",  # Claude Code
+    "The conversation history before this point was compacted into",  # Pi
+    "<state_snapshot>",  # Gemini CLI, Qwen Code
 )
+
+# A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones are names, flags and file names.
+_TASK_LENGTH: Final = 20
+_LONGEST_TASK: Final = 16_384  # longer ones are files
+# Sub-agents start at once: the tasks of the last calls are enough, and 64 of 16 KB are 1 MB at the very most.
+_TASKS: Final = 64
 
 
 @frozen(kw_only=True)
@@ -36,27 +68,43 @@ class Cast:
 
 @define(eq=False)
 class Heads:
-    """How the session's paths began: enough to say what is new about one that attaches to nothing."""
+    """How the session's paths began, and what was handed to tools: enough to say who asks, and what is new about a path of its own."""
 
     _seen: set[str] = field(factory=set)
+    _main_systems: set[str] = field(factory=set)
     _first_agent: str | None = None
     _main_has_tools: bool = False
+    _tasks: list[str] = field(factory=list)
 
     def note(self, path: Path, role: TurnRole) -> None:
         """Remember a path that was asked."""
         self._seen |= _marks(path)
         if self._first_agent is None:
             self._first_agent = path.agent
-        self._main_has_tools |= role == "main" and path.tools != NONE
+        if role == "main":
+            self._main_systems.add(path.system)
+            self._main_has_tools |= path.tools != NONE
 
-    def cast(self, path: Path, messages: tuple[Message, ...]) -> Cast:
-        """The role of a request, by who asks and what it can call."""
-        if asks_summary(messages):
-            return Cast(role="compaction", note="the request asks for a summary of its history")
+    def heard(self, answer: Answer) -> None:
+        """Remember what an answer hands to tools: it may be a sub-agent's task."""
+        for call in answer.calls:
+            self._tasks += _tasks_of(call.arguments)
+        del self._tasks[:-_TASKS]
+
+    def cast(self, path: Path, messages: tuple[Message, ...], kind: str = "") -> Cast:
+        """The role of a request. `kind` is what the harness itself says it is, where it does."""
+        for role in _ROLES:
+            if role == kind:
+                return Cast(role=role, note=None if role == "main" else f"the harness says that this call is {role}")
+        sign = _sign(messages)
+        if sign is not None:
+            return Cast(role=sign.role, note=sign.note)
         if self._first_agent not in (None, path.agent):
             return Cast(role="subagent", note="another agent of the harness asks than at first")
         if path.tools == NONE and self._main_has_tools:
             return Cast(role="auxiliary", note="the request has no tools while the session's main conversation has some")
+        if self._is_delegated(path, messages):
+            return Cast(role="subagent", note="the request begins with what an earlier answer handed to a tool")
         return Cast()
 
     def why_root(self, path: Path, messages: tuple[Message, ...]) -> str:
@@ -70,6 +118,12 @@ class Heads:
             if mark not in self._seen:
                 return reason
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
+
+    def _is_delegated(self, path: Path, messages: tuple[Message, ...]) -> bool:
+        """Whether a fresh conversation under another head than the main one's asks for what a tool was given."""
+        if not self._tasks or path.system in self._main_systems or any(message.role in ("assistant", "tool") for message in messages):
+            return False
+        return any(task in message.text for message in messages if message.role == "user" for task in self._tasks)
 
 
 def recast(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -87,16 +141,43 @@ def _has_tools(turn: Turn) -> bool:
     return bool(turn.before_key) and Path.read(turn.before_key).tools != NONE
 
 
-def asks_summary(messages: tuple[Message, ...]) -> bool:
-    """Whether a request is a harness's call for a summary of the conversation."""
-    last_said = [message for message in messages[-1:] if message.role == "user"]
-    first_told = [message for message in messages[:1] if message.role == "system"]
-    return any(message.text.lstrip().startswith(_ASKS_SUMMARY) for message in last_said + first_told)
-
-
 def tells_summary(messages: tuple[Message, ...]) -> bool:
     """Whether a history begins again from a summary of itself."""
     return any(message.role == "user" and message.text.lstrip().startswith(_TELLS_SUMMARY) for message in messages)
+
+
+def _sign(messages: tuple[Message, ...]) -> _Sign | None:
+    """The sign of a side call that a request bears."""
+    heads = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
+    ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
+    said = {"system": heads, "user": ends}
+    return next((sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in said[sign.place])), None)
+
+
+def _tasks_of(arguments: str) -> list[str]:
+    """The texts among a call's arguments that are long enough for a task."""
+    if not _TASK_LENGTH <= len(arguments) <= _LONGEST_TASK:
+        return []
+    try:
+        value = read_json(arguments.encode("utf-8", "surrogatepass"))
+    except Refused:
+        return []
+    return [text for text in _texts(value) if len(text) >= _TASK_LENGTH]
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """The strings in a value, however deep: a model may nest brackets without end."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text.strip()
+            case list() as items:
+                waiting += items
+            case dict() as members:
+                waiting += members.values()
+            case _:
+                pass
 
 
 def _marks(path: Path) -> set[str]:
