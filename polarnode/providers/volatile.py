@@ -1,0 +1,84 @@
+"""Text a harness puts into a request and takes out of the next: dropped before matching and rendering, so that histories only grow.
+
+The rule for whoever adds to it: only what is known, by its marks, to be written by a harness about the moment of asking, and never a word
+that a person wrote or a result that the model waits for. What is dropped is told by the reader among the request's `ignored`.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from attrs import evolve
+
+from polarnode.conversation import Message
+from polarnode.providers.shapes import paragraphs
+
+# A line Claude Code puts before its system prompt, with a nonce in it on every request: rendered, it would break each prompt's prefix at once.
+_BILLING: Final = "x-anthropic-billing-header:"
+
+# What OpenClaw tells of its running processes and helpers between these lines: after the conversation, in a user message of its own or at
+# the end of the last one, and before what a person says meanwhile.
+_MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
+_LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
+
+# Except where the model is to answer it: a helper's result, or an event that came instead of a prompt.
+_RESULT: Final = "[Internal task completion event]"
+_EVENT: Final = "Continue the OpenClaw runtime event."
+
+
+def without_lines(text: str) -> str:
+    """A system prompt without Claude Code's billing line."""
+    if _BILLING not in text:
+        return text
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING))
+
+
+def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool]:
+    """The messages without what OpenClaw says of the moment, and whether there was any.
+
+    Its system prompt explains the marks; where none does, a message may cite them, so that only a last message of nothing else is dropped.
+    """
+    if not any(_MARK in message.text for message in messages if message.role == "user"):
+        return messages, False
+    kept = tuple(_rest(messages)) if any(_MARK in message.text for message in messages if message.role == "system") else _but_the_last(messages)
+    asked = [message.text for message in kept if message.role == "user"]
+    if kept == messages or not asked or asked[-1].startswith(_EVENT):
+        return messages, False
+    return kept, True
+
+
+def _but_the_last(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return messages if _spoken(messages[-1]) is not None else messages[:-1]
+
+
+def _rest(messages: tuple[Message, ...]) -> Iterator[Message]:
+    for message in messages:
+        spoken = _spoken(message)
+        if spoken is not None:
+            yield spoken
+
+
+def _spoken(message: Message) -> Message | None:
+    """The message without its contexts; None when it was nothing else."""
+    if message.role != "user" or _MARK not in message.text or _RESULT in message.text:
+        return message
+    rest = _outside(message.text)
+    if rest == message.text:
+        return message
+    return evolve(message, text=rest) if rest.strip() else None
+
+
+def _outside(text: str) -> str:
+    """The lines before, between and after the contexts. Contexts may hold contexts; one that does not end is none."""
+    pieces: list[str] = []
+    done, start, depth = 0, 0, 0
+    for line in _LINES.finditer(text):
+        if line[1] == "BEGIN":
+            start = line.start() if depth == 0 else start
+            depth += 1
+        elif depth == 1:
+            pieces.append(text[done:start])
+            done, depth = line.end(), 0
+        else:
+            depth = max(depth - 1, 0)
+    return paragraphs(piece.removeprefix("\n").removesuffix("\n") for piece in (*pieces, text[done:])) if done else text
