@@ -4,11 +4,13 @@ Rule for whoever edits it: a case tells the truth of its harness. What one can n
 it rewrites) is said in the case, with `why`, and appears in the table of docs/harnesses.md; nothing is left out to make a case pass.
 """
 
-from collections.abc import Mapping
-from hashlib import sha256
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import frozen
+
+from polarnode.harnesses.harness import Harness
+from polarnode.harnesses.registry import HARNESSES
 
 SHELL_FILE, WRITTEN_FILE = "shell.txt", "written.txt"
 SHELL_TEXT = "a word from the shell\n"
@@ -56,7 +58,7 @@ class Case:
         return {
             "instruction": f"Write a word to {SHELL_FILE} with the shell, then write {WRITTEN_FILE}, then say so. This is case {self.name}.",
             "harness": dict(self.harness),
-            "evaluator": {"name": "command", "config": {"script": CHECK}},
+            "evaluator": {"name": "command", "config": {"argv": ["python3", "-c", CHECK], "reward_file": VERDICT}},
             "budgets": {"run_s": RUN_S, "max_turns": 12},
             "sampling": {"temperature": 1.0},
             "metadata": {"case": self.name},
@@ -66,16 +68,17 @@ class Case:
 RUN_S = 420.0  # seconds: the slowest starts in 25 on a quiet machine, and took 160 on one that was busy
 
 
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
-
-
+VERDICT = "/tmp/verdict.json"
 CHECK = f"""
-set -e
-cd /work
-ls -la; tail -n +1 {SHELL_FILE} {WRITTEN_FILE}
-test "$(sha256sum < {SHELL_FILE})" = "{_digest(SHELL_TEXT)}  -"
-test "$(sha256sum < {WRITTEN_FILE})" = "{_digest(WRITTEN_TEXT)}  -"
+import json
+def found(name):
+    try:
+        return open("/work/" + name, encoding="utf-8", newline="").read()
+    except (OSError, UnicodeError) as error:
+        return repr(error)
+shell, written = found({SHELL_FILE!r}), found({WRITTEN_FILE!r})
+verdict = {{"shell": shell == {SHELL_TEXT!r}, "write": written == {WRITTEN_TEXT!r}, "found": [shell[:200], written[:200]]}}
+json.dump({{"reward": int(verdict["shell"] and verdict["write"]), **verdict}}, open({VERDICT!r}, "w"))
 """
 
 SHELL_LINE = f"printf 'a word from the shell\\n' | tee {SHELL_FILE}"
@@ -134,16 +137,41 @@ PROVIDERS: Mapping[str, str] = {
 }
 
 
-def plain(harness: str, api: str, **more: Any) -> Case:
-    """A harness in one of its APIs, with nothing else set."""
-    given = {"name": harness, "settings": {"api": api}}
-    return Case(name=f"{harness}.{api}", harness=given, provider=PROVIDERS[api], steps=SCRIPTS[harness], **more)
+NO_CHOICE: Mapping[str, tuple[str, ...]] = {  # what those speak that have no setting for it
+    "claude_code": ("anthropic",),
+    "pi": ("openai-completions", "anthropic-messages"),
+    "mini_swe_agent": ("openai", "anthropic"),
+}
+IN_CI = ("pi", "mini_swe_agent", "claude_code", "codex", "gemini_cli", "qwen_code")  # in their default APIs: each of the four is among them
 
 
-CASES: tuple[Case, ...] = (
-    plain("pi", "openai-completions", in_ci=True),
-    plain("pi", "anthropic-messages"),
-    plain("mini_swe_agent", "openai", in_ci=True),
-    plain("mini_swe_agent", "anthropic"),
-    Case(name="claude_code.anthropic", harness={"name": "claude_code"}, provider="anthropic", steps=SCRIPTS["claude_code"], in_ci=True),
+def apis(harness: Harness) -> tuple[str, ...]:
+    """What a harness can be told to speak, its default first."""
+    return harness.apis or NO_CHOICE.get(harness.name, ())
+
+
+def plain(harness: Harness) -> Iterator[Case]:
+    """A harness in each of its APIs, with nothing else set."""
+    for place, api in enumerate(apis(harness)):
+        yield Case(
+            name=f"{harness.name}.{api}",
+            harness={"name": harness.name, "settings": {"api": api} if place else {}},
+            provider=PROVIDERS[api],
+            steps=SCRIPTS[harness.name],
+            in_ci=not place and harness.name in IN_CI,
+        )
+
+
+_CODEX_PATCHES = script(Call("exec_command", {"cmd": SHELL_LINE}), Call("apply_patch", {"input": PATCH}))
+
+SPECIAL: tuple[Case, ...] = (
+    Case(
+        name="codex.responses.gpt-5.5",
+        harness={"name": "codex", "model_name": "gpt-5.5"},
+        provider="openai_responses",
+        steps=_CODEX_PATCHES,
+        why="a model name it knows: the file is written with its freeform apply_patch",
+    ),
 )
+
+CASES: tuple[Case, ...] = (*(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness)), *SPECIAL)

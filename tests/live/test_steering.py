@@ -4,11 +4,12 @@ import json
 from array import array
 
 import pytest
-from matrix_cases import CASES, Case, Step
+from matrix_cases import CASES, Case, Step, apis
 from steering import BESIDE, Said, Script, decoded
 
 from polarnode.config import TINY_MODEL
 from polarnode.conversation import Answer, Conversation, Message, Tool
+from polarnode.harnesses.registry import HARNESSES
 from polarnode.records import ids
 from polarnode.tokens.model import load_model
 from polarnode.tokens.parse import Parser
@@ -88,6 +89,14 @@ def test_cases_are_told_apart_by_their_names(script: Script) -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
         assert script.answer(script.model.template.root(opening(case))).case == case.name  # type: ignore[union-attr]
+
+
+def test_every_harness_is_a_case_in_every_api_it_speaks() -> None:
+    plain = {case.name for case in CASES}
+    assert {f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in apis(harness)} <= plain
+    assert {case.harness["name"] for case in CASES} == HARNESSES.keys() - {"shell"}
+    assert {case.provider for case in CASES if case.in_ci} == {"openai_chat", "openai_responses", "anthropic", "google"}
+    assert sum(case.in_ci for case in CASES) >= 6
 
 
 def test_decoded_shows_what_was_rendered(script: Script) -> None:

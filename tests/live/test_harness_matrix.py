@@ -1,0 +1,178 @@
+"""The live matrix: every harness, in its own container and in every dialect it speaks, does the three turns of a script on the real engine.
+
+The engine is steered (`steering.py`), so what each harness must do is known to the letter: a shell call, a file written, a last word. Without
+POLARNODE_MATRIX the cases of CI run, one harness of each kind; `all` runs every one, and names separated by commas run those.
+POLARNODE_MATRIX_OUT names a file that takes a line of JSON for each case: `tools/harness_matrix.py` makes the table of docs/harnesses.md of it.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+from live_kit import STEERED, ServingNode, serving, short_temporary, until
+from matrix_cases import CASES, Case
+
+from polarnode.harnesses.registry import HARNESSES
+from polarnode.records import Trajectory, Turn
+
+pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
+
+AT_ONCE = 2  # harnesses that run side by side: as many as CI has cores
+PATIENCE_S = 2400.0  # seconds for one case, the images of those before it included: each takes a minute or two where nothing is cached
+WANTED = os.environ.get("POLARNODE_MATRIX", "ci")
+
+
+def wanted(case: Case) -> bool:
+    return case.in_ci if WANTED == "ci" else WANTED == "all" or case.name in WANTED.split(",")
+
+
+def parameters() -> list[Any]:
+    skip = pytest.mark.skip(reason="not of CI's part of the matrix: make harness-matrix runs it")
+    return [pytest.param(case, id=case.name, marks=() if wanted(case) else skip) for case in CASES]
+
+
+@frozen
+class Forced:
+    """What the engine was made to say to one order."""
+
+    step: int | None
+    prompt_tokens: int
+    ids: tuple[int, ...]
+
+
+@frozen
+class Run:
+    """One case that is over."""
+
+    case: Case
+    trajectory: Trajectory
+    forced: tuple[Forced, ...]
+
+    @property
+    def main(self) -> list[Turn]:
+        return [turn for turn in self.trajectory.turns if turn.role == "main"]
+
+
+@frozen
+class Runs:
+    """Every wanted case, submitted at once; each is waited for when it is asked for."""
+
+    node: ServingNode
+    sessions: dict[str, str]
+
+    def over(self, case: Case) -> Run:
+        session = self.sessions[case.name]
+        until(lambda: self.node.client.session(session)["session"]["outcome"], f"case {case.name} is over", within=PATIENCE_S)
+        trajectory = self.node.client.trajectory(session, turns="full")
+        return Run(case, trajectory, tuple(self._forced(session)))
+
+    def _forced(self, session: str) -> Iterator[Forced]:
+        path = self.node.state_dir / "forced.jsonl"
+        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            if line["session"] == session:
+                yield Forced(line["step"], line["prompt_tokens"], tuple(line["ids"]))
+
+
+@pytest.fixture(scope="module")
+def runs(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """One node and one engine for all cases."""
+    state = tmp_path_factory.mktemp("matrix") / "state"
+    settings = state.parent / "node.toml"
+    settings.write_text(f"run_limit = {AT_ONCE}\nready_limit = 1\ninit_limit = {AT_ONCE}\nwarm = 0\n")
+    with short_temporary() as temporary, serving(state, temporary, program=(*STEERED, "--config", str(settings))) as node:
+        yield Runs(node, {case.name: node.submit(**case.task())[0] for case in CASES if wanted(case)})
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_a_harness_does_what_the_script_says(runs: Runs, case: Case) -> None:
+    run = runs.over(case)
+    keep(run)
+    print(told(run))
+    problems = [*of_the_end(run), *of_the_calls(run), *of_the_traces(run)]
+    assert not problems, "\n".join([*problems, told(run)])
+
+
+def of_the_end(run: Run) -> Iterator[str]:
+    """It ended by itself, and both files are as the script had them written."""
+    outcome, evaluation = run.trajectory.outcome, run.trajectory.metrics.get("evaluation")
+    if outcome.status != "completed":
+        yield f"the outcome is {outcome.status}: {outcome.reason}; its last words: {outcome.log_tail}"
+    if run.trajectory.reward != 1.0:
+        yield f"the reward is {run.trajectory.reward}, the files are not as they were to be: {evaluation}"
+
+
+def of_the_calls(run: Run) -> Iterator[str]:
+    """Each call was answered, in the dialect asked for, with exactly the tokens the script had."""
+    case, turns, metrics = run.case, run.trajectory.turns, run.trajectory.metrics
+    if metrics["refusals"] or any(turn.state != "complete" for turn in turns):
+        yield f"calls were refused or failed: {metrics['refusals']}, {Counter(turn.state for turn in turns)}"
+    if (providers := {turn.provider for turn in turns}) != {case.provider}:
+        yield f"it spoke {providers}, not {case.provider}"
+    if len(run.main) != len(case.steps) or len(turns) - len(run.main) != case.beside:
+        yield f"{len(run.main)} turns of the main conversation and {len(turns) - len(run.main)} beside, not {len(case.steps)} and {case.beside}"
+    if {(turn.prompt_length, tuple(turn.sampled)) for turn in turns} != {(each.prompt_tokens, each.ids) for each in run.forced}:
+        yield "what was recorded is not what the engine was made to say"
+    if [each.step for each in run.forced if each.step is not None] != list(range(len(case.steps))):
+        yield f"the steps of the script came as {[each.step for each in run.forced]}"
+
+
+def of_the_traces(run: Run) -> Iterator[str]:
+    """The main conversation is one lineage and one sequence (or as many as the case says), each token of it trainable exactly once."""
+    traces = [trace for trace in run.trajectory.traces if trace.role == "main"]
+    lineages = {turn.lineage for turn in run.main}
+    if len(lineages) != run.case.lineages or len(traces) != run.case.lineages:
+        yield f"{len(lineages)} lineages and {len(traces)} sequences, not {run.case.lineages}; {[turn.reason for turn in run.main]}"
+    trainable: Counter[int] = Counter()
+    for trace in traces:
+        for span in trace.turn_spans:
+            trainable[span.turn] += sum(trace.loss_mask[span.start : span.end])
+    if trainable != {turn.index: len(turn.sampled) for turn in run.main}:
+        yield f"trainable tokens by turn are {dict(trainable)}, sampled were { ({turn.index: len(turn.sampled) for turn in run.main}) }"
+
+
+# ── what is told of it ────────────────────────────────────────────────────────
+
+
+def told(run: Run) -> str:
+    """A run in a few lines."""
+    lines = [
+        f"{turn.role}/{turn.kind}/{turn.reason} {turn.state} {turn.prompt_length}+{len(turn.sampled)} {turn.ended_s:.1f} s"
+        for turn in run.trajectory.turns
+    ]
+    return "\n".join([f"{run.case.name}: {run.trajectory.outcome.status}, {run.trajectory.timing.run_s:.1f} s", *lines])
+
+
+def keep(run: Run) -> None:
+    """A line for the table, where somebody asked for one."""
+    path = os.environ.get("POLARNODE_MATRIX_OUT")
+    if path is None:
+        return
+    with Path(path).open("a") as file:
+        file.write(json.dumps(row(run)) + "\n")
+
+
+def row(run: Run) -> dict[str, Any]:
+    evaluation: Any = run.trajectory.metrics.get("evaluation", {})
+    turns = run.trajectory.turns
+    return {
+        "case": run.case.name,
+        "harness": run.case.harness["name"],
+        "version": HARNESSES[str(run.case.harness["name"])].version,
+        "provider": run.case.provider,
+        "shell": evaluation.get("shell", False),
+        "write": evaluation.get("write", False),
+        "final": run.trajectory.outcome.status == "completed" and any(each.step == len(run.case.steps) - 1 for each in run.forced),
+        "turns": len(run.main),
+        "beside": len(turns) - len(run.main),
+        "lineages": len({turn.lineage for turn in run.main}),
+        "rows": len(run.trajectory.traces),
+        "prompt_tokens": run.main[0].prompt_length if run.main else None,
+        "seconds": round(run.trajectory.timing.run_s, 1),
+        "problems": [problem.splitlines()[0] for problem in (*of_the_end(run), *of_the_calls(run), *of_the_traces(run))],
+        "why": run.case.why,
+    }
