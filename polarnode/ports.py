@@ -128,11 +128,15 @@ class Runtime(Protocol):
 
 @frozen(kw_only=True)
 class Launch:
-    """How to start a harness: a program with its environment and the files it reads, all absolute paths. Nothing of it goes through a shell."""
+    """How to start a harness: a program with its environment, the files it reads (all absolute paths) and its standard input.
+
+    Nothing of it goes through a shell.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[str, bytes]
+    stdin: bytes = b""
 
 
 @frozen(kw_only=True)

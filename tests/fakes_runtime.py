@@ -71,9 +71,17 @@ class MemoryRuntime:
         return Ended(exit_code=exit_code, stdout=bytes(call.stdout), stderr=bytes(call.stderr))
 
     async def run_logged(
-        self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, limit: int, user: str | None = None, workdir: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        limit: int,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
     ) -> int:
-        call = self._call(argv, env, user, workdir, b"")
+        call = self._call(argv, env, user, workdir, stdin)
         try:
             return await self._run(call)
         finally:

@@ -136,15 +136,15 @@ async def test_a_harness_may_say_goodbye(runtimes: Runtimes, tmp_path: Path) -> 
         assert await runtime.read("/work/bye") == b"bye\n"
 
 
-async def test_a_harness_log_is_bounded_and_has_exit_code_and_empty_stdin(runtimes: Runtimes, tmp_path: Path) -> None:
+async def test_a_harness_is_fed_its_stdin_and_its_log_is_bounded(runtimes: Runtimes, tmp_path: Path) -> None:
     log = tmp_path / "harness.log"
     async with runtimes.open(SMALL, session_id="log", lifetime_s=LIFETIME_S) as runtime:
         code = await runtime.run_logged(
-            ["sh", "-c", "echo first; cat; seq 100000; echo $WORD >&2; exit 5"], env={"WORD": "last"}, log=log, limit=10_000
+            ["sh", "-c", "echo first; cat; seq 100000; echo $WORD >&2; exit 5"], env={"WORD": "last"}, log=log, limit=10_000, stdin=b"fed\n"
         )
     assert code == 5
     text = log.read_text()
-    assert text.startswith("first\n1\n2\n")
+    assert text.startswith("first\nfed\n1\n2\n")
     assert text.endswith("\n100000\nlast\n") or text.rstrip().endswith("100000")
     assert len(text) < 10_100
     assert "bytes left out" in text

@@ -1,7 +1,7 @@
 """Which harness a task means: one of ours by name, or the user's own by import path."""
 
 from polarnode.errors import Refused
-from polarnode.harnesses import claude_code, codex, gemini_cli, mini_swe_agent, pi, qwen_code, shell
+from polarnode.harnesses import claude_code, codex, gemini_cli, mini_swe_agent, opencode, pi, qwen_code, shell
 from polarnode.harnesses.harness import Harness
 from polarnode.plugins import load_value
 from polarnode.tasks import HarnessSpec
@@ -11,6 +11,7 @@ _KNOWN: tuple[Harness, ...] = (
     codex.HARNESS,
     gemini_cli.HARNESS,
     mini_swe_agent.HARNESS,
+    opencode.HARNESS,
     pi.HARNESS,
     qwen_code.HARNESS,
     shell.HARNESS,

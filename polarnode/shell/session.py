@@ -192,7 +192,7 @@ class Session:
         try:
             launch = self.order.harness.launch(harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home))
             await runtime.put(launch.files)
-            return await runtime.run_logged(launch.argv, env=launch.env, log=log, limit=LOG_LIMIT)
+            return await runtime.run_logged(launch.argv, env=launch.env, log=log, limit=LOG_LIMIT, stdin=launch.stdin)
         except PolarnodeError as error:
             return error
 

@@ -66,13 +66,21 @@ class PodmanRuntime:
         return Ended(exit_code=exit_code, stdout=stdout, stderr=stderr, truncated=any(tail.dropped for tail in kept.values()))
 
     async def run_logged(
-        self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, limit: int, user: str | None = None, workdir: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        limit: int,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
     ) -> int:
-        """Run a harness: empty stdin, both streams to a file of at most `limit` bytes (beginning and end). Its exit code.
+        """Run a harness: fed its stdin to the end, both streams to a file of at most `limit` bytes (beginning and end). Its exit code.
 
         Cancelling sends TERM to its process group, waits a little, and ends everything in the container.
         """
-        order = await self._order(argv, env, user, workdir, b"")
+        order = await self._order(argv, env, user, workdir, stdin)
         with open_bounded_log(log, limit) as kept:
             return self._finish(await self._execs.run(order, lambda _, piece: kept.write(piece), alone=True))
 
