@@ -220,11 +220,30 @@ def side_calls() -> Session:
 def test_side_calls_are_left_out_unless_asked_for() -> None:
     session = side_calls()
     built = prefix_merging(session.turns, {})
-    assert (rows(built), left(built)) == ([[0]], {1: "auxiliary", 2: "auxiliary"})
+    assert (rows(built), left(built)) == ([[0]], {1: "auxiliary", 2: "compaction"})
     everything = prefix_merging(session.turns, ALL)
     assert (rows(everything), left(everything)) == ([[1], [0, 2]], {})
     check(session.turns, built)
     check(session.turns, everything)
+
+
+@pytest.mark.parametrize(
+    ("roles", "trained_turns", "reasons"),
+    [
+        ([], [], {0: "main", 1: "auxiliary", 2: "compaction"}),
+        (["main"], [0], {1: "auxiliary", 2: "compaction"}),
+        (["compaction"], [2], {0: "main", 1: "auxiliary"}),
+        (["compaction", "main"], [0, 2], {1: "auxiliary"}),
+        (["main", "subagent", "auxiliary", "compaction"], [0, 1, 2], {}),
+    ],
+)
+def test_a_task_says_which_roles_are_trained(roles: list[Json], trained_turns: list[int], reasons: dict[int, str]) -> None:
+    session = side_calls()
+    for builder in (prefix_merging, per_request):
+        built = builder(session.turns, {"train_roles": roles})
+        assert sorted(turn for trace in built.traces for turn in trained(trace)) == trained_turns
+        assert left(built) == reasons
+        check(session.turns, built)
 
 
 def test_a_side_call_that_a_trained_turn_extends_is_context() -> None:
@@ -268,6 +287,10 @@ def test_builders_are_chosen_by_name() -> None:
         (BuilderSpec(name="magic"), "$.builder.name", "name one of prefix_merging, per_request"),
         (BuilderSpec(config={"max_length": 4}), "$.builder.config.max_length", "know no setting 'max_length'"),
         (BuilderSpec(config={"train_auxiliary": 1}), "$.builder.config.train_auxiliary", "make it true or false"),
+        (BuilderSpec(config={"train_roles": "main"}), "$.builder.config.train_roles", "make it a list of main, subagent"),
+        (BuilderSpec(config={"train_roles": ["main", "side"]}), "$.builder.config.train_roles[1]", "there is no role 'side'"),
+        (BuilderSpec(config={"train_roles": [["main"]]}), "$.builder.config.train_roles[0]", "there is no role"),
+        (BuilderSpec(config={"train_roles": [], "train_auxiliary": True}), "$.builder.config.train_auxiliary", "keep train_roles"),
         (BuilderSpec(name="per_request", config={"x": 1}), "$.builder.config.x", "know no setting 'x'"),
     ],
 )

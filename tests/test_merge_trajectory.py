@@ -120,3 +120,14 @@ def test_the_record_alone(outcome: Outcome, reason: str) -> None:
     assert (found.outcome, found.traces, found.turns, found.timing.init_s) == (outcome, (), turns, 1.0)
     assert left(found) == [(0, reason), (1, reason)]
     check(found.turns, Built(traces=(), left_out=found.left_out))
+
+
+def test_a_side_call_that_came_before_the_conversation_is_left_out() -> None:
+    made = toys.Session()
+    made.say(toys.ask(toys.system("name it"), toys.user(), tools=()), "a title")
+    made.say(toys.ask(toys.system(), toys.user()), "an answer")
+    found = assemble(WHO, task(), made.turns, Result(outcome=DONE))
+    assert [turn.role for turn in found.turns] == ["auxiliary", "main"]
+    assert left(found) == [(0, "auxiliary")]
+    everything = assemble(WHO, task(config={"train_roles": ["main", "auxiliary"]}), made.turns, Result(outcome=DONE))
+    assert (len(everything.traces), everything.left_out) == (2, ())

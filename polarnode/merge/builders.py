@@ -6,8 +6,8 @@ output: chains are walked, ids are copied as memory, nothing is recursive.
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, get_args
 
 from attrs import frozen
 
@@ -17,7 +17,7 @@ from polarnode.errors import Refused, boundary
 from polarnode.merge import ledger
 from polarnode.merge.checks import check_turns
 from polarnode.merge.ledger import chain
-from polarnode.records import Built, LeftOut, Trace, Turn, TurnSpan, VersionSpan
+from polarnode.records import Built, LeftOut, Trace, Turn, TurnRole, TurnSpan, VersionSpan
 from polarnode.tasks import BuilderSpec
 
 Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
@@ -81,6 +81,11 @@ def _foreign(import_path: str, turns: Sequence[Turn], config: Mapping[str, Json]
 
 # ── which turns are trained ───────────────────────────────────────────────────
 
+_SETTINGS: Final = ("train_roles", "train_auxiliary")
+_ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
+# What an agent does for its task; titles, routing and summaries are the harness's own business, under prompts that no evaluator judges.
+_TRAINED_ROLES: Final[frozenset[TurnRole]] = frozenset(("main", "subagent"))
+
 
 @frozen(kw_only=True)
 class _Cast:
@@ -93,24 +98,24 @@ class _Cast:
 
 
 def _select(turns: Sequence[Turn], config: Mapping[str, Json]) -> _Cast:
-    side_calls = _train_auxiliary(config)
+    roles = _train_roles(config)
     by_index = _by_index(turns)
     ordered = [by_index[index] for index in sorted(by_index)]
     retried = _superseded(ordered)
-    reasons = {turn.index: _why_not(turn, side_calls=side_calls, retried=retried) for turn in ordered}
+    reasons = {turn.index: _why_not(turn, roles=roles, retried=retried) for turn in ordered}
     trained = tuple(turn for turn in ordered if reasons[turn.index] is None)
     left_out = tuple(LeftOut(turn=index, reason=reason) for index, reason in reasons.items() if reason is not None)
     return _Cast(by_index=by_index, trained=trained, trained_indexes=frozenset(turn.index for turn in trained), left_out=left_out)
 
 
-def _why_not(turn: Turn, *, side_calls: bool, retried: set[int]) -> str | None:
+def _why_not(turn: Turn, *, roles: frozenset[TurnRole], retried: set[int]) -> str | None:
     if turn.state == "failed":
         return "failed"
     if not turn.sampled:
         return "empty"
     if turn.index in retried:
         return "superseded"
-    return "auxiliary" if turn.role in ("auxiliary", "compaction") and not side_calls else None
+    return None if turn.role in roles else turn.role
 
 
 def _superseded(ordered: Sequence[Turn]) -> set[int]:
@@ -128,14 +133,30 @@ def _asked(turn: Turn) -> list[tuple[int | None, str, str]]:
     return [(turn.parent, way, key) for way, key in ways if key]
 
 
-def _train_auxiliary(config: Mapping[str, Json]) -> bool:
-    unknown = [name for name in config if name != "train_auxiliary"]
+def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
+    """The roles whose turns carry loss. `train_auxiliary` is the older word for all of them."""
+    unknown = [name for name in config if name not in _SETTINGS]
     if unknown:
-        raise Refused(f"builders know no setting {unknown[0]!r}: the only one is train_auxiliary", path=f"$.builder.config.{unknown[0]}")
-    value = config.get("train_auxiliary", False)
-    if not isinstance(value, bool):
+        raise Refused(f"builders know no setting {unknown[0]!r}: theirs are {' and '.join(_SETTINGS)}", path=f"$.builder.config.{unknown[0]}")
+    everything = config.get("train_auxiliary", False)
+    if not isinstance(everything, bool):
         raise Refused("train_auxiliary says whether side calls are trained: make it true or false", path="$.builder.config.train_auxiliary")
-    return value
+    if "train_roles" not in config:
+        return frozenset(_ROLES) if everything else _TRAINED_ROLES
+    if everything:
+        raise Refused("train_auxiliary and train_roles say the same: keep train_roles", path="$.builder.config.train_auxiliary")
+    return frozenset(_roles(config["train_roles"]))
+
+
+def _roles(said: Json) -> Iterator[TurnRole]:
+    words = ", ".join(_ROLES)
+    if not isinstance(said, list):
+        raise Refused(f"train_roles lists the roles whose turns are trained: make it a list of {words}", path="$.builder.config.train_roles")
+    for place, word in enumerate(said):
+        found = [role for role in _ROLES if role == word]
+        if not found:
+            raise Refused(f"there is no role {word!r}: name some of {words}", path=f"$.builder.config.train_roles[{place}]")
+        yield from found
 
 
 def _extended(cast: _Cast) -> set[int]:

@@ -138,7 +138,8 @@ def recast(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def _has_tools(turn: Turn) -> bool:
-    return bool(turn.before_key) and Path.read(turn.before_key).tools != NONE
+    _, _, after_agent = turn.before_key.partition(".")
+    return after_agent.partition(".")[0] not in ("", NONE)
 
 
 def tells_summary(messages: tuple[Message, ...]) -> bool:

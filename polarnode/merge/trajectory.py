@@ -12,6 +12,7 @@ from polarnode.conversation import Json
 from polarnode.errors import LawBroken, PolarnodeError, Refused, boundary
 from polarnode.merge.builders import build
 from polarnode.merge.checks import check
+from polarnode.merge.roles import recast
 from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.tasks import TaskSpec
 
@@ -41,7 +42,11 @@ class Result:
 
 
 def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()) -> Trajectory:
-    """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record."""
+    """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record.
+
+    Its turns have the roles that the whole session tells; the journal's have those of their moment, and are cast again when they are read.
+    """
+    turns = recast(turns)
     whose = LawBroken if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
+from polarnode.merge.roles import recast
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Outcome, Trajectory, Turn
 from polarnode.shell.journal.schema import snapshot
@@ -100,7 +101,7 @@ def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
 
 def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
     row = db.execute("SELECT body FROM trajectories WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else unpack_trajectory(row[0], turns(db, session_id))
+    return None if row is None else unpack_trajectory(row[0], recast(turns(db, session_id)))
 
 
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
