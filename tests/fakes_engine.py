@@ -7,16 +7,16 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import pytest
 import trio
 from attrs import define, field
 
-from polarnode.conversation import FinishReason, Sampling
+from polarnode.conversation import Constraint, FinishReason, Sampling
 from polarnode.errors import ContextTooLong, EngineError
-from polarnode.ports import Chunk, Engine, GenerateOrder
+from polarnode.ports import Chunk, Engine, GenerateOrder, Steering
 from polarnode.records import VersionSpan, floats, ids
 from polarnode.shell.engine.calls import check_order, to_generate
 from polarnode.shell.engine.statistics import EngineStatistics, HostStatistics
@@ -102,7 +102,12 @@ class _Stream:
             logprobs=floats([-0.5] * len(part)),
             finish_reason=self.finish,
             version_spans=(VersionSpan(version=self._engine.weight_version, start=0, end=self._given),),
+            top_logprobs=tuple(map(self._alternatives, part)) if self._order.top_logprobs else (),
         )
+
+    def _alternatives(self, token: int) -> tuple[tuple[int, float], ...]:
+        """The token itself, and its neighbours after it, each less likely than the one before."""
+        return tuple(((token + step) % self._engine.vocab_size, -0.5 * (step + 1)) for step in range(self._order.top_logprobs))
 
     async def _interfere(self) -> None:
         if self._engine.hold is not None:
@@ -122,11 +127,10 @@ class _Stream:
 # ── the contract ──────────────────────────────────────────────────────────────
 
 
-def order(
-    prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int | None = 8, temperature: float = 0.0, stop_ids: tuple[int, ...] = (), affinity: str = ""
-) -> GenerateOrder:
+def order(prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int | None = 8, temperature: float = 0.0, **more: Any) -> GenerateOrder:
+    """`more` are GenerateOrder's own."""
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-    return GenerateOrder(request_id=uuid4().hex, prompt=ids(prompt), sampling=sampling, stop_ids=stop_ids, affinity=affinity)
+    return GenerateOrder(**{"request_id": uuid4().hex, "prompt": ids(prompt), "sampling": sampling, "stop_ids": (), **more})
 
 
 async def sample(engine: Engine, asked: GenerateOrder) -> list[Chunk]:
@@ -143,6 +147,7 @@ async def contract(engine: WatchedEngine) -> None:
     await _samples_are_whole(engine)
     await _a_stop_id_ends_and_stays(engine)
     await _the_room_left_is_the_limit(engine)
+    await _alternatives_are_the_likeliest(engine)
     await _bad_orders_are_refused(engine)
     await _leaving_the_block_aborts(engine)
 
@@ -181,10 +186,23 @@ async def _the_room_left_is_the_limit(engine: WatchedEngine) -> None:
     assert (caught.value.prompt_tokens, caught.value.limit) == (context, context)
 
 
+async def _alternatives_are_the_likeliest(engine: WatchedEngine) -> None:
+    """At temperature 0 the token itself is the first of them, at every length of a chunk."""
+    chunks = await sample(engine, order(max_tokens=9, top_logprobs=3))
+    for chunk in chunks:
+        assert len(chunk.top_logprobs) == len(chunk.ids)
+        for token, logprob, others in zip(chunk.ids, chunk.logprobs, chunk.top_logprobs, strict=True):
+            assert len(others) == 3
+            assert others[0] == (token, pytest.approx(logprob, abs=1e-5))
+            assert sorted((each[1] for each in others), reverse=True) == [each[1] for each in others]
+    assert not any(chunk.top_logprobs for chunk in await sample(engine, order(max_tokens=9)))
+
+
 async def _bad_orders_are_refused(engine: WatchedEngine) -> None:
     vocab_size = engine.statistics().vocab_size
     short_id = GenerateOrder(request_id="turn-1", prompt=ids([1]), sampling=Sampling(), stop_ids=())
-    for bad in (order([]), order([1, vocab_size]), order([-1]), order(max_tokens=0), short_id):
+    both = order(constraint=Constraint(kind="regex", text="a"), steering=Steering(processor="", parameters={}))
+    for bad in (order([]), order([1, vocab_size]), order([-1]), order(max_tokens=0), short_id, order(top_logprobs=99), both):
         with pytest.raises(EngineError) as caught:
             await sample(engine, bad)
         assert not caught.value.retryable

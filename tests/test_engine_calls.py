@@ -4,16 +4,19 @@ from typing import Any
 
 import pytest
 import trio
+from attrs import evolve
 from fakes_engine import order
 
-from polarnode.conversation import Sampling
+from polarnode.conversation import Constraint, Sampling
 from polarnode.engine_host.protocol import Piece
 from polarnode.errors import ContextTooLong, EngineError
-from polarnode.ports import GenerateOrder
+from polarnode.ports import GenerateOrder, Steering
 from polarnode.records import VersionSpan, floats, ids
 from polarnode.shell.engine.calls import Call, check_order, sampling_parameters, to_generate
 
 RID = "0" * 32
+SCHEMA = Constraint(kind="json_schema", text='{"type": "object"}')
+STEERING = Steering(processor='{"callable": ""}', parameters={"force": [1], "stop": 2})
 
 
 def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
@@ -28,6 +31,9 @@ def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
         (order([-1, 5]), "from -1 to 5"),
         (order([1], max_tokens=0), "max_tokens 0"),
         (GenerateOrder(request_id="A" * 32, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
+        (order([1], top_logprobs=11), "0 to 10"),
+        (order([1], top_logprobs=-1), "top_logprobs -1"),
+        (order([1], constraint=SCHEMA, steering=STEERING), "not both"),
         (GenerateOrder(request_id="a" * 33, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
     ],
 )
@@ -49,6 +55,36 @@ def test_the_tokens_asked_for_are_always_said_and_fit(asked: int | None, given: 
     assert message.sampling["max_new_tokens"] == given
     assert message.sampling["stop_token_ids"] == [7, 8]
     assert ids(message.prompt) == ids([1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf"])
+def test_a_constraint_is_a_sampling_parameter_of_its_kind(kind: Any) -> None:
+    asked = order(constraint=Constraint(kind=kind, text="x"), constraint_after=9)
+    message = to_generate(asked, context_length=100)
+    assert {name: message.sampling.get(name) for name in ("json_schema", "regex", "ebnf")} == {
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        kind: "x",
+    }
+    assert message.constraint_after == 9
+    assert to_generate(evolve(asked, constraint=None), context_length=100).constraint_after is None
+
+
+def test_steering_is_a_processor_and_its_parameters() -> None:
+    message = to_generate(order(steering=STEERING, top_logprobs=3), context_length=100)
+    assert message.processor == STEERING.processor
+    assert message.sampling["custom_params"] == {"force": [1], "stop": 2}
+    assert message.top_logprobs == 3
+    assert "custom_params" not in to_generate(order(), context_length=100).sampling
+
+
+async def test_alternatives_are_given_to_their_tokens() -> None:
+    call = Call(rid=RID)
+    others = {"alternative_ids": ids([1, 5, 2, 6]).tobytes(), "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes()}
+    call.take(piece([1, 2], **others))
+    call.take(piece([3], finish="stop"))
+    assert [chunk.top_logprobs async for chunk in call] == [(((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))), ()]
 
 
 def test_no_default_of_an_engine_decides() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from polarnode.engine_host import building, lifeline
-from polarnode.engine_host.protocol import Failed, Piece
+from polarnode.engine_host.protocol import Failed, Generate, Piece
 from polarnode.engine_host.words import AFTER, IMPOSSIBLE, piece, request
 
 RID = "0" * 32
@@ -64,6 +65,33 @@ def test_tokens_without_their_logprobs_are_a_failure() -> None:
     found = piece(RID, [5, 6], meta([-0.5]))
     assert isinstance(found, Failed)
     assert "2 tokens with 1 logprobs" in found.message
+
+
+def test_alternatives_follow_their_tokens() -> None:
+    told = [[(-0.5, 5, None), (-3.4e38, 9, None)], [(-0.25, 6, None), (-2.0, 5, None)]]
+    found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
+    assert isinstance(found, Piece)
+    assert array("i", found.alternative_ids).tolist() == [5, 9, 6, 5]
+    assert array("f", found.alternative_logprobs).tolist() == [-0.5, IMPOSSIBLE, -0.25, -2.0]
+    assert piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told)) == piece(RID, [5, 6], meta([-0.5, -0.25]))
+
+
+@pytest.mark.parametrize("told", [None, [None, None], [[(-0.5, 5, None)], [(-0.25, 6, None), (-2.0, 5, None)]], [[(-0.5, 5, None)] * 2]])
+def test_alternatives_that_are_not_as_many_as_asked_for_are_a_failure(told: Any) -> None:
+    found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
+    assert isinstance(found, Failed)
+    assert "for 2 tokens of 2 each" in found.message
+
+
+def test_an_order_is_spelled_for_sglang() -> None:
+    order = Generate(rid=RID, prompt=array("i", [7, 8]).tobytes(), sampling={"regex": "a", "top_k": -1}, top_logprobs=2, processor="{}")
+    said = request(order)
+    assert (said["input_ids"], said["rid"], said["top_logprobs_num"], said["custom_logit_processor"]) == ([7, 8], RID, 2, "{}")
+    assert said["sampling_params"] == {"regex": "a", "top_k": -1}
+    assert not said["require_reasoning"]
+    late = request(evolve(order, constraint_after=9))
+    assert late["sampling_params"]["custom_params"] == {AFTER: 9}
+    assert late["require_reasoning"]
 
 
 def test_leftovers_are_what_bears_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
