@@ -20,7 +20,7 @@ from polarnode.wire import dump_json, read_json
 
 _HEADS: Final = "openai_responses.heads"
 _MOST_HEADS: Final = 16  # inputs a next one may begin with: one an agent, and two or three agents ask at once where there are sub-agents
-_ITEM_ID: Final = re.compile(r"[a-z]+_([0-9A-Za-z]+)_\d+")
+_OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+")
 
 
 def response_id(call_id: str) -> str:
@@ -41,12 +41,13 @@ def previous(memory: Memory, name: str) -> list[Object]:
     return _input(memory, kept, name) + _items(kept["output"])
 
 
-def referenced(memory: Memory, name: str, path: str) -> Object:
-    """The item of an earlier answer that an `item_reference` names."""
-    found = _ITEM_ID.fullmatch(name)
-    kept = memory.recall(response_id(found[1])) if found else None
-    items = _items(kept["output"]) if isinstance(kept, dict) else []
-    for item in items:
+def referenced(memory: Memory, name: str, path: str) -> Object | None:
+    """The item of an earlier answer that an `item_reference` names; None for another server's, which we never had."""
+    found = _OURS.fullmatch(name)
+    if found is None:
+        return None
+    kept = memory.recall(response_id(found[1]))
+    for item in _items(kept["output"]) if isinstance(kept, dict) else ():
         if item.get("id") == name:
             return item
     raise Refused(f"item_reference {name!r} is not known here (any more): send the item itself", path=path)

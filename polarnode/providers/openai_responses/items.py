@@ -61,8 +61,8 @@ class Transcript:
         reader = _READERS.get(str(kind))
         if reader is None:
             self.ignored.append(path)
-            if str(kind).endswith(("_call", "_call_output")) or str(kind).startswith("mcp_"):
-                self.notes.append(f"{path.removeprefix('$.')}: {kind} belongs to a tool of another server and is kept out")
+            if str(kind).endswith(("_call", "_call_output", "_reference")) or str(kind).startswith("mcp_"):
+                self.notes.append(f"{path.removeprefix('$.')}: the {kind} belongs to another server and is kept out")
         else:
             reader(self, item, path)
 

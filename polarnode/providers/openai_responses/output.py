@@ -46,10 +46,12 @@ def response_json(call: Call, *, status: str, output: Sequence[Json], usage: Usa
     return head | cast(Object, call.request.extras.get("echo") or {})
 
 
-def status(answer: Answer) -> str:
-    """How it ended. An answer with calls is complete, whatever cut it: its client has work to do, and Codex ends on an incomplete one. A sample
-    cut by an abort is called what a limit makes of it: both say that more was to come, and this API knows no other word."""
-    return "incomplete" if not answer.calls and answer.finish_reason in ("length", "abort", "error") else "completed"
+def status(call: Call, answer: Answer) -> str:
+    """How it ended. An answer with calls is complete, whatever cut it, because its client has work to do and Codex ends its run on an
+    incomplete one; so is a compaction, whose one item is whole. A sample cut by an abort is called what a limit makes of it: both say that
+    more was to come, and this API knows no other word."""
+    whole = bool(answer.calls) or bool(call.request.extras.get("compacts"))
+    return "incomplete" if not whole and answer.finish_reason in ("length", "abort", "error") else "completed"
 
 
 # ── items ─────────────────────────────────────────────────────────────────────
@@ -61,7 +63,7 @@ def output_json(call: Call, answer: Answer) -> list[Json]:
         return [compaction_json(call, answer)]
     parts = [part for part in answer.parts if isinstance(part, ToolCall) or part.text]
     logprobs = _shared_out(parts, answer.logprobs)
-    ended = status(answer)
+    ended = status(call, answer)
     return [_item(call, part, index, logprobs[index], ended if index == len(parts) - 1 else "completed") for index, part in enumerate(parts)]
 
 

@@ -87,8 +87,9 @@ def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Obj
     for index, item in enumerate(listed):
         path = f"$.input[{index}]"
         name = item.get("id")
-        refers = item.get("type") == "item_reference" or ("type" not in item and "role" not in item)
-        yield path, history.referenced(memory, name, path) if refers and isinstance(name, str) else item
+        refers = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
+        found = history.referenced(memory, name, path) if refers and isinstance(name, str) else None
+        yield path, item if found is None else found
 
 
 def _triggers(items: list[tuple[str, Object]]) -> bool:

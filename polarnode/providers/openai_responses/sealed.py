@@ -30,8 +30,8 @@ class Sealed:
 
 def seal(content: Sealed) -> str:
     """`content` as an opaque text."""
-    said: dict[str, Json] = {"s": content.signature, "t": content.thinking, "c": content.summary}
-    packed = zlib.compress(dump_json({name: value for name, value in said.items() if value not in ("", None)}), 1)
+    said: dict[str, Json] = {"s": content.signature or None, "t": content.thinking or None, "c": content.summary}
+    packed = zlib.compress(dump_json({name: value for name, value in said.items() if value is not None}), 1)
     return _OURS + urlsafe_b64encode(packed).decode().rstrip("=")
 
 

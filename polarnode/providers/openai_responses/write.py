@@ -34,7 +34,7 @@ def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
     told = call.request.extras.get("told")
     if isinstance(told, list):
         return dump_json(_compacted(call, told, answer, usage))
-    return dump_json(response_json(call, status=status(answer), output=output_json(call, answer), usage=usage))
+    return dump_json(response_json(call, status=status(call, answer), output=output_json(call, answer), usage=usage))
 
 
 def _compacted(call: Call, told: list[Json], answer: Answer, usage: Usage) -> Json:
@@ -93,7 +93,7 @@ class ResponseStream:
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         (answer,) = answers
-        ended = status(answer)
+        ended = status(self.call, answer)
         last = self._opening() + self._close(ended)
         if self.call.request.extras.get("compacts"):
             item = compaction_json(self.call, answer)
