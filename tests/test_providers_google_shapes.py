@@ -2,9 +2,12 @@
 
 import json
 from base64 import b64encode, urlsafe_b64encode
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from polarnode.conversation import ModelRequest
 from polarnode.errors import Refused
@@ -116,3 +119,41 @@ def test_snake_case_is_the_same_request() -> None:
 def test_text_is_text_however_it_is_wrapped(encode: Any) -> None:
     assert Blob(mimeType="text/markdown; charset=utf-8", data=encode("# Käse ÿþ>>>".encode()).decode()).text() == "# Käse ÿþ>>>"
     assert Blob(mimeType="application/json", data=encode(b"{}").decode()).text() == "{}"
+
+
+# ── anything at all ───────────────────────────────────────────────────────────
+
+words = st.sampled_from(["", "user", "model", "x", "OBJECT", "ANY", "text/plain", "application/json", "AA==", "*"])
+NAMES = """
+contents parts role text thought thoughtSignature functionCall functionResponse name id args response inlineData mimeType data fileData
+executableCode code system_instruction tools functionDeclarations parameters parametersJsonSchema type properties items nullable enum anyOf
+toolConfig functionCallingConfig mode allowedFunctionNames generationConfig temperature topK thinkingConfig thinkingBudget responseSchema
+responseMimeType generateContentRequest cachedContent model
+"""
+names = st.sampled_from(NAMES.split())
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=25,
+)
+part = st.dictionaries(names, values, max_size=2) | st.fixed_dictionaries({"text": words})
+content = st.fixed_dictionaries({"parts": st.lists(part, max_size=3)}, optional={"role": words})
+bodies = values | st.fixed_dictionaries(
+    {"contents": st.lists(content, max_size=3)}, optional=dict.fromkeys(("tools", "toolConfig", "generationConfig"), values)
+)
+
+
+@settings(max_examples=400)
+@given(bodies, st.sampled_from(["generate", "count_tokens"]))
+def test_any_body_is_read_or_refused(body: Any, operation: Any) -> None:
+    with suppress(Refused):
+        found = GOOGLE.read(json.dumps(body).encode(), Envelope(model="m", operation=operation))
+        assert all(isinstance(message.text, str) for message in found.conversation.messages)
+
+
+def test_what_is_nested_too_deeply_is_named() -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = {"a": deep}
+    assert refused(contents=[{"role": "model", "parts": [{"functionCall": {"name": "f", "args": deep}}]}]).path == "$.contents[0]"
+    assert refused(generationConfig={"responseJsonSchema": deep}).path == "$.generationConfig.responseSchema"

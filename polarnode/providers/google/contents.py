@@ -26,7 +26,11 @@ def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple
     head = system if isinstance(system, str) else paragraphs(map(_shown, parts(system.parts))) if system is not None else ""
     reader = _Reader([Message(role="system", text=head)] if head else [])
     for index, content in enumerate(contents):
-        reader.read(content, f"$.contents[{index}]")
+        try:
+            reader.read(content)
+        except Refused as error:
+            where = f"$.contents[{index}]"
+            raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
     return tuple(reader.found)
 
 
@@ -48,7 +52,7 @@ class _Reader:
     open: list[ToolCall] = field(factory=list)
     calls: int = 0
 
-    def read(self, content: Content, path: str) -> None:
+    def read(self, content: Content) -> None:
         match _ROLES.get(content.role):
             case "user":
                 self._user(content)
@@ -57,7 +61,7 @@ class _Reader:
             case "system":
                 self.found.append(Message(role="system", text=paragraphs(map(_shown, parts(content.parts)))))
             case _:
-                raise Refused(f"the role must be 'user' or 'model', not {content.role!r}", path=f"{path}.role")
+                raise Refused(f"the role must be 'user' or 'model', not {content.role!r}", path="$.role")
 
     def _user(self, content: Content) -> None:
         texts: list[str] = []

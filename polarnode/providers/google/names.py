@@ -8,7 +8,7 @@ no value is changed here, and a field that is spelled twice keeps the first spel
 import re
 from collections.abc import Iterator
 from functools import cache
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import attrs
@@ -47,17 +47,19 @@ def _object(value: dict[str, Json], cls: Any, path: str, unknown: dict[str, None
     found: dict[str, Json] = {}
     for name, said in value.items():
         alias = name if name in known else camel(name)
-        where = f"{path}.{alias}"
-        if alias in known:
-            found.setdefault(alias, _value(said, known[alias], where, unknown))
-        elif said is not None:
-            unknown[where] = None
+        if alias not in known:
+            if said is not None:
+                unknown[f"{path}.{alias}"] = None
+        elif alias not in found:
+            shape = known[alias]
+            found[alias] = said if shape is None else _value(said, shape, f"{path}.{alias}", unknown)
     return found
 
 
 @cache
 def _fields(cls: Any) -> dict[str, Any]:
-    return {field.alias: field.type for field in attrs.fields(cls)}
+    """The shape of every field by its alias; None where there is nothing below it to spell."""
+    return {field.alias: None if _parts(field.type) == (None, None) else field.type for field in attrs.fields(cls)}
 
 
 @cache
@@ -68,13 +70,10 @@ def _parts(shape: Any) -> tuple[Any, Any]:
     for member in _members(shape):
         if attrs.has(member):
             cls = member
-        elif get_origin(member) is tuple:
+        elif get_origin(member) is tuple and _parts(get_args(member)[0]) != (None, None):
             inner = get_args(member)[0]
     return cls, inner
 
 
 def _members(shape: Any) -> Iterator[Any]:
-    if get_origin(shape) in (Union, UnionType):
-        yield from (member for member in get_args(shape) if member is not NoneType)
-    else:
-        yield shape
+    yield from get_args(shape) if get_origin(shape) in (Union, UnionType) else (shape,)

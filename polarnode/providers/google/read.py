@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from urllib.parse import parse_qs
 
-from polarnode.conversation import Constraint, Conversation, ModelRequest, Sampling
+from polarnode.conversation import Constraint, Conversation, Json, ModelRequest, Sampling
 from polarnode.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import JSON_TYPE, Envelope
 from polarnode.providers.google.contents import RAN_CODE, messages, ran_code
 from polarnode.providers.google.names import camel, respelled
 from polarnode.providers.google.schemas import json_schema
@@ -19,7 +19,6 @@ from polarnode.providers.google.tools import tool_choice, tools
 from polarnode.providers.shapes import compact, read_value
 from polarnode.wire import structure
 
-JSON = "application/json"
 ENUM = "text/x.enum"  # Google's own: one of the schema's words, without quotes
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")  # not `re.escape`, which also escapes what other engines' regexes have no escape for
 
@@ -87,21 +86,28 @@ def _sampling(config: GenerationConfig) -> Sampling:
 def _constraint(config: GenerationConfig) -> Constraint | None:
     """What the answer must match. JSON without a schema is any JSON; a schema without a type means JSON."""
     path = "$.generationConfig.responseSchema"
-    meant = "text/plain" if config.responseSchema is None and config.responseJsonSchema is None else JSON
+    meant = "text/plain" if config.responseSchema is None and config.responseJsonSchema is None else JSON_TYPE
     kind = (config.responseMimeType or meant).partition(";")[0].strip().lower()
     schema = config.responseJsonSchema if config.responseJsonSchema is not None else json_schema(config.responseSchema or {}, path)
     match kind:
         case "text/plain":
             return None
         case "application/json":
-            return Constraint(kind="json_schema", text=compact(schema))
+            return Constraint(kind="json_schema", text=_text(schema, path))
         case "text/x.enum":
             words = schema.get("enum")
             if not isinstance(words, list) or not words:
                 raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
             return Constraint(kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words))
         case _:
-            raise Refused(f"responseMimeType must be text/plain, {JSON} or {ENUM}, not {kind!r}", path="$.generationConfig.responseMimeType")
+            raise Refused(f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}", path="$.generationConfig.responseMimeType")
+
+
+def _text(schema: Json, path: str) -> str:
+    try:
+        return compact(schema)
+    except Refused as error:
+        raise Refused(str(error), path=path) from None
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
