@@ -193,7 +193,8 @@ async def _alternatives_are_the_likeliest(engine: WatchedEngine) -> None:
         assert len(chunk.top_logprobs) == len(chunk.ids)
         for token, logprob, others in zip(chunk.ids, chunk.logprobs, chunk.top_logprobs, strict=True):
             assert len(others) == 3
-            assert others[0] == (token, pytest.approx(logprob, abs=1e-5))
+            assert others[0][0] == token
+            assert others[0][1] == pytest.approx(logprob, abs=1e-5)
             assert sorted((each[1] for each in others), reverse=True) == [each[1] for each in others]
     assert not any(chunk.top_logprobs for chunk in await sample(engine, order(max_tokens=9)))
 

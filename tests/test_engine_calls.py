@@ -33,6 +33,7 @@ def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
         (GenerateOrder(request_id="A" * 32, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
         (order([1], top_logprobs=11), "0 to 10"),
         (order([1], top_logprobs=-1), "top_logprobs -1"),
+        (order([1], constraint=Constraint(kind="regex", text="")), "regex is empty"),
         (order([1], constraint=SCHEMA, steering=STEERING), "not both"),
         (GenerateOrder(request_id="a" * 33, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
     ],
@@ -55,6 +56,13 @@ def test_the_tokens_asked_for_are_always_said_and_fit(asked: int | None, given: 
     assert message.sampling["max_new_tokens"] == given
     assert message.sampling["stop_token_ids"] == [7, 8]
     assert ids(message.prompt) == ids([1, 2, 3])
+
+
+def test_calls_without_a_seed_have_one_of_their_own() -> None:
+    """Where inference is deterministic, SGLang's default is one seed for all: a group's attempts would be one attempt."""
+    seeds = {to_generate(order(), context_length=100).sampling["sampling_seed"] for _ in range(20)}
+    assert len(seeds) == 20
+    assert to_generate(evolve(order(), sampling=Sampling(seed=0)), context_length=100).sampling["sampling_seed"] == 0
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf"])
@@ -81,7 +89,7 @@ def test_steering_is_a_processor_and_its_parameters() -> None:
 
 async def test_alternatives_are_given_to_their_tokens() -> None:
     call = Call(rid=RID)
-    others = {"alternative_ids": ids([1, 5, 2, 6]).tobytes(), "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes()}
+    others: dict[str, Any] = {"alternative_ids": ids([1, 5, 2, 6]).tobytes(), "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes()}
     call.take(piece([1, 2], **others))
     call.take(piece([3], finish="stop"))
     assert [chunk.top_logprobs async for chunk in call] == [(((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))), ()]

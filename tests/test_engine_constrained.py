@@ -110,6 +110,8 @@ async def what_is_no_grammar_is_refused_for_that_call_alone(engines: Engines, mo
         ("regex", "((", "parenthesis is not closed"),
         ("regex", "a\0b", "NUL"),
         ("ebnf", "root ::=", "Expect element"),
+        ("ebnf", "root ::= root", "leaves nothing to sample"),
+        ("json_schema", '{"$ref": "#"}', "leaves nothing to sample"),
     ]
     async with engines.generate(order([1], max_tokens=2000, temperature=1.0)) as beside:
         await beside.__anext__()

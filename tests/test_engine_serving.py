@@ -51,6 +51,7 @@ def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
     [
         ({"type": "stop", "matched": "NaN happened"}, "NaN logits", False),
         ({"type": "abort", "message": "too long", "status_code": 400}, "too long", False),
+        ({"type": "abort", "message": "Grammar accept_token failed: Tokens", "status_code": 500}, "nothing to sample", False),
         ({"type": "abort", "message": "queue is full", "status_code": 503}, "queue is full", True),
     ],
 )

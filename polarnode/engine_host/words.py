@@ -55,6 +55,8 @@ def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: in
 
 
 def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
+    if finish["type"] == "abort" and str(finish.get("message")).startswith("Grammar accept_token failed"):
+        return "the constraint leaves nothing to sample: no text can match it from here on", False
     if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
         return str(finish.get("message")), int(status) >= 500
     if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):

@@ -37,6 +37,8 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -
         raise EngineError(f"max_tokens {order.sampling.max_tokens} asks for nothing: give 1 or more", retryable=False)
     if not 0 <= order.top_logprobs <= min(TOP_LOGPROBS, vocab_size):
         raise EngineError(f"top_logprobs {order.top_logprobs}: give 0 to {min(TOP_LOGPROBS, vocab_size)}", retryable=False)
+    if order.constraint is not None and not order.constraint.text:
+        raise EngineError(f"the constraint's {order.constraint.kind} is empty: leave it out, or say what the answer must match", retryable=False)
     if order.steering is not None and order.constraint is not None:  # the grammar would refuse what the processor chose
         raise EngineError("an order has a constraint or a steering, not both", retryable=False)
 
@@ -48,11 +50,16 @@ def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
     return Generate(
         rid=order.request_id,
         prompt=order.prompt.tobytes(),
-        sampling={**sampling, "stop_token_ids": list(order.stop_ids), **_forced(order)},
+        sampling={**sampling, "sampling_seed": _seed(order), "stop_token_ids": list(order.stop_ids), **_forced(order)},
         top_logprobs=order.top_logprobs,
         processor=None if order.steering is None else order.steering.processor,
         constraint_after=None if order.constraint is None else order.constraint_after,
     )
+
+
+def _seed(order: GenerateOrder) -> int:
+    """What was asked, else the call's own: where inference is deterministic, SGLang gives all calls without a seed the same samples."""
+    return int(order.request_id[:7], 16) if order.sampling.seed is None else order.sampling.seed
 
 
 def _forced(order: GenerateOrder) -> dict[str, Json]:
