@@ -10,8 +10,9 @@ from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.contract import RETRY_AFTER_S, Dialect, Fault, FaultKind, StreamWriter, error_reply
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
+from polarnode.providers.openai_responses import OPENAI_RESPONSES
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, ANTHROPIC, GOOGLE)
+DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, OPENAI_RESPONSES, ANTHROPIC, GOOGLE)
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 

@@ -8,6 +8,7 @@ from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.dialect import Dialect, Operation, missed, not_found_dialect, route, session_keys
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
+from polarnode.providers.openai_responses import OPENAI_RESPONSES
 
 BEARER = {"authorization": "Bearer k"}
 X_API_KEY = {"x-api-key": "k"}
@@ -20,6 +21,11 @@ X_API_KEY = {"x-api-key": "k"}
         ("POST", "/v1/chat/completions", OPENAI_CHAT, "generate"),
         ("POST", "/chat/completions", OPENAI_CHAT, "generate"),
         ("POST", "/v1/v1/chat/completions", OPENAI_CHAT, "generate"),
+        ("POST", "/v1/responses", OPENAI_RESPONSES, "generate"),
+        ("POST", "/responses", OPENAI_RESPONSES, "generate"),
+        ("POST", "/v1/responses?x=y", OPENAI_RESPONSES, "generate"),
+        ("POST", "/v1/responses/compact", OPENAI_RESPONSES, "compact"),
+        ("POST", "/v1/responses/input_tokens", OPENAI_RESPONSES, "count_tokens"),
         ("POST", "/v1/messages", ANTHROPIC, "generate"),
         ("POST", "/v1/messages?beta=true", ANTHROPIC, "generate"),
         ("POST", "/v1/messages/", ANTHROPIC, "generate"),
@@ -143,6 +149,7 @@ def test_a_wrong_method_is_told_which_one_is_served() -> None:
 
 def test_a_miss_speaks_the_language_of_its_path() -> None:
     assert not_found_dialect("/v1/messages/batches", {}) is ANTHROPIC
+    assert not_found_dialect("/v1/responses/resp_1", {}) is OPENAI_RESPONSES
     assert not_found_dialect("/v1/completions", {}) is OPENAI_CHAT
     assert json.loads(missed("POST", "/v1/messages/batches", {}).body)["error"]["type"] == "not_found_error"
 

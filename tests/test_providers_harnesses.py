@@ -14,7 +14,7 @@ from polarnode.providers.contract import Envelope
 from polarnode.providers.dialect import Route, route
 
 FOLDER = Path(__file__).parent / "data" / "providers"
-HARNESSES = ("claude_code", "gemini_cli", "mini_swe_agent", "openhands", "pi", "qwen_code")
+HARNESSES = ("claude_code", "codex", "gemini_cli", "mini_swe_agent", "openhands", "pi", "qwen_code")
 
 
 def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
@@ -61,6 +61,14 @@ def test_claude_code_loads_a_deferred_tool() -> None:
     assert before.ignored == ("$.metadata", "$.context_management", "$.output_config", "$.tools[3]", "$.tools[4]", "$.tools[5]", "$.system")
     assert before.hints["session"]
     assert "billing" not in before.conversation.messages[0].text
+
+
+def test_codexs_tools_are_all_there_but_the_hosted_one() -> None:
+    request = load("codex", 3)[1]
+    assert [tool.name for tool in request.conversation.tools] == ["exec_command", "apply_patch", "tool_search", "multi_agent_v1.spawn_agent"]
+    assert request.ignored == ("$.tools[4]",)
+    assert request.hints == {"session": "s-1", "agent": "", "parent": ""}
+    assert request.notes == ("tools[1]: the grammar of 'apply_patch' is shown to the model, and nothing enforces it",)
 
 
 def test_openhands_names_its_conversation() -> None:

@@ -12,6 +12,7 @@ from polarnode.conversation import Answer, Delta, FinishReason, Part, TextDelta,
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.contract import Dialect, Envelope
 from polarnode.providers.openai_chat import OPENAI_CHAT
+from polarnode.providers.openai_responses import OPENAI_RESPONSES
 
 CALL = a_call()
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -116,6 +117,39 @@ def test_messages_streamed_are_messages_whole(answer: Answer, usage: Usage, size
     assert events[-2]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
 
 
+def items_from(events: list[Any]) -> list[Any]:
+    """Items put together from their deltas alone, as a client does that shows them as they come."""
+    items: list[Any] = []
+    for event in events:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(items)
+                items.append(event["item"])
+            case "content_part.added":
+                items[-1]["content"].append(event["part"])
+            case "reasoning_summary_part.added":
+                items[-1]["summary"].append(event["part"])
+            case "output_text.delta":
+                items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "reasoning_summary_text.delta":
+                items[event["output_index"]]["summary"][event["summary_index"]]["text"] += event["delta"]
+            case "function_call_arguments.delta":
+                items[event["output_index"]]["arguments"] += event["delta"]
+            case "output_item.done":
+                items[-1]["status"] = event["item"].get("status")
+                assert event["item"]["id"] == items[-1]["id"]
+    return [{name: value for name, value in item.items() if value is not None} for item in items]
+
+
+@given(answers(), usages, st.integers(1, 5), st.integers(0, 4))
+def test_responses_streamed_are_responses_whole(answer: Answer, usage: Usage, size: int, pings: int) -> None:
+    whole = json.loads(OPENAI_RESPONSES.whole(CALL, [answer], usage))
+    events = data(streamed(OPENAI_RESPONSES, answer, usage, size, pings))
+    assert items_from(events) == whole["output"]
+    assert events[-1]["response"] == whole
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
 @given(answers())
 def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer) -> None:
     """What lineage stands on: a faithful client changes nothing but the spelling of arguments."""
@@ -123,8 +157,10 @@ def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer) -> No
         OPENAI_CHAT: json.loads(OPENAI_CHAT.whole(CALL, [answer], Usage()))["choices"][0]["message"],
         ANTHROPIC: {"role": "assistant", "content": json.loads(ANTHROPIC.whole(CALL, [answer], Usage()))["content"]},
     }
-    for dialect, echo in echoes.items():
-        body = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}, echo]}).encode()
+    items = json.loads(OPENAI_RESPONSES.whole(CALL, [answer], Usage()))["output"]
+    for dialect, echo in ({**echoes, OPENAI_RESPONSES: items} if items else echoes).items():
+        said: Any = [{"role": "user", "content": "hi"}, *(echo if isinstance(echo, list) else [echo])]
+        body = json.dumps({"model": "m", "max_tokens": 1, "messages": said, "input": said}).encode()
         read = dialect.read(body, Envelope()).conversation.messages[-1]
         meant = answer.as_message()
         assert (read.text, read.thinking) == (meant.text, meant.thinking)
