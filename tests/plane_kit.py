@@ -18,7 +18,7 @@ from polarnode.tasks import Budgets
 from polarnode.web.model import Model
 from polarnode.web.model_plane import ModelPlane
 from polarnode.web.server import Address, open_server
-from polarnode.web.stream import Pace
+from polarnode.web.stream import WIRE, Pace, Wire
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 CONTEXT = 4096
@@ -144,10 +144,15 @@ async def served(app: Any) -> AsyncIterator[str]:
 
 @define(eq=False)
 class Asgi:
-    """One request by hand: the body is there, the client leaves when `leave` is called; `sent` is what it got."""
+    """One request by hand: the body is there, the client leaves when `leave` is called; `sent` is what it got.
+
+    `leave_at`: it leaves by itself when that many messages were sent to it, and the one after gets nowhere.
+    """
 
     sent: list[Any] = field(factory=list)
     gone: trio.Event = field(factory=trio.Event)
+    leave_at: int | None = None
+    wire: Wire = field(factory=Wire)
 
     def leave(self) -> None:
         self.gone.set()
@@ -156,6 +161,7 @@ class Asgi:
         unread = [body]
         scope = {
             "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
+            "state": {WIRE: self.wire},
             "headers": [(b"authorization", b"Bearer " + key.encode()), (b"content-type", b"application/json")],
         }  # fmt: skip
 
@@ -168,7 +174,11 @@ class Asgi:
 
         async def send(message: Any) -> None:
             await trio.lowlevel.checkpoint()
-            self.sent.append(message)
+            if len(self.sent) == self.leave_at:
+                self.leave()
+            if not self.gone.is_set():
+                self.sent.append(message)
+                self.wire.writes += 1
 
         await app(scope, receive, send)
 

@@ -11,7 +11,7 @@ from providers_kit import a_call
 
 from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.errors import EngineError, LawBroken, Refused
-from polarnode.exchange.commands import Abandon, Abort, Break, Command, Done, Generate, Record, Render, Send
+from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Command, Done, Generate, Record, Render, Send
 from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
 from polarnode.exchange.machine import SESSION_OVER, Exchange, Terms
 from polarnode.exchange.sample import Sample
@@ -69,11 +69,14 @@ class Scene:
             context_length=terms.pop("context_length", 100),
             token_room=terms.pop("token_room", None),
             stop_ids=FAMILY.stop_ids,
-            new_parser=lambda prompt, stop: Parser(tokenizer=Bytes(), family=FAMILY, call_id=lambda k: f"call_{k}", opens_thinking=False, stop=stop),
+            new_parser=lambda plan, prompt, stop: Parser(
+                tokenizer=Bytes(), family=FAMILY, call_id=lambda k: f"call_{k}", opens_thinking=False, stop=stop
+            ),
+            token_bytes=Bytes().token_bytes,
         )
         self.exchange = Exchange(self.terms)
         self.plan = self.new_plan()
-        self.asked = Asked(request=self.request(**terms), plan=self.plan, at=10.0, wall=1000.0)
+        self.asked = Asked(request=self.request(**terms), plans=(self.plan,), at=10.0, wall=1000.0)
 
     def new_plan(self) -> Plan:
         return self.lineages.plan(Conversation(messages=(Message(role="user", text="hi"),)), request_key="body")
@@ -142,7 +145,7 @@ def test_a_stream_from_its_question_to_its_end() -> None:
         (scene.asked, [Render(scene.plan)]),
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
         (chunk("Hel", cached=2), [says('"role":"assistant"', '"content":"Hel"')]),
-        (chunk("lo", "stop", end=True, start=3, at=12.5), [Record, says('"content":"lo"', '"finish_reason":"stop"', "[DONE]"), Done()]),
+        (chunk("lo", "stop", end=True, start=3, at=12.5), [Record, Answered, says('"content":"lo"', '"finish_reason":"stop"', "[DONE]"), Done()]),
         (ClientLeft(at=13.0), []),
     )
     turn = scene.turn(commands)
@@ -164,7 +167,7 @@ def test_a_whole_answer_is_one_reply_after_its_record() -> None:
         (Quiet(), []),  # nothing can keep it alive
         (rendered(), [Generate]),
         (chunk("Hi"), []),
-        (chunk("!", "stop", end=True, start=2), [Record, Reply]),
+        (chunk("!", "stop", end=True, start=2), [Record, Answered, Reply]),
     )
     reply = commands[-1]
     assert isinstance(reply, Reply)
@@ -177,7 +180,7 @@ def test_the_turn_is_recorded_before_the_last_bytes() -> None:
         scene = Scene(ANTHROPIC, stream=stream)
         scene.to_generation()
         kinds = [type(command) for command in scene.exchange.receive(chunk("x", "stop", end=True))]
-        assert kinds == ([Record, Send, Done] if stream else [Record, Reply])
+        assert kinds == ([Record, Answered, Send, Done] if stream else [Record, Answered, Reply])
 
 
 def test_a_call_is_sent_whole() -> None:
@@ -188,7 +191,7 @@ def test_a_call_is_sent_whole() -> None:
     rest = Produced(chunk=Chunk(ids=ids([CALLED, END]), logprobs=floats([-1, -1]), finish_reason="stop"), at=12)
     commands = scene.play(
         (half, [says('"role":"assistant"')]),
-        (rest, [Record, says('"name":"go"', '"id":"call_0"', '"finish_reason":"tool_calls"'), Done]),
+        (rest, [Record, Answered, says('"name":"go"', '"id":"call_0"', '"finish_reason":"tool_calls"'), Done]),
     )
     assert scene.turn(commands).finish_reason == "tool_calls"
 
@@ -197,7 +200,7 @@ def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
     scene = Scene()
     scene.to_generation()
     scene.play((chunk("a\n\n"), [says('"content":"a"')]), (Quiet(), [says('"delta":{}')]))
-    assert scene.turn(scene.play((chunk("", "stop", end=True, start=3), [Record, Send, Done]))).answer.text == "a"  # type: ignore[union-attr]
+    assert scene.turn(scene.play((chunk("", "stop", end=True, start=3), [Record, Answered, Send, Done]))).answer.text == "a"  # type: ignore[union-attr]
 
 
 # ── signs of life ─────────────────────────────────────────────────────────────
@@ -231,7 +234,7 @@ def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached
 )
 def test_the_tasks_sampling_wins_and_both_are_recorded(task: dict[str, Any], asked: dict[str, Any], room: int | None, used: dict[str, Any]) -> None:
     scene = Scene(task=Sampling(**task), token_room=room, **asked)
-    commands = scene.play((scene.asked, [Render]), (rendered(), [order(**used)]), (chunk("x", "length"), [Record, Send, Done]))
+    commands = scene.play((scene.asked, [Render]), (rendered(), [order(**used)]), (chunk("x", "length"), [Record, Answered, Send, Done]))
     turn = scene.turn(commands)
     assert turn.used == Sampling(**used)
     assert turn.asked == Sampling(**asked)
@@ -241,7 +244,7 @@ def test_a_reader_learns_what_was_not_obeyed() -> None:
     conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
     scene = Scene(conversation=conversation, ignored=("$.response_format",))
     scene.play((scene.asked, [Render]), (rendered(close_length=1), [Generate]))
-    notes = scene.turn(scene.play((chunk("x", "stop"), [Record, Send, Done]))).notes
+    notes = scene.turn(scene.play((chunk("x", "stop"), [Record, Answered, Send, Done]))).notes
     assert [note.split(":")[0].split(" ")[0] for note in notes] == ["closed", "tool_choice", "ignored"]
 
 
@@ -251,7 +254,7 @@ def test_a_reader_learns_what_was_not_obeyed() -> None:
 def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
     scene = Scene(stop=("END",), stream=False)
     scene.to_generation()
-    commands = scene.play((chunk("yes EN"), []), (chunk("D and more", start=6), [Abort(REQUEST_ID), Record, Reply]))
+    commands = scene.play((chunk("yes EN"), []), (chunk("D and more", start=6), [Abort(REQUEST_ID), Record, Answered, Reply]))
     turn = scene.turn(commands)
     assert bytes(list(turn.sampled)) == b"yes END"  # what was sampled after it is no part of the turn
     assert len(turn.logprobs) == 7
@@ -264,7 +267,7 @@ def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
 def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
     scene = Scene(stop=("!",))
     scene.to_generation()
-    scene.play((chunk("ha!", "length"), [Record, Send, Done]))
+    scene.play((chunk("ha!", "length"), [Record, Answered, Send, Done]))
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────
@@ -369,7 +372,7 @@ def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
 def test_a_sample_the_engine_aborted_is_answered_and_partial() -> None:
     scene = Scene()
     scene.to_generation()
-    commands = scene.play((chunk("half", "abort"), [Record, says('"finish_reason":"length"'), Done]))
+    commands = scene.play((chunk("half", "abort"), [Record, Answered, says('"finish_reason":"length"'), Done]))
     assert scene.turn(commands).state == "partial"
 
 
@@ -395,7 +398,16 @@ def test_the_turn_is_exactly_the_planned_one() -> None:
 def test_spans_logprobs_and_ids_are_cut_together() -> None:
     spans = (VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=5))
     parser = Parser(tokenizer=Bytes(), family=FAMILY, call_id=str, opens_thinking=False, stop=("c",))
-    sample = Sample(rendered=rendered(), used=Sampling(stop=("c",)), parser=parser)
+    scene = Scene()
+    sample = Sample(
+        plan=scene.plan,
+        request_id=REQUEST_ID,
+        request=scene.request(),
+        rendered=rendered(),
+        used=Sampling(stop=("c",)),
+        parser=parser,
+        token_bytes=Bytes().token_bytes,
+    )
     sample.take(Chunk(ids=ids(list(b"abcde")), logprobs=floats([1, 2, 3, 4, 5]), version_spans=spans), at=1.0)
     assert sample.ids == array("i", list(b"abc"))
     assert sample.logprobs == array("f", [1, 2, 3])

@@ -116,7 +116,8 @@ def test_other_refusals_are_counted_and_spend_nothing() -> None:
     session.refused(Fault(kind="bad_request", message="no"))
     session.commit(new_turn(session, state="partial"))
     assert session.spent_clock is None
-    assert session.metrics() == {"turns": 1, "failed_turns": 0, "partial_turns": 1, "sampled_tokens": 3, "refusals": {"bad_request": 2}}
+    counts = {"turns": 1, "failed_turns": 0, "partial_turns": 1, "resumed_turns": 0, "replayed": 0, "prewarmed": 0, "sampled_tokens": 3}
+    assert session.metrics() == counts | {"refusals": {"bad_request": 2}}
 
 
 def test_a_session_never_shows_its_key() -> None:

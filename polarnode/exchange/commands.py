@@ -5,24 +5,26 @@ The rule for whoever edits it: a new command is added to `Command`, and mypy the
 
 from attrs import frozen
 
+from polarnode.conversation import Answer, Usage
 from polarnode.merge.lineage import Plan
 from polarnode.ports import GenerateOrder
-from polarnode.providers.dialect import STREAM_TYPE, Fault, Reply
+from polarnode.providers.dialect import STREAM_TYPE, Call, Fault, Reply
 from polarnode.records import Turn
 
 
 @frozen
 class Render:
-    """Turn the plan into ids: `Rendered` or `Unrenderable` follows."""
+    """Turn the plan into ids: `Rendered` or `Unrenderable` follows. Of several samples of one prompt only the first is rendered."""
 
     plan: Plan
 
 
 @frozen
 class Generate:
-    """Ask the engine: `Produced` or `EngineFailed` follow."""
+    """Ask the engine: `Produced` or `EngineFailed` of this choice follow. Several that come at once are sampled side by side."""
 
     order: GenerateOrder
+    choice: int = 0
 
 
 @frozen
@@ -41,10 +43,20 @@ class Record:
 
 @frozen
 class Abandon:
-    """The plan gets no turn; `fault` is why, None when the client just left."""
+    """The plan gets no turn; `fault` is why, None when the client just left, or when it was said of another plan of the same request."""
 
     plan: Plan
     fault: Fault | None
+
+
+@frozen(kw_only=True)
+class Answered:
+    """The answer is whole, and its bytes follow. `final`: no sample of it was cut, so that it can be given again as it is."""
+
+    call: Call
+    answers: tuple[Answer, ...]
+    usage: Usage
+    final: bool
 
 
 @frozen
@@ -66,4 +78,4 @@ class Break:
 
 
 Outgoing = Send | Done | Break | Reply  # a Reply is a whole answer, only ever before the first Send
-Command = Render | Generate | Abort | Record | Abandon | Outgoing
+Command = Render | Generate | Abort | Record | Abandon | Answered | Outgoing

@@ -5,22 +5,27 @@ The rule for whoever edits it: a new event is added to `Event`, and mypy then na
 
 from array import array
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.conversation import ModelRequest
 from polarnode.errors import EngineError, Refused
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
+from polarnode.records import ids
 
 
 @frozen(kw_only=True)
 class Asked:
-    """A request was read and planned. `at` in monotonic seconds, `wall` in seconds since the epoch."""
+    """A request was read and planned, once for each sample it asks for. `at` in monotonic seconds, `wall` in seconds since the epoch.
+
+    `spoken`: what was sampled of this very answer for a client that left, when it is asked for again. The prompt then ends with it.
+    """
 
     request: ModelRequest
-    plan: Plan
+    plans: tuple[Plan, ...]
     at: float
     wall: float
+    spoken: "array[int]" = field(factory=ids)
 
 
 @frozen(kw_only=True)
@@ -45,6 +50,7 @@ class Produced:
 
     chunk: Chunk
     at: float
+    choice: int = 0
 
 
 @frozen(kw_only=True)
@@ -53,6 +59,7 @@ class EngineFailed:
 
     error: EngineError
     at: float
+    choice: int = 0
 
 
 @frozen(kw_only=True)

@@ -8,20 +8,23 @@ with nothing.
 
 from array import array
 from collections.abc import Callable, Iterator
-from typing import assert_never
+from typing import Final, assert_never
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.conversation import Answer, Delta, FinishReason, ModelRequest, Sampling
+from polarnode.conversation import Delta, FinishReason, Sampling, Usage
 from polarnode.errors import ContextTooLong, EngineError
-from polarnode.exchange.commands import Abandon, Abort, Break, Command, Done, Generate, Record, Render, Send
+from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Command, Done, Generate, Record, Render, Send
 from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
 from polarnode.exchange.sample import AnswerParser, Sample
-from polarnode.ports import Chunk, GenerateOrder
+from polarnode.exchange.told import order_of, request_ids, turn_of
+from polarnode.merge.lineage import Plan
+from polarnode.ports import Chunk
 from polarnode.providers.dialect import JSON_TYPE, Call, Dialect, Fault, Reply, StreamWriter
-from polarnode.records import Turn, TurnState
+from polarnode.records import TurnState
 
-SESSION_OVER = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
+SESSION_OVER: Final = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
+CANCELLED: Final = Fault(kind="cancelled", message="the generation was ended before its first token, for new weights or by an operator: ask again")
 
 
 @frozen(kw_only=True)
@@ -35,7 +38,8 @@ class Terms:
     context_length: int
     token_room: int | None
     stop_ids: tuple[int, ...]
-    new_parser: "Callable[[array[int], tuple[str, ...]], AnswerParser]"  # for a prompt and the stop strings
+    new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"  # for a plan's answer, its prompt and the stop strings
+    token_bytes: Callable[[int], bytes]
 
 
 @define(eq=False)
@@ -45,7 +49,7 @@ class Exchange:
     terms: Terms
     over: bool = field(default=False, init=False)
     _asked: Asked | None = field(default=None, init=False)
-    _sample: Sample | None = field(default=None, init=False)
+    _samples: list[Sample] = field(factory=list, init=False)  # one a choice, once the prompt is there
     _writer: StreamWriter | None = field(default=None, init=False)  # None: the answer goes out whole
     _opened: bool = field(default=False, init=False)  # bytes are out: no status can be chosen any more
     _started: bool = field(default=False, init=False)  # the writer's start is out
@@ -53,6 +57,10 @@ class Exchange:
     def receive(self, event: Event) -> list[Command]:
         """What to do now, in this order."""
         return [] if self.over else list(self._told(event))
+
+    def ended(self, choice: int) -> bool:
+        """Whether nothing more is wanted of this choice."""
+        return self.over or self._samples[choice].answer is not None
 
     def _told(self, event: Event) -> Iterator[Command]:
         match event:
@@ -62,10 +70,10 @@ class Exchange:
                 yield from self._generate(event)
             case Unrenderable(error=error):
                 yield from self._refuse(Fault.of(error))
-            case Produced(chunk=chunk, at=at):
-                yield from self._produced(chunk, at)
-            case EngineFailed(error=error, at=at):
-                yield from self._failed(error, at)
+            case Produced(chunk=chunk, at=at, choice=choice):
+                yield from self._produced(choice, chunk, at)
+            case EngineFailed(error=error, at=at, choice=choice):
+                yield from self._failed(choice, error, at)
             case ClientLeft(at=at):
                 yield from self._cut(at, None)
             case SessionEnded(at=at):
@@ -79,79 +87,120 @@ class Exchange:
         self._asked = asked
         if asked.request.stream:
             self._writer = self.terms.dialect.stream(self.terms.call)
-        yield Render(asked.plan)
+        yield Render(asked.plans[0])
 
     def _generate(self, rendered: Rendered) -> Iterator[Command]:
         length, limit = len(rendered.prompt), self.terms.context_length
         if length >= limit:
             yield from self._refuse(Fault.of(ContextTooLong(prompt_tokens=length, limit=limit)))
             return
-        used = self._sampling(limit - length)
-        self._sample = Sample(rendered=rendered, used=used, parser=self.terms.new_parser(rendered.prompt, used.stop))
-        yield Generate(
-            GenerateOrder(
-                request_id=self.terms.call.id,
-                prompt=rendered.prompt,
-                sampling=used,
-                stop_ids=self.terms.stop_ids,
-                affinity=self.terms.session_id,
+        ask, used = self._ask, self._sampling(limit - length)
+        before = rendered.prompt[: length - len(ask.spoken)] if ask.spoken else rendered.prompt
+        for choice, (plan, request_id) in enumerate(zip(ask.plans, request_ids(self.terms.call.id, len(ask.plans)), strict=True)):
+            sample = Sample(
+                plan=plan,
+                request_id=request_id,
+                request=ask.request,
+                rendered=rendered,
+                used=used if used.seed is None else evolve(used, seed=used.seed + choice),  # one seed for all would make them one answer
+                parser=self.terms.new_parser(plan, before, used.stop),
+                token_bytes=self.terms.token_bytes,
+                spoken=ask.spoken,
             )
-        )
+            self._samples.append(sample)
+        for choice, sample in enumerate(self._samples):
+            yield Generate(order_of(sample, stop_ids=self.terms.stop_ids, affinity=self.terms.session_id), choice)
 
     def _sampling(self, room: int) -> Sampling:
-        """What is sampled with: the task's word, then the harness's; temperature 1 and all the room there is when nobody says."""
-        said = self.terms.sampling.over(self._ask.request.sampling)
+        """What is sampled with: the task's word, then the harness's; temperature 1 and all the room there is when nobody says.
+
+        What was spoken of the answer before counts against what was asked for; several choices share what the session may still sample.
+        """
+        ask = self._ask
+        said = self.terms.sampling.over(ask.request.sampling)
         if self.terms.token_room is not None:
-            room = max(1, min(room, self.terms.token_room))
-        limit = room if said.max_tokens is None else max(1, min(said.max_tokens, room))
+            room = max(1, min(room, self.terms.token_room // len(ask.plans)))
+        limit = room if said.max_tokens is None else max(1, min(said.max_tokens - len(ask.spoken), room))
         return evolve(said, temperature=1.0 if said.temperature is None else said.temperature, max_tokens=limit)
 
-    def _produced(self, chunk: Chunk, at: float) -> Iterator[Command]:
-        sample = self._sampled
-        data = self._shown(sample.take(chunk, at))
-        if sample.parser.stopped is not None:
-            if chunk.finish_reason is None:
-                yield Abort(self.terms.call.id)
-            yield from self._end("stop_string", data, at)
-        elif chunk.finish_reason is not None:
-            yield from self._end(chunk.finish_reason, data, at)
-        else:
+    def _produced(self, choice: int, chunk: Chunk, at: float) -> Iterator[Command]:
+        if not self._samples:
+            raise ValueError("an exchange is rendered before anything is produced")
+        sample = self._samples[choice]
+        if sample.answer is not None:
+            return
+        data = self._shown(choice, sample.take(chunk, at))
+        reason = sample.at_end
+        if reason is not None and chunk.finish_reason is None:
+            yield Abort(sample.request_id)
+        reason = reason or chunk.finish_reason
+        if reason is None:
             yield from self._send(data)
-
-    def _end(self, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
-        """A sample came to its end. One that the engine aborted (for new weights) is answered with what there is, and is partial."""
-        self.over = True
-        finished = self._sampled.parser.finish(reason)
-        usage = self._sampled.usage()
-        yield Record(self._turn("partial" if reason == "abort" else "complete", finished.answer, at))
-        data += self._shown(list(finished.deltas))
-        if self._writer is None:
-            body = self.terms.dialect.whole(self.terms.call, [finished.answer], usage)
-            yield Reply(status=200, headers=(("content-type", JSON_TYPE),), body=body)
+        elif reason == "abort" and not sample.ids:
+            yield from self._lost(choice, "abort", CANCELLED, at)
         else:
-            yield Send(data + self._writer.end([finished.answer], usage), self._writer.content_type)
+            yield from self._end(choice, reason, data, at)
+
+    def _end(self, choice: int, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
+        """A sample came to its end. One that the engine aborted (for new weights) is answered with what there is, and is partial."""
+        sample = self._samples[choice]
+        deltas = sample.finish(reason)
+        yield self._record(sample, "partial" if reason == "abort" else "complete", at)
+        data += self._shown(choice, deltas)
+        if any(self._under_way()):
+            yield from self._send(data)
+        else:
+            yield from self._answer(data)
+
+    def _answer(self, data: bytes) -> Iterator[Command]:
+        """All samples ended: the answer is whole."""
+        self.over = True
+        answers = tuple(sample.answer for sample in self._samples if sample.answer is not None)
+        call, usage = self.terms.call, self._usage()
+        yield Answered(call=call, answers=answers, usage=usage, final=all(answer.finish_reason != "abort" for answer in answers))
+        if self._writer is None:
+            yield Reply(status=200, headers=(("content-type", JSON_TYPE),), body=self.terms.dialect.whole(call, answers, usage))
+        else:
+            yield Send(data + self._writer.end(answers, usage), self._writer.content_type)
             yield Done()
 
-    def _failed(self, error: EngineError, at: float) -> Iterator[Command]:
+    def _failed(self, choice: int, error: EngineError, at: float) -> Iterator[Command]:
+        if not self._samples:
+            raise ValueError("an exchange is rendered before the engine can fail it")
+        if self._samples[choice].answer is None:
+            yield from self._lost(choice, "error", Fault(kind="engine_failed", message=f"the model's engine failed: {error}"), at)
+
+    def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
+        """One sample will not come to its end, by no fault of its client: the whole call fails, and the other samples are cut."""
         self.over = True
-        yield Record(self._turn("failed", self._sampled.parser.finish("error").answer, at))
-        yield from self._broken(Fault(kind="engine_failed", message=f"the model's engine failed: {error}"))
+        for place, sample in list(self._under_way()):
+            sample.finish(reason if place == choice else "abort")
+            yield self._record(sample, "failed" if place == choice else "partial", at)
+            if place != choice:
+                yield Abort(sample.request_id)
+        yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
         """The call ends before its answer. `fault` is what to tell its client, None when that is gone."""
         self.over = True
-        if self._sample is not None:
-            yield Record(self._turn("partial", self._sample.parser.finish("abort").answer, at))
-            yield Abort(self.terms.call.id)
-        elif self._asked is not None:
-            yield Abandon(self._asked.plan, fault)
+        for _, sample in list(self._under_way()):
+            sample.finish("abort")
+            yield self._record(sample, "partial", at)
+            yield Abort(sample.request_id)
+        if not self._samples and self._asked is not None:
+            yield from self._abandoned(fault)
         if fault is not None:
             yield from self._broken(fault)
 
     def _refuse(self, fault: Fault) -> Iterator[Command]:
+        """No turn comes of it. After the prompt was there only the engine can refuse it, and then none of its samples was begun."""
         self.over = True
-        yield Abandon(self._ask.plan, fault)
+        yield from self._abandoned(fault)
         yield from self._broken(fault)
+
+    def _abandoned(self, fault: Fault | None) -> Iterator[Command]:
+        for place, plan in enumerate(self._ask.plans):
+            yield Abandon(plan, fault if place == 0 else None)
 
     def _broken(self, fault: Fault) -> Iterator[Command]:
         """Say that there is no answer: with a status while nothing is out, else in the stream, which then ends without its end."""
@@ -167,53 +216,35 @@ class Exchange:
         if self._writer is not None:
             yield from self._send(self._writer.keep_alive())
 
-    def _shown(self, deltas: list[Delta]) -> bytes:
+    def _shown(self, choice: int, deltas: list[Delta]) -> bytes:
         """The stream's bytes for what came; they begin with its start."""
-        if self._writer is None or self._sample is None:
+        if self._writer is None:
             return b""
-        data = b""
+        data = []
         if not self._started:
             self._started = True
-            data = self._writer.start(prompt_tokens=len(self._sample.rendered.prompt), cached_tokens=self._sample.cached_tokens)
-        return data + b"".join(map(self._writer.delta, deltas))
+            usage = self._samples[choice].usage()
+            data.append(self._writer.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens))
+        return b"".join((*data, *(self._writer.delta(delta, choice=choice) for delta in deltas)))
 
     def _send(self, data: bytes) -> Iterator[Command]:
         if data and self._writer is not None:
             self._opened = True
             yield Send(data, self._writer.content_type)
 
-    def _turn(self, state: TurnState, answer: Answer, at: float) -> Turn:
-        """The turn as it is now. An answer nobody could have seen a token of is none, so that no request attaches to it."""
-        ask, sample, plan = self._ask, self._sampled, self._ask.plan
-        shown = answer if sample.ids else None
-        return Turn(
-            session_id=self.terms.session_id,
-            index=plan.index,
-            provider=ask.request.provider,
-            lineage=plan.lineage,
-            parent=plan.parent,
-            kind=plan.kind,
-            reason=plan.reason,
-            role=plan.role,
-            state=state,
-            prompt_delta=sample.rendered.delta,
-            prompt_length=len(sample.rendered.prompt),
-            close_length=sample.rendered.close_length,
-            sampled=sample.ids,
-            logprobs=sample.logprobs,
-            version_spans=sample.spans,
-            finish_reason=answer.finish_reason,
-            request_key=plan.request_key,
-            before_key=plan.before_key,
-            message_key=plan.after(shown) if shown is not None and state != "failed" else "",
-            answer=shown,
-            asked=ask.request.sampling,
-            used=sample.used,
-            usage=sample.usage(),
-            started=ask.wall,
-            first_token_s=None if sample.first_at is None else sample.first_at - ask.at,
-            ended_s=at - ask.at,
-            notes=(*plan.notes, *_notes(ask.request, sample)),
+    def _under_way(self) -> Iterator[tuple[int, Sample]]:
+        return ((choice, sample) for choice, sample in enumerate(self._samples) if sample.answer is None)
+
+    def _record(self, sample: Sample, state: TurnState, at: float) -> Record:
+        return Record(turn_of(sample, self._ask, session_id=self.terms.session_id, state=state, at=at))
+
+    def _usage(self) -> Usage:
+        """Of all samples: one prompt, and what each of them added."""
+        each = [sample.usage() for sample in self._samples]
+        return evolve(
+            each[0],
+            completion_tokens=sum(usage.completion_tokens for usage in each),
+            thinking_tokens=sum(usage.thinking_tokens for usage in each),
         )
 
     @property
@@ -221,19 +252,3 @@ class Exchange:
         if self._asked is None:
             raise ValueError("an exchange begins with Asked")
         return self._asked
-
-    @property
-    def _sampled(self) -> Sample:
-        if self._sample is None:
-            raise ValueError("an exchange is rendered before anything is produced")
-        return self._sample
-
-
-def _notes(request: ModelRequest, sample: Sample) -> Iterator[str]:
-    """What a reader of the turn should know of how it was asked."""
-    if sample.rendered.close_length:
-        yield f"closed: the first {sample.rendered.close_length} ids end the parent's cut sample"
-    if request.conversation.tool_choice != "auto":
-        yield f"tool_choice {request.conversation.tool_choice!r} was asked: nothing makes the model obey it"
-    if request.ignored:
-        yield f"ignored: {', '.join(request.ignored)}"

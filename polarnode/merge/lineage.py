@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from polarnode.conversation import Answer, Conversation, Message
 from polarnode.errors import LawBroken
@@ -19,7 +19,10 @@ from polarnode.merge.fingerprint import Memo, Path, advance
 from polarnode.merge.ledger import Ledger, attachable
 from polarnode.merge.references import References
 from polarnode.merge.roles import Cast, Heads
-from polarnode.records import Turn, TurnKind, TurnRole
+from polarnode.records import Turn, TurnKind, TurnRole, ids
+
+# Why a turn continues another: its client left before the answer, and asked the same again. The answer of both is the later one's.
+RESUMED: Final = "resumed"
 
 _NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -93,9 +96,39 @@ class Lineages:
         named = self._name(found, conversation, request_key)
         plan = _plan(self._next_index, found, cast, named, conversation, request_key)
         self._heads.note(found.path, cast.role)
+        return self._planned(plan)
+
+    def _planned(self, plan: Plan) -> Plan:
         self._plans[plan.index] = plan
         self._enter(plan)
         return plan
+
+    def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
+        """`count` more plans for the request of this one: other samples of the same prompt, siblings and no retries of each other."""
+        return tuple(self._planned(_twin(plan, self._next_index, self._next_lineage, number)) for number in range(1, count + 1))
+
+    def resume(self, index: int, *, total: int) -> Plan | None:
+        """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages. None when it can not go on."""
+        turn = self._ledger.turns[index]
+        if not self._can_go_on(turn):
+            return None
+        note = f"resumed: turn {index}'s client left before its answer and asked the same again; its {len(turn.sampled)} tokens go on"
+        return self._planned(_resumed(turn, self._next_index, total, note))
+
+    def spoken(self, plan: Plan) -> "array[int]":
+        """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any other plan."""
+        parts, reason, parent = [ids()], plan.reason, plan.parent
+        while reason == RESUMED and parent is not None:
+            turn = self._ledger.turns[parent]
+            parts.append(turn.sampled)
+            reason, parent = turn.reason, turn.parent
+        return ids(b"".join(part.tobytes() for part in reversed(parts)))
+
+    def look(self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS) -> "tuple[array[int] | None, tuple[Message, ...]]":
+        """What a request would be rendered from, without asking: the ids of the turn it extends (None for a root), and the messages after it."""
+        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
+        history = None if found.parent is None else self._ledger.written(found.parent)
+        return history, conversation.messages[found.matched :]
 
     def history(self, plan: Plan) -> "array[int]":
         """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of memcpy."""
@@ -197,7 +230,17 @@ class Lineages:
         return self._plans.get(index) or self._ledger.turns[index]
 
     def _complete(self, index: int) -> bool:
-        return index in self._ledger.turns and self._ledger.turns[index].state == "complete"
+        """Whether a turn came to its end, or one that resumed it did."""
+        turns = self._ledger.turns
+        while index in turns and turns[index].state != "complete":
+            index = next((child for child in self._living(index) if self._asked(child).reason == RESUMED), -1)
+        return index in turns
+
+    def _can_go_on(self, turn: Turn) -> bool:
+        """It was cut, there is something to go on from and room to go on, and nothing else went on from it."""
+        room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
+        untouched = all(child in self._ledger.turns and not self._ledger.turns[child].sampled for child in self._living(turn.index))
+        return turn.state == "partial" and bool(turn.sampled) and room and untouched
 
     def _replaceable(self, index: int) -> bool:
         """Whether a retry takes the place of this turn: it ended, not well, and nothing extends it."""
@@ -217,6 +260,16 @@ class Lineages:
         wrong = [f"{name} {getattr(turn, name)!r} instead of {value!r}" for name, value in planned.items() if getattr(turn, name) != value]
         if wrong:
             raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
+
+
+def _twin(plan: Plan, index: int, lineage: int, number: int) -> Plan:
+    kind: TurnKind = "root" if plan.parent is None else "branch"
+    return evolve(plan, index=index, lineage=lineage, kind=kind, reason="choice", request_key=plan.request_key and f"{plan.request_key}.{number}")
+
+
+def _resumed(turn: Turn, index: int, total: int, note: str) -> Plan:
+    kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
+    return Plan(index=index, parent=turn.index, kind="continue", reason=RESUMED, new=(), matched=total, total=total, notes=(note,), **kept)
 
 
 def _plan(index: int, found: Attached, cast: Cast, named: _Named, conversation: Conversation, request_key: str) -> Plan:

@@ -15,9 +15,10 @@ from attrs import define, field, frozen
 
 from polarnode.conversation import Json, Sampling
 from polarnode.exchange import SESSION_OVER
-from polarnode.merge.lineage import Lineages
+from polarnode.merge.lineage import RESUMED, Lineages
 from polarnode.providers.dialect import Fault
 from polarnode.records import Clock, Turn
+from polarnode.shell.retries import Retries
 from polarnode.tasks import Budgets
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,17 @@ KEPT_KEYS: Final = 10_000  # keys of ended sessions still answered 410: about 20
 
 @define(eq=False)
 class Counters:
-    """What a session has spent. `turns` counts every recorded one, the `failed` and `partial` among them too."""
+    """What a session has spent. `turns` counts every recorded one, the `failed`, `partial` and `resumed` among them too.
+
+    `replayed` answers were given a second time, `prewarmed` requests asked for nothing: neither is a turn.
+    """
 
     turns: int = 0
     failed: int = 0
     partial: int = 0
+    resumed: int = 0
+    replayed: int = 0
+    prewarmed: int = 0
     sampled_tokens: int = 0
     refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
 
@@ -72,9 +79,10 @@ class LiveSession:
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
+    retries: Retries = field(factory=Retries, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: Clock | None = field(default=None, init=False)
-    _calls: set[trio.CancelScope] = field(factory=set, init=False)
+    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)  # with the samples each asked for
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
 
     @property
@@ -87,34 +95,34 @@ class LiveSession:
         """Tokens that may still be sampled; None when no budget says. Calls under way do not count until they are recorded."""
         return None if self.budgets.max_tokens is None else max(0, self.budgets.max_tokens - self.counters.sampled_tokens)
 
-    def refusal(self) -> Fault | None:
-        """Why a new call is not taken: the session is over, or a budget is spent. None when it is taken."""
+    def refusal(self, *, samples: int = 1) -> Fault | None:
+        """Why a new call is not taken: the session is over, or a budget has no room for its samples. None when it is taken."""
         if self.over:
             return SESSION_OVER
-        clock = self._spent()
+        clock = self._spent(samples)
         if clock is None:
             return None
         limit = self.budgets.max_turns if clock == "turns" else self.budgets.max_tokens
         return Fault(kind="budget_spent", message=f"this session has spent its budget of {limit} {clock}: stop, and end with what there is")
 
-    def refused(self, fault: Fault) -> None:
+    def refused(self, fault: Fault, *, samples: int = 1) -> None:
         """Count a call that was not answered."""
         self.counters.refusals[fault.kind] += 1
         if fault.kind == "budget_spent" and self.spent_clock is None:
-            self.spent_clock = self._spent()
+            self.spent_clock = self._spent(samples)
             self.on_spent()
 
     @contextmanager
-    def call(self, scope: trio.CancelScope) -> Iterator[None]:
+    def call(self, scope: trio.CancelScope, *, samples: int = 1) -> Iterator[None]:
         """Around one call, from its plan to its record, in `scope`: it is cancelled when the session closes."""
-        self._calls.add(scope)
+        self._calls[scope] = samples
         if self.over:
             scope.cancel()
         try:
             with scope:
                 yield
         finally:
-            self._calls.discard(scope)
+            self._calls.pop(scope, None)
             self._call_ended.set()
             self._call_ended = trio.Event()
 
@@ -124,6 +132,7 @@ class LiveSession:
         self.counters.turns += 1
         self.counters.failed += turn.state == "failed"
         self.counters.partial += turn.state == "partial"
+        self.counters.resumed += turn.reason == RESUMED
         self.counters.sampled_tokens += len(turn.sampled)
         self.record(turn)
 
@@ -146,14 +155,17 @@ class LiveSession:
             "turns": counters.turns,
             "failed_turns": counters.failed,
             "partial_turns": counters.partial,
+            "resumed_turns": counters.resumed,
+            "replayed": counters.replayed,
+            "prewarmed": counters.prewarmed,
             "sampled_tokens": counters.sampled_tokens,
             "refusals": refusals,
         }
 
-    def _spent(self) -> Clock | None:
-        """The budget that has no room for one more call. The engine's failures are not the session's to pay for."""
-        turns = self.counters.turns - self.counters.failed + self.in_flight
-        if self.budgets.max_turns is not None and turns >= self.budgets.max_turns:
+    def _spent(self, samples: int) -> Clock | None:
+        """The budget that has no room for so many samples more. The engine's failures are not the session's to pay for."""
+        turns = self.counters.turns - self.counters.failed + sum(self._calls.values())
+        if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
         return "tokens" if self.token_room == 0 else None
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from attrs import define, frozen
 
-from polarnode.conversation import Answer, Delta, FinishReason, ToolCall
+from polarnode.conversation import Answer, Delta, FinishReason, TokenLogprob, ToolCall
 from polarnode.errors import Refused
 from polarnode.ports import Tokenizer
 from polarnode.tokens.calls import read_call
 from polarnode.tokens.families import Family, Mode
-from polarnode.tokens.flow import Flow
+from polarnode.tokens.flow import Flow, Told
 
 
 @frozen(kw_only=True)
@@ -44,6 +44,8 @@ class Parser:
     _ended: bool
     _calls: int
     _call: list[str]
+    _call_told: list[TokenLogprob]
+    _pending: list[TokenLogprob]  # tokens read whose text is still to come: a character may take several
     _decoder: codecs.IncrementalDecoder
     _flow: Flow
 
@@ -57,6 +59,7 @@ class Parser:
         self._marks = frozenset(mark for mark in marks if mark is not None)
         self._mode = "thinking" if opens_thinking else "text"
         self._ended, self._calls, self._call = False, 0, []
+        self._call_told, self._pending = [], []
         self.malformed_calls = self.thinking_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._flow = Flow(stop)
@@ -66,21 +69,44 @@ class Parser:
         """The stop string that was hit in visible text; the caller then aborts the engine, and what comes after is not read."""
         return self._flow.stopped
 
-    def feed(self, ids: "array[int]") -> list[Delta]:
-        """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls."""
+    @property
+    def calls(self) -> int:
+        """How many whole calls were read."""
+        return self._calls
+
+    @property
+    def in_thought(self) -> bool:
+        """Whether what comes next is thought: so before anything is read, where the prompt opened a thought."""
+        return self._mode == "thinking"
+
+    def feed(self, ids: "array[int]", told: Told = ()) -> list[Delta]:
+        """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls.
+
+        `told`: the same tokens with their logprobs, where the deltas shall say them; they are then read one by one.
+        """
+        if told:
+            for place, token in enumerate(told):
+                self._pending.append(token)
+                self._read(ids[place : place + 1])
+        else:
+            self._read(ids)
+        return self._flow.take()
+
+    def _read(self, ids: "array[int]") -> None:
         run = bytearray()
         for token in () if self._over else ids:
             if token in self._marks and (token in self._family.stop_ids or self._family.after(self._mode, token) != self._mode):
+                told = [self._pending.pop()] if self._pending else []
                 self._write(self._decoder.decode(bytes(run), final=True))
+                self._pending.clear()
                 run.clear()
-                self._mark(token)
+                self._mark(token, told)
                 if self._over:
                     break
             else:
                 self.thinking_tokens += self._mode == "thinking"
                 run += self._tokenizer.token_bytes(token)
         self._write(self._decoder.decode(bytes(run)))
-        return self._flow.take()
 
     def finish(self, reason: FinishReason) -> Finished:
         """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other reason stands."""
@@ -91,7 +117,11 @@ class Parser:
         self._flow.release(exactly=unfinished)
         deltas = tuple(self._flow.take())
         answer = Answer(
-            parts=self._flow.parts, finish_reason=self._reason(reason), stop_string=self._flow.stopped, malformed_calls=self.malformed_calls
+            parts=self._flow.parts,
+            finish_reason=self._reason(reason),
+            stop_string=self._flow.stopped,
+            malformed_calls=self.malformed_calls,
+            logprobs=self._flow.told,
         )
         return Finished(answer=answer, deltas=deltas)
 
@@ -105,7 +135,7 @@ class Parser:
             return "stop_string"
         return "tool_calls" if reason == "stop" and self._calls else reason
 
-    def _mark(self, token: int) -> None:
+    def _mark(self, token: int, told: list[TokenLogprob]) -> None:
         """Go from one mode to another, or end with the turn; a character that a mark breaks in two is U+FFFD."""
         self._ended |= token in self._family.stop_ids
         if self._over:
@@ -113,8 +143,9 @@ class Parser:
         before, self._mode = self._mode, self._family.after(self._mode, token)
         self.thinking_tokens += "thinking" in (before, self._mode)
         if before == "call":
+            self._call_told += told
             self._end_call(self._text(token))
-        self._call = [self._text(token)] if self._mode == "call" else []
+        self._call, self._call_told = ([self._text(token)], told) if self._mode == "call" else ([], [])
 
     def _end_call(self, close: str) -> None:
         read = read_call("".join(self._call[1:]))
@@ -127,14 +158,17 @@ class Parser:
 
     def _give_back(self) -> None:
         """A call that can not be read becomes the visible text it was sampled as."""
-        self._flow.write("text", "".join(self._call))
+        self._flow.write("text", "".join(self._call), tuple(self._call_told))
         self.malformed_calls += 1
 
     def _write(self, text: str) -> None:
         if self._mode == "call":
             self._call.append(text)
+            self._call_told += self._pending
         elif text:
-            self._flow.write(self._mode, text)
+            self._flow.write(self._mode, text, tuple(self._pending) if self._mode == "text" else ())
+        if text:
+            self._pending.clear()
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")

@@ -12,12 +12,11 @@ from attrs import define, field
 
 from polarnode.conversation import Conversation, Message
 from polarnode.exchange import Rendered
-from polarnode.merge.lineage import Plan
 from polarnode.ports import Engine, Tokenizer
 from polarnode.providers.dialect import ServedModel
 from polarnode.tokens.families import Family
 from polarnode.tokens.parse import Parser
-from polarnode.tokens.template import Suffix, Template
+from polarnode.tokens.template import Template
 from polarnode.web.stream import Pace
 
 T = TypeVar("T")
@@ -50,21 +49,21 @@ class Model:
         long = bool(conversation.tools) or _is_long(conversation.messages)
         return await self._rendered(lambda: self.template.root(conversation), long=long)
 
-    async def prompt(self, plan: Plan, conversation: Conversation, history: "array[int]") -> Rendered:
-        """A plan in ids; `history` is what its parent ends with. Refused when the template does not take what is new."""
-        if plan.parent is None:
+    async def prompt(self, conversation: Conversation, new: tuple[Message, ...], history: "array[int] | None") -> Rendered:
+        """A request in ids: `history`, what the turn it extends ends with (None for a root), and the messages after it.
+
+        Refused when the template does not take what is new.
+        """
+        if history is None:
             root = await self.root(conversation)
             return Rendered(prompt=root, delta=root)
-        suffix = await self._rendered(lambda: self._suffix(plan, conversation, history), long=_is_long(plan.new))
+        suffix = await self._rendered(lambda: self.template.suffix(new, conversation=conversation, sampled=history), long=_is_long(new))
         return Rendered(prompt=history + suffix.ids, delta=suffix.ids, close_length=suffix.close_length)
 
     def parser(self, prompt: "array[int]", stop: tuple[str, ...], call_id: Callable[[int], str]) -> Parser:
         """What reads the sample that follows a prompt."""
         opens_thinking = self.template.opens_thinking(prompt)
         return Parser(tokenizer=self.tokenizer, family=self.family, call_id=call_id, opens_thinking=opens_thinking, stop=stop)
-
-    def _suffix(self, plan: Plan, conversation: Conversation, history: "array[int]") -> Suffix:
-        return self.template.suffix(plan.new, conversation=conversation, sampled=history)
 
     async def _rendered(self, render: Callable[[], T], *, long: bool) -> T:
         if not long:

@@ -6,10 +6,11 @@ cancellation is never swallowed but where this file made it. Leaving the engine'
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final, assert_never
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from hypercorn.typing import ASGIReceiveCallable
 
 from polarnode.conversation import ModelRequest
@@ -17,6 +18,7 @@ from polarnode.errors import EngineError, Refused
 from polarnode.exchange import (
     Abandon,
     Abort,
+    Answered,
     Asked,
     Break,
     ClientLeft,
@@ -34,11 +36,14 @@ from polarnode.exchange import (
     SessionEnded,
     Terms,
     Unrenderable,
+    silence,
+    speak,
 )
 from polarnode.merge.lineage import Plan
-from polarnode.ports import Chunk, GenerateOrder
+from polarnode.ports import Chunk
 from polarnode.providers.dialect import Call, Dialect, Fault, Reply
 from polarnode.shell.live import LiveSession
+from polarnode.shell.retries import wait_ended
 from polarnode.web.model import Model
 from polarnode.web.stream import Responder, deliver, wait_left
 
@@ -54,6 +59,17 @@ class Incoming:
     request: ModelRequest
     key: str
 
+    @property
+    def name(self) -> str:
+        """Whose body it is: two agents of a harness may ask the same at once."""
+        return f"{self.dialect.name} {self.request.hints.get('agent', '')} {self.key}"
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a cut sample of it can be continued: an engine begins constraints anew, and logprobs are kept for no one."""
+        request = self.request
+        return request.choices == 1 and request.logprobs is None and request.constraint is None
+
 
 @define(eq=False)
 class ModelCall:
@@ -64,6 +80,7 @@ class ModelCall:
     responder: Responder
     _exchange: Exchange | None = field(default=None, init=False)
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)  # cancelled when the client leaves or the session closes
+    _answered: bool = field(default=False, init=False)  # what is sent is the answer, not a fault
     _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _last_words: list[Outgoing] = field(factory=list, init=False)  # to a client whose call was not taken, or is cut
     _outbox: "trio.MemorySendChannel[Outgoing]" = field(init=False)
@@ -74,11 +91,15 @@ class ModelCall:
 
     async def run(self, receive: ASGIReceiveCallable) -> None:
         """Answer the request whose body was read."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, receive)
-            nursery.start_soon(self._obey_exchange)
-            await deliver(self._sending, self.responder, pace=self.model.pace, on_quiet=self._sign_of_life)
-            self._watching.cancel()
+        retries = self.incoming.session.retries
+        with retries.asking(self.incoming.name) as earlier:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, receive)
+                nursery.start_soon(self._obey_exchange, earlier)
+                await deliver(self._sending, self.responder, pace=self.model.pace, on_quiet=self._sign_of_life)
+                if self._answered and self.responder.delivered:
+                    retries.delivered(self.incoming.name)
+                self._watching.cancel()
 
     async def _watch(self, receive: ASGIReceiveCallable) -> None:
         with self._watching:
@@ -91,94 +112,141 @@ class ModelCall:
 
     # ── the loop that obeys ───────────────────────────────────────────────────
 
-    async def _obey_exchange(self) -> None:
-        session = self.incoming.session
+    async def _obey_exchange(self, earlier: tuple[trio.Event, ...]) -> None:
         with self._outbox:  # closed at the end, which the sender takes for "nothing more comes"
-            fault = session.refusal()  # in one step with the plan: no other call can spend what is left in between
-            if fault is not None:
-                self._refuse(fault)
-            else:
-                with session.call(self._scope):
-                    await self._planned()
+            await wait_ended(earlier)
+            if self._scope.cancel_called:
+                return  # the client left before anything was planned
+            if not self._is_spoken():
+                await self._generated()
             for command in self._last_words:
                 await self._outbox.send(command)
+
+    def _is_spoken(self) -> bool:
+        """Whether the answer needs no engine, and is said: the one that is owed to this client, or the empty one it asks for."""
+        session, request, dialect = self.incoming.session, self.incoming.request, self.incoming.dialect
+        owed = session.retries.owed(self.incoming.name)
+        if session.over:
+            return False
+        if not request.generate:
+            session.counters.prewarmed += 1
+            self._last_words += silence(dialect, self._call(created=self.model.now(), signature=""))
+            return True
+        if isinstance(owed, Answered):
+            session.counters.replayed += 1
+            self._answered = True
+            self._last_words += speak(dialect, evolve(owed.call, request=request), owed.answers, owed.usage)
+            return True
+        return False
+
+    async def _generated(self) -> None:
+        session, samples = self.incoming.session, self.incoming.request.choices
+        fault = session.refusal(samples=samples)  # in one step with the plan: no other call can spend what is left in between
+        if fault is not None:
+            self._refuse(fault)
+            return
+        with session.call(self._scope, samples=samples):
+            await self._planned()
 
     async def _planned(self) -> None:
         session, request = self.incoming.session, self.incoming.request
         try:
-            plan = session.lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
+            plans = self._plans()
         except Refused as error:
             self._refuse(Fault.of(error))
             return
-        asked = Asked(request=request, plan=plan, at=trio.current_time(), wall=self.model.now())
+        spoken = session.lineages.spoken(plans[0])
+        asked = Asked(request=request, plans=plans, at=trio.current_time(), wall=self.model.now(), spoken=spoken)
         exchange = self._exchange = Exchange(self._terms(asked))
         try:
             await self._tell(exchange, asked)
         finally:
             self._settle(exchange)
 
+    def _plans(self) -> tuple[Plan, ...]:
+        """One a sample: the first goes on where the same request was cut, if it was."""
+        lineages, request = self.incoming.session.lineages, self.incoming.request
+        owed = self.incoming.session.retries.owed(self.incoming.name)
+        resumed = lineages.resume(owed, total=len(request.conversation.messages)) if isinstance(owed, int) else None
+        plan = resumed or lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
+        return (plan, *lineages.also(plan, request.choices - 1))
+
     def _refuse(self, fault: Fault) -> None:
-        self.incoming.session.refused(fault)
+        self.incoming.session.refused(fault, samples=self.incoming.request.choices)
         self._last_words.append(self.incoming.dialect.error(fault))
 
+    def _call(self, *, created: float, signature: str) -> Call:
+        return Call(request=self.incoming.request, id=self.responder.request_id, created=int(created), signature=signature)
+
     def _terms(self, asked: Asked) -> Terms:
-        session, request, references = self.incoming.session, self.incoming.request, self.incoming.session.lineages.references
-        call = Call(
-            request=request,
-            id=self.responder.request_id,
-            created=int(asked.wall),
-            signature=references.signature(asked.plan.index),
-        )
+        session, references = self.incoming.session, self.incoming.session.lineages.references
         return Terms(
             session_id=session.session_id,
             dialect=self.incoming.dialect,
-            call=call,
+            call=self._call(created=asked.wall, signature=references.signature(asked.plans[0].index)),
             sampling=session.sampling,
             context_length=self.model.context_length,
             token_room=session.token_room,
             stop_ids=self.model.template.stop_ids,
-            new_parser=lambda prompt, stop: self.model.parser(prompt, stop, lambda k: references.call_id(asked.plan.index, k)),
+            new_parser=lambda plan, prompt, stop: self.model.parser(prompt, stop, partial(references.call_id, plan.index)),
+            token_bytes=self.model.tokenizer.token_bytes,
         )
 
     async def _tell(self, exchange: Exchange, event: Event) -> None:
         """Tell the machine what happened, and do what it says."""
+        orders: list[Generate] = []
         for command in exchange.receive(event):
             match command:
                 case Render(plan):
                     await self._render(exchange, plan)
-                case Generate(order):
-                    await self._generate(exchange, order)
-                case Record() | Abandon() | Abort():
+                case Generate():
+                    orders.append(command)
+                case Record() | Abandon() | Answered() | Abort():
                     self._keep(command)
                 case Send() | Done() | Break() | Reply():
                     await self._outbox.send(command)
                 case _:
                     assert_never(command)
+        await self._generate_all(exchange, orders)
 
     async def _render(self, exchange: Exchange, plan: Plan) -> None:
-        history = self.incoming.session.lineages.history(plan)
+        history = None if plan.parent is None else self.incoming.session.lineages.history(plan)
         try:
-            event: Event = await self.model.prompt(plan, self.incoming.request.conversation, history)
+            event: Event = await self.model.prompt(self.incoming.request.conversation, plan.new, history)
         except Refused as error:
             event = Unrenderable(error=error)
         await self._tell(exchange, event)
 
-    async def _generate(self, exchange: Exchange, order: GenerateOrder) -> None:
+    async def _generate_all(self, exchange: Exchange, orders: list[Generate]) -> None:
+        """Side by side; when the call is over all of them are."""
+        if len(orders) == 1:
+            await self._generate(exchange, orders[0])
+        elif orders:
+            async with trio.open_nursery() as nursery:
+                for order in orders:
+                    nursery.start_soon(self._generate_one, exchange, order, nursery.cancel_scope)
+
+    async def _generate_one(self, exchange: Exchange, asked: Generate, others: trio.CancelScope) -> None:
+        await self._generate(exchange, asked)
+        if exchange.over:
+            others.cancel()
+
+    async def _generate(self, exchange: Exchange, asked: Generate) -> None:
         try:
-            async with self.model.engine.generate(order) as chunks:
-                await self._take(exchange, chunks)
+            async with self.model.engine.generate(asked.order) as chunks:
+                await self._take(exchange, asked.choice, chunks)
             return
         except EngineError as error:
-            failed: Event = EngineFailed(error=error, at=trio.current_time())
+            failed: Event = EngineFailed(error=error, at=trio.current_time(), choice=asked.choice)
         except Refused as error:  # the engine holds less than we were told
             failed = Unrenderable(error=error)
         await self._tell(exchange, failed)
 
-    async def _take(self, exchange: Exchange, chunks: AsyncIterator[Chunk]) -> None:
+    async def _take(self, exchange: Exchange, choice: int, chunks: AsyncIterator[Chunk]) -> None:
         try:
             async for chunk in chunks:
-                await self._tell(exchange, Produced(chunk=chunk, at=trio.current_time()))
-                if exchange.over:
+                await self._tell(exchange, Produced(chunk=chunk, at=trio.current_time(), choice=choice))
+                if exchange.ended(choice):
                     return
         except trio.Cancelled:
             self._settle(exchange)  # before the block is left, which may have to wait for the engine
@@ -191,21 +259,29 @@ class ModelCall:
         """Record a call that is cut short. Nothing, when the exchange came to its own end."""
         now = trio.current_time()
         for command in exchange.receive(SessionEnded(at=now) if self.incoming.session.over else ClientLeft(at=now)):
-            if isinstance(command, Record | Abandon | Abort):
+            if isinstance(command, Record | Abandon | Abort | Answered):
                 self._keep(command)
             elif isinstance(command, Send | Break | Reply):
                 self._last_words.append(command)
 
-    def _keep(self, command: Record | Abandon | Abort) -> None:
-        session = self.incoming.session
+    def _keep(self, command: Record | Abandon | Answered | Abort) -> None:
+        session, incoming = self.incoming.session, self.incoming
         match command:
             case Record(turn):
                 session.commit(turn)
+                if turn.state == "partial" and turn.sampled and incoming.can_go_on:
+                    session.retries.owe(incoming.name, turn.index)
+            case Answered(call=call, answers=answers, final=final):
+                self._answered = True
+                if final:
+                    session.retries.owe(incoming.name, command)
+                if len(answers) == 1:
+                    incoming.dialect.remember(call, answers[0], session.memory)
             case Abandon(plan, fault):
                 session.lineages.abandon(plan)
                 if fault is not None:
                     session.refused(fault)
             case Abort():
-                pass  # whoever takes chunks sees that the exchange is over, and leaves the engine's block
+                pass  # whoever takes chunks sees that its sample is over, and leaves the engine's block
             case _:
                 assert_never(command)

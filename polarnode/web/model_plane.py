@@ -16,12 +16,12 @@ from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallabl
 
 from polarnode.conversation import ModelRequest
 from polarnode.errors import Refused
-from polarnode.exchange import SESSION_OVER
+from polarnode.exchange import SESSION_OVER, as_kept
 from polarnode.providers.dialect import JSON_TYPE, Envelope, Fault, Memory, Reply, Route, missed, route, session_keys
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.web.model import Model
 from polarnode.web.model_call import Incoming, ModelCall
-from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body
+from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body, wire_of
 
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
@@ -57,7 +57,7 @@ class ModelPlane:
 
         async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
-                await self._http(scope, receive, Responder(send, token_hex(16)), session_id)
+                await self._http(scope, receive, Responder(send, token_hex(16), wire_of(scope)), session_id)
             elif scope["type"] == "websocket":
                 await _refuse_upgrade(send)
 
@@ -110,7 +110,7 @@ class ModelPlane:
         return _json(dialect.models(self.model.served) if asked is None else dialect.model(self.model.served, asked=asked))
 
     async def _counted(self, request: _Request) -> Reply:
-        """How many tokens a conversation is, exactly: it is rendered, and nothing is recorded."""
+        """How many tokens a request's prompt has: it is rendered as it would be, behind the turn it extends, and nothing is recorded."""
         dialect = request.route.dialect
         session = self._session(request)
         if isinstance(session, Fault):
@@ -119,7 +119,8 @@ class ModelPlane:
             return dialect.error(SESSION_OVER)
         try:
             read, _ = await self._read(request, session.memory)
-            body = dialect.count(len(await self.model.root(read.conversation)))
+            history, new = session.lineages.look(read.conversation, hints=read.hints)
+            body = dialect.count(len((await self.model.prompt(read.conversation, new, history)).prompt))
         except Refused as error:
             return dialect.error(Fault.of(error))
         return dialect.error(Fault(kind="not_found", message="this API counts no tokens")) if body is None else _json(body)
@@ -159,7 +160,7 @@ def _read(request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
     envelope = Envelope(
         headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=memory
     )
-    return found.dialect.read(request.body, envelope), blake2b(request.body, digest_size=16).hexdigest()
+    return as_kept(found.dialect.read(request.body, envelope)), blake2b(request.body, digest_size=16).hexdigest()
 
 
 def _json(body: bytes) -> Reply:

@@ -6,16 +6,17 @@ terminal chunk, and logs nothing. Signs of life are the dialect's own data, neve
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, assert_never
+from typing import Final, assert_never, cast
 
 import trio
 from attrs import define, field, frozen
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
 
 from polarnode.exchange import Break, Done, Outgoing, Send
 from polarnode.providers.dialect import Reply
 
 BODY_BYTES: Final = 64 << 20  # a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
+WIRE: Final = "polarnode.wire"  # where a request's scope["state"] holds its connection's Wire
 DRAINED_BYTES: Final = 256 << 20  # read and dropped beyond that, because a client that is still sending does not read its 413
 
 
@@ -64,18 +65,39 @@ async def wait_left(receive: ASGIReceiveCallable) -> None:
 
 
 @define(eq=False)
+class Wire:
+    """What became of a connection's bytes: `writes` that its socket took whole, and whether one was `broken` off."""
+
+    writes: int = 0
+    broken: bool = False
+
+
+def wire_of(scope: HTTPScope) -> Wire | None:
+    """The wire of a request's connection; None where another server than ours serves it."""
+    return cast("dict[str, Wire]", scope.get("state") or {}).get(WIRE)
+
+
+@define(eq=False)
 class Responder:
-    """The answer of one request. `request_id` is the client's word for it in our records."""
+    """The answer of one request. `request_id` is the client's word for it in our records.
+
+    `delivered`: the last bytes were handed to the socket of a client that had not left. Without a wire, that they were handed to the server.
+    A stream's are its dialect's own last ones: many clients close as soon as they have read those, and never see the end of the chunks.
+    """
 
     send: ASGISendCallable
     request_id: str
+    wire: Wire | None = None
     opened: bool = field(default=False, init=False)
+    delivered: bool = field(default=False, init=False)
+    _taken: bool = field(default=False, init=False)  # what was sent last
 
     async def reply(self, reply: Reply) -> None:
         """A whole answer."""
         length = ("content-length", str(len(reply.body)))
         await self._start(reply.status, (*reply.headers, length))
         await self._body(reply.body, more=False)
+        self.delivered = self._taken
 
     async def stream(self, data: bytes, content_type: str) -> None:
         """Some bytes of a stream, which the first ones open."""
@@ -85,6 +107,7 @@ class Responder:
 
     async def end(self) -> None:
         """The stream is whole."""
+        self.delivered = self._taken
         await self._body(b"", more=False)
 
     async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
@@ -93,7 +116,9 @@ class Responder:
         await self.send({"type": "http.response.start", "status": status, "headers": spelled})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
+        before = self.wire.writes if self.wire else 0
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
+        self._taken = self.wire is None or (self.wire.writes > before and not self.wire.broken)
 
 
 async def deliver(outgoing: "trio.MemoryReceiveChannel[Outgoing]", to: Responder, *, pace: Pace, on_quiet: Callable[[], list[Outgoing]]) -> None:

@@ -78,20 +78,25 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(path: str,
 
 
 @settings(max_examples=20, deadline=None)
-@given(path=st.sampled_from(PATHS), at=st.sampled_from((2.5, 3.5, 4.5)))
-def test_the_same_request_after_a_cut_is_known_for_a_retry(path: str, at: float) -> None:
+@given(path=st.sampled_from(PATHS), stream=st.booleans(), at=st.sampled_from((2.5, 3.5, 4.5)))
+def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(path: str, stream: bool, at: float) -> None:
     async def main() -> None:
         engine = HandEngine()
         here = stage(engine)
-        await play(here, engine, Asgi(), path, stream=True, cut="client", at=at)
+        await play(here, engine, Asgi(), path, stream=stream, cut="client", at=at)
         engine.channel = trio.open_memory_channel[Any](10)
-        engine.give("Whole.", "<|im_end|>", finish="stop")
+        engine.give(" and the end.", "<|im_end|>", finish="stop")
         again = Asgi()
-        await again.request(here.app, path, body(stream=True))
+        await again.request(here.app, path, body(stream=stream))
         assert again.whole
         first, second = here.turns
-        assert (second.kind, second.state, second.lineage) == ("retry", "complete", first.lineage)
-        assert list(second.prompt_delta) == list(first.prompt_delta)
+        assert (second.kind, second.reason, second.state, second.lineage) == ("continue", "resumed", "complete", first.lineage)
+        assert (list(second.prompt_delta), second.prompt_length) == ([], first.prompt_length + len(first.sampled))
+        assert list(engine.orders[1].prompt) == list(first.prompt_delta) + list(first.sampled)
+        assert first.answer is not None
+        assert second.answer is not None
+        assert second.answer.text == first.answer.text + " and the end."
+        assert second.answer.text.encode() in again.body or stream
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 

@@ -1,0 +1,24 @@
+"""What is asked of the engine beside its sampling: a request as it can be kept, and what its reader is told where it can not.
+
+Pure, and applied to a request before anything is planned or counted, so that both see the same prompt. The rule for whoever edits it: what a
+client asked for and does not get is a note, never silence.
+"""
+
+from attrs import evolve
+
+from polarnode.conversation import ModelRequest
+
+
+def as_kept(request: ModelRequest) -> ModelRequest:
+    """The request with a constraint only where it can hold.
+
+    An engine holds it from the first token on. So it does not go with tools that may be called, and thinking that the client did not ask
+    for is switched off, because the constrained text is then the whole answer.
+    """
+    constraint, conversation = request.constraint, request.conversation
+    if constraint is None:
+        return request
+    if conversation.tools and conversation.tool_choice != "none":
+        note = f"constraint: the {constraint.kind} was not held, because the model may call tools: ask without tools, or with tool_choice none"
+        return evolve(request, constraint=None, notes=(*request.notes, note))
+    return request if conversation.thinking is not None else evolve(request, conversation=evolve(conversation, thinking=False))

@@ -1,0 +1,62 @@
+"""What a session remembers of answers that did not reach their client, so that the same body asked again is no second sample.
+
+Every harness sends the identical body again after a time-out or a cut connection, on a new connection and sometimes before the old one's end
+was seen. The rule for whoever edits it: an answer is owed until its last bytes were handed to the socket of a client that was there; a body
+that comes again after that is a new question, because harnesses ask again after an answer they can not use.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import trio
+from attrs import define, field
+
+from polarnode.exchange import Answered
+
+TWIN_S: Final = 0.25  # for the end of an earlier call to be seen; on a loopback socket it takes milliseconds, and honest twins wait this long once
+OWED: Final = 64  # answers: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and asked again in minutes
+
+
+@define(eq=False)
+class Retries:
+    """`name` says whose body it is: the provider, the agent and the body's digest. A cut turn is owed by its number, a whole answer as it is."""
+
+    _owed: dict[str, Answered | int] = field(factory=dict, init=False)
+    _asking: dict[str, list[trio.Event]] = field(factory=dict, init=False)
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[tuple[trio.Event, ...]]:
+        """Around a call until its answer has left. What it yields are the ends of the same body's earlier calls."""
+        ended, twins = trio.Event(), self._asking.setdefault(name, [])
+        earlier = tuple(twins)
+        twins.append(ended)
+        try:
+            yield earlier
+        finally:
+            twins.remove(ended)
+            if not twins:
+                self._asking.pop(name, None)
+            ended.set()
+
+    def owe(self, name: str, answer: Answered | int) -> None:
+        """Keep an answer until it is delivered, and forget the oldest where there are too many."""
+        self._owed.pop(name, None)
+        self._owed[name] = answer
+        while len(self._owed) > OWED:
+            del self._owed[next(iter(self._owed))]
+
+    def owed(self, name: str) -> Answered | int | None:
+        """What a client of this body never got: a whole answer, or the number of the turn that was cut."""
+        return self._owed.get(name)
+
+    def delivered(self, name: str) -> None:
+        """The client has its answer."""
+        self._owed.pop(name, None)
+
+
+async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
+    """Wait for earlier calls to end, TWIN_S at most: a client that is still there has every right to ask twice."""
+    with trio.move_on_after(TWIN_S):
+        for ended in earlier:
+            await ended.wait()
