@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attrs import validators
 
-from polarnode.conversation import Message, ModelRequest, Sampling, Tool, ToolCall
+from polarnode.conversation import Constraint, Message, ModelRequest, Sampling, ToolCall
 from polarnode.errors import Refused
 from polarnode.providers.openai_chat.read import read
 
@@ -93,52 +93,6 @@ def test_every_opaque_id_of_an_assistant_message_is_a_reference() -> None:
     assert message.refs == ("call_a1", "rs_1", "ZGF0YQ==", "c2ln")
 
 
-def test_14_15_tools_the_model_can_not_call_are_dropped_and_named() -> None:
-    function: dict[str, Any] = {"name": "go", "description": None, "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}, "strict": True}
-    bare = {"name": "stop"}
-    tools = [
-        {"type": "web_search"},
-        {"type": "function", "function": function},
-        {"type": "custom", "custom": {}},
-        {"type": "function", "function": bare},
-    ]
-    request = asked(tools=tools)
-    assert request.conversation.tools == (Tool(name="go", parameters=function["parameters"]), Tool(name="stop"))
-    assert list(request.conversation.tools[0].parameters["properties"]) == ["z", "a"]  # type: ignore[arg-type]
-    assert request.ignored == ("$.tools[0]", "$.tools[2]")
-
-
-@pytest.mark.parametrize(
-    ("choice", "word"),
-    [
-        (None, "auto"),
-        ("auto", "auto"),
-        ("none", "none"),
-        ("required", "required"),
-        ({"type": "function", "function": {"name": "go"}}, "go"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "required"),
-    ],
-)
-def test_tool_choice(choice: Any, word: str) -> None:
-    assert asked(tools=[{"type": "function", "function": {"name": "go"}}], tool_choice=choice).conversation.tool_choice == word
-
-
-@pytest.mark.parametrize(
-    ("changes", "thinking"),
-    [
-        ({}, None),
-        ({"enable_thinking": False}, False),
-        ({"enable_thinking": True, "reasoning_effort": "none"}, True),
-        ({"chat_template_kwargs": {"enable_thinking": False, "other": 1}}, False),
-        ({"chat_template_kwargs": {}}, None),
-        ({"reasoning_effort": "none"}, False),
-        ({"reasoning_effort": "high"}, None),
-    ],
-)
-def test_thinking_is_switched_only_by_who_says_so(changes: dict[str, Any], thinking: bool | None) -> None:
-    assert asked(**changes).conversation.thinking is thinking
-
-
 def test_sampling_says_what_the_client_said() -> None:
     assert asked().sampling == Sampling()
     said: dict[str, Any] = {
@@ -157,6 +111,39 @@ def test_sampling_says_what_the_client_said() -> None:
     assert asked(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
     assert asked(top_k=0).sampling.top_k is asked(top_k=-1).sampling.top_k is None
     assert asked(max_tokens=4096.0).sampling.max_tokens == 4096
+
+
+def test_several_answers_logprobs_and_one_call_at_a_time() -> None:
+    plain = asked()
+    assert (plain.choices, plain.logprobs, plain.one_call, plain.constraint) == (1, None, False, None)
+    assert asked(n=3).choices == 3
+    assert (asked(logprobs=True).logprobs, asked(logprobs=True, top_logprobs=5).logprobs) == (0, 5)
+    unasked = asked(logprobs=False, top_logprobs=5)
+    assert (unasked.logprobs, unasked.ignored) == (None, ("$.top_logprobs",))
+    assert (asked(parallel_tool_calls=False).one_call, asked(parallel_tool_calls=True).one_call) == (True, False)
+
+
+def test_an_answer_is_held_to_a_schema_but_not_while_it_may_be_a_call() -> None:
+    tools = [{"type": "function", "function": {"name": "go"}}]
+    asks: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    held = Constraint(kind="json_schema", text='{"type":"object"}')
+    assert (asked(**asks).constraint, asked(**asks).notes) == (held, ())
+    assert asked(**asks, tools=tools, tool_choice="none").constraint == held
+    beside = asked(**asks, tools=tools)
+    assert beside.constraint is None
+    assert beside.notes == ("the answer was asked to match a schema or grammar: nothing enforces it while there are tools to call",)
+
+
+def test_a_refusal_comes_back_as_text() -> None:
+    assert told({"role": "assistant", "content": None, "refusal": "I can not."})[0].text == "I can not."
+    assert told({"role": "assistant", "content": "x", "refusal": None})[0].text == "x"
+
+
+def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
+    context = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions:\nnone\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    request = asked(messages=[HI, {"role": "user", "content": context}])
+    assert request.conversation.messages == (Message(role="user", text="hi"),)
+    assert request.ignored == ("$.messages[-1]",)
 
 
 def test_14_12_usage_is_streamed_only_when_asked_for() -> None:

@@ -38,7 +38,16 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ({"max_tokens": 0}, "$.max_tokens", "max_tokens must be at least 1, not 0"),
         ({"max_completion_tokens": 1.5}, "$.max_completion_tokens", "max_completion_tokens must be a whole number, not 1.5"),
         ({"stop": ["", "x"]}, "$.stop", "stop holds an empty string: remove it"),
-        ({"n": 2}, "$.n", "n must be 1, not 2: send the request once for each answer"),
+        ({"n": 9}, "$.n", "n must be from 1 to 8, not 9"),
+        ({"n": 0}, "$.n", "n must be from 1 to 8, not 0"),
+        ({"logprobs": True, "top_logprobs": 21}, "$.top_logprobs", "top_logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": 3}, "$.logprobs", "logprobs must be a boolean or null, not a number"),
+        ({"stop": ["x"] * 65}, "$.stop", "stop holds 65 strings: send at most 64"),
+        ({"stop": "x" * 1001}, "$.stop", "stop holds a string of more than 1000 characters: shorten it"),
+        ({"top_k": 2**31}, "$.top_k", "top_k must be at most 2147483647, not 2147483648"),
+        ({"max_tokens": 1e300}, "$.max_tokens", f"max_tokens must be at most 2147483647, not {int(1e300)}"),
+        ({"seed": 2**63 - 1}, "$.seed", f"seed must be from {1025 - 2**63} to {2**63 - 1025}, not {2**63 - 1}"),
+        ({"modalities": ["text", "audio"]}, "$.modalities", "this model writes text only: send modalities ['text']"),
         ({"functions": []}, "$.functions", OLD),
         ({"function_call": "auto"}, "$.function_call", OLD),
         ({"tool_choice": "some"}, "$.tool_choice", "tool_choice must be one of 'auto', 'none', 'required', not 'some'"),
@@ -50,9 +59,14 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ({"tools": [{"type": "function"}]}, "$.tools[0].function", "tools[0].function is missing: it is required"),
         ({"tools": [{"type": "function", "function": {}}]}, "$.tools[0].function.name", "tools[0].function.name is missing: it is required"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "structural_tag"}},
             "$.response_format.type",
-            "response_format 'json_object' is not served: ask for JSON in the messages and send type 'text'",
+            "response_format 'structural_tag' is not served: use 'json_schema', 'json_object' or 'text'",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "$.response_format.json_schema",
+            "json_schema is missing: a response_format of this type needs it",
         ),
     ],
 )
@@ -68,9 +82,9 @@ def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence
         ({"role": "tool", "content": "x"}, "$.messages[1].tool_call_id", "messages[1].tool_call_id is missing: it is required"),
         ({"role": "assistant", "function_call": {"name": "x"}}, "$.messages[1].function_call", OLD),
         (
-            {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {}}]},
+            {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]},
             "$.messages[1].tool_calls[0].function",
-            "messages[1].tool_calls[0].function is missing: it is required",
+            "function is missing: a tool call has one, or a custom",
         ),
         (
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]},
@@ -96,9 +110,9 @@ def test_an_unknown_role_or_part_is_told_which_are_known() -> None:
 def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [part], "name": "n", "provider_specific_fields": {"refusal": None}}
-    body = {"model": "m", "messages": [message], "store": False, "prompt_cache_key": "k", "logprobs": True, "metadata": {}, "user": None}
+    body = {"model": "m", "messages": [message], "store": False, "prompt_cache_key": "k", "logit_bias": {"1": 2}, "metadata": {}, "user": None}
     read = OPENAI_CHAT.read(json.dumps(body).encode(), Envelope())
-    assert read.ignored == ("$.store", "$.prompt_cache_key", "$.logprobs", "$.metadata")
+    assert read.ignored == ("$.store", "$.prompt_cache_key", "$.logit_bias", "$.metadata")
 
 
 def test_every_field_but_model_and_messages_may_be_null() -> None:
@@ -108,5 +122,13 @@ def test_every_field_but_model_and_messages_may_be_null() -> None:
 
 
 def test_asking_for_text_and_for_one_answer_is_nothing_special() -> None:
-    body = {"model": "m", "messages": [HI], "response_format": {"type": "text"}, "n": 1, "functions": None, "tool_choice": "auto"}
+    body = {
+        "model": "m",
+        "messages": [HI],
+        "response_format": {"type": "text"},
+        "n": 1,
+        "modalities": ["text"],
+        "functions": None,
+        "tool_choice": "auto",
+    }
     assert OPENAI_CHAT.read(json.dumps(body).encode(), Envelope()).ignored == ()

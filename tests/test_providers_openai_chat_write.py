@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from providers_kit import a_call
 
-from polarnode.conversation import Answer, FinishReason, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
+from polarnode.conversation import Alternative, Answer, FinishReason, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall, Usage
 from polarnode.providers.contract import Fault
 from polarnode.providers.openai_chat.write import ChatStream, whole
 
@@ -137,3 +137,42 @@ def test_14_8_a_stream_that_fails_is_broken_never_ended() -> None:
 
 def test_14_11_an_id_is_sent_as_it_was_minted() -> None:
     assert deltas(ChatStream(CALL).delta(GO))[1]["tool_calls"][0]["id"] == GO.id
+
+
+def test_several_answers_each_have_their_index_whole_and_streamed() -> None:
+    call = a_call(choices=2)
+    answers = [Answer(parts=(TextPart("x"),), finish_reason="stop"), Answer(parts=(GO, STAY), finish_reason="tool_calls")]
+    found = json.loads(whole(call, answers, USAGE))["choices"]
+    assert [(choice["index"], choice["finish_reason"]) for choice in found] == [(0, "stop"), (1, "tool_calls")]
+    stream = ChatStream(call)
+    sent = stream.delta(GO, choice=1) + stream.delta(TextDelta("x"), choice=0) + stream.delta(STAY, choice=1) + stream.end(answers, USAGE)
+    chunks = [event["choices"][0] for event in events(sent) if event != "[DONE]" and event["choices"]]
+    assert [chunk["index"] for chunk in chunks] == [0, 1, 1, 0, 1, 0, 1]
+    assert [chunk["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [chunk["delta"]["tool_calls"][0]["index"] for chunk in chunks if "tool_calls" in chunk["delta"]] == [0, 1]
+    assert [chunk["finish_reason"] for chunk in chunks[-2:]] == ["stop", "tool_calls"]
+
+
+def test_logprobs_are_written_as_openai_writes_them() -> None:
+    euro = "€".encode()
+    tokens = (
+        TokenLogprob(data=b"a", logprob=-0.5, top=(Alternative(data=b"a", logprob=-0.5), Alternative(data=b"b", logprob=float("-inf")))),
+        TokenLogprob(data=euro[:2], logprob=-1.0),
+        TokenLogprob(data=euro[2:], logprob=-2.0),
+    )
+    first = {
+        "token": "a",
+        "bytes": [97],
+        "logprob": -0.5,
+        "top_logprobs": [{"token": "a", "bytes": [97], "logprob": -0.5}, {"token": "b", "bytes": [98], "logprob": -9999.0}],
+    }
+    body = json.loads(whole(CALL, [Answer(parts=(TextPart("a€"),), finish_reason="stop", logprobs=tokens)], USAGE))
+    said = body["choices"][0]["logprobs"]
+    assert said["refusal"] is None
+    assert said["content"][0] == first
+    assert [token["token"] for token in said["content"][1:]] == ["\ufffd", "\ufffd"]
+    assert bytes(said["content"][1]["bytes"] + said["content"][2]["bytes"]) == euro
+    stream = ChatStream(CALL, opened=True)
+    sent = stream.delta(TextDelta("a", tokens[:1])) + stream.delta(TextDelta("", tokens[1:2])) + stream.delta(TextDelta("€", tokens[2:]))
+    assert [token for event in events(sent) for token in event["choices"][0]["logprobs"]["content"]] == said["content"]
+    assert events(stream.keep_alive())[0]["choices"][0]["logprobs"] is None

@@ -19,6 +19,11 @@ T = TypeVar("T")
 
 Check = Callable[[Any, Any, Any], None]
 
+LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; one that has more ends it, for everybody
+SEEDS = 2**63 - 1025  # 64 bits there
+STOPS = 64  # each is looked for in every piece of an answer; four is what OpenAI allows, and sixteen Google
+STOP_CHARS = 1000  # as much of an answer as is held back from its stream while it may yet become a stop string
+
 # In this order: a surrogate pair, a surrogate alone, any other escape (so that `\\ud800`, an escaped backslash, is stepped over).
 _ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
 
@@ -57,13 +62,21 @@ def within(low: float, high: float) -> Check:
 
 
 def at_least(low: int) -> Check:
-    """A validator: the number is not below `low`, or is not said."""
+    """A validator: the number is not below `low` and one the engine can hold, or is not said."""
 
     def check(_: object, field: Any, value: int | None) -> None:
         if value is not None and value < low:
             raise Refused(f"{field.alias} must be at least {low}, not {value}", path=f"$.{field.alias}")
+        if value is not None and value > LARGEST:
+            raise Refused(f"{field.alias} must be at most {LARGEST}, not {value}", path=f"$.{field.alias}")
 
     return check
+
+
+def seed_fits(_: object, field: Any, value: int | None) -> None:
+    """A validator: the seed is an integer of 64 bits, and leaves room for one more a choice, or is not said."""
+    if value is not None and not -SEEDS <= value <= SEEDS:
+        raise Refused(f"{field.alias} must be from {-SEEDS} to {SEEDS}, not {value}", path=f"$.{field.alias}")
 
 
 def above_zero(high: float) -> Check:
@@ -83,9 +96,16 @@ def some(_: object, field: Any, value: tuple[Any, ...]) -> None:
 
 
 def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None) -> None:
-    """A validator: none of the strings is empty (an empty stop string would end every answer before it begins)."""
-    if value is not None and "" in as_tuple(value):
+    """A validator for stop strings: none is empty (it would end every answer before it begins), and all can be watched for."""
+    if value is None:
+        return
+    strings = as_tuple(value)
+    if "" in strings:
         raise Refused(f"{field.alias} holds an empty string: remove it", path=f"$.{field.alias}")
+    if len(strings) > STOPS:
+        raise Refused(f"{field.alias} holds {len(strings)} strings: send at most {STOPS}", path=f"$.{field.alias}")
+    if any(len(string) > STOP_CHARS for string in strings):
+        raise Refused(f"{field.alias} holds a string of more than {STOP_CHARS} characters: shorten it", path=f"$.{field.alias}")
 
 
 def unserved(sentence: str) -> Check:

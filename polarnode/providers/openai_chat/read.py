@@ -7,37 +7,34 @@ The rule: one message in, one message out, in order. What a client wrote is kept
 from collections.abc import Iterator, Mapping
 from typing import assert_never
 
-from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling, Tool, ToolCall
-from polarnode.errors import Refused
+from polarnode.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.providers.openai_chat.constraints import constraint
 from polarnode.providers.openai_chat.shapes import (
-    AllowedChoice,
     AssistantMessage,
-    CallShape,
     ChatRequest,
     Content,
     MessageShape,
-    NamedChoice,
     NotTextPart,
     RefusalPart,
     SystemMessage,
     TextPart,
     ToolMessage,
-    ToolShape,
     UserMessage,
 )
-from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body
+from polarnode.providers.openai_chat.thinking import thinking, unused
+from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
+from polarnode.providers.shapes import as_tuple, not_text, paragraphs, read_body
+from polarnode.providers.volatile import without_volatile
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> ModelRequest:
     """A Chat Completions body. Refused with the path of the field."""
     request, unknown = read_body(body, ChatRequest)
-    tools, dropped = _tools(request.tools or ())
-    conversation = Conversation(
-        messages=tuple(_message(shape) for shape in request.messages),
-        tools=tools,
-        tool_choice=_tool_choice(request, tools),
-        thinking=_thinking(request),
-    )
+    listed = read_tools(request.tools or ())
+    messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
+    choice = read_choice(request.tool_choice, listed.tools)
+    conversation = Conversation(messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request))
+    held, notes = _held(request, conversation)
     return ModelRequest(
         provider="openai_chat",
         model=model or request.model,
@@ -46,7 +43,12 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         hints=_hints(headers),
-        ignored=unknown + dropped,
+        constraint=held,
+        choices=request.n or 1,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        one_call=request.parallel_tool_calls is False,
+        ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if volatile else ())),
+        notes=(*listed.notes, *notes),
     )
 
 
@@ -68,10 +70,10 @@ def _message(shape: MessageShape) -> Message:
 
 
 def _assistant(shape: AssistantMessage) -> Message:
-    calls = tuple(_call(call) for call in shape.tool_calls or ())
+    calls = tuple(read_call(call) for call in shape.tool_calls or ())
     return Message(
         role="assistant",
-        text="".join(_texts(shape.content)),  # our own answer's parts, so joined as `Answer.text` joins them
+        text="".join(_texts(shape.content)) + (shape.refusal or ""),  # our own answer's parts, so joined as `Answer.text` joins them
         calls=calls,
         thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
         refs=tuple(call.id for call in calls if call.id) + tuple(_detail_refs(shape.reasoning_details)),
@@ -93,12 +95,6 @@ def _texts(content: Content) -> Iterator[str]:
                 assert_never(part)
 
 
-def _call(shape: CallShape) -> ToolCall:
-    said = shape.function.arguments
-    arguments = said if isinstance(said, str) else compact(said or {})
-    return ToolCall(id=shape.id, name=shape.function.name, arguments=arguments)
-
-
 def _spoken(value: Json) -> str:
     return value if isinstance(value, str) else ""  # some clients keep an object of their own here
 
@@ -110,47 +106,22 @@ def _detail_refs(details: Json) -> Iterator[str]:
             yield from (found for name in ("id", "data", "signature") if isinstance(found := detail.get(name), str) and found)
 
 
-# ── tools and settings ────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────
 
 
-def _tools(shapes: tuple[ToolShape, ...]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The functions, and the paths of the tools the model can not call."""
-    tools, dropped = [], []
-    for index, shape in enumerate(shapes):
-        if shape.type != "function":
-            dropped.append(f"$.tools[{index}]")
-        elif shape.function is None:
-            raise Refused(f"tools[{index}].function is missing: it is required", path=f"$.tools[{index}].function")
-        else:
-            function = shape.function
-            tools.append(Tool(name=function.name, description=function.description or "", parameters=function.parameters or {}))
-    return tuple(tools), tuple(dropped)
+def _held(request: ChatRequest, conversation: Conversation) -> tuple[Constraint | None, tuple[str, ...]]:
+    """What holds the answer. Beside tools nothing does, as what holds a text to a schema would keep the model from every call."""
+    asked = constraint(request)
+    if asked is None or not conversation.tools or conversation.tool_choice == "none":
+        return asked, ()
+    return None, ("the answer was asked to match a schema or grammar: nothing enforces it while there are tools to call",)
 
 
-def _tool_choice(request: ChatRequest, tools: tuple[Tool, ...]) -> str:
-    match request.tool_choice:
-        case None:
-            return "auto"
-        case str() as word:
-            return word
-        case AllowedChoice() as choice:
-            return choice.allowed_tools.mode
-        case NamedChoice() as choice:
-            name = choice.function.name
-            if all(tool.name != name for tool in tools):
-                raise Refused(f"tool_choice names {name!r}, which is not among the tools: add it", path="$.tool_choice.function.name")
-            return name
-        case _:
-            assert_never(request.tool_choice)
-
-
-def _thinking(request: ChatRequest) -> bool | None:
-    """Whether to think, where the client says so; an effort other than none leaves it to the template."""
-    if request.enable_thinking is not None:
-        return request.enable_thinking
-    if request.chat_template_kwargs is not None and request.chat_template_kwargs.enable_thinking is not None:
-        return request.chat_template_kwargs.enable_thinking
-    return False if request.reasoning_effort == "none" else None
+def _unused(request: ChatRequest) -> Iterator[str]:
+    """Alternatives are shown only to who asks for logprobs, as in the API itself."""
+    if request.top_logprobs and not request.logprobs:
+        yield "$.top_logprobs"
+    yield from unused(request)
 
 
 def _sampling(request: ChatRequest) -> Sampling:

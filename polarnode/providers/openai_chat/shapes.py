@@ -1,7 +1,7 @@
 """Chat Completions: the JSON we take, as attrs classes. Unknown fields are taken everywhere and left unread.
 
-What a model would have to see and can not (images, sound) or a client would wait for and not get (several choices, a JSON grammar, the
-old function_call API) is refused by a validator; what only decorates is left out of the class.
+What a model would have to see and can not (images, sound) or a client would wait for and not get (spoken answers, the old function_call
+API) is refused by a validator; what only decorates is left out of the class. Tools have their own module.
 """
 
 from typing import Any, Literal
@@ -10,9 +10,13 @@ from attrs import field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
-from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, some, text_only, unserved, within
+from polarnode.providers.openai_chat.tools import CallShape, ToolChoice, ToolShape
+from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, seed_fits, some, text_only, unserved, within
 
 _OLD_CALLS = "the function_call API of old is not served: use tools and tool_calls"
+
+CHOICES = 8  # each holds the engine's memory until the last is done; whoever wants many answers to a task asks for `num_samples`
+ALTERNATIVES = 20  # OpenAI's own limit
 
 
 @frozen
@@ -50,25 +54,12 @@ class UserMessage:
 
 
 @frozen
-class FunctionCall:
-    """`arguments` is JSON text, kept as it is; some clients send the object itself, or nothing for none."""
-
-    name: str
-    arguments: str | dict[str, Json] | None = None
-
-
-@frozen
-class CallShape:
-    id: str
-    function: FunctionCall
-
-
-@frozen
 class AssistantMessage:
     """Thinking comes back as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter), or not at all."""
 
     role: Literal["assistant"]
     content: Content = None
+    refusal: str | None = None
     tool_calls: tuple[CallShape, ...] | None = None
     reasoning_content: Json = None
     reasoning: Json = None
@@ -86,46 +77,7 @@ class ToolMessage:
 MessageShape = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-@frozen
-class FunctionShape:
-    name: str
-    description: str | None = None
-    parameters: dict[str, Json] | None = None
-
-
-@frozen
-class ToolShape:
-    """`type` other than function is a hosted tool, or a grammar's: the model can not call it and it is dropped."""
-
-    type: str
-    function: FunctionShape | None = None
-
-
-@frozen
-class NamedTool:
-    name: str
-
-
-@frozen
-class NamedChoice:
-    type: Literal["function"]
-    function: NamedTool
-
-
-@frozen
-class AllowedTools:
-    mode: Literal["auto", "required"] = "auto"
-
-
-@frozen
-class AllowedChoice:
-    """A subset of the tools: taken for its mode, as all tools are rendered and the subset can not be enforced by a prompt."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedChoice | AllowedChoice | None
+# ── settings ──────────────────────────────────────────────────────────────────
 
 
 @frozen
@@ -134,23 +86,58 @@ class StreamOptions:
 
 
 @frozen
-class TemplateArguments:
-    enable_thinking: bool | None = None
+class ReasoningShape:
+    """OpenRouter's."""
+
+    enabled: bool | None = None
+    effort: str | None = None
 
 
-def _text_format(_: object, __: object, value: str) -> None:
-    if value != "text":
-        raise Refused(f"response_format {value!r} is not served: ask for JSON in the messages and send type 'text'", path="$.type")
+@frozen
+class ThinkingShape:
+    """GLM's and DeepSeek's."""
+
+    type: str | None = None
+
+
+@frozen
+class SchemaShape:
+    """A schema and its name. Without a schema any object is one."""
+
+    name: str | None = None
+    schema: dict[str, Json] | None = None
+
+
+def _known_format(_: object, __: object, value: str) -> None:
+    if value not in ("text", "json_object", "json_schema"):
+        raise Refused(f"response_format {value!r} is not served: use 'json_schema', 'json_object' or 'text'", path="$.type")
+
+
+def _with_schema(shape: Any, _: object, value: SchemaShape | None) -> None:
+    if shape.type == "json_schema" and value is None:
+        raise Refused("json_schema is missing: a response_format of this type needs it", path="$.json_schema")
 
 
 @frozen
 class ResponseFormat:
-    type: str = field(validator=_text_format)
+    type: str = field(validator=_known_format)
+    json_schema: SchemaShape | None = field(default=None, validator=_with_schema)
 
 
-def _one_choice(_: object, __: object, value: int | None) -> None:
-    if value not in (None, 1):
-        raise Refused(f"n must be 1, not {value}: send the request once for each answer", path="$.n")
+@frozen
+class StructuredOutputs:
+    """vLLM's way to say what an answer must match."""
+
+    json: dict[str, Json] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def _text_answers(_: object, __: object, value: tuple[str, ...] | None) -> None:
+    if value is not None and any(kind != "text" for kind in value):
+        raise Refused("this model writes text only: send modalities ['text']", path="$.modalities")
 
 
 Stop = str | tuple[str, ...] | None
@@ -158,12 +145,16 @@ Stop = str | tuple[str, ...] | None
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are OpenAI's, `top_k` … are SGLang's."""
+    """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are OpenAI's, `top_k` … are SGLang's.
+
+    What an answer must match is said in OpenAI's way or in SGLang's and vLLM's, old and new.
+    """
 
     model: str
     messages: tuple[MessageShape, ...] = field(validator=some)
     tools: tuple[ToolShape, ...] | None = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = field(default=None, validator=at_least(1))
@@ -175,12 +166,25 @@ class ChatRequest:
     frequency_penalty: float | None = field(default=None, validator=within(-2, 2))
     presence_penalty: float | None = field(default=None, validator=within(-2, 2))
     repetition_penalty: float | None = field(default=None, validator=above_zero(2))
-    seed: int | None = None
+    seed: int | None = field(default=None, validator=seed_fits)
     stop: Stop = field(default=None, validator=no_empty_strings)
-    n: int | None = field(default=None, validator=_one_choice)
+    n: int | None = field(default=None, validator=within(1, CHOICES))
+    logprobs: bool | None = None
+    top_logprobs: int | None = field(default=None, validator=within(0, ALTERNATIVES))
+    modalities: tuple[str, ...] | None = field(default=None, validator=_text_answers)
     response_format: ResponseFormat | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Json] | str | None = None
+    guided_json: dict[str, Json] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: tuple[str, ...] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningShape | None = None
+    thinking: ThinkingShape | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
     functions: Json = field(default=None, validator=unserved(_OLD_CALLS))
     function_call: Any = field(default=None, validator=unserved(_OLD_CALLS))

@@ -4,15 +4,19 @@ The rule: `finish_reason` is exactly `tool_calls` whenever there is a call, what
 otherwise and Qwen Code, opencode and hermes ask again. A call is sent in one chunk, id, name and arguments together.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
-from attrs import define
+from attrs import define, field
 
-from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, ToolCall, Usage
+from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, TokenLogprob, ToolCall, Usage
 from polarnode.providers.contract import STREAM_TYPE, Call, Fault
+from polarnode.providers.openai_chat.tools import call_json
 from polarnode.providers.sse import DONE, event
 from polarnode.wire import dump_json
+
+LEAST_LOGPROB: Final = -9999.0  # what OpenAI writes for a token that could not have been sampled; JSON has no infinity
 
 
 def finish_reason(answer: Answer) -> str:
@@ -38,24 +42,31 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def call_json(call: ToolCall) -> dict[str, Json]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def message_json(answer: Answer) -> Json:
+def message_json(call: Call, answer: Answer) -> Json:
     """The assistant message; `content` is null when only calls were made, as OpenAI's own is."""
     message: dict[str, Json] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
     if answer.thinking:
         message["reasoning_content"] = answer.thinking
     if answer.calls:
-        message["tool_calls"] = [call_json(call) for call in answer.calls]
+        tools = call.request.conversation.tools
+        message["tool_calls"] = [call_json(made, tools) for made in answer.calls]
     return message
+
+
+def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
+    """Tokens of visible text. One that is part of a letter is shown with U+FFFD; its bytes say the truth."""
+    content: list[Json] = [_token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]} for each in tokens]
+    return {"content": content, "refusal": None} if content else None
+
+
+def _token(data: bytes, logprob: float) -> dict[str, Json]:
+    return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": max(logprob, LEAST_LOGPROB)}
 
 
 def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A `chat.completion` body."""
     choices: list[Json] = [
-        {"index": index, "message": message_json(answer), "logprobs": None, "finish_reason": finish_reason(answer)}
+        {"index": index, "message": message_json(call, answer), "logprobs": logprobs_json(answer.logprobs), "finish_reason": finish_reason(answer)}
         for index, answer in enumerate(answers)
     ]
     return dump_json(_head(call, "chat.completion") | {"choices": choices, "usage": usage_json(usage)})
@@ -67,38 +78,38 @@ def _head(call: Call, kind: str) -> dict[str, Json]:
 
 @define(eq=False)
 class ChatStream:
-    """One answer as `chat.completion.chunk` events. The first says the role; it may be a keep-alive, as it holds no count."""
+    """Answers as `chat.completion.chunk` events. The first of each says the role; it may be a keep-alive, as it holds no count."""
 
     call: Call
     content_type: str = STREAM_TYPE
     opened: bool = False
-    calls: int = 0  # sent so far: the next call's index
+    calls: Counter[int] = field(factory=Counter)  # sent so far, by choice: the next call's index
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
         return self._opening()
 
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
-            case TextDelta(text):
-                return self._opening() + self._chunk({"content": text}) if text else b""
+            case TextDelta(text, logprobs):
+                # Tokens that are no letter yet are told of at once: they would be missing from their text's own chunk.
+                return self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs) if text or logprobs else b""
             case ThinkingDelta(text):
-                return self._opening() + self._chunk({"reasoning_content": text}) if text else b""
+                return self._opening() + self._chunk({"reasoning_content": text}, choice) if text else b""
             case ToolCall():
-                index, self.calls = self.calls, self.calls + 1
-                return self._opening() + self._chunk({"tool_calls": [{"index": index} | call_json(delta)]})
+                made: Json = {"index": self.calls[choice]} | call_json(delta, self.call.request.conversation.tools)
+                self.calls[choice] += 1
+                return self._opening() + self._chunk({"tool_calls": [made]}, choice)
             case _:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
         """A chunk whose delta is empty: clients count only data as life."""
-        return self._opening() or self._chunk({})
+        return self._opening() or self._chunk({}, 0)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        last = self._opening() + self._chunk({}, finish=finish_reason(answers[0]))
-        counts = (
-            event(_head(self.call, "chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}) if self.call.request.include_usage else b""
-        )
-        return last + counts + DONE
+        last = b"".join(self._chunk({}, choice, finish=finish_reason(answer)) for choice, answer in enumerate(answers))
+        counts = event(self._chunk_head() | {"choices": [], "usage": usage_json(usage)}) if self.call.request.include_usage else b""
+        return self._opening() + last + counts + DONE
 
     def failed(self, fault: Fault) -> bytes | None:
         """Nothing: break the connection. Every chat harness then asks again, while Pi ends its run on an error chunk."""
@@ -108,8 +119,11 @@ class ChatStream:
         if self.opened:
             return b""
         self.opened = True
-        return self._chunk({"role": "assistant", "content": ""})
+        return b"".join(self._chunk({"role": "assistant", "content": ""}, choice) for choice in range(self.call.request.choices))
 
-    def _chunk(self, delta: dict[str, Json], *, finish: str | None = None) -> bytes:
-        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return event(_head(self.call, "chat.completion.chunk") | {"choices": [choice]})
+    def _chunk(self, delta: dict[str, Json], choice: int, *, finish: str | None = None, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        said: Json = {"index": choice, "delta": delta, "logprobs": logprobs_json(logprobs), "finish_reason": finish}
+        return event(self._chunk_head() | {"choices": [said]})
+
+    def _chunk_head(self) -> dict[str, Json]:
+        return _head(self.call, "chat.completion.chunk")

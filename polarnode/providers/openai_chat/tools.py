@@ -1,0 +1,213 @@
+"""Chat Completions: tools, and calls of them, both ways.
+
+A custom (freeform) tool is shown to the model as a function of one string, `input`; its `spelling` is how the writer knows to answer a call
+of it as custom, and the reader makes the same of an echoed one. A tool of any other type runs on a server of its own: the model can not call
+it, and its path is named.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Final, Literal, TypeVar, assert_never
+
+from attrs import field, frozen
+
+from polarnode.conversation import Json, Tool, ToolCall
+from polarnode.errors import Refused
+from polarnode.providers.shapes import compact
+
+T = TypeVar("T")
+
+_CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}
+_INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
+_FREEFORM: Final[Mapping[str, Json]] = {"type": "object", "properties": {"input": _INPUT}, "required": ["input"]}
+
+
+@frozen
+class FunctionCall:
+    """`arguments` is JSON text, kept as it is; some clients send the object itself, or nothing for none."""
+
+    name: str
+    arguments: str | dict[str, Json] | None = None
+
+
+@frozen
+class CustomCall:
+    name: str
+    input: str = ""
+
+
+def _one_of_both(shape: "CallShape", _: object, value: CustomCall | None) -> None:
+    if value is None and shape.function is None:
+        raise Refused("function is missing: a tool call has one, or a custom", path="$.function")
+
+
+@frozen
+class CallShape:
+    """One class, as many clients leave the type out."""
+
+    id: str
+    function: FunctionCall | None = None
+    custom: CustomCall | None = field(default=None, validator=_one_of_both)
+
+
+@frozen
+class FunctionShape:
+    """`strict` is the engine's to know where it can hold a call to its schema; it is named among what was not used."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Json] | None = None
+    strict: bool | None = None
+
+
+@frozen
+class GrammarShape:
+    definition: str
+    syntax: str | None = None
+
+
+@frozen
+class FormatShape:
+    type: str | None = None
+    grammar: GrammarShape | None = None
+
+
+@frozen
+class CustomShape:
+    name: str
+    description: str | None = None
+    format: FormatShape | None = None
+
+
+@frozen
+class ToolShape:
+    type: str
+    function: FunctionShape | None = None
+    custom: CustomShape | None = None
+
+
+@frozen
+class Named:
+    name: str
+
+
+@frozen
+class FunctionChoice:
+    type: Literal["function"]
+    function: Named
+
+
+@frozen
+class CustomChoice:
+    type: Literal["custom"]
+    custom: Named
+
+
+@frozen
+class AllowedTools:
+    mode: Literal["auto", "required"] = "auto"
+
+
+@frozen
+class AllowedChoice:
+    """A subset of the tools: taken for its mode, as all tools are rendered and the subset can not be enforced by a prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedChoice | None
+
+
+@frozen(kw_only=True)
+class ToolList:
+    """The tools the model is shown, the paths of what was not used, and what a reader of the turn should know."""
+
+    tools: tuple[Tool, ...]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def read_tools(shapes: tuple[ToolShape, ...]) -> ToolList:
+    tools, ignored, notes = [], [], []
+    for index, shape in enumerate(shapes):
+        path = f"$.tools[{index}]"
+        if shape.type == "function":
+            function = _there(shape.function, f"{path}.function")
+            ignored += [f"{path}.function.strict"] if function.strict else []
+            tools.append(Tool(name=function.name, description=function.description or "", parameters=function.parameters or {}))
+        elif shape.type == "custom":
+            custom = _there(shape.custom, f"{path}.custom")
+            notes += [f"the grammar of tool {custom.name!r} is shown to the model, and nothing enforces it"] if _rule(custom) else []
+            tools.append(_freeform(custom))
+        else:
+            ignored.append(path)
+    return ToolList(tools=tuple(tools), ignored=tuple(ignored), notes=tuple(notes))
+
+
+def _there(shape: T | None, path: str) -> T:
+    if shape is None:
+        raise Refused(f"{path.removeprefix('$.')} is missing: it is required", path=path)
+    return shape
+
+
+def _freeform(shape: CustomShape) -> Tool:
+    description = "\n\n".join(filter(None, (shape.description, _rule(shape))))
+    return Tool(name=shape.name, description=description, parameters=_FREEFORM, spelling=_CUSTOM)
+
+
+def _rule(shape: CustomShape) -> str:
+    grammar = shape.format.grammar if shape.format is not None else None
+    return f"The input must follow this {grammar.syntax or 'grammar'} grammar:\n{grammar.definition}" if grammar is not None else ""
+
+
+def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
+    """The choice in the house's words."""
+    match choice:
+        case None:
+            return "auto"
+        case str() as word:
+            return word
+        case AllowedChoice():
+            return choice.allowed_tools.mode
+        case FunctionChoice():
+            return _known(choice.function.name, tools, "$.tool_choice.function.name")
+        case CustomChoice():
+            return _known(choice.custom.name, tools, "$.tool_choice.custom.name")
+        case _:
+            assert_never(choice)
+
+
+def _known(name: str, tools: tuple[Tool, ...], path: str) -> str:
+    if all(tool.name != name for tool in tools):
+        raise Refused(f"tool_choice names {name!r}, which is not among the tools: add it", path=path)
+    return name
+
+
+# ── calls ─────────────────────────────────────────────────────────────────────
+
+
+def read_call(shape: CallShape) -> ToolCall:
+    """An echoed call; a custom one as the model made it."""
+    if shape.function is None:
+        made = shape.custom or CustomCall(name="")  # the shape takes none without either
+        return ToolCall(id=shape.id, name=made.name, arguments=compact({"input": made.input}))
+    said = shape.function.arguments
+    return ToolCall(id=shape.id, name=shape.function.name, arguments=said if isinstance(said, str) else compact(said or {}))
+
+
+def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
+    """A call as its tool's kind is spelled. A custom call that is no object with an `input` is handed on as it is."""
+    spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
+    if spelled != _CUSTOM:
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": _input(call.arguments)}}
+
+
+def _input(arguments: str) -> str:
+    try:
+        said = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = said.get("input") if isinstance(said, dict) else None
+    return text if isinstance(text, str) else arguments
