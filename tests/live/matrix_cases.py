@@ -7,7 +7,7 @@ it rewrites) is said in the case, with `why`, and appears in the table of docs/h
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from polarnode.harnesses.harness import Harness
 from polarnode.harnesses.registry import HARNESSES
@@ -162,6 +162,12 @@ def plain(harness: Harness) -> Iterator[Case]:
         )
 
 
+def thoughtful(case: Case) -> Case:
+    """The same with a thought before each turn's words: what a harness does with reasoning must cost no lineage."""
+    steps = tuple(evolve(step, thought=f"Step {number} of {len(case.steps)}: as it is asked.") for number, step in enumerate(case.steps, 1))
+    return evolve(case, name=f"{case.name}.thinking", steps=steps, in_ci=False, why="a thought before each turn")
+
+
 _CODEX_PATCHES = script(Call("exec_command", {"cmd": SHELL_LINE}), Call("apply_patch", {"input": PATCH}))
 
 SPECIAL: tuple[Case, ...] = (
@@ -174,4 +180,5 @@ SPECIAL: tuple[Case, ...] = (
     ),
 )
 
-CASES: tuple[Case, ...] = (*(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness)), *SPECIAL)
+PLAIN = tuple(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness))
+CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
