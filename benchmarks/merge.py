@@ -12,6 +12,8 @@ import tracemalloc
 from array import array
 from collections.abc import Callable
 
+from attrs import evolve
+
 from polarnode.conversation import Answer, Conversation, Message, TextPart, Tool, ToolCall
 from polarnode.merge.builders import build
 from polarnode.merge.checks import check
@@ -55,8 +57,9 @@ def play(lineages: Lineages, turns: int, tokens_a_turn: int) -> dict[str, float]
     messages = [Message(role="system", text="You are an agent. " * 100), Message(role="user", text="do it")]
     numbers = random.Random(1)
     for number in range(turns):
+        echoed = said_again(messages)
         began = time.perf_counter()
-        plan = lineages.plan(Conversation(messages=tuple(messages), tools=TOOLS))
+        plan = lineages.plan(Conversation(messages=echoed, tools=TOOLS))
         planned = time.perf_counter()
         length = len(lineages.history(plan))
         known = time.perf_counter()
@@ -68,6 +71,19 @@ def play(lineages: Lineages, turns: int, tokens_a_turn: int) -> dict[str, float]
         spent["commit"] += time.perf_counter() - told
         messages += [turn.answer.as_message(), Message(role="tool", text=f"result {number}\n" * 12)] if turn.answer else []
     return spent
+
+
+def said_again(messages: list[Message]) -> tuple[Message, ...]:
+    """The same messages in strings of their own, as they come from a body: equal, and nothing of them known yet."""
+    return tuple(
+        evolve(message, text=again(message.text), calls=tuple(evolve(call, arguments=again(call.arguments)) for call in message.calls))
+        for message in messages
+    )
+
+
+def again(text: str) -> str:
+    """A copy of a string, which Python would not make of a slice."""
+    return text.encode().decode()
 
 
 def answered(lineages: Lineages, plan: Plan, length: int, tokens: int, numbers: random.Random) -> Turn:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 from attrs import evolve
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.conversation import Conversation, Json, Message, Tool, ToolCall
@@ -183,8 +183,8 @@ def test_the_order_of_calls_counts() -> None:
 
 
 @given(
-    one=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=4)), max_size=4),
-    other=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=4)), max_size=4),
+    one=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(st.characters(codec="ascii"), max_size=4)), max_size=4),
+    other=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(st.characters(codec="ascii"), max_size=4)), max_size=4),
 )
 def test_a_key_names_one_path_only(one: list, other: list) -> None:  # type: ignore[type-arg]
     def key(path: list) -> str:  # type: ignore[type-arg]
@@ -196,7 +196,6 @@ def test_a_key_names_one_path_only(one: list, other: list) -> None:  # type: ign
     def seen(path: list) -> list:  # type: ignore[type-arg]
         return [(role, text.strip("\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0") if role == "assistant" else text) for role, text in path]
 
-    assume(all(text.isascii() for path in (one, other) for _, text in path))
     assert (key(one) == key(other)) == (seen(one) == seen(other))
 
 

@@ -15,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from merge_toys import BASH, SECRET, Pending, Session, ask, full, said, suffix, system, told, user
 
 from polarnode.conversation import Conversation, Message, Tool
+from polarnode.merge.attach import attach
 from polarnode.merge.builders import per_request, prefix_merging, prompt_ids
 from polarnode.merge.checks import check
+from polarnode.merge.fingerprint import Memo
 from polarnode.merge.lineage import Lineages, Plan
 from polarnode.records import TurnState
 
@@ -197,12 +199,21 @@ class Sessions(RuleBasedStateMachine):
     # ── what must hold of every request ──────────────────────────────────
 
     def begin(self, line: Line) -> Flight:
+        self.memory_changes_nothing(line)
         flight = Flight(self.session.begin(line.conversation(), hints={"agent": line.agent}), line, list(line.messages))
         self.prompt_is_the_parents_ids_and_what_is_new(flight)
         self.match_is_sound_and_deepest(flight.pending.plan, line.conversation())
         self.benign_echoes_change_nothing(flight)
         self.a_changed_client_message_attaches_above_itself(flight)
         return flight
+
+    def memory_changes_nothing(self, line: Line) -> None:
+        lineages = self.session.lineages
+        found = [
+            attach(line.conversation(), line.agent, ledger=lineages._ledger, references=lineages.references, memo=memo)
+            for memo in (lineages._memo, Memo())
+        ]
+        assert found[0] == found[1]
 
     def prompt_is_the_parents_ids_and_what_is_new(self, flight: Flight) -> None:
         plan, prompt = flight.pending.plan, flight.pending.prompt

@@ -4,6 +4,7 @@ The key decides; references only choose between turns of the same key and excuse
 keeps soundness: a match means that every client message before it is, letter by letter, what that turn was conditioned on.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 from attrs import define, field, frozen
@@ -12,6 +13,7 @@ from polarnode.conversation import Conversation, Message
 from polarnode.merge.fingerprint import NONE, Memo, Path, advance, label, root_key, same_text, thinking_letter
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.references import Located, References
+from polarnode.merge.trail import Trail, numbers_of
 
 
 @frozen(kw_only=True)
@@ -30,7 +32,10 @@ class Attached:
 
 @define(eq=False)
 class _Pass:
-    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a turn's path holds."""
+    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a turn's path holds.
+
+    `ours` and `odd` are what a `Trail` keeps of it.
+    """
 
     ledger: Ledger
     references: References
@@ -39,7 +44,33 @@ class _Pass:
     best: int = 0
     edits: list[str] = field(factory=list)
     stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
+    ours: list[int] = field(factory=list)
+    odd: list[int] = field(factory=list)
     follows: int | None = None  # the last turn after `best` whose answer stands here without the user message it answered
+
+    def recall(self, trail: Trail, length: int, messages: tuple[Message, ...]) -> int:
+        """Take over what an earlier pass found in the same first messages; how many that were.
+
+        Answers are only ever added, so what was ours is; all else is asked again, and the first that is answered otherwise ends it.
+        """
+        self.keys[:] = trail.keys[: length + 1]
+        for place in trail.odd:
+            if place > length:
+                break
+            self._reach(trail.last_ours(place))
+            before, key = self.keys[place - 1], self.keys[place]
+            found = self._ours(place - 1, messages[place - 1], before, advance(before, messages[place - 1], canonical=self.memo.canonical))
+            if found != key:
+                self.keys[place:] = [found]
+                length = place
+                break
+        self.ours = sorted([*trail.ours[: bisect_right(trail.ours, length)], *self.ours])
+        self._reach(trail.last_ours(length))
+        return length
+
+    def _reach(self, place: int) -> None:
+        if place > self.best:
+            self.best, self.stray, self.follows = place, None, None
 
     def read(self, position: int, message: Message) -> None:
         before = self.keys[-1]
@@ -49,11 +80,15 @@ class _Pass:
         self.keys.append(key)
 
     def _ours(self, position: int, message: Message, before: str, key: str) -> str:
-        if not self.ledger.answered_with(key):
-            key = self._excused(position, message, before) or key
         if self.ledger.answered_with(key):
-            self.best, self.stray, self.follows = position + 1, None, None
+            self.ours.append(position + 1)
+            self._reach(position + 1)
             return key
+        self.odd.append(position + 1)
+        excused = self._excused(position, message, before)
+        if excused is not None:
+            self._reach(position + 1)
+            return excused
         self.stray = self.stray or (position, before)
         unprompted = self.ledger.unprompted_with(key)
         self.follows = self.follows if unprompted is None else unprompted
@@ -74,9 +109,7 @@ class _Pass:
 def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo) -> Attached:
     """Find the turn a request extends. O(bytes of the request)."""
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
-    walk = _Pass(ledger, references, memo, [root_key(tools, thinking)])
-    for position, message in enumerate(conversation.messages):
-        walk.read(position, message)
+    walk = _walk(conversation.messages, root_key(tools, thinking), _Pass(ledger, references, memo, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
     notes = [*walk.edits, *_strayed(walk, conversation)]
     parent = None
@@ -86,11 +119,23 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes))
 
 
+def _walk(messages: tuple[Message, ...], root: str, walk: _Pass) -> _Pass:
+    """One pass over all messages, from where an earlier request's went."""
+    numbers = numbers_of(messages)
+    trail, length = walk.memo.trails.longest(root, numbers)
+    walk.keys.append(root)
+    known = walk.recall(trail, length, messages) if trail is not None else 0
+    for position in range(known, len(messages)):
+        walk.read(position, messages[position])
+    walk.memo.trails.keep(Trail(root=root, numbers=numbers, keys=walk.keys, ours=walk.ours, odd=walk.odd))
+    return walk
+
+
 def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str, thinking: str) -> Path:
-    roles = [message.role for message in conversation.messages]
-    system = next((place for place, role in enumerate(roles) if role != "system"), len(roles))
-    opening = next((place for place, role in enumerate(roles) if role == "assistant"), len(roles))
-    bare = keys[-2] if len(roles) > 1 and roles[-1] == "user" else NONE
+    messages = conversation.messages
+    system = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    opening = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    bare = keys[-2] if len(messages) > 1 and messages[-1].role == "user" else NONE
     return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1], bare=bare)
 
 

@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 
 from polarnode.conversation import Conversation, Message, Tool
 from polarnode.errors import Refused
+from polarnode.merge.trail import Trails
 
 # 128 bits: a key stands for megabytes of text, and a session asks some thousands of questions.
 _KEY_BYTES: Final = 16
@@ -121,9 +122,10 @@ def canonical_arguments(arguments: str) -> str:
 class Memo:
     """What a session's requests repeat: each brings its tools and its whole history again, and reading JSON is most of a fingerprint's price.
 
-    Measured: 12 tools of 31 KB 310 us read, 40 us remembered; a call's arguments 5 us and 0.1 us.
+    Measured: 12 tools of 31 KB 310 us read, 40 us remembered; a call's arguments 5 us and 0.1 us; a message of 120 characters 1.4 us and 0.2 us.
     """
 
+    trails: Trails = field(factory=Trails)
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
 
