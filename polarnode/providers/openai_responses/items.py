@@ -178,7 +178,7 @@ class Transcript:
         if found:
             self.say(Message(role="system", text=f"{NEW_TOOLS}\n{told(found)}"))
 
-    def _later(self, tools: tuple[Object, ...], path: str) -> list[Tool]:
+    def _later(self, tools: tuple[Json, ...], path: str) -> list[Tool]:
         box = Toolbox(ignored=self.ignored, notes=self.notes)
         box.read(tools, f"{path}.tools")
         self.later += box.tools

@@ -6,7 +6,7 @@ The rule: no field, item or tool we do not know is ever a reason to refuse; what
 from collections.abc import Iterator
 from typing import Final
 
-from polarnode.conversation import Constraint, Conversation, Message, ModelRequest, Sampling
+from polarnode.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.errors import Refused
 from polarnode.providers.contract import Envelope, Memory
 from polarnode.providers.openai_responses import history
@@ -83,9 +83,10 @@ def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Obj
         for item in history.previous(memory, request.previous_response_id):
             yield "$.previous_response_id", item
     said = request.input
-    listed: tuple[Object, ...] = ({"role": "user", "content": said},) if isinstance(said, str) else said or ()
-    for index, item in enumerate(listed):
+    listed: tuple[Json, ...] = ({"role": "user", "content": said},) if isinstance(said, str) else said or ()
+    for index, value in enumerate(listed):
         path = f"$.input[{index}]"
+        item = shaped(value, Object, path)
         name = item.get("id")
         refers = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
         found = history.referenced(memory, name, path) if refers and isinstance(name, str) else None

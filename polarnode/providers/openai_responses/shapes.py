@@ -111,14 +111,14 @@ class OutputItem:
 
 @frozen
 class SearchOutputItem:
-    tools: tuple[Object, ...] | None = None
+    tools: tuple[Json, ...] | None = None
     execution: str | None = None
     call_id: str | None = None
 
 
 @frozen
 class AdditionalToolsItem:
-    tools: tuple[Object, ...] | None = None
+    tools: tuple[Json, ...] | None = None
 
 
 # ── tools ─────────────────────────────────────────────────────────────────────
@@ -152,7 +152,7 @@ class CustomTool:
 @frozen
 class NamespaceTool:
     name: str
-    tools: tuple[Object, ...]
+    tools: tuple[Json, ...]
     description: str | None = None
 
 
@@ -206,13 +206,13 @@ _NO_PROMPT = "prompt templates are not kept here: send the prompt's text as inst
 class ResponsesRequest:
     """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only warms a connection.
 
-    What is said again in the answer (`tools`, `text`, `reasoning`) is kept as it was sent, and shaped by who reads it.
+    Items and tools, and what is said again in the answer (`text`, `reasoning`), are kept as they were sent, and shaped by who reads them.
     """
 
     model: str | None = None
-    input: str | tuple[Object, ...] | None = None
+    input: str | tuple[Json, ...] | None = None
     instructions: str | None = None
-    tools: tuple[Object, ...] | None = None
+    tools: tuple[Json, ...] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None

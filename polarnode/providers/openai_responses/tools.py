@@ -94,9 +94,9 @@ class Toolbox:
     ignored: list[str] = field(factory=list)
     notes: list[str] = field(factory=list)
 
-    def read(self, shapes: Iterable[Object], path: str) -> None:
+    def read(self, shapes: Iterable[Json], path: str) -> None:
         """More tools, from the list at `path`."""
-        listed = list(shapes)
+        listed = [shaped(shape, Object, f"{path}[{index}]") for index, shape in enumerate(shapes)]
         searched = any(shape.get("type") == "tool_search" and shape.get("execution") == "client" for shape in listed)
         for index, shape in enumerate(listed):
             if searched and shape.get("defer_loading") is True:
@@ -121,7 +121,8 @@ class Toolbox:
         """Its members; its own description stands before that of the first, once, as it can stand nowhere else."""
         first = len(self.tools)
         for index, member in enumerate(shape.tools):
-            self._take(member, f"{path}.tools[{index}]", shape.name)
+            place = f"{path}.tools[{index}]"
+            self._take(shaped(member, Object, place), place, shape.name)
         if shape.description and len(self.tools) > first:
             tool = self.tools[first]
             self.tools[first] = evolve(tool, description=f"{shape.name}: {shape.description}\n\n{tool.description}")
