@@ -7,11 +7,13 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
-from attrs import fields, frozen
+from attrs import field, fields, frozen
 
 from polarnode import wire
 from polarnode.conversation import Json
+from polarnode.engine_host.protocol import Simulation
 from polarnode.errors import ConfigError, Refused
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
@@ -25,7 +27,9 @@ class NodeConfig:
     model: str = str(TINY_MODEL)
     cpu: bool = False
     gpus: tuple[int, ...] = ()
+    engine: Literal["sglang", "simulated"] = "sglang"  # simulated: random answers at the speed of GPUs that need not be there, to size a node
     tp: int = 1
+    simulated: Simulation = field(factory=Simulation)  # how fast a simulated engine is
     context_length: int | None = None  # tokens; None: what the checkpoint says
     mem_fraction: float | None = None  # share of GPU memory for weights and KV cache; None: SGLang's choice
     host: str = "127.0.0.1"
@@ -102,11 +106,21 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError("choose --cpu or --gpus, not both")
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):
         raise ConfigError(f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them")
+    _check_simulated(config.simulated)
     for name in ("init_limit", "run_limit", "post_limit"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1")
     if config.token is None and not _is_loopback(config.host):
         raise ConfigError(f"--host {config.host} can be reached from outside: set a bearer token with POLARNODE_TOKEN, or serve on 127.0.0.1")
+
+
+def _check_simulated(told: Simulation) -> None:
+    for name in ("max_running", "answer_tokens", "chunk_tokens"):
+        if getattr(told, name) < 1:
+            raise ConfigError(f"simulated.{name} must be at least 1")
+    for name in ("tokens_per_s", "first_token_s", "prefill_tokens_per_s", "calling_turns"):
+        if getattr(told, name) < 0:
+            raise ConfigError(f"simulated.{name} must be 0 or more")
 
 
 def _is_loopback(host: str) -> bool:

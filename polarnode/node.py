@@ -16,10 +16,11 @@ from attrs import define, evolve, field
 
 from polarnode.config import NodeConfig
 from polarnode.conversation import Json
+from polarnode.engine_host.protocol import Marks
 from polarnode.errors import ConfigError
 from polarnode.merge.trajectory import Result, assemble
 from polarnode.records import Outcome
-from polarnode.shell.engine import Engines, EngineSettings, open_engines
+from polarnode.shell.engine import Engines, EngineSettings, Simulated, open_engines
 from polarnode.shell.gates import Gate
 from polarnode.shell.journal import Journal, UnfinishedSession, open_journal
 from polarnode.shell.live import LiveSessions
@@ -112,9 +113,9 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
     async with open_journal(state / "journal.sqlite", now=time.time) as journal:
         await _recover(journal, config, say)
         say(f"loading {config.model}")
-        model = await trio.to_thread.run_sync(load_model, Path(config.model))
+        model = await trio.to_thread.run_sync(_load_model, config)
         say("starting the engine")
-        async with open_engines(_engine_settings(config, state)) as engines, open_runtimes(_runtimes_settings(config)) as runtimes:
+        async with open_engines(_engine_settings(config, state, model)) as engines, open_runtimes(_runtimes_settings(config)) as runtimes:
             images = Images(settings=runtimes.settings, log=state / "images.log", say=say)
             async with _open_sessions(config, journal, engines, runtimes, images, model, log_dir) as scheduler:
                 node = Node(config=config, journal=journal, engines=engines, runtimes=runtimes, images=images, model=model, scheduler=scheduler)
@@ -180,8 +181,14 @@ def _stages(config: NodeConfig) -> Stages:
     )
 
 
-def _engine_settings(config: NodeConfig, state: Path) -> EngineSettings:
-    if not config.cpu and not config.gpus:
+def _load_model(config: NodeConfig) -> LoadedModel:
+    """The model, by a name that says in every trajectory when its answers are random."""
+    model = load_model(Path(config.model))
+    return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
+
+
+def _engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> EngineSettings:
+    if not config.cpu and not config.gpus and config.engine != "simulated":
         raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, or --cpu")
     return EngineSettings(
         model_path=Path(config.model),
@@ -191,6 +198,22 @@ def _engine_settings(config: NodeConfig, state: Path) -> EngineSettings:
         context_length=config.context_length,
         mem_fraction=config.mem_fraction,
         state_dir=state,
+        simulated=_simulated(config, model) if config.engine == "simulated" else None,
+    )
+
+
+def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
+    family = model.family
+    return Simulated(
+        simulation=config.simulated,
+        vocab_size=model.tokenizer.vocab_size,
+        marks=Marks(
+            turn_end=family.turn_end,
+            think_open=family.think_open,
+            think_close=family.think_close,
+            call_open=family.call_open,
+            call_close=family.call_close,
+        ),
     )
 
 

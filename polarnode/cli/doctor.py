@@ -33,8 +33,12 @@ def examine(config: NodeConfig) -> int:
     if faults:
         console.print(f"\n{faults} of these in the way (✗): do what the arrows say, then run polarnode doctor again", style="red")
     else:
-        console.print(f"\na node starts here; try: polarnode run {'--gpus 0' if config.gpus else '--cpu'} examples/demo/pi.toml", style="green")
+        console.print(f"\na node starts here; try: polarnode run {_where(config)} examples/demo/pi.toml", style="green")
     return int(faults > 0)
+
+
+def _where(config: NodeConfig) -> str:
+    return "--engine simulated" if config.engine == "simulated" else "--gpus 0" if config.gpus else "--cpu"
 
 
 def findings(config: NodeConfig) -> Iterator[Finding]:
@@ -43,8 +47,11 @@ def findings(config: NodeConfig) -> Iterator[Finding]:
     yield from trio.run(probe, state_dir).findings
     yield disk(state_dir)
     yield recipes(config)
-    yield sglang(config)
-    yield gpus(config)
+    if config.engine == "simulated":
+        yield simulated(config)
+    else:
+        yield sglang(config)
+        yield gpus(config)
     yield from model(Path(config.model))
 
 
@@ -65,6 +72,13 @@ def sglang(config: NodeConfig) -> Finding:
         return Finding(name="sglang", ok=True, what=f"{version}, full: serves on GPUs")
     remedy = "pip install 'polarnode[gpu]' (about 4 GB)" if config.gpus else ""
     return Finding(name="sglang", ok=not config.gpus, what=f"{version}, slim: serves with --cpu only", remedy=remedy)
+
+
+def simulated(config: NodeConfig) -> Finding:
+    """That answers will be random is said first of all; nothing of the machine can stand in the way of it."""
+    hosts, told = max(1, len(config.gpus) // config.tp), config.simulated
+    speed = f"{hosts} × {told.max_running} requests of {told.tokens_per_s:g} tokens/s"
+    return Finding(name="engine", ok=True, what=f"simulated: EVERY ANSWER IS RANDOM, no model is loaded; {speed}")
 
 
 def gpus(config: NodeConfig) -> Finding:

@@ -28,6 +28,11 @@ def node_options(command: Command) -> Command:
         click.option("--config", "config_file", type=task_file(), help="Settings as TOML; docs/api.md lists them all."),
         click.option("--gpus", help="GPUs to use: 0-7, 0, 0,2. One engine per GPU, or per --tp of them."),
         click.option("--cpu", is_flag=True, default=None, help="Run the engine on the CPU (for the embedded tiny model, demos and tests)."),
+        click.option(
+            "--engine",
+            type=click.Choice(["sglang", "simulated"]),
+            help="simulated: RANDOM answers, to size a node for GPUs that need not be there. [default: sglang]",
+        ),
         click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
         click.option("--context-length", type=int, help="Tokens a prompt and its answer may have. [default: the checkpoint's]"),
@@ -78,6 +83,6 @@ def _toml(file: Path | None) -> str | None:
 def node_serving(given: Mapping[str, Any], *, hint: str) -> NodeConfig:
     """The config of a node that is to start: it must say where the model runs."""
     config = config_of(given)
-    if not config.cpu and not config.gpus:
+    if not config.cpu and not config.gpus and config.engine != "simulated":
         raise click.UsageError(f"say where the model runs: --gpus 0-7, --gpus 0, or --cpu, such as: {hint}")
     return config

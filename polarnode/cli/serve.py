@@ -32,6 +32,8 @@ async def _serve(config: NodeConfig, console: Console) -> None:
         async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node, serve_control_plane(node) as address:
             url = f"http://{address.host}:{address.port}"
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
+            if config.engine == "simulated":
+                console.print("· the engine is simulated: every answer is random, nothing here is a model's", style="bold yellow")
             console.print(f"· submit to it with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim")
             await _asked(stop)
             await _end(node, console)

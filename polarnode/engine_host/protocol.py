@@ -23,6 +23,34 @@ PauseMode = Literal["in_place", "retract", "abort"]
 HostFinish = Literal["stop", "length", "abort"]
 
 
+@frozen(kw_only=True)
+class Simulation:
+    """What the simulated engine makes of a model: how fast one GPU of its kind would be, and how its random answers look.
+
+    The defaults are about a 30B mixture of experts on one H100. `tokens_per_s` are one request's; 0, there and for the prefill, is at once.
+    """
+
+    tokens_per_s: float = 80.0
+    first_token_s: float = 0.05  # seconds before the first token, beside the prefill
+    prefill_tokens_per_s: float = 30_000.0  # of prompt tokens that are not cached
+    max_running: int = 256  # requests sampled at once; the others wait
+    answer_tokens: int = 256  # of every answer, its end included
+    calling_turns: int = 29  # a conversation's answers each have a tool call until it holds so many, so that harnesses come to an end
+    chunk_tokens: int = 16  # tokens a chunk
+    seed: int = 0
+
+
+@frozen(kw_only=True)
+class Marks:
+    """A model family's marks as token ids, for an engine that writes its language without knowing it."""
+
+    turn_end: int
+    think_open: int | None = None
+    think_close: int | None = None
+    call_open: int | None = None
+    call_close: int | None = None
+
+
 # ── node to host ──────────────────────────────────────────────────────────────
 
 

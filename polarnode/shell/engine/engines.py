@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import trio
 from attrs import define, field, frozen
@@ -27,6 +28,7 @@ from polarnode.shell.engine.statistics import EngineStatistics
 WAIT_FOR_HOST = (
     300.0  # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and the proxy keeps harnesses warm
 )
+SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine_host.simulated")
 PORTS = range(22_000, 30_000)  # below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
 
 
@@ -60,6 +62,7 @@ class Engines:
     _router: Router = field(factory=Router)
     _changed: trio.Event = field(factory=trio.Event)
     _paused: PauseMode | None = None
+    _kind: Literal["sglang", "simulated"] = "sglang"
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +83,7 @@ class Engines:
             context_length=self.context_length,
             weight_version=serving[0].weight_version,
             paused=self._paused,
+            kind=self._kind,
         )
 
     @asynccontextmanager
@@ -179,7 +183,7 @@ async def open_engines(settings: EngineSettings) -> AsyncIterator[Engines]:
 
     Raises EngineError naming the setting to change, the log, and its last meaningful line. A host that dies later is restarted alone.
     """
-    async with open_hosts(settings, program=HOST_PROGRAM) as engines:
+    async with open_hosts(settings, program=HOST_PROGRAM if settings.simulated is None else SIMULATED_PROGRAM) as engines:
         yield engines
 
 
@@ -188,7 +192,7 @@ async def open_hosts(settings: EngineSettings, *, program: tuple[str, ...]) -> A
     """`open_engines` with any program that speaks `engine_host/protocol.py`."""
     check(settings)
     sweep()
-    engines = Engines()
+    engines = Engines(kind="sglang" if settings.simulated is None else "simulated")
     ports = _Ports()
     engines._hosts = tuple(
         Host(index=index, gpus=gpus, settings=settings, ports=ports.take, environment=os.environ, on_change=engines.note_change, program=program)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from polarnode.conversation import Json
+from polarnode.engine_host.protocol import Marks, Simulation
 from polarnode.errors import EngineError
 
 CPU_RUNNING = 16  # requests decoded together: torch's own attention loops over them, so more only makes each slower
@@ -31,10 +32,20 @@ RESERVED = frozenset(
 
 
 @frozen(kw_only=True)
+class Simulated:
+    """That the engine is simulated, and what its hosts must know of the model, since they load none."""
+
+    simulation: Simulation
+    marks: Marks
+    vocab_size: int
+
+
+@frozen(kw_only=True)
 class EngineSettings:
     """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens` bounds the KV cache of one host.
 
-    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine` as it is.
+    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine` as it is. A `simulated` engine
+    has a host for each of `gpus` (or per `tp` of them) too, but needs none of them to be there.
     """
 
     model_path: Path
@@ -48,6 +59,7 @@ class EngineSettings:
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     weight_version: str = "0"
+    simulated: Simulated | None = None
     extra: Mapping[str, Json] = field(factory=dict)
 
     def log_path(self, index: int) -> Path:
@@ -60,6 +72,8 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face checkpoint")
     if taken := sorted(RESERVED & set(settings.extra)):
         raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
+    if settings.simulated is not None:
+        return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
         raise _wrong("--cpu takes neither --gpus nor --tp: leave them out")
     if settings.device == "cuda" and (not settings.gpus or settings.tp < 1 or len(settings.gpus) % settings.tp):
@@ -68,13 +82,15 @@ def check(settings: EngineSettings) -> None:
 
 def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
     """The GPUs of each host in order; one empty group on a CPU."""
-    if settings.device == "cpu":
+    if not settings.gpus:
         return ((),)
     return tuple(settings.gpus[first : first + settings.tp] for first in range(0, len(settings.gpus), settings.tp))
 
 
 def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, Json]:
-    """The keyword arguments of `sglang.Engine` for one host."""
+    """The keyword arguments of `sglang.Engine` for one host; for a simulated one, what its program reads."""
+    if settings.simulated is not None:
+        return _simulated_arguments(settings, settings.simulated)
     wanted: dict[str, Json] = {
         "model_path": str(settings.model_path.resolve()),
         "device": settings.device,
@@ -95,6 +111,18 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, J
     }
     wanted.update({name: value for name, value in said.items() if value is not None})
     return {**wanted, **settings.extra}
+
+
+def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict[str, Json]:
+    config = json.loads((settings.model_path / "config.json").read_text())
+    return {
+        "model_path": str(settings.model_path.resolve()),
+        "context_length": settings.context_length or _whole(config, "max_position_embeddings", 32_768),
+        "vocab_size": simulated.vocab_size,
+        "weight_version": settings.weight_version,
+        "simulation": asdict(simulated.simulation),
+        "marks": asdict(simulated.marks),
+    }
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
@@ -129,7 +157,7 @@ def _whole(config: Mapping[str, Json], name: str, default: int) -> int:
 
 def host_environment(settings: EngineSettings, *, gpus: tuple[int, ...], scratch: Path, base: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of one host: ours, its own temporary folder, and only its own GPUs."""
-    environment = {**base, "TMPDIR": str(scratch), "CUDA_VISIBLE_DEVICES": _visible(gpus, base)}
+    environment = {**base, "TMPDIR": str(scratch), "CUDA_VISIBLE_DEVICES": "" if settings.simulated is not None else _visible(gpus, base)}
     # compiled kernels are worth keeping from run to run; their default place is the temporary folder, which ends with the host
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.state_dir.resolve() / "compiled"))
     environment["PYTHONUNBUFFERED"] = "1"  # the log's last line matters most when the process is killed

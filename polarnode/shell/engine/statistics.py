@@ -26,10 +26,11 @@ class HostStatistics:
 
 @frozen(kw_only=True)
 class EngineStatistics:
-    """All hosts. `context_length` is the most tokens one request may hold; `weight_version` is the first ready host's."""
+    """All hosts. `context_length` is the most tokens one request may hold; `weight_version` is the first ready host's; a `simulated` engine's answers are random."""
 
     hosts: tuple[HostStatistics, ...]
     vocab_size: int
     context_length: int
     weight_version: str
     paused: str | None
+    kind: Literal["sglang", "simulated"] = "sglang"

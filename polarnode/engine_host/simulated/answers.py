@@ -1,0 +1,121 @@
+"""What the simulated engine says: random words of the model's vocabulary, one whole tool call where the prompt lists tools, the turn's end.
+
+Pure but for its caches. Rule for whoever edits it: an answer depends on the settings' seed, the request's id and its prompt alone, so that a
+run can be repeated; and it parses as the family writes, or the harness above sees an error no model would make.
+"""
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Literal
+
+from attrs import define, field, frozen
+
+from polarnode.engine_host.protocol import Generate, Marks, Simulation
+from polarnode.engine_host.simulated.examples import tool_call, value
+from polarnode.engine_host.simulated.vocabulary import Vocabulary
+
+HEADS = 64  # system turns whose tools are remembered: reading one of 15 000 tokens takes 5 ms, and all turns of all attempts share a few
+THOUGHT = 8  # words of a thought that the prompt left open
+
+
+@frozen(kw_only=True)
+class Answer:
+    """All of one sample: `logprobs` are made up, of the size a real model's have at temperature 1."""
+
+    ids: "array[int]"
+    logprobs: "array[float]"
+    finish: Literal["stop", "length"]
+
+
+@define(eq=False, kw_only=True)
+class Answers:
+    """The words of one model."""
+
+    vocabulary: Vocabulary
+    marks: Marks
+    settings: Simulation
+    _tools: "OrderedDict[bytes, tuple[Mapping[str, Any], ...]]" = field(factory=OrderedDict, init=False)
+
+    def answer(self, order: Generate) -> Answer:
+        """Raises ValueError for what random words can not keep."""
+        chance = Random(f"{self.settings.seed} {order.rid}")
+        prompt = array("i", order.prompt)
+        written = self._written(order, prompt, chance)
+        limit = int(str(order.sampling["max_new_tokens"]))
+        ids = array("i", written[:limit])
+        return Answer(
+            ids=ids,
+            logprobs=array("f", [-chance.expovariate(2.0) for _ in ids]),
+            finish="stop" if len(written) <= limit else "length",
+        )
+
+    def alternatives(self, order: Generate, answer: Answer) -> tuple["array[int]", "array[float]"]:
+        """For each token: itself, then random words, each less likely than the one before."""
+        chance, words = Random(order.rid), self.vocabulary.words
+        ids, logprobs = array("i"), array("f")
+        for token, logprob in zip(answer.ids, answer.logprobs, strict=True):
+            ids.extend([token, *chance.choices(words, k=order.top_logprobs - 1)])
+            logprobs.extend(logprob - step for step in range(order.top_logprobs))
+        return ids, logprobs
+
+    def _written(self, order: Generate, prompt: "array[int]", chance: Random) -> list[int]:
+        _refuse_what_is_not_random(order)
+        thought = self._thought(prompt, chance)
+        if (schema := order.sampling.get("json_schema")) is not None:
+            body = self.vocabulary.encode(json.dumps(value(json.loads(str(schema)), chance)))
+            return [*thought, *body, self.marks.turn_end]
+        call = self._call(prompt, chance)
+        room = self.settings.answer_tokens - len(thought) - len(call) - 1
+        return [*thought, *chance.choices(self.vocabulary.words, k=max(0, room)), *call, self.marks.turn_end]
+
+    def _thought(self, prompt: "array[int]", chance: Random) -> list[int]:
+        """The rest of a thought the prompt opened, if it did: behind the opening mark stands a newline at most."""
+        if self.marks.think_open is None or self.marks.think_close is None or self.marks.think_open not in prompt[-2:]:
+            return []
+        return [*chance.choices(self.vocabulary.words, k=THOUGHT), self.marks.think_close]
+
+    def _call(self, prompt: "array[int]", chance: Random) -> list[int]:
+        if self.marks.call_open is None or self.marks.call_close is None:
+            return []
+        end = prompt.index(self.marks.turn_end) if self.marks.turn_end in prompt else len(prompt)
+        tools = self._listed(prompt[:end])
+        if not tools or prompt[end:].count(self.marks.call_close) >= self.settings.calling_turns:
+            return []
+        body = json.dumps(tool_call(tools, chance), ensure_ascii=False)
+        return [self.marks.call_open, *self.vocabulary.encode(f"\n{body}\n"), self.marks.call_close]
+
+    def _listed(self, head: "array[int]") -> tuple[Mapping[str, Any], ...]:
+        """The functions that the first turn of a prompt lists."""
+        key = head.tobytes()
+        if key not in self._tools:
+            self._tools[key] = tuple(_functions(self.vocabulary.decode(head)))
+            if len(self._tools) > HEADS:
+                self._tools.popitem(last=False)
+        self._tools.move_to_end(key)
+        return self._tools[key]
+
+
+def _functions(text: str) -> list[Mapping[str, Any]]:
+    """One a line between the last `<tools>` and its end; a line that is none was a client's own text."""
+    listed = text.rpartition("<tools>\n")[2].partition("\n</tools>")
+    found: list[Mapping[str, Any]] = []
+    for line in listed[0].splitlines() if listed[1] else ():
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        function = told.get("function", told) if isinstance(told, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            found.append(function)
+    return found
+
+
+def _refuse_what_is_not_random(order: Generate) -> None:
+    if order.processor is not None:
+        raise ValueError("the simulated engine has no logits and takes no logit processor: start a real one")
+    for kind in ("regex", "ebnf"):
+        if order.sampling.get(kind) is not None:
+            raise ValueError(f"the simulated engine's answers are random words and keep no {kind}: start a real one")
