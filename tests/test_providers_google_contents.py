@@ -133,6 +133,12 @@ def test_14_11_ids_the_client_made_up_pass() -> None:
     assert assistant.calls[0].id == tool.call_id == made_up
 
 
+def test_14_11_our_ids_are_ours_again_under_the_functions_name() -> None:
+    ours = "call_000000abcdef012345600"
+    (_, assistant, tool) = read(user("a"), model(call("f", f"f__{ours}")), user(result("f", f"f__{ours}", output="x")))
+    assert (assistant.calls[0].id, assistant.refs, tool.call_id) == (ours, (ours,), ours)
+
+
 def test_a_result_with_an_id_of_its_own_answers_the_call_of_its_name() -> None:
     (_, assistant, tool) = read(user("a"), model(call("f")), user(result("f", "own", output="x")))
     assert tool.call_id == assistant.calls[0].id

@@ -283,11 +283,20 @@ def test_nothing_is_said_of_nothing() -> None:
     assert GOOGLE.stream(SSE).delta(ThinkingDelta("")) == b""
 
 
-@pytest.mark.parametrize("call", [SSE, ARRAY])
-def test_14_8_a_stream_that_failed_says_so_and_has_no_end(call: Any) -> None:
-    stream = GOOGLE.stream(call)
-    sent = stream.start(prompt_tokens=1, cached_tokens=0) + (stream.failed(Fault(kind="engine_failed", message="The engine died.")) or b"")
-    found = chunks(call, sent if call is SSE else sent + b"]")
-    assert found[-1]["error"]["code"] == 500
-    assert found[-1]["error"]["message"] == "The engine died."
-    assert "finishReason" not in json.dumps(found)
+def test_14_8_a_stream_that_failed_says_so_in_bare_json_and_has_no_end() -> None:
+    stream = GOOGLE.stream(SSE)
+    started = stream.start(prompt_tokens=1, cached_tokens=0)
+    said = stream.failed(Fault(kind="engine_failed", message="The engine died."))
+    assert said is not None
+    error = json.loads(said)["error"]
+    assert (error["code"], error["status"], error["message"]) == (500, "INTERNAL", "The engine died.")
+    assert b"\n" not in said[:-1]
+    assert b"finishReason" not in started + said
+
+
+def test_14_8_an_array_that_failed_has_an_error_for_its_last_element_and_no_bracket() -> None:
+    stream = GOOGLE.stream(ARRAY)
+    sent = stream.start(prompt_tokens=1, cached_tokens=0) + (stream.failed(Fault(kind="cancelled", message="Later.")) or b"")
+    assert json.loads(sent + b"]")[-1]["error"]["code"] == 503
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(sent)

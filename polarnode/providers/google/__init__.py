@@ -1,7 +1,7 @@
 """Google generateContent: what Gemini CLI speaks, and Qwen Code, Pi and opencode when told to.
 
 `shapes` is the JSON we take (`names` spells its fields, `schemas` its schemas), `contents`, `tools` and `read` make a conversation of it,
-`write` an answer, `errors` a fault; this file only ties them together.
+`write` an answer, `ids` reads our ids, `errors` a fault; this file only ties them together.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ from attrs import define, field
 
 from polarnode.conversation import Json, Message, ToolCall
 from polarnode.errors import Refused
+from polarnode.providers.google.ids import inward
 from polarnode.providers.google.shapes import CodeExecutionResult, Content, ExecutableCode, FunctionCall, FunctionResponse, Part, Parts
 from polarnode.providers.shapes import compact, not_text, paragraphs
 
@@ -85,11 +86,12 @@ class _Reader:
 
     def _answered(self, response: FunctionResponse) -> str:
         """The id of the call this answers. Some clients leave ids out, of calls as of results; they keep names and order."""
-        for fits in (lambda call: call.id == response.id, lambda call: call.name == response.name):
+        said = inward(response.id or "", response.name)
+        for fits in (lambda call: call.id == said, lambda call: call.name == response.name):
             for call in filter(fits, self.open):
                 self.open.remove(call)
                 return call.id
-        return response.id or response.name
+        return said or response.name
 
     def _model(self, content: Content) -> None:
         said = self._said(parts(content.parts))
@@ -108,7 +110,7 @@ class _Reader:
         for part in said:
             if part.functionCall is not None:
                 calls.append(self._call(part.functionCall))
-                refs.append(part.functionCall.id or "")
+                refs.append(calls[-1].id if part.functionCall.id else "")
             elif part.thought:
                 thoughts.append(part.text or "")
             else:
@@ -120,7 +122,8 @@ class _Reader:
     def _call(self, call: FunctionCall) -> ToolCall:
         """A call; one without an id gets one by its place among all calls, which is the same in every later request."""
         self.calls += 1
-        return ToolCall(id=call.id or f"call_{self.calls}", name=call.name, arguments=compact(call.args or {}))
+        call_id = inward(call.id, call.name) if call.id else f"call_{self.calls}"
+        return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
 
 
 def result_text(response: FunctionResponse) -> str:

@@ -168,10 +168,11 @@ class ContentStream:
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
     def failed(self, fault: Fault) -> bytes | None:
-        """An error, then the connection breaks. Google's Python SDK raises it; those in JavaScript read over it and see the break, which Pi,
-        opencode and Qwen Code answer by asking again. Gemini CLI ends on a break (exit code 1, which is true); after a clean end without a
-        finishReason it would ask again in a turn of calls, but take half a text for its last word."""
-        return self._element(errors.body(fault))
+        """An error as Google itself puts it into a stream: bare JSON, no event. Its SDKs raise it, and Gemini CLI (0.61, tried) asks again,
+        whatever it had shown; an event would be a chunk without a word to them, and a break alone ends Gemini CLI with exit code 1. It wants
+        to be read before the break: what Node has not read by then is lost."""
+        body = errors.body(fault)
+        return dump_json(body) + b"\n" if self.sse else self._element(body)
 
     def _begun(self) -> bytes:
         return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
