@@ -81,7 +81,8 @@ class Answers:
         if self.marks.call_open is None or self.marks.call_close is None:
             return []
         end = prompt.index(self.marks.turn_end) if self.marks.turn_end in prompt else len(prompt)
-        tools = self._listed(prompt[:end])
+        listed = self.marks.call_close in prompt[:end]  # the template's own example of a call: a control token, which no client can write
+        tools = self._listed(prompt[:end]) if listed else ()
         if not tools or prompt[end:].count(self.marks.call_close) >= self.settings.calling_turns:
             return []
         body = json.dumps(tool_call(tools, chance), ensure_ascii=False)
