@@ -2,139 +2,22 @@
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from attrs import evolve, field, frozen
-from providers_kit import a_call
+from attrs import evolve
+from exchange_kit import ANTHROPIC, CALL, CALLED, CHAT, END, FAMILY, REQUEST_ID, Bytes, Scene, chunk, order, rendered, says
 
-from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.conversation import Conversation, Message, Sampling
 from polarnode.errors import EngineError, LawBroken, Refused
-from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Command, Done, Generate, Record, Render, Send
-from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
-from polarnode.exchange.machine import SESSION_OVER, Exchange, Terms
+from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Done, Generate, Record, Render, Send
+from polarnode.exchange.events import ClientLeft, EngineFailed, Produced, Quiet, SessionEnded, Unrenderable
+from polarnode.exchange.machine import SESSION_OVER
 from polarnode.exchange.sample import Sample
-from polarnode.merge.lineage import Lineages, Plan
-from polarnode.ports import Chunk, GenerateOrder
-from polarnode.providers.dialect import Dialect, Fault, Reply, route
-from polarnode.records import Turn, VersionSpan, floats, ids
-from polarnode.tokens.families import Family
+from polarnode.ports import Chunk
+from polarnode.providers.dialect import Dialect, Fault, Reply
+from polarnode.records import VersionSpan, floats, ids
 from polarnode.tokens.parse import Parser
-
-END, CALL, CALLED = 256, 257, 258
-FAMILY = Family(name="bytes", turn_start=259, turn_end=END, stop_ids=(END,), call_open=CALL, call_close=CALLED)
-REQUEST_ID = "ab" * 16
-
-
-@frozen
-class Bytes:
-    """A tokenizer whose ids are bytes, and four marks."""
-
-    vocab_size: int = 260
-    control: Mapping[str, int] = field(factory=dict)
-
-    def encode_plain(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else f"<{token}>".encode()
-
-    def render(
-        self, messages: Sequence[Mapping[str, Json]], *, tools: Sequence[Mapping[str, Json]], generation_prompt: bool, thinking: object
-    ) -> str:
-        raise NotImplementedError
-
-
-def dialect(path: str) -> Dialect:
-    found = route("POST", path, {})
-    assert found is not None
-    return found.dialect
-
-
-CHAT, ANTHROPIC = dialect("/v1/chat/completions"), dialect("/v1/messages")
-
-
-class Scene:
-    """An exchange with its session's lineages; `play` holds it to a transcript."""
-
-    def __init__(self, spoken: Dialect = CHAT, *, stream: bool = True, **terms: Any) -> None:
-        self.lineages = Lineages(session_id="s", secret=b"secret")
-        self.spoken, self.stream = spoken, stream
-        self.terms = Terms(
-            session_id="s",
-            dialect=spoken,
-            call=evolve(a_call(), id=REQUEST_ID),
-            sampling=terms.pop("task", Sampling()),
-            context_length=terms.pop("context_length", 100),
-            token_room=terms.pop("token_room", None),
-            stop_ids=FAMILY.stop_ids,
-            new_parser=lambda plan, prompt, stop: Parser(
-                tokenizer=Bytes(), family=FAMILY, call_id=lambda k: f"call_{k}", opens_thinking=False, stop=stop
-            ),
-            token_bytes=Bytes().token_bytes,
-        )
-        self.exchange = Exchange(self.terms)
-        self.plan = self.new_plan()
-        self.asked = Asked(request=self.request(**terms), plans=(self.plan,), at=10.0, wall=1000.0)
-
-    def new_plan(self) -> Plan:
-        return self.lineages.plan(Conversation(messages=(Message(role="user", text="hi"),)), request_key="body")
-
-    def request(self, **said: Any) -> ModelRequest:
-        conversation = said.pop("conversation", Conversation(messages=(Message(role="user", text="hi"),)))
-        ignored = said.pop("ignored", ())
-        return ModelRequest(
-            provider=self.spoken.name, model="m", conversation=conversation, sampling=Sampling(**said), stream=self.stream, ignored=ignored
-        )
-
-    def play(self, *steps: tuple[Event, list[Any]]) -> list[Command]:
-        """Each event with what it must bring: a command, its class, or a predicate. Returns every command that came."""
-        came: list[Command] = []
-        for event, wanted in steps:
-            commands = self.exchange.receive(event)
-            assert len(commands) == len(wanted), f"{event}: {commands}"
-            for command, want in zip(commands, wanted, strict=True):
-                assert matches(command, want), f"{event}: {command} is not {want}"
-            came += commands
-        return came
-
-    def to_generation(self, prompt: Sequence[int] = b"hi") -> None:
-        self.play((self.asked, [Render]), (rendered(prompt), [Generate]))
-
-    def turn(self, commands: list[Command]) -> Turn:
-        (record,) = [command for command in commands if isinstance(command, Record)]
-        self.lineages.commit(record.turn)  # LawBroken if it is not the turn that was planned
-        return record.turn
-
-
-def matches(command: Command, want: Any) -> bool:
-    if isinstance(want, type):
-        return isinstance(command, want)
-    return bool(want(command)) if callable(want) else command == want
-
-
-def rendered(prompt: Sequence[int] = b"hi", close_length: int = 0) -> Rendered:
-    return Rendered(prompt=ids(list(prompt)), delta=ids(list(prompt)), close_length=close_length)
-
-
-def chunk(text: str, finish: Any = None, *, end: bool = False, start: int = 0, cached: int = 0, at: float = 11.0) -> Produced:
-    tokens = [*text.encode(), *([END] if end else [])]
-    spans = (VersionSpan(version="v1", start=0, end=start + len(tokens)),)
-    return Produced(
-        chunk=Chunk(ids=ids(tokens), logprobs=floats([-0.5] * len(tokens)), finish_reason=finish, version_spans=spans, cached_tokens=cached), at=at
-    )
-
-
-def says(*parts: str) -> Any:
-    return lambda command: isinstance(command, Send) and all(part.encode() in command.data for part in parts)
-
-
-def order(**sampling: Any) -> Generate:
-    return Generate(
-        GenerateOrder(request_id=REQUEST_ID, prompt=ids(list(b"hi")), sampling=Sampling(**sampling), stop_ids=(END,), affinity="s"),
-    )
-
 
 # ── a whole request ───────────────────────────────────────────────────────────
 
@@ -191,7 +74,7 @@ def test_a_call_is_sent_whole() -> None:
     rest = Produced(chunk=Chunk(ids=ids([CALLED, END]), logprobs=floats([-1, -1]), finish_reason="stop"), at=12)
     commands = scene.play(
         (half, [says('"role":"assistant"')]),
-        (rest, [Record, Answered, says('"name":"go"', '"id":"call_0"', '"finish_reason":"tool_calls"'), Done]),
+        (rest, [Record, Answered, says('"name":"go"', '"id":"call_0_0"', '"finish_reason":"tool_calls"'), Done]),
     )
     assert scene.turn(commands).finish_reason == "tool_calls"
 
