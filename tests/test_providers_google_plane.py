@@ -8,8 +8,10 @@ import trio
 from fakes_engine import ScriptedEngine
 from google import genai
 from google.genai import errors, types
-from plane_kit import CONTEXT, answers, prompts, served, stage
+from plane_kit import CONTEXT, HandEngine, answers, prompts, served, stage
 from tokens_kit import model
+
+from polarnode.errors import EngineError
 
 VOCAB = model().tokenizer.vocab_size
 CALLING = '<think>|\nHm.\n|</think>|\n\nLet me see.|<tool_call>|\n{"name": "look", "arguments": {"path": "a.txt"}}\n|</tool_call>'
@@ -104,3 +106,36 @@ async def test_14_2_a_wrong_key_is_told_so_in_googles_words() -> None:
         with pytest.raises(errors.ClientError) as caught:
             await ask(base, lambda client: client.models.generate_content(model="m", contents="hi"), key="of-nobody")
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")
+
+
+async def test_14_8_a_stream_that_fails_ends_in_googles_own_last_words() -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    engine.give("Half a ")
+    engine.fail(EngineError("the host died"))
+    request = b"POST /v1beta/models/m:streamGenerateContent?alt=sse HTTP/1.1\r\nHost: node\r\nx-goog-api-key: key-s1\r\nContent-Length: %d\r\n\r\n"
+    body = b'{"contents":[{"parts":[{"text":"hi"}]}]}'
+    async with served(here.app) as base:
+        stream = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
+        async with stream:
+            await stream.send_all(request % len(body) + body)
+            data = b""
+            with trio.fail_after(30):
+                while not data.endswith(b"0\r\n\r\n"):
+                    data += await stream.receive_some()
+    assert b"Half a" in data
+    assert b"finishReason" not in data
+    assert b'\r\n{"error":{"code":500,' in data  # a piece of its own: Google's SDK for JavaScript knows it by that
+    assert [turn.state for turn in here.turns] == ["failed"]
+
+
+async def test_14_8_the_sdk_raises_what_broke_its_stream() -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    engine.give("Half a ")
+    engine.fail(EngineError("the host died"))
+
+    async with served(here.app) as base:
+        with pytest.raises(errors.ServerError, match="the host died"):
+            await ask(base, lambda client: list(client.models.generate_content_stream(model="m", contents="hi")))
+    assert [turn.state for turn in here.turns] == ["failed"]

@@ -22,7 +22,7 @@ from polarnode.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import Envelope, Fault
+from polarnode.providers.contract import Envelope, Fault, LastWords
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.write import arguments_json, finish_reason
 from polarnode.wire import dump_json
@@ -287,16 +287,22 @@ def test_14_8_a_stream_that_failed_says_so_in_bare_json_and_has_no_end() -> None
     stream = GOOGLE.stream(SSE)
     started = stream.start(prompt_tokens=1, cached_tokens=0)
     said = stream.failed(Fault(kind="engine_failed", message="The engine died."))
-    assert said is not None
-    error = json.loads(said)["error"]
+    assert isinstance(said, LastWords)
+    error = json.loads(said.data)["error"]
     assert (error["code"], error["status"], error["message"]) == (500, "INTERNAL", "The engine died.")
-    assert b"\n" not in said[:-1]
-    assert b"finishReason" not in started + said
+    assert b"\n" not in said.data[:-1]
+    assert b"finishReason" not in started + said.data
+
+
+def error_bytes(said: bytes | LastWords | None) -> bytes:
+    """What is said before the connection breaks."""
+    assert isinstance(said, bytes)
+    return said
 
 
 def test_14_8_an_array_that_failed_has_an_error_for_its_last_element_and_no_bracket() -> None:
     stream = GOOGLE.stream(ARRAY)
-    sent = stream.start(prompt_tokens=1, cached_tokens=0) + (stream.failed(Fault(kind="cancelled", message="Later.")) or b"")
+    sent = stream.start(prompt_tokens=1, cached_tokens=0) + error_bytes(stream.failed(Fault(kind="cancelled", message="Later.")))
     assert json.loads(sent + b"]")[-1]["error"]["code"] == 503
     with pytest.raises(json.JSONDecodeError):
         json.loads(sent)

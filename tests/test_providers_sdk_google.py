@@ -36,6 +36,7 @@ from polarnode.providers.dialect import (
     Envelope,
     Fault,
     FaultKind,
+    LastWords,
     Reply,
     Route,
     ServedModel,
@@ -104,7 +105,8 @@ class Node:
             if self.logprobs:
                 sent += stream.delta(TextDelta("", self.logprobs), choice=choice)
         if self.breaks and self.fault is not None:
-            return sent + (stream.failed(self.fault) or b"")
+            said = stream.failed(self.fault)
+            return sent + (said.data if isinstance(said, LastWords) else said or b"")
         return sent + stream.end(answers, USAGE)
 
 

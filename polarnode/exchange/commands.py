@@ -69,7 +69,7 @@ class Send:
 
 @frozen
 class Done:
-    """The stream is whole: end it properly."""
+    """The stream is whole, or said in its API's own last words that it is not: end it properly."""
 
 
 @frozen

@@ -20,7 +20,7 @@ from polarnode.exchange.sample import AnswerParser, Sample
 from polarnode.exchange.told import order_of, request_ids, turn_of
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
-from polarnode.providers.dialect import JSON_TYPE, Call, Dialect, Fault, Reply, StreamWriter
+from polarnode.providers.dialect import JSON_TYPE, Call, Dialect, Fault, LastWords, Reply, StreamWriter
 from polarnode.records import TurnState
 
 SESSION_OVER: Final = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
@@ -207,10 +207,11 @@ class Exchange:
         if self._writer is None or not self._opened:
             yield self.terms.dialect.error(fault)
             return
-        data = self._writer.failed(fault)
+        said = self._writer.failed(fault)
+        data = said.data if isinstance(said, LastWords) else said
         if data:
             yield Send(data, self._writer.content_type)
-        yield Break()
+        yield Done() if isinstance(said, LastWords) else Break()
 
     def _quiet(self) -> Iterator[Command]:
         if self._writer is not None:

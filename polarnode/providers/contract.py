@@ -134,6 +134,14 @@ class Envelope:
     memory: Memory = NoMemory()
 
 
+@frozen
+class LastWords:
+    """What a stream that failed says before it is ended properly: for an API whose clients know a failure by these words, and lose them when
+    the connection breaks behind them."""
+
+    data: bytes
+
+
 class StreamWriter(Protocol):
     """One streamed answer. Every method returns the bytes to send now, which may be none; it holds no more than block numbers.
 
@@ -152,8 +160,9 @@ class StreamWriter(Protocol):
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
-    def failed(self, fault: Fault) -> bytes | None:
-        """After headers are out: an error event to send, then close; or None, break the TCP connection. Never end such a stream cleanly."""
+    def failed(self, fault: Fault) -> bytes | LastWords | None:
+        """After headers are out: an error event to send before the TCP connection is broken; None, only break it. Never end such a stream
+        cleanly, but behind `LastWords` that no client takes for an answer's end."""
         ...
 
 

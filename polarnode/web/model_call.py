@@ -261,7 +261,7 @@ class ModelCall:
         for command in exchange.receive(SessionEnded(at=now) if self.incoming.session.over else ClientLeft(at=now)):
             if isinstance(command, Record | Abandon | Abort | Answered):
                 self._keep(command)
-            elif isinstance(command, Send | Break | Reply):
+            elif isinstance(command, Send | Done | Break | Reply):
                 self._last_words.append(command)
 
     def _keep(self, command: Record | Abandon | Answered | Abort) -> None:

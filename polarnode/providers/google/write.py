@@ -14,7 +14,7 @@ import orjson
 from attrs import define, field
 
 from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall, Usage
-from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Fault
+from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Fault, LastWords
 from polarnode.providers.google import errors
 from polarnode.providers.sse import event
 from polarnode.wire import dump_json
@@ -167,12 +167,15 @@ class ContentStream:
         last: list[Json] = [candidate_json([], index, finish=finish_reason(answer)) for index, answer in enumerate(answers)]
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
-    def failed(self, fault: Fault) -> bytes | None:
-        """An error as Google itself puts it into a stream: bare JSON, no event. Its SDKs raise it, and Gemini CLI (0.61, tried) asks again,
-        whatever it had shown; an event would be a chunk without a word to them, and a break alone ends Gemini CLI with exit code 1. It wants
-        to be read before the break: what Node has not read by then is lost."""
+    def failed(self, fault: Fault) -> bytes | LastWords | None:
+        """An error as Google itself puts it into a stream: bare JSON, no event, and then the end.
+
+        Its SDKs raise it, and Gemini CLI (0.61, tried) asks again, whatever it had shown. An event would be a chunk without a word to them; a
+        break ends Gemini CLI with exit code 1, with or without an error before it, because Node drops what is not read yet; a clean end alone
+        is asked again only after calls, and after a text it is a last word. Of an array the error is an element, and then it breaks.
+        """
         body = errors.body(fault)
-        return dump_json(body) + b"\n" if self.sse else self._element(body)
+        return LastWords(dump_json(body) + b"\n") if self.sse else self._element(body)
 
     def _begun(self) -> bytes:
         return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
