@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarnode.conversation import Delta, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall
-from polarnode.tokens.flow import Flow, Kind, fold
+from polarnode.conversation import Delta, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall
+from polarnode.tokens.flow import Flow, Kind, fold, joined
 
 CALL = ToolCall(id="c", name="f", arguments="{}")
 
@@ -139,3 +139,21 @@ def test_folding_joins_neighbours_of_one_kind() -> None:
     deltas: list[Delta] = [TextDelta("a"), TextDelta("b"), CALL, CALL, ThinkingDelta("t"), TextDelta("c")]
     assert fold(deltas) == (TextPart("ab"), CALL, CALL, ThinkingPart("t"), TextPart("c"))
     assert fold([]) == ()
+
+
+def test_joining_makes_one_event_of_neighbours_and_keeps_their_tokens() -> None:
+    one, other = TokenLogprob(data=b"a", logprob=-1), TokenLogprob(data=b"b", logprob=-2)
+    deltas: list[Delta] = [TextDelta("a", (one,)), TextDelta("b", (other,)), CALL, ThinkingDelta("t"), ThinkingDelta("u"), TextDelta("c")]
+    assert joined(deltas) == [TextDelta("ab", (one, other)), CALL, ThinkingDelta("tu"), TextDelta("c")]
+
+
+def test_tokens_leave_with_the_first_letter_they_wrote_and_are_dropped_with_the_last() -> None:
+    flow = Flow(("END",))
+    tokens = [TokenLogprob(data=bytes([letter]), logprob=-letter) for letter in range(6)]
+    for text, token in zip(("\n", "ab", "cE", "N", "\n", "d"), tokens, strict=True):
+        flow.write("text", text, (token,))
+    assert flow.take() == [TextDelta("abcEN\nd", tuple(tokens[1:]))]
+    flow.write("text", "\n\n", (tokens[0],))
+    flow.release()
+    assert flow.take() == []
+    assert flow.told == tuple(tokens[1:])

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import tokens_kit as kit
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from qwen3_fixture import qwen3_folder  # noqa: F401
 
-from polarnode.conversation import Answer, Delta, FinishReason, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall
+from polarnode.conversation import Answer, Delta, FinishReason, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall
 from polarnode.errors import ModelError, Refused
 from polarnode.records import ids
 from polarnode.tokens.flow import fold
@@ -320,3 +320,82 @@ def test_the_real_tokenizer_reads_the_same(qwen3_folder: Path) -> None:  # noqa:
     pieces = (kit.OPEN, "\ncaf\u00e9 \U0001f642\n", kit.CLOSE, "\n\nI look.\n", kit.CALL, BODY, kit.CALLED, kit.END)
     deltas = [delta for token in qwen3.spelled(*pieces) for delta in parser.feed(ids([token]))]
     assert fold(deltas) == parser.finish("stop").answer.parts == (THINK("caf\u00e9 \U0001f642"), TEXT("I look."), LOOK)
+
+
+# ── logprobs of visible text ──────────────────────────────────────────────────
+
+
+def told(tiny: kit.Model, sampled: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """Every token with a logprob that names its place."""
+    return tuple(TokenLogprob(data=tiny.tokenizer.token_bytes(token), logprob=-float(place)) for place, token in enumerate(sampled))
+
+
+def places(answer: Answer) -> list[int]:
+    return [int(-token.logprob) for token in answer.logprobs]
+
+
+def read_told(*pieces: str, reason: FinishReason = "stop", stop: tuple[str, ...] = (), size: int = 1000) -> tuple[Answer, list[Delta]]:
+    tiny = kit.model()
+    sampled = tiny.spelled(*pieces)
+    tokens = told(tiny, sampled)
+    parser = tiny.parser(stop=stop)
+    deltas = [delta for start in range(0, len(sampled), size) for delta in parser.feed(sampled[start : start + size], tokens[start : start + size])]
+    finished = parser.finish(reason)
+    return finished.answer, [*deltas, *finished.deltas]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "written"),
+    [
+        (("hello there", kit.END), (), "hello there"),
+        ((kit.OPEN, "\nhm\n", kit.CLOSE, "\n\nhello", kit.END), (), "hello"),
+        (("so\n", kit.CALL, BODY, kit.CALLED, "\n", "done", kit.END), (), "sodone"),
+        ((kit.CALL, "bad", kit.CALLED, kit.END), (), "<tool_call>bad</tool_call>"),
+        ((kit.CALL, "cut"), (), "<tool_call>cut"),
+        (("a<|im_start|>", "<|im_start|>", kit.END), (), "a<|im_start|><|im_start|>"),
+        (("caf\u00e9 \U0001f642!", kit.END), (), "caf\u00e9 \U0001f642!"),
+        (("yes ", "STOP", " no"), ("STOP",), "yes "),
+        ((kit.END,), (), ""),
+    ],
+)
+def test_each_token_of_visible_text_is_told_once_in_its_order(pieces: Sequence[str], stop: tuple[str, ...], written: str) -> None:
+    answer, deltas = read_told(*pieces, stop=stop)
+    assert b"".join(token.data for token in answer.logprobs).decode() == answer.text == written
+    assert places(answer) == sorted(set(places(answer)))
+    assert tuple(token for delta in deltas if isinstance(delta, TextDelta) for token in delta.logprobs) == answer.logprobs
+
+
+def test_a_character_of_several_tokens_is_told_with_all_of_them() -> None:
+    tiny = kit.model()
+    sampled = tiny.spelled("\U0001f642")
+    assert len(sampled) > 1
+    parser, tokens = tiny.parser(), told(tiny, sampled)
+    for place in range(len(sampled) - 1):
+        assert parser.feed(sampled[place : place + 1], tokens[place : place + 1]) == []
+    (delta,) = parser.feed(sampled[-1:], tokens[-1:])
+    assert delta == TextDelta("\U0001f642", tokens)
+
+
+def test_a_character_that_a_mark_breaks_is_told_with_what_there_was_of_it() -> None:
+    tiny = kit.model()
+    sampled = ids([*tiny.spelled("\U0001f642")[:1], *tiny.spelled(kit.OPEN, "hm", kit.CLOSE)])
+    parser = tiny.parser()
+    assert parser.feed(sampled, told(tiny, sampled)) == [TextDelta("\ufffd", told(tiny, sampled)[:1]), ThinkingDelta("hm")]
+
+
+TOLD = st.lists(st.sampled_from(("a", " b", "\n", "ST", "OP", "\u00e9", kit.OPEN, kit.CLOSE, kit.CALL, kit.CALLED, BODY)), max_size=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=TOLD, size=st.integers(1, 7), stop=st.sampled_from(((), ("STOP",), ("\n",))))
+def test_telling_changes_nothing_else_and_chunks_do_not_matter(pieces: list[str], size: int, stop: tuple[str, ...]) -> None:
+    tiny = kit.model()
+    plain = tiny.parser(stop=stop)
+    plain.feed(tiny.spelled(*pieces))
+    expected = plain.finish("length").answer
+    (whole, _), (chunked, deltas) = read_told(*pieces, reason="length", stop=stop), read_told(*pieces, reason="length", stop=stop, size=size)
+    assert whole == chunked
+    assert evolve(whole, logprobs=()) == expected
+    assert fold(deltas) == whole.parts
+    assert places(whole) == sorted(set(places(whole)))
+    assert (expected.text == "") == (whole.logprobs == ())

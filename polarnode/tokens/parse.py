@@ -167,7 +167,7 @@ class Parser:
             self._call_told += self._pending
         elif text:
             self._flow.write(self._mode, text, tuple(self._pending) if self._mode == "text" else ())
-        if text:
+        if text or self._mode == "call":
             self._pending.clear()
 
     def _text(self, token: int) -> str:
