@@ -174,3 +174,12 @@ def test_a_part_that_is_no_text_is_never_left_out_silently() -> None:
     """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
     with validators.disabled(), pytest.raises(Refused, match="reads text only"):
         told({"role": "user", "content": [{"type": "image_url"}]})
+
+
+def test_a_call_that_came_without_an_id_is_echoed_without_one() -> None:
+    """Harnesses keep no id where none was given (harnesses.md 12, `noid`), and their requests are served like any other."""
+    bare = {"type": "function", "function": {"name": "go", "arguments": "{}"}}
+    for echoed in (bare, bare | {"id": None}, bare | {"id": ""}):
+        assistant, tool = told({"role": "assistant", "tool_calls": [echoed]}, {"role": "tool", "content": "done"})
+        assert [made.id for made in assistant.calls] == [""]
+        assert (assistant.refs, tool.call_id) == ((), None)

@@ -79,7 +79,7 @@ def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence
     [
         ({"content": "x"}, "$.messages[1]", "messages[1] needs 'role': one of 'assistant', 'developer', 'system', 'tool', 'user'"),
         ({"role": "user", "content": 5}, "$.messages[1].content", "messages[1].content must be a string or a list or null, not a number"),
-        ({"role": "tool", "content": "x"}, "$.messages[1].tool_call_id", "messages[1].tool_call_id is missing: it is required"),
+        ({"role": "tool", "tool_call_id": 1}, "$.messages[1].tool_call_id", "messages[1].tool_call_id must be a string or null, not a number"),
         ({"role": "assistant", "function_call": {"name": "x"}}, "$.messages[1].function_call", OLD),
         (
             {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]},

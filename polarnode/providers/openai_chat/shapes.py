@@ -70,7 +70,7 @@ class AssistantMessage:
 @frozen
 class ToolMessage:
     role: Literal["tool"]
-    tool_call_id: str
+    tool_call_id: str | None = None  # nothing for a call that had no id
     content: Content = None
 
 

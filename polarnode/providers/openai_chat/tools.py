@@ -43,9 +43,9 @@ def _one_of_both(shape: "CallShape", _: object, value: CustomCall | None) -> Non
 
 @frozen
 class CallShape:
-    """One class, as many clients leave the type out."""
+    """One class, as many clients leave the type out; Pi has none for a call that came without (harnesses.md 12, `noid`)."""
 
-    id: str
+    id: str | None = None
     function: FunctionCall | None = None
     custom: CustomCall | None = field(default=None, validator=_one_of_both)
 
@@ -191,9 +191,9 @@ def read_call(shape: CallShape) -> ToolCall:
     """An echoed call; a custom one as the model made it."""
     if shape.function is None:
         made = shape.custom or CustomCall(name="")  # the shape takes none without either
-        return ToolCall(id=shape.id, name=made.name, arguments=compact({"input": made.input}))
+        return ToolCall(id=shape.id or "", name=made.name, arguments=compact({"input": made.input}))
     said = shape.function.arguments
-    return ToolCall(id=shape.id, name=shape.function.name, arguments=said if isinstance(said, str) else compact(said or {}))
+    return ToolCall(id=shape.id or "", name=shape.function.name, arguments=said if isinstance(said, str) else compact(said or {}))
 
 
 def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
