@@ -76,7 +76,7 @@ def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> Non
 
 
 def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:
-    parts = [{"type": "new_text", "text": "a"}, {"type": "encrypted_content", "encrypted_content": "x"}, {"type": "input_text", "text": "b"}]
+    parts = [{"type": "new_text", "text": "a"}, {"type": "new_thing", "data": "x"}, {"type": "input_text", "text": "b"}]
     found = heard({"role": "user", "content": parts})
     assert (found.messages[0].text, found.ignored) == ("a\nb", ["$.input[0].content[1]"])
 
@@ -314,7 +314,11 @@ def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
 
 
 def test_what_one_agent_tells_another_is_a_users_message() -> None:
-    content = [{"type": "input_text", "text": "go"}, {"type": "encrypted_content", "encrypted_content": "x"}]
-    found = heard({"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": content})
-    assert found.messages == [Message(role="user", text="Message from /root:\ngo")]
-    assert found.ignored == ["$.input[0].content[1]"]
+    """Codex marks what its agents say as encrypted, and hands on what it got: our model's words in clear, or another server's token."""
+    head = {"type": "input_text", "text": "Sender: /root\nPayload:\n"}
+    item = {"type": "agent_message", "author": "/root", "recipient": "/root/a"}
+    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": "say hello"}]})
+    assert (found.messages, found.ignored) == ([Message(role="user", text="Sender: /root\nPayload:\nsay hello")], [])
+    foreign = "gAAAAABo" + "x_-A" * 40 + "=="
+    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": foreign}]})
+    assert (found.messages[0].text, found.ignored) == (head["text"], ["$.input[0].content[1]"])

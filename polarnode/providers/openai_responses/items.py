@@ -5,6 +5,7 @@ everything else stays one to one, so that a history that is only appended to rea
 shown is named by its path, but for images and files, which its user means it to see: those are refused.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -33,8 +34,9 @@ from polarnode.providers.openai_responses.shapes import (
 from polarnode.providers.openai_responses.tools import Toolbox, full_name, shaped, told
 from polarnode.providers.shapes import compact, not_text, paragraphs
 
-_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 _NOT_TEXTS: Final = frozenset({"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"})
+_ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")  # what OpenAI's own server makes of an agent's words: a Fernet token
 NEW_TOOLS: Final = "From here on these tools can be called too:"
 FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
 FOUND_NONE: Final = "Found no tools."
@@ -99,9 +101,10 @@ class Transcript:
             self.say(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
     def agent_message(self, item: Object, path: str) -> None:
+        """Codex takes the words of its agents for encrypted by the server (a schema says `encrypted`) and hands them on unread, as it got them:
+        ours are in clear, and a sub-agent has no other task."""
         shape = shaped(item, AgentMessageItem, path)
-        said = paragraphs(self._parts(shape.content, f"{path}.content"))
-        self.say(Message(role="user", text=f"Message from {shape.author}:\n{said}" if shape.author else said))
+        self.say(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
     def reasoning(self, item: Object, path: str) -> None:
         """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays closed, and a reference."""
@@ -201,11 +204,18 @@ class Transcript:
         for index, part in enumerate(content or ()):
             if part.type in _NOT_TEXTS:
                 raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
-            text = part.refusal if part.type == "refusal" else part.text
-            if part.type in (*_TEXTS, "refusal") or text is not None:
-                yield text or ""
-            else:
+            text = _text(part)
+            if text is None and part.type not in _TEXTS:
                 self.ignored.append(f"{path}[{index}]")
+            else:
+                yield text or ""
+
+
+def _text(part: PartShape) -> str | None:
+    if part.type == "encrypted_content":
+        said = part.encrypted_content
+        return None if said is None or _ENCRYPTED.fullmatch(said) else said
+    return part.refusal if part.type == "refusal" else part.text
 
 
 def _streams(part: Json) -> str:

@@ -23,6 +23,7 @@ class PartShape:
     type: str
     text: str | None = None
     refusal: str | None = None
+    encrypted_content: str | None = None
 
 
 Content = str | tuple[PartShape, ...] | None
@@ -40,10 +41,9 @@ class MessageItem:
 
 @frozen
 class AgentMessageItem:
-    """What one of Codex's agents tells another."""
+    """What one of Codex's agents tells another; its text says who."""
 
     content: Content = None
-    author: str | None = None
 
 
 @frozen
