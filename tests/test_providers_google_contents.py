@@ -139,6 +139,17 @@ def test_14_11_our_ids_are_ours_again_under_the_functions_name() -> None:
     assert (assistant.calls[0].id, assistant.refs, tool.call_id) == (ours, (ours,), ours)
 
 
+def test_14_11_a_signature_says_the_id_that_a_client_dropped() -> None:
+    signed = {"thoughtSignature": "MDAwMDAzYWJjZGVmMDEyMw=="}
+    (_, assistant, *tools) = read(
+        user("a"), model(call("f") | signed, call("f") | signed), model(call("g") | signed), user(result("g"), result("f"), result("f"))
+    )
+    ids = [made.id for made in assistant.calls]
+    assert ids == ["call_000003abcdef012300", "call_000003abcdef012301", "call_000003abcdef012302"]
+    assert [tool.call_id for tool in tools] == [ids[2], ids[0], ids[1]]
+    assert set(assistant.refs) == {*ids, signed["thoughtSignature"]}
+
+
 def test_a_result_with_an_id_of_its_own_answers_the_call_of_its_name() -> None:
     (_, assistant, tool) = read(user("a"), model(call("f")), user(result("f", "own", output="x")))
     assert tool.call_id == assistant.calls[0].id
@@ -164,6 +175,8 @@ def test_a_result_nobody_called_for_is_still_shown(given: str | None, meant: str
         ({"output": None}, ""),
         ({"error": "no such file"}, '{"error":"no such file"}'),
         ({"output": "x", "exitCode": 1}, '{"output":"x","exitCode":1}'),
+        ({"name": "f", "content": "of the AI SDK"}, "of the AI SDK"),
+        ({"name": "g", "content": "x"}, '{"name":"g","content":"x"}'),
         ({"b": 1, "a": "ü"}, '{"b":1,"a":"ü"}'),
         ({}, "{}"),
         (None, ""),

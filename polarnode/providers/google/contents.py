@@ -11,7 +11,7 @@ from attrs import define, field
 
 from polarnode.conversation import Json, Message, ToolCall
 from polarnode.errors import Refused
-from polarnode.providers.google.ids import inward
+from polarnode.providers.google.ids import inward, of_signature
 from polarnode.providers.google.shapes import CodeExecutionResult, Content, ExecutableCode, FunctionCall, FunctionResponse, Part, Parts
 from polarnode.providers.shapes import compact, not_text, paragraphs
 
@@ -94,23 +94,26 @@ class _Reader:
         return said or response.name
 
     def _model(self, content: Content) -> None:
-        said = self._said(parts(content.parts))
-        if self.found and self.found[-1].role == "assistant":
-            self.found[-1] = _joined(self.found[-1], said)
+        before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
+        said = self._said(parts(content.parts), 0 if before is None else len(before.calls))
+        if before is not None:
+            self.found[-1] = _joined(before, said)
             self.open += said.calls
         else:
             self.found.append(said)
             self.open = list(said.calls)
 
-    def _said(self, said: tuple[Part, ...]) -> Message:
+    def _said(self, said: tuple[Part, ...], earlier: int) -> Message:
+        """One content as a message; `earlier` calls of the same turn stand before it."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         refs: list[str] = []
         for part in said:
             if part.functionCall is not None:
-                calls.append(self._call(part.functionCall))
-                refs.append(calls[-1].id if part.functionCall.id else "")
+                signed = of_signature(part.thoughtSignature, earlier + len(calls))
+                calls.append(self._call(part.functionCall, signed))
+                refs.append(calls[-1].id if part.functionCall.id or signed else "")
             elif part.thought:
                 thoughts.append(part.text or "")
             else:
@@ -119,10 +122,10 @@ class _Reader:
         # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
         return Message(role="assistant", text="".join(texts), calls=tuple(calls), thinking="".join(thoughts), refs=_once(refs))
 
-    def _call(self, call: FunctionCall) -> ToolCall:
-        """A call; one without an id gets one by its place among all calls, which is the same in every later request."""
+    def _call(self, call: FunctionCall, signed: str | None) -> ToolCall:
+        """A call; one without an id gets the one it is signed with, or one by its place among all calls, which later requests repeat."""
         self.calls += 1
-        call_id = inward(call.id, call.name) if call.id else f"call_{self.calls}"
+        call_id = inward(call.id, call.name) if call.id else signed or f"call_{self.calls}"
         return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
 
 
@@ -132,10 +135,18 @@ def result_text(response: FunctionResponse) -> str:
     So the same tool reads the same in every API; an `error` keeps its name, because that name is all that says it is one.
     """
     said = response.response
-    if isinstance(said, dict) and len(said) == 1:
-        said = next((said[name] for name in _OUTPUTS if name in said), said)
+    if isinstance(said, dict):
+        said = _output_of(said, response.name)
     beside = (part.inlineData.text() if part.inlineData is not None else part.text or "" for part in response.parts or ())
     return paragraphs((_plain(said), *beside))
+
+
+def _output_of(said: dict[str, Json], name: str) -> Json:
+    if len(said) == 1:
+        return next((said[output] for output in _OUTPUTS if output in said), said)
+    if said.keys() == {"name", "content"} and said["name"] == name:
+        return said["content"]  # as the AI SDK (opencode) wraps it
+    return said
 
 
 def _plain(value: Json) -> str:
