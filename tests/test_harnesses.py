@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.errors import Refused
-from polarnode.harnesses import claude_code, harness, mini_swe_agent, pi, registry, shell
+from polarnode.harnesses import codex, harness, pi, registry, shell
 from polarnode.ports import Endpoint, HarnessOrder
-from polarnode.tasks import HarnessSpec
+from polarnode.tasks import HarnessSpec, McpServerSpec
 
 BASE = "http://127.0.0.1:8080"
 KEY = "sk-polarnode-test"
@@ -35,6 +35,7 @@ def test_every_harness_is_told_its_endpoint_and_key_and_no_other(name: str, monk
     monkeypatch.setenv("OPENAI_API_KEY", "sk-the-nodes-own")
     launch = registry.HARNESSES[name].launch(order())
     told = json.dumps([launch.argv, dict(launch.env), {path: text.decode() for path, text in launch.files.items()}])
+    assert "Write kiwi" in told + launch.stdin.decode()
     assert BASE in told
     assert KEY in told
     assert "sk-the-nodes-own" not in told
@@ -48,49 +49,25 @@ def test_the_tasks_environment_wins(name: str) -> None:
     assert registry.HARNESSES[name].launch(order(env={"TERM": "xterm", "MORE": "1"})).env.items() >= {"TERM": "xterm", "MORE": "1"}.items()
 
 
-@pytest.mark.parametrize("name", ["pi", "mini_swe_agent", "claude_code"])
-@pytest.mark.parametrize("instruction", ["--help", "@/etc/passwd", "-p x", "plain; rm -rf /", "$(id)"])
-def test_an_instruction_is_one_argument_and_never_a_flag(name: str, instruction: str) -> None:
-    argv = registry.HARNESSES[name].launch(order(instruction=instruction)).argv
-    assert [part for part in argv if instruction in part] == [instruction if instruction[0] not in "-@" else f" {instruction}"]
+@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+def test_a_setting_a_harness_does_not_know_is_refused_with_its_path(name: str) -> None:
+    with pytest.raises(Refused) as refused:
+        registry.HARNESSES[name].launch(order(settings={"apu": 1}))
+    assert refused.value.path == "$.harness.settings.apu"
 
 
-def test_pi_reads_its_provider_from_its_models_file() -> None:
-    launch = pi.launch(order())
-    models = json.loads(launch.files["/home/agent/.pi/agent/models.json"])["providers"]["local"]
-    assert (models["baseUrl"], models["api"]) == (f"{BASE}/v1", "openai-completions")
-    assert launch.env[models["apiKey"]] == KEY
-    assert models["models"][0]["contextWindow"] == 65536
+@pytest.mark.parametrize("name", sorted(known.name for known in registry.HARNESSES.values() if known.apis))
+def test_an_api_it_can_not_speak_is_refused_with_those_it_can(name: str) -> None:
+    with pytest.raises(Refused, match=f"one of {registry.HARNESSES[name].apis[0]}") as refused:
+        registry.HARNESSES[name].launch(order(settings={"api": "telepathy"}))
+    assert refused.value.path == "$.harness.settings.api"
 
 
-def test_pi_speaks_anthropic_when_told() -> None:
-    launch = pi.launch(order(settings={"api": "anthropic-messages"}))
-    assert json.loads(launch.files["/home/agent/.pi/agent/models.json"])["providers"]["local"]["baseUrl"] == BASE
-
-
-def test_a_setting_no_harness_knows_is_refused_with_its_path() -> None:
-    for name, wrong in (("pi", {"apu": 1}), ("mini_swe_agent", {"step": 1}), ("claude_code", {"x": 1}), ("shell", {"x": 1})):
-        with pytest.raises(Refused) as refused:
-            registry.HARNESSES[name].launch(order(settings=wrong))
-        assert str(refused.value.path).startswith("$.harness.settings.")
-    with pytest.raises(Refused, match="one of openai-completions"):
-        pi.launch(order(settings={"api": "telepathy"}))
-
-
-def test_mini_asks_for_no_prices_and_no_confirmation() -> None:
-    launch = mini_swe_agent.launch(order(model_name="m"))
-    assert launch.argv[:3] == ("mini", "-m", "openai/m")
-    assert "-y" in launch.argv
-    assert launch.env["OPENAI_API_BASE"] == f"{BASE}/v1"
-    assert mini_swe_agent.launch(order(settings={"api": "anthropic"})).env["ANTHROPIC_API_BASE"] == BASE
-
-
-def test_claude_code_is_told_the_true_window_and_sends_nothing_home() -> None:
-    env = claude_code.launch(order()).env
-    assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
-    assert env["ANTHROPIC_BASE_URL"] == BASE
-    assert env["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == env["DISABLE_TELEMETRY"] == env["IS_SANDBOX"] == "1"
-    assert "--bare" in claude_code.launch(order(settings={"bare": True})).argv
+def test_an_instruction_no_argument_can_hold_is_refused_with_the_remedy() -> None:
+    with pytest.raises(Refused, match="put it in a file of the workspace") as refused:
+        codex.launch(order(instruction="ä" * 65536))
+    assert refused.value.path == "$.instruction"
+    assert codex.launch(order(instruction="ä" * 65535)).argv[-1] == "ä" * 65535
 
 
 def test_shell_fills_only_what_it_knows() -> None:
@@ -127,3 +104,28 @@ def test_a_users_own_harness_comes_by_import_path_where_the_node_allows_it() -> 
         registry.find(spec)
     with pytest.raises(Refused, match="not a polarnode"):
         registry.find(HarnessSpec(import_path=f"{__name__}:BASE"), allowed_imports=("*",))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "path", "able"),
+    [
+        ("pi", {"mcp_servers": {"w": McpServerSpec(command="x")}}, "$.harness.mcp_servers", "claude_code, codex"),
+        ("mini_swe_agent", {"skills": {"k": "text"}}, "$.harness.skills", "codex, gemini_cli"),
+        ("shell", {"skills": {"k": "text"}}, "$.harness.skills", "leave them out"),
+        (None, {"mcp_servers": {"w": McpServerSpec(command="x")}}, "$.harness.mcp_servers", "own takes no mcp_servers"),
+    ],
+)
+def test_what_a_harness_can_not_be_given_is_refused(name: str | None, more: dict[str, Any], path: str, able: str) -> None:
+    spec = HarnessSpec(import_path=f"{__name__}:OWN", **more) if name is None else HarnessSpec(name=name, **more)
+    with pytest.raises(Refused, match=able) as refused:
+        registry.find(spec, allowed_imports=("*",))
+    assert refused.value.path == path
+    assert registry.find(HarnessSpec(name="codex", **more)) is codex.HARNESS
+
+
+def test_shell_tells_every_sdk_where_to_go() -> None:
+    env = shell.launch(order(instruction="x")).env
+    assert (env["OPENAI_BASE_URL"], env["ANTHROPIC_BASE_URL"], env["GOOGLE_GEMINI_BASE_URL"]) == (f"{BASE}/v1", BASE, BASE)
+    assert {env[name] for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")} == {KEY}
+    assert {env[name] for name in ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL")} == {"local-model"}
+    assert env["POLARNODE_INSTRUCTION"] == "x"

@@ -13,7 +13,7 @@ import trio
 from podman_parts import LIFETIME_S, podman, settings  # noqa: F401
 
 from polarnode.errors import ConfigError, HarnessError, Refused, RuntimeFault
-from polarnode.harnesses import claude_code, mini_swe_agent, pi
+from polarnode.harnesses.registry import HARNESSES
 from polarnode.shell.podman import (
     Images,
     Recipes,
@@ -42,8 +42,9 @@ def write_recipe(folder: Path, name: str, *, toml: str = "", containerfile: str 
 
 def test_our_own_recipes_carry_the_harnesses_at_their_versions() -> None:
     recipes = read_recipes(default_runtimes_dir())
-    for module in (pi, mini_swe_agent, claude_code):
-        harness = module.HARNESS
+    for harness in HARNESSES.values():
+        if harness.version is None:
+            continue
         assert recipes.image_for(harness.name) == harness.image
         containerfile = (default_runtimes_dir() / harness.image / "Containerfile").read_text()
         assert f"_VERSION={harness.version}\n" in containerfile, "the image pins what the harness module was measured with"

@@ -1,21 +1,34 @@
-"""Claude Code: speaks Anthropic Messages, configured by its environment alone.
+"""Claude Code: speaks Anthropic Messages, configured by its environment; MCP servers come in a file named on its command line.
 
-Measured with 2.1.328: prompts of 50 kB and more, `system` entries in mid-conversation, tools that appear later. An unknown model name is
-taken to have a million tokens of context, so the true window is told.
+Measured with 2.1.328: prompts of 40 kB and more, `system` entries in mid-conversation, tools that appear later. An unknown model name is
+taken to have a million tokens of context, so the true window is told. As root it refuses to skip permissions unless `IS_SANDBOX` is set.
 """
 
-from polarnode.harnesses.harness import Harness, argument, environment, model_name, only_settings
+from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
+from polarnode.harnesses.spelling import json_bytes, server_json
 from polarnode.ports import HarnessOrder, Launch
 
 VERSION = "2.1.328"
+APIS = ("anthropic",)
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`claude -p INSTRUCTION`, every permission given: the container is the sandbox."""
-    only_settings(order.settings, ("bare",))
+    only_settings(order.settings, ("api", "bare"))
+    choice(order.settings, "api", APIS)
+    servers = f"{order.home}/.claude/mcp-servers.json"
     bare = ("--bare",) if order.settings.get("bare") else ()
-    argv = ("claude", *bare, "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose", "-p", argument(order.instruction))
-    return Launch(argv=argv, env=environment(order, _own(order)), files={})
+    mcp = ("--mcp-config", servers, "--strict-mcp-config") if order.mcp_servers else ()
+    fixed = ("--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose")
+    return Launch(
+        argv=("claude", *bare, *mcp, *fixed, "-p", argument(order.instruction, special=("-", "/"))),
+        env=environment(order, _own(order)),
+        files={**({servers: _servers(order)} if mcp else {}), **skill_files(order, ".claude/skills")},
+    )
+
+
+def _servers(order: HarnessOrder) -> bytes:
+    return json_bytes({"mcpServers": {name: server_json(server, kinds=("stdio", "http")) for name, server in order.mcp_servers.items()}})
 
 
 def _own(order: HarnessOrder) -> dict[str, str]:
@@ -36,4 +49,4 @@ def _own(order: HarnessOrder) -> dict[str, str]:
     }
 
 
-HARNESS = Harness(name="claude_code", version=VERSION, image="claude_code", launch=launch)
+HARNESS = Harness(name="claude_code", version=VERSION, image="claude_code", launch=launch, apis=APIS, mcp_servers=True, skills=True)

@@ -1,7 +1,19 @@
 """Which harness a task means: one of ours by name, or the user's own by import path."""
 
 from polarnode.errors import Refused
-from polarnode.harnesses import claude_code, codex, gemini_cli, mini_swe_agent, opencode, pi, qwen_code, shell
+from polarnode.harnesses import (
+    claude_code,
+    codex,
+    gemini_cli,
+    hermes,
+    mini_swe_agent,
+    openclaw,
+    opencode,
+    openhands_sdk,
+    pi,
+    qwen_code,
+    shell,
+)
 from polarnode.harnesses.harness import Harness
 from polarnode.plugins import load_value
 from polarnode.tasks import HarnessSpec
@@ -10,8 +22,11 @@ _KNOWN: tuple[Harness, ...] = (
     claude_code.HARNESS,
     codex.HARNESS,
     gemini_cli.HARNESS,
+    hermes.HARNESS,
     mini_swe_agent.HARNESS,
+    openclaw.HARNESS,
     opencode.HARNESS,
+    openhands_sdk.HARNESS,
     pi.HARNESS,
     qwen_code.HARNESS,
     shell.HARNESS,

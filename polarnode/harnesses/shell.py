@@ -29,6 +29,9 @@ def endpoint_environment(order: HarnessOrder) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": name,
+        "GOOGLE_GEMINI_BASE_URL": base,
+        "GEMINI_API_KEY": key,
+        "GEMINI_MODEL": name,
         "POLARNODE_INSTRUCTION": order.instruction,
     }
 

@@ -1,0 +1,69 @@
+"""OpenClaw: speaks Chat, Responses or Anthropic, told everything by a config file it is pinned to; no gateway runs.
+
+Measured with 2026.9.6. Appends a volatile user message to each request and takes it out of the next; strips the `_` from call ids; exits 0 when
+it ignored tool calls. Its own deadline is ten minutes, so it is raised: the run budget ends it.
+"""
+
+from polarnode.conversation import Json
+from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
+from polarnode.harnesses.spelling import json_bytes, server_json
+from polarnode.ports import HarnessOrder, Launch
+from polarnode.tasks import McpServerSpec
+
+VERSION = "2026.9.6"
+BASES = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "/v1"}
+APIS = tuple(BASES)
+MAX_REPLY_TOKENS = 8192  # what it asks for per reply where the context allows it
+DEADLINE_S = 604800  # a week: longer than any run budget
+
+QUIET = {"OPENCLAW_NO_AUTO_UPDATE": "1", "OPENCLAW_DISABLE_BONJOUR": "1"}
+
+
+def launch(order: HarnessOrder) -> Launch:
+    """`openclaw agent exec --message-file FILE`, every approval off: the container is the sandbox."""
+    only_settings(order.settings, ("api",))
+    folder, name = f"{order.home}/.openclaw", model_name(order)
+    config, message = f"{folder}/openclaw.json", f"{folder}/instruction.md"
+    argv = ("openclaw", "agent", "exec", "--message-file", message, "--cwd", order.workdir, "--config", config)
+    return Launch(
+        argv=(*argv, "--model", f"local/{name}", "--timeout", str(DEADLINE_S), "--json"),
+        env=environment(order, QUIET),
+        files={
+            config: json_bytes(_config(order, name, f"{folder}/skills")),
+            message: order.instruction.encode(),
+            **skill_files(order, ".openclaw/skills"),
+        },
+    )
+
+
+def _config(order: HarnessOrder, name: str, skills: str) -> dict[str, Json]:
+    return {
+        "update": {"checkOnStart": False, "auto": {"enabled": False}},
+        "agents": {"defaults": {"model": {"primary": f"local/{name}"}, "workspace": order.workdir, "skipBootstrap": True}},
+        "tools": {"exec": {"security": "full", "ask": "off"}},
+        "models": {"mode": "merge", "providers": {"local": _provider(order, name)}},
+        "mcp": {"servers": {server: _server(spec) for server, spec in order.mcp_servers.items()}},
+        "skills": {"load": {"extraDirs": [skills] if order.skills else []}},
+    }
+
+
+def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
+    api = choice(order.settings, "api", APIS)
+    window = order.endpoint.context_length
+    model: dict[str, Json] = {
+        "id": name,
+        "name": name,
+        "reasoning": False,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        "contextWindow": window,
+        "maxTokens": min(MAX_REPLY_TOKENS, window // 4),
+    }
+    return {"baseUrl": f"{order.endpoint.base_url}{BASES[api]}", "apiKey": order.endpoint.key, "api": api, "models": [model]}
+
+
+def _server(server: McpServerSpec) -> dict[str, Json]:
+    return server_json(server) if server.command is not None else {**server_json(server), "transport": "streamable-http"}
+
+
+HARNESS = Harness(name="openclaw", version=VERSION, image="openclaw", launch=launch, apis=APIS, exit_code_honest=False, mcp_servers=True, skills=True)

@@ -1,0 +1,81 @@
+"""OpenHands SDK: a library, so a short runner of ours drives its default agent; litellm underneath, never streams.
+
+Measured with 1.58.0: ends by its `finish` tool or a text without a call. It gives a call 300 s and asks again, and an answer that is not streamed
+can not be kept alive, so the limit is raised. A context overflow is fatal to it but for the condenser, which is told a share of the window.
+"""
+
+from polarnode.conversation import Json
+from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
+from polarnode.harnesses.spelling import json_bytes, server_json
+from polarnode.ports import HarnessOrder, Launch
+
+VERSION = "1.58.0"
+APIS = ("openai", "responses", "anthropic", "text")
+CALL_S = 7200  # seconds a call may take: longer than any run budget lets it
+COMPACT_AT = 0.7  # of the window: what is kept, the summary and the answer must fit
+
+# Runs in the container, with the image's Python; never imported here.
+RUNNER = """\
+import json
+import sys
+
+from openhands.sdk import LLM, Agent, AgentContext, Conversation
+from openhands.sdk.context.condenser import LLMSummarizingCondenser
+from openhands.tools.preset.default import get_default_tools
+
+told = json.load(open(sys.argv[1]))
+llm = LLM(usage_id="agent", **told["llm"])
+agent = Agent(
+    llm=llm,
+    tools=get_default_tools(enable_browser=False),
+    mcp_config=told["mcp"],
+    agent_context=AgentContext(load_user_skills=True),
+    system_prompt_kwargs={"cli_mode": True},
+    condenser=LLMSummarizingCondenser(llm=llm.model_copy(update={"usage_id": "condenser"}), max_tokens=told["compact_at"]),
+)
+conversation = Conversation(agent=agent, workspace=told["workdir"], visualizer=None)
+conversation.send_message(told["instruction"])
+conversation.run()
+status = conversation.state.execution_status.value
+conversation.close()
+print("ended:", status)
+sys.exit(0 if status == "finished" else 1)
+"""
+
+
+def launch(order: HarnessOrder) -> Launch:
+    """The runner with its order in a file: the instruction is data there, whatever it holds."""
+    only_settings(order.settings, ("api",))
+    runner, told = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
+    own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1", "ANONYMIZED_TELEMETRY": "false"}
+    return Launch(
+        argv=("/opt/openhands/bin/python", runner, told),
+        env=environment(order, own),
+        files={runner: RUNNER.encode(), told: json_bytes(_told(order)), **skill_files(order, ".openhands/skills")},
+    )
+
+
+def _told(order: HarnessOrder) -> dict[str, Json]:
+    return {
+        "instruction": order.instruction,
+        "workdir": order.workdir,
+        "compact_at": int(order.endpoint.context_length * COMPACT_AT),
+        "llm": _llm(order, choice(order.settings, "api", APIS)),
+        "mcp": {name: server_json(server) for name, server in order.mcp_servers.items()},
+    }
+
+
+def _llm(order: HarnessOrder, api: str) -> dict[str, Json]:
+    base, name = order.endpoint.base_url, model_name(order)
+    return {
+        "model": f"{'anthropic' if api == 'anthropic' else 'openai'}/{name}",
+        "base_url": base if api == "anthropic" else f"{base}/v1",
+        "api_key": order.endpoint.key,
+        "api_mode": "responses" if api == "responses" else "chat",
+        "native_tool_calling": api != "text",
+        "max_input_tokens": order.endpoint.context_length,
+        "timeout": CALL_S,
+    }
+
+
+HARNESS = Harness(name="openhands_sdk", version=VERSION, image="openhands_sdk", launch=launch, apis=APIS, mcp_servers=True, skills=True)
