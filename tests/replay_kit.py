@@ -205,6 +205,13 @@ def volatile(client: Client, turns: int = 24) -> list[Recording]:
     return [client.ask([*talk, user(prose(9_000 + number))]) for number, talk in enumerate(asked)]
 
 
+def volatile_end(client: Client, turns: int = 24) -> list[Recording]:
+    """The last message is another while it is the last: a user's task with something of the moment beside it."""
+    talk = [*HEAD, *steps(7, 0, 4), Said(role="assistant", text="well?"), user(prose(8)), *steps(7, 5, turns - 6)]
+    asked = turns_of(talk)
+    return [client.ask([*one[:-1], user(prose(900 + number))] if one[-1].role == "user" else one) for number, one in enumerate(asked)]
+
+
 def probes() -> list[Recording]:
     """What Hermes asks a server before it speaks to it."""
     gets = ["/api/v1/models", "/api/tags", "/v1/props", "/props", "/version", "/v1/models", "/v1/models/m"]

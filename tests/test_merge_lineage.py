@@ -387,7 +387,7 @@ def test_a_request_without_the_last_user_message_goes_on_in_its_lineage() -> Non
     ]
     assert third.parent is None
     assert list(session.prompts[2]) == full(ask(system(), user("task"), one, two, user("volatile 3")))
-    assert third.notes == ("volatile: the user message that turn 1 answered was taken out again, so all is rendered as the request shows it",)
+    assert third.notes == ("volatile: the user message that turn 1 answered is gone or changed, so its answer is rendered as the request shows it",)
 
 
 def test_what_was_said_before_the_first_volatile_message_keeps_its_tokens() -> None:
@@ -404,10 +404,26 @@ def test_only_the_first_to_go_on_without_it_stays_in_the_lineage() -> None:
     _, _ = session.say(ask(system(), user("task"), one, user("a")), "x", state="failed")
     again, _ = session.say(ask(system(), user("task"), one, user("b")), "x")
     other, _ = session.say(ask(system(), user("task"), one, user("c")), "x")
-    assert (again.lineage, other.lineage) == (0, 1)
+    assert named(again) == ("branch", "volatile", 0)
+    assert (other.kind, other.lineage) == ("root", 1)
 
 
-def test_a_conversation_of_one_message_is_not_one_without_any() -> None:
+def test_a_last_user_message_may_come_back_with_other_words() -> None:
     session = Session()
-    _, one = session.say(ask(user("task")), "step 1")
-    assert session.lineages.plan(ask(one, user("b"))).kind == "root"
+    _, one = session.say(ask(system(), user("task, and now a volatile word")), "step 1")
+    second, two = session.say(ask(system(), user("task"), one, user("go on")), "step 2")
+    third, _ = session.say(ask(system(), user("task"), one, user("go on"), two, user("more")), "step 3")
+    assert (named(second), named(third)) == (("branch", "volatile", 0), ("extend", "appended", 0))
+
+
+def test_a_history_edited_further_back_is_another() -> None:
+    session = Session()
+    _, one = session.say(ask(system(), user("task")), "step 1")
+    _, two = session.say(ask(system(), user("task"), one, user("go on")), "step 2")
+    assert named(session.lineages.plan(ask(system(), user("edited"), one, user("go on"), two, user("more"))))[0] == "root"
+
+
+def test_an_answer_nobody_gave_there_follows_nothing() -> None:
+    session = Session()
+    session.say(ask(system(), user("task")), "step 1")
+    assert session.lineages.plan(ask(system(), user("edited"), said("another"), user("go on"))).kind == "root"

@@ -50,9 +50,12 @@ def test_a_last_user_message_may_be_taken_out_again() -> None:
     assert texts(one, two, three) == ["look", "end", None]
 
 
-def test_the_end_of_a_last_user_message_may_be_taken_out_again() -> None:
+def test_a_last_user_message_may_come_back_with_other_words() -> None:
     one = ask(system(), user("task\nvolatile one"))
-    assert texts(one, ask(system(), user("task"), CALL, told("c1", "done"), user("volatile"))) == ["look", None]
+    shown = ask(system(), user("task"), CALL, told("c1", "done"), user("volatile"))
+    assert texts(one, shown) == ["look", None]
+    assert texts(one, ask(system(), user("task\nvolatile two")), shown) == [None, "look", None], "asked again in other words"
+    assert texts(one, ask(system(), user("task")), shown) == [None, "look", None], "somebody asked with those words"
 
 
 def test_an_answer_may_go_on_an_assistant_message() -> None:

@@ -18,6 +18,7 @@ from replay_kit import (
     resumed,
     titled,
     volatile,
+    volatile_end,
     with_retries,
 )
 from tokens_kit import model
@@ -75,6 +76,12 @@ def test_a_volatile_last_message_costs_tokens_but_no_lineage(client: Client) -> 
     assert kinds(lines) == {"root": 1, "branch": 23}
     assert {line.reason for line in lines[1:]} == {"volatile"}
     assert (total(lines).lineages, total(lines).main_lineages) == (1, 1)
+
+
+def test_a_last_message_that_comes_back_with_other_words_costs_no_lineage(client: Client) -> None:
+    lines = played(volatile_end(client))
+    assert kinds(lines) == {"root": 1, "branch": 2, "extend": len(lines) - 3}
+    assert total(lines).lineages == 1
 
 
 def test_a_volatile_message_is_retried_like_any_other(client: Client) -> None:

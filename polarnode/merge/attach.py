@@ -20,7 +20,7 @@ from polarnode.merge.trail import Trail, numbers_of
 class Attached:
     """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's.
 
-    `follows` is the turn it goes on from where nothing can be extended: its answer is here, the user message it answered is gone.
+    `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it answered is gone or another.
     """
 
     path: Path
@@ -40,15 +40,16 @@ class _Pass:
     ledger: Ledger
     references: References
     memo: Memo
+    messages: tuple[Message, ...]
     keys: list[str]
     best: int = 0
     edits: list[str] = field(factory=list)
     stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
-    follows: int | None = None  # the last turn after `best` whose answer stands here without the user message it answered
+    follows: int | None = None  # the last turn after `best` whose answer stands here, but not the user message it answered
 
-    def recall(self, trail: Trail, length: int, messages: tuple[Message, ...]) -> int:
+    def recall(self, trail: Trail, length: int) -> int:
         """Take over what an earlier pass found in the same first messages; how many that were.
 
         Answers are only ever added, so what was ours is; all else is asked again, and the first that is answered otherwise ends it.
@@ -58,8 +59,8 @@ class _Pass:
             if place > length:
                 break
             self._reach(trail.last_ours(place))
-            before, key = self.keys[place - 1], self.keys[place]
-            found = self._ours(place - 1, messages[place - 1], before, advance(before, messages[place - 1], canonical=self.memo.canonical))
+            before, key, message = self.keys[place - 1], self.keys[place], self.messages[place - 1]
+            found = self._ours(place - 1, message, before, advance(before, message, canonical=self.memo.canonical))
             if found != key:
                 self.keys[place:] = [found]
                 length = place
@@ -72,8 +73,8 @@ class _Pass:
         if place > self.best:
             self.best, self.stray, self.follows = place, None, None
 
-    def read(self, position: int, message: Message) -> None:
-        before = self.keys[-1]
+    def read(self, position: int) -> None:
+        before, message = self.keys[-1], self.messages[position]
         key = advance(before, message, canonical=self.memo.canonical)
         if message.role == "assistant":
             key = self._ours(position, message, before, key)
@@ -90,9 +91,15 @@ class _Pass:
             self._reach(position + 1)
             return excused
         self.stray = self.stray or (position, before)
-        unprompted = self.ledger.unprompted_with(key)
-        self.follows = self.follows if unprompted is None else unprompted
+        self._follow(position, message, key)
         return key
+
+    def _follow(self, position: int, message: Message, key: str) -> None:
+        """Look for a turn that answered so, but to a user message that is not here, or reads otherwise here."""
+        found = self.ledger.unprompted_with(key)
+        if found is None and position and self.messages[position - 1].role == "user":
+            found = self.ledger.unprompted_with(advance(self.keys[position - 1], message, canonical=self.memo.canonical))
+        self.follows = self.follows if found is None else found
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
         """The key of the turn a changed message provably is: same call ids in the same order, text equal or dropped."""
@@ -109,7 +116,7 @@ class _Pass:
 def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo) -> Attached:
     """Find the turn a request extends. O(bytes of the request)."""
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
-    walk = _walk(conversation.messages, root_key(tools, thinking), _Pass(ledger, references, memo, []))
+    walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
     notes = [*walk.edits, *_strayed(walk, conversation)]
     parent = None
@@ -119,14 +126,14 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes))
 
 
-def _walk(messages: tuple[Message, ...], root: str, walk: _Pass) -> _Pass:
+def _walk(root: str, walk: _Pass) -> _Pass:
     """One pass over all messages, from where an earlier request's went."""
-    numbers = numbers_of(messages)
+    numbers = numbers_of(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
-    known = walk.recall(trail, length, messages) if trail is not None else 0
-    for position in range(known, len(messages)):
-        walk.read(position, messages[position])
+    known = walk.recall(trail, length) if trail is not None else 0
+    for position in range(known, len(walk.messages)):
+        walk.read(position)
     walk.memo.trails.keep(Trail(root=root, numbers=numbers, keys=walk.keys, ours=walk.ours, odd=walk.odd))
     return walk
 
@@ -135,7 +142,7 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
     messages = conversation.messages
     system = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
     opening = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
-    bare = keys[-2] if len(messages) > 1 and messages[-1].role == "user" else NONE
+    bare = keys[-2] if messages and messages[-1].role == "user" else NONE
     return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1], bare=bare)
 
 
@@ -178,7 +185,7 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
     if walk.stray is None:
         return []
     if walk.follows is not None:
-        return [f"volatile: the user message that turn {walk.follows} answered was taken out again, so all is rendered as the request shows it"]
+        return [f"volatile: the user message that turn {walk.follows} answered is gone or changed, so its answer is rendered as the request shows it"]
     position, before = walk.stray
     asked = walk.ledger.asked_with(before)
     if not asked:

@@ -42,8 +42,8 @@ class Path:
     """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-" for none) of what came first.
 
     `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the leading system messages,
-    `opening` the path to the first assistant message. `bare` (32 hex) is the path without the last message where that is a user's and not
-    the only one: a harness may take it out again. `text` is kept in a turn as `before_key`.
+    `opening` the path to the first assistant message. `bare` (32 hex) is the path without the last message where that is a user's: a harness
+    may take it out again. `text` is kept in a turn as `before_key`.
     """
 
     agent: str

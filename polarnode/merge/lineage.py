@@ -196,8 +196,8 @@ class Lineages:
         again = self._again(found, request_key)
         if again is not None:
             return again
-        if found.follows is not None:
-            return _Named(kind="branch", reason="volatile", lineage=self._line_after(found.follows))
+        if found.follows is not None and self._is_last(found.follows):
+            return _Named(kind="branch", reason="volatile", lineage=self._ledger.turns[found.follows].lineage)
         if found.parent is None:
             return _Named(kind="root", reason=self._heads.why_root(found.path, conversation.messages), lineage=self._next_lineage)
         taken = bool(self._living(found.parent))
@@ -219,12 +219,11 @@ class Lineages:
                 return _Named(kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage)
         return None
 
-    def _line_after(self, index: int) -> int:
-        """The lineage of a turn while nothing came after it in that, else a new one."""
+    def _is_last(self, index: int) -> bool:
+        """Whether nothing came after a turn in its lineage; the engine's failures are nothing."""
         lineage, ended = self._ledger.turns[index].lineage, self._ledger.turns
         under_way = any(plan.lineage == lineage and plan.index > index for plan in self._plans.values())
-        taken = under_way or any(turn.lineage == lineage and turn.index > index and turn.state != "failed" for turn in ended.values())
-        return self._next_lineage if taken else lineage
+        return not under_way and not any(turn.lineage == lineage and turn.index > index and turn.state != "failed" for turn in ended.values())
 
     def _asked(self, index: int) -> Plan | Turn:
         return self._plans.get(index) or self._ledger.turns[index]

@@ -52,8 +52,10 @@ class _Shown:
 
     asked: Sequence[_Asked]
     _after: dict[str, list[_Showing]] = field(factory=dict)
+    _paths: set[str] = field(factory=set)
 
     def __attrs_post_init__(self) -> None:
+        self._paths.update(asked.key for asked in self.asked)
         for number, asked in enumerate(self.asked):
             for place, message in enumerate(asked.messages):
                 if message.role == "assistant":
@@ -69,26 +71,30 @@ class _Shown:
         last, before = asked.messages[-1], asked.keys[-2]
         if last.role == "assistant":
             yield from (rest for showing in self._later(number, before) if (rest := _rest(showing, last)) is not None)
-        elif last.role == "user" and len(asked.messages) > 1:
+        elif last.role == "user":
             yield from self._later(number, before)  # the message was taken out again
-            yield from self._shortened(number, last, before)
+            yield from self._changed(number, before)
 
     def _later(self, number: int, key: str) -> Iterator[_Showing]:
         return (showing for showing in self._after.get(key, ()) if showing.request > number)
 
-    def _shortened(self, number: int, last: Message, before: str) -> Iterator[_Showing]:
-        """Where a later request shows less of the last user message, and then an answer."""
+    def _changed(self, number: int, before: str) -> Iterator[_Showing]:
+        """Where a later request shows another last user message, which nobody asked with, and then an answer."""
         place = len(self.asked[number].messages) - 1
         for later in range(number + 1, len(self.asked)):
             asked = self.asked[later]
-            if len(asked.messages) > place + 1 and asked.keys[place] == before and _shortens(asked.messages[place], last):
-                message = asked.messages[place + 1]
-                if message.role == "assistant":
-                    yield _Showing(request=later, key=asked.keys[place + 2], message=message)
+            if len(asked.messages) <= place:
+                continue
+            if asked.keys[place] == before and len(asked.messages) == place + 1 and asked.messages[place].role == "user":
+                return  # it was asked again, in other words: the answer is to those
+            if _goes_on(asked, place, before) and asked.keys[place + 1] not in self._paths:
+                yield _Showing(request=later, key=asked.keys[place + 2], message=asked.messages[place + 1])
 
 
-def _shortens(shown: Message, asked: Message) -> bool:
-    return shown.role == "user" and shown.text != asked.text and bool(shown.text) and asked.text.startswith(shown.text)
+def _goes_on(asked: _Asked, place: int, before: str) -> bool:
+    """Whether a user message stands at this place of this path, and an answer to it."""
+    roles = [message.role for message in asked.messages[place : place + 2]]
+    return asked.keys[place] == before and roles == ["user", "assistant"]
 
 
 def _rest(showing: _Showing, begun: Message) -> _Showing | None:
