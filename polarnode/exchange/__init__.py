@@ -8,10 +8,10 @@ from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Command
 from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
 from polarnode.exchange.machine import SESSION_OVER, Exchange, Terms
 from polarnode.exchange.sample import AnswerParser
-from polarnode.exchange.speaking import silence, speak
+from polarnode.exchange.speaking import NOTHING, silence, speak
 
 __all__ = [
-    "SESSION_OVER",
+    "NOTHING", "SESSION_OVER",
     "Abandon", "Abort", "AnswerParser", "Answered", "Asked", "Break", "ClientLeft", "Command", "Done", "EngineFailed", "Event", "Exchange",
     "Generate", "Outgoing", "Produced", "Quiet", "Record", "Render", "Rendered", "Send", "SessionEnded", "Terms", "Unrenderable",
     "as_kept", "silence", "speak",

@@ -16,6 +16,7 @@ from hypercorn.typing import ASGIReceiveCallable
 from polarnode.conversation import ModelRequest
 from polarnode.errors import EngineError, Refused
 from polarnode.exchange import (
+    NOTHING,
     Abandon,
     Abort,
     Answered,
@@ -129,8 +130,10 @@ class ModelCall:
         if session.over:
             return False
         if not request.generate:
+            call = self._call(created=self.model.now(), signature="")
             session.counters.prewarmed += 1
-            self._last_words += silence(dialect, self._call(created=self.model.now(), signature=""))
+            dialect.remember(call, NOTHING, session.memory)  # a client may go on from it by name
+            self._last_words += silence(dialect, call)
             return True
         if isinstance(owed, Answered):
             session.counters.replayed += 1

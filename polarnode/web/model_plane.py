@@ -149,7 +149,7 @@ class ModelPlane:
         return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
 
     async def _read(self, request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
-        """The body as a request, and its digest. Refused with the path of the field."""
+        """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
             return _read(request, memory)
         return await trio.to_thread.run_sync(_read, request, memory, limiter=self._readers, abandon_on_cancel=True)
@@ -160,7 +160,7 @@ def _read(request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
     envelope = Envelope(
         headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=memory
     )
-    return as_kept(found.dialect.read(request.body, envelope)), blake2b(request.body, digest_size=16).hexdigest()
+    return as_kept(found.dialect.read(request.body, envelope)), blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 
 def _json(body: bytes) -> Reply:
