@@ -112,6 +112,10 @@ def test_whether_to_think_and_whether_to_show_it(config: Any, thinking: bool | N
             {"responseMimeType": "application/json", "responseJsonSchema": {"type": "object", "properties": {"TYPE": {"const": "OBJECT"}}}},
             Constraint(kind="json_schema", text='{"type":"object","properties":{"TYPE":{"const":"OBJECT"}}}'),
         ),
+        (  # Gemini CLI's router: Google's language under JSON Schema's name
+            {"responseMimeType": "application/json", "responseJsonSchema": {"type": "OBJECT", "properties": {"score": {"type": "INTEGER"}}}},
+            Constraint(kind="json_schema", text='{"type":"object","properties":{"score":{"type":"integer"}}}'),
+        ),
         ({"responseSchema": {"type": "ARRAY"}}, Constraint(kind="json_schema", text='{"type":"array"}')),
         (
             {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["a", "b.c", "d e", "(f)"]}},

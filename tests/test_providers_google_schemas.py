@@ -67,7 +67,12 @@ def test_json_schema_passes_unchanged() -> None:
     said: dict[str, Json] = {
         "$schema": "s",
         "type": "object",
-        "properties": {"a_b": {"type": ["string", "null"], "minLength": 1}, "any_of": {"oneOf": [{"const": 1}, {"not": {"type": "null"}}]}},
+        "x_own_word": {"max_items": 1},
+        "properties": {
+            "a_b": {"type": ["string", "null"], "minLength": 1, "default": None},
+            "n": {"const": None},
+            "any_of": {"oneOf": [{"const": 1}, {"not": {"type": "null"}}]},
+        },
         "additionalProperties": False,
     }
     assert json.dumps(converted(said)) == json.dumps(said)

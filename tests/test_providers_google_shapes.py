@@ -156,4 +156,4 @@ def test_what_is_nested_too_deeply_is_named() -> None:
     for _ in range(300):
         deep = {"a": deep}
     assert refused(contents=[{"role": "model", "parts": [{"functionCall": {"name": "f", "args": deep}}]}]).path == "$.contents[0]"
-    assert refused(generationConfig={"responseJsonSchema": deep}).path == "$.generationConfig.responseSchema"
+    assert refused(generationConfig={"responseJsonSchema": deep}).path == "$.generationConfig.responseJsonSchema"

@@ -85,17 +85,17 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 def _constraint(config: GenerationConfig) -> Constraint | None:
     """What the answer must match. JSON without a schema is any JSON; a schema without a type means JSON."""
-    path = "$.generationConfig.responseSchema"
-    meant = "text/plain" if config.responseSchema is None and config.responseJsonSchema is None else JSON_TYPE
-    kind = (config.responseMimeType or meant).partition(";")[0].strip().lower()
-    schema = config.responseJsonSchema if config.responseJsonSchema is not None else json_schema(config.responseSchema or {}, path)
+    json = config.responseJsonSchema
+    path = "$.generationConfig." + ("responseSchema" if json is None else "responseJsonSchema")
+    schema = config.responseSchema if json is None else json
+    kind = (config.responseMimeType or ("text/plain" if schema is None else JSON_TYPE)).partition(";")[0].strip().lower()
     match kind:
         case "text/plain":
             return None
         case "application/json":
-            return Constraint(kind="json_schema", text=_text(schema, path))
+            return Constraint(kind="json_schema", text=_text(schema or {}, path))
         case "text/x.enum":
-            words = schema.get("enum")
+            words = (schema or {}).get("enum")
             if not isinstance(words, list) or not words:
                 raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
             return Constraint(kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words))
@@ -103,9 +103,9 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
             raise Refused(f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}", path="$.generationConfig.responseMimeType")
 
 
-def _text(schema: Json, path: str) -> str:
+def _text(schema: Mapping[str, Json], path: str) -> str:
     try:
-        return compact(schema)
+        return compact(json_schema(schema, path))
     except Refused as error:
         raise Refused(str(error), path=path) from None
 

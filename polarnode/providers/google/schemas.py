@@ -1,7 +1,8 @@
 """Google: its schema language (a cut of OpenAPI 3.0 with types in capitals) into JSON Schema, which templates show and engines enforce.
 
 The rule for whoever edits it: the client's key order is kept, because a prompt is made of it, and the same schema always becomes the same
-text. What is JSON Schema already passes through unchanged, as many clients write it into `parameters`.
+text. What is JSON Schema already passes through unchanged. Both languages stand in every field, whatever its name: many clients write JSON
+Schema into `parameters`, and Gemini CLI's router writes types in capitals into `responseJsonSchema`.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _ONE: Final = frozenset({"items", "additionalProperties", "not"})
 _WHOLE: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
-_NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # proto has no `$`
 _OWN: Final = frozenset({"nullable", "propertyOrdering"})  # Google's alone: read here, and no JSON Schema
+_KNOWN: Final = _LISTS | _MAPS | _ONE | _WHOLE | _OWN
+_NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # proto has no `$`
+_NULLS: Final = frozenset({"default", "const", "example"})  # where null is a value; elsewhere it is proto's "not said"
 
 
 def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
@@ -30,15 +33,16 @@ def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
 
 def _schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     named = {_name(name): value for name, value in schema.items()}
-    found = {name: _keyword(name, value) for name, value in named.items() if name not in _OWN and value is not None}
+    found = {name: _keyword(name, value) for name, value in named.items() if name not in _OWN and (value is not None or name in _NULLS)}
     if found.get("type") == "type_unspecified":
         del found["type"]
     return _or_null(found) if named.get("nullable") is True else found
 
 
 def _name(name: str) -> str:
-    """Keywords in one spelling; what begins with `$` is JSON Schema's own."""
-    return _NAMES.get(name) or (name if name.startswith("$") else camel(name))
+    """Keywords in one spelling; a name that is none of ours is left alone."""
+    spelled = camel(name)
+    return _NAMES.get(name) or (spelled if spelled in _KNOWN else name)
 
 
 def _keyword(name: str, value: Json) -> Json:

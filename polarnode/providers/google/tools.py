@@ -24,7 +24,7 @@ def _tool(declaration: shapes.Declaration, path: str) -> Tool:
 
 def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
     if declaration.parametersJsonSchema is not None:
-        return declaration.parametersJsonSchema
+        return json_schema(declaration.parametersJsonSchema, f"{path}.parametersJsonSchema")
     return json_schema(declaration.parameters or {}, f"{path}.parameters")
 
 
