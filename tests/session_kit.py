@@ -342,9 +342,15 @@ def _fails_when_run(order: HarnessOrder) -> Launch:
     return Launch(argv=("agent",), env={}, files={})
 
 
+def _fed(order: HarnessOrder) -> Launch:
+    env = {"OPENAI_API_KEY": order.endpoint.key}
+    return Launch(argv=order.command or ("agent",), env=env, files={}, stdin=order.instruction.encode())
+
+
 BROKEN_HARNESS = Harness(name="broken", version=None, image="base", launch=_fails_to_launch)
 WRONG_HARNESS = Harness(name="wrong", version=None, image="base", launch=_gives_no_launch)
 LATE_HARNESS = Harness(name="late", version="1", image="base", launch=_fails_when_run)
+LYING_HARNESS = Harness(name="liar", version="1", image="base", launch=_fed, exit_code_honest=False)  # its exit codes mean nothing
 
 
 def broken_builder(turns: Any, config: Any) -> Built:

@@ -11,18 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_harnesses import BASE, KEY, order
 
-from polarnode.harnesses import (
-    claude_code,
-    gemini_cli,
-    hermes,
-    mini_swe_agent,
-    openclaw,
-    opencode,
-    openhands_sdk,
-    pi,
-    qwen_code,
-    registry,
-)
+from polarnode.harnesses import claude_code, gemini_cli, hermes, mini_swe_agent, openclaw, opencode, openhands_sdk, pi, qwen_code, registry
 from polarnode.harnesses.spelling import json_bytes, toml_bytes
 from polarnode.ports import Launch
 from polarnode.tasks import McpServerSpec

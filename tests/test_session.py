@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import session_kit as kit
 import trio
+from fakes_runtime import Call
 from session_kit import agent, town
 from trio.abc import Clock
 
@@ -165,6 +166,30 @@ async def test_a_harness_that_fails_shows_its_last_words_and_is_judged(autojump_
     assert tail.endswith("\nTraceback: é\n")
     assert len(tail) == session_module.LOG_TAIL
     assert (found.reward, len(found.traces)) == (2.0, 1)
+
+
+@pytest.mark.parametrize(("turns", "ends", "status", "why"), [(2, 1, "completed", "its work was done"), (0, 0, "failed", "never called its model")])
+async def test_an_exit_code_that_lies_is_judged_by_the_turns(
+    autojump_clock: Clock, tmp_path: Path, turns: int, ends: int, status: str, why: str
+) -> None:
+    async with town(tmp_path, {"agent": agent(turns=turns, ends=ends, says="bye\n")}) as place:
+        found = await place.one(harness=HarnessSpec(import_path="session_kit:LYING_HARNESS"))
+    assert (found.outcome.status, found.outcome.exit_code, found.outcome.log_tail) == (status, ends, "bye\n")
+    assert why in (found.outcome.reason or "")
+
+
+async def test_a_harness_is_fed_what_its_launch_says(autojump_clock: Clock, tmp_path: Path) -> None:
+    heard: list[bytes] = []
+
+    async def listener(call: Call) -> int:
+        heard.append(call.stdin)
+        await trio.lowlevel.checkpoint()
+        return 0
+
+    async with town(tmp_path, {"agent": listener}) as place:
+        found = await place.one(harness=HarnessSpec(import_path="session_kit:LYING_HARNESS"), instruction="two\nlines")
+    assert heard == [b"two\nlines"]
+    assert found.harness == "liar"
 
 
 async def test_a_program_that_is_not_there_is_a_failed_run(autojump_clock: Clock, tmp_path: Path) -> None:
