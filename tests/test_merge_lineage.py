@@ -427,3 +427,13 @@ def test_an_answer_nobody_gave_there_follows_nothing() -> None:
     session = Session()
     session.say(ask(system(), user("task")), "step 1")
     assert session.lineages.plan(ask(system(), user("edited"), said("another"), user("go on"))).kind == "root"
+
+
+def test_an_assistant_message_of_the_harness_own_is_only_more_to_read() -> None:
+    session, _, answer = started()
+    new = told(answer.calls[0], "ok"), said("noted by the harness"), user("go on")
+    turn, _ = session.say(ask(system(), user(), answer, *new), "then this")
+    assert (named(turn), turn.parent) == (("extend", "appended", 0), 0)
+    assert turn.notes == ("foreign: message 4 is an assistant message this session did not sample there",)
+    again, _ = session.say(ask(system(), user(), answer, *new[:1], said("what we said there, rewritten"), user("x")), "y")
+    assert named(again) == ("branch", "rewrite", 1)

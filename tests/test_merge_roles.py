@@ -126,6 +126,16 @@ def test_a_word_that_is_no_role_decides_nothing() -> None:
     assert heads(MAIN).cast(MAIN, (user(),), "turn").role == "main"
 
 
+def test_what_begins_after_a_summary_was_asked_for_stands_for_it() -> None:
+    made = heads(MAIN)
+    made.note(evolve(MAIN, key="k2"), "compaction")
+    assert made.why_root(evolve(MAIN, tools="t2"), (user(),)) == "tools"
+    begun = evolve(MAIN, opening="o2", key="k3")
+    assert made.why_root(begun, (system(), user("in words nobody knows"))) == "compaction"
+    made.note(begun, "main")
+    assert made.why_root(evolve(MAIN, opening="o3"), (user(),)) == "conversation"
+
+
 # ── sub-agents without a mark ─────────────────────────────────────────────────
 
 TASK = "count the files in the source folder"

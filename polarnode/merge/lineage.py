@@ -205,8 +205,8 @@ class Lineages:
         new = conversation.messages[found.matched :]
         if not new:
             return _Named(kind="continue", reason="cut_answer", lineage=lineage)
-        if any(message.role == "assistant" for message in new):
-            return _Named(kind="branch", reason="rewrite", lineage=self._next_lineage)
+        if taken and any(message.role == "assistant" for message in new):
+            return _Named(kind="branch", reason="rewrite", lineage=lineage)
         return _Named(kind="branch", reason="sibling", lineage=lineage) if taken else _Named(kind="extend", reason="appended", lineage=lineage)
 
     def _again(self, found: Attached, request_key: str) -> _Named | None:

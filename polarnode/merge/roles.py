@@ -74,10 +74,15 @@ class Heads:
     _main_systems: set[str] = field(factory=set)
     _first_agent: str | None = None
     _main_has_tools: bool = False
+    _summarised: bool = False  # a summary was asked for, and no conversation has begun since
     _tasks: list[str] = field(factory=list)
 
     def note(self, path: Path, role: TurnRole) -> None:
         """Remember a path that was asked."""
+        if role == "compaction":
+            self._summarised = True
+        elif f"o{path.opening}" not in self._seen:
+            self._summarised = False
         self._seen |= _marks(path)
         if self._first_agent is None:
             self._first_agent = path.agent
@@ -117,6 +122,8 @@ class Heads:
         for reason, mark in news:
             if mark not in self._seen:
                 return reason
+        if self._summarised:
+            return "compaction"
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
 
     def _is_delegated(self, path: Path, messages: tuple[Message, ...]) -> bool:
