@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from live_kit import ServingNode, serving, short_temporary
+from live_kit import STEERED, ServingNode, serving, short_temporary
 
 from polarnode.shell.podman import default_state_dir, probe
 
@@ -22,6 +22,16 @@ def node(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A node shared by every test that leaves it as it was; warm runtimes and images are had once."""
     with short_temporary() as temporary, serving(tmp_path_factory.mktemp("node") / "state", temporary) as shared:
         yield shared
+
+
+@pytest.fixture(scope="session")
+def steered(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
+    """A node whose real engine says the scripts of `matrix_cases.py`. Two harnesses at once: as many as CI has cores."""
+    folder = tmp_path_factory.mktemp("steered")
+    settings = folder / "node.toml"
+    settings.write_text("run_limit = 2\nready_limit = 1\ninit_limit = 2\nwarm = 0\n")
+    with short_temporary() as temporary, serving(folder / "state", temporary, program=(*STEERED, "--config", str(settings))) as node:
+        yield node
 
 
 @pytest.fixture

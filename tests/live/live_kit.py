@@ -125,6 +125,12 @@ class ServingNode:
         until(lambda: self.client.session(session_id)["session"]["outcome"], f"session {session_id} ends; its log: {self.log(session_id)[-2000:]}")
         return self.client.trajectory(session_id, turns="full")
 
+    def forced(self, session_id: str) -> list[dict[str, Any]]:
+        """What a steered engine was made to say in a session, a line an order."""
+        path = self.state_dir / "forced.jsonl"
+        lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+        return [line for line in lines if line["session"] == session_id]
+
     def containers(self) -> list[dict[str, Any]]:
         return containers(self.node_id)
 

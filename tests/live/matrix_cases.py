@@ -49,9 +49,14 @@ class Case:
     why: str = ""  # of whatever is not as the others: shown in the table
 
     @property
-    def shell_tool(self) -> str:
-        """The tool by which the main conversation is known: its calls beside have other tools, or none."""
-        return self.steps[0].calls[0].name
+    def by_text(self) -> bool:
+        """Whether its turns hold no call that the model's family knows."""
+        return not any(step.calls for step in self.steps)
+
+    @property
+    def shell_tool(self) -> str | None:
+        """The tool by which the main conversation is known: its calls beside have other tools, or none. None: every call is of it."""
+        return self.steps[0].calls[0].name if self.steps[0].calls else None
 
     def task(self) -> dict[str, Any]:
         """The task as JSON. The files are judged in the runtime, before it is removed."""
@@ -83,7 +88,8 @@ json.dump({{"reward": int(verdict["shell"] and verdict["write"]), **verdict}}, o
 
 SHELL_LINE = f"printf 'a word from the shell\\n' | tee {SHELL_FILE}"
 WRITE_LINE = f"cat > {WRITTEN_FILE} <<'END'\n{WRITTEN_TEXT}END"
-COMPLETE = Step("", (Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),))
+COMPLETE_LINE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+COMPLETE = Step("", (Call("bash", {"command": COMPLETE_LINE}),))
 WRITTEN_PATH = f"/work/{WRITTEN_FILE}"
 _PATCHED = "".join(f"+{line}\n" for line in WRITTEN_TEXT.splitlines())
 PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN_FILE}\n{_PATCHED}*** End Patch\n"
@@ -92,6 +98,12 @@ PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN_FILE}\n{_PATCHED}*** End Patch
 def script(shell: Call, write: Call, end: Step | None = None) -> tuple[Step, ...]:
     """The three turns: a word and a shell call, a file write, the end."""
     return (Step("I begin with the shell.", (shell,)), Step("Now the other file.", (write,)), end or Step(DONE))
+
+
+def _function(name: str, **parameters: str) -> str:
+    """A call as OpenHands has it in text."""
+    lines = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
+    return f"<function={name}>\n{''.join(lines)}</function>"
 
 
 # What each harness calls its tools, and how its run ends.
@@ -121,6 +133,17 @@ SCRIPTS: Mapping[str, tuple[Step, ...]] = {
     ),
 }
 
+# Where an API leaves a harness without tools: calls are text, as its own prompt wants them.
+FENCE = "```mswea_bash_command\n{}\n```"
+TEXT_SCRIPTS: Mapping[str, tuple[Step, ...]] = {
+    "mini_swe_agent.text": tuple(Step(f"I go on.\n\n{FENCE.format(line)}") for line in (SHELL_LINE, WRITE_LINE, COMPLETE_LINE)),
+    "openhands_sdk.text": (
+        Step(f"I begin with the shell.\n{_function('terminal', command=SHELL_LINE)}"),
+        Step(f"Now the other file.\n{_function('file_editor', command='create', path=WRITTEN_PATH, file_text=WRITTEN_TEXT)}"),
+        Step(_function("finish", message=DONE)),
+    ),
+}
+
 # What the harnesses call the APIs, and what we do.
 PROVIDERS: Mapping[str, str] = {
     "chat": "openai_chat",
@@ -134,30 +157,25 @@ PROVIDERS: Mapping[str, str] = {
     "gemini": "google",
     "vertex": "google",
     "google-generative-ai": "google",
+    "text": "openai_chat",
+    "chat_completions": "openai_chat",
+    "codex_responses": "openai_responses",
+    "anthropic_messages": "anthropic",
 }
 
 
-NO_CHOICE: Mapping[str, tuple[str, ...]] = {  # what those speak that have no setting for it
-    "claude_code": ("anthropic",),
-    "pi": ("openai-completions", "anthropic-messages"),
-    "mini_swe_agent": ("openai", "anthropic"),
-}
 IN_CI = ("pi", "mini_swe_agent", "claude_code", "codex", "gemini_cli", "qwen_code")  # in their default APIs: each of the four is among them
-
-
-def apis(harness: Harness) -> tuple[str, ...]:
-    """What a harness can be told to speak, its default first."""
-    return harness.apis or NO_CHOICE.get(harness.name, ())
 
 
 def plain(harness: Harness) -> Iterator[Case]:
     """A harness in each of its APIs, with nothing else set."""
-    for place, api in enumerate(apis(harness)):
+    for place, api in enumerate(harness.apis):
+        name = f"{harness.name}.{api}"
         yield Case(
-            name=f"{harness.name}.{api}",
+            name=name,
             harness={"name": harness.name, "settings": {"api": api} if place else {}},
             provider=PROVIDERS[api],
-            steps=SCRIPTS[harness.name],
+            steps=TEXT_SCRIPTS.get(name) or SCRIPTS[harness.name],
             in_ci=not place and harness.name in IN_CI,
         )
 
@@ -182,3 +200,6 @@ SPECIAL: tuple[Case, ...] = (
 
 PLAIN = tuple(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness))
 CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
+
+# Not of the matrix: an answer long enough to leave in the middle of, for whoever speaks any API.
+LONG = Case(name="a.long.answer", harness={"name": "shell"}, provider="", steps=(Step(" ".join(f"word {number}," for number in range(120))),))

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field, frozen
-from matrix_cases import CASES, Case, Step
+from matrix_cases import CASES, LONG, Case, Step
 from steering_processor import forced
 
 from polarnode import node
 from polarnode.cli import main
+from polarnode.conversation import Conversation, Message
 from polarnode.ports import Chunk, GenerateOrder, Tokenizer
 from polarnode.shell.engine import Engines, EngineSettings, open_engines
 from polarnode.tokens.families import Family
@@ -45,7 +46,7 @@ class Script:
     """The cases by name, in a model's own language."""
 
     model: LoadedModel
-    cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in CASES})
+    cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in (*CASES, LONG)})
 
     def answer(self, prompt: "array[int]") -> Said | None:
         """What to say; None where no case is named, and the policy is free."""
@@ -54,13 +55,29 @@ class Script:
         case = self.cases.get(named[1]) if named else None
         if case is None:
             return None
-        if f'"name": "{case.shell_tool}"' not in text:
+        if case.shell_tool is not None and f'"name": "{case.shell_tool}"' not in text:
             return Said(case=case.name, step=None, ids=self._written(Step(BESIDE), prompt))
-        step = min(calling_turns(prompt, self.model), len(case.steps) - 1)
+        step = min(turns_so_far(prompt, self.model, calling=not case.by_text), len(case.steps) - 1)
         return Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
 
     def _written(self, step: Step, prompt: "array[int]") -> tuple[int, ...]:
+        """A step, less what of it the prompt already ends with: an answer that was cut is gone on with."""
+        opening = self._opening()
+        begun = list(prompt[last_turn(prompt, self.model.family) + len(opening) :])
+        whole = written(step, self.model.tokenizer, self.model.family, in_thought=False)
+        if begun and whole[: len(begun)] == begun:
+            return tuple(whole[len(begun) :])
         return tuple(written(step, self.model.tokenizer, self.model.family, in_thought=self.model.template.opens_thinking(prompt)))
+
+    def _opening(self) -> Sequence[int]:
+        """How a prompt asks for the next turn."""
+        asked = self.model.template.root(Conversation(messages=(Message(role="user", text="x"),)))
+        return asked[last_turn(asked, self.model.family) :]
+
+
+def last_turn(prompt: Sequence[int], family: Family) -> int:
+    """Where the turn begins that is being written."""
+    return max(place for place, token in enumerate(prompt) if token == family.turn_start)
 
 
 def decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -68,8 +85,8 @@ def decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
 
-def calling_turns(prompt: Sequence[int], model: LoadedModel) -> int:
-    """How many of the assistant's turns in a prompt hold a call; the system's own turn only tells how one is written."""
+def turns_so_far(prompt: Sequence[int], model: LoadedModel, *, calling: bool) -> int:
+    """How many of the assistant's turns a prompt holds, or of those with a call; the system's own turn only tells how one is written."""
     opening = model.tokenizer.encode_plain("assistant")
     turns: list[list[int]] = []
     for token in prompt:
@@ -77,7 +94,7 @@ def calling_turns(prompt: Sequence[int], model: LoadedModel) -> int:
             turns.append([])
         elif turns:
             turns[-1].append(token)
-    return sum(turn[: len(opening)] == opening and model.family.call_open in turn for turn in turns)
+    return sum(turn[: len(opening)] == opening and (not calling or model.family.call_open in turn) for turn in turns[:-1])
 
 
 def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: bool) -> list[int]:

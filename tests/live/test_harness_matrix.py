@@ -8,13 +8,13 @@ POLARNODE_MATRIX_OUT names a file that takes a line of JSON for each case: `tool
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import frozen
-from live_kit import STEERED, ServingNode, serving, short_temporary, until
+from live_kit import ServingNode, until
 from matrix_cases import CASES, Case
 
 from polarnode.harnesses.registry import HARNESSES
@@ -22,7 +22,6 @@ from polarnode.records import Trajectory, Turn
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 
-AT_ONCE = 2  # harnesses that run side by side: as many as CI has cores
 PATIENCE_S = 2400.0  # seconds for one case, the images of those before it included: each takes a minute or two where nothing is cached
 WANTED = os.environ.get("POLARNODE_MATRIX", "ci")
 
@@ -37,25 +36,21 @@ def parameters() -> list[Any]:
 
 
 @frozen
-class Forced:
-    """What the engine was made to say to one order."""
-
-    step: int | None
-    prompt_tokens: int
-    ids: tuple[int, ...]
-
-
-@frozen
 class Run:
-    """One case that is over."""
+    """One case that is over; `forced` is what the engine was made to say, a line an order."""
 
     case: Case
     trajectory: Trajectory
-    forced: tuple[Forced, ...]
+    forced: list[dict[str, Any]]
 
     @property
     def main(self) -> list[Turn]:
         return [turn for turn in self.trajectory.turns if turn.role == "main"]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the script in the order they were said."""
+        return [line["step"] for line in self.forced if line["step"] is not None]
 
 
 @frozen
@@ -68,24 +63,13 @@ class Runs:
     def over(self, case: Case) -> Run:
         session = self.sessions[case.name]
         until(lambda: self.node.client.session(session)["session"]["outcome"], f"case {case.name} is over", within=PATIENCE_S)
-        trajectory = self.node.client.trajectory(session, turns="full")
-        return Run(case, trajectory, tuple(self._forced(session)))
-
-    def _forced(self, session: str) -> Iterator[Forced]:
-        path = self.node.state_dir / "forced.jsonl"
-        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            if line["session"] == session:
-                yield Forced(line["step"], line["prompt_tokens"], tuple(line["ids"]))
+        return Run(case, self.node.client.trajectory(session, turns="full"), self.node.forced(session))
 
 
 @pytest.fixture(scope="module")
-def runs(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(steered: ServingNode) -> Runs:
     """One node and one engine for all cases."""
-    state = tmp_path_factory.mktemp("matrix") / "state"
-    settings = state.parent / "node.toml"
-    settings.write_text(f"run_limit = {AT_ONCE}\nready_limit = 1\ninit_limit = {AT_ONCE}\nwarm = 0\n")
-    with short_temporary() as temporary, serving(state, temporary, program=(*STEERED, "--config", str(settings))) as node:
-        yield Runs(node, {case.name: node.submit(**case.task())[0] for case in CASES if wanted(case)})
+    return Runs(steered, {case.name: steered.submit(**case.task())[0] for case in CASES if wanted(case)})
 
 
 @pytest.mark.parametrize("case", parameters())
@@ -115,10 +99,21 @@ def of_the_calls(run: Run) -> Iterator[str]:
         yield f"it spoke {providers}, not {case.provider}"
     if len(run.main) != len(case.steps) or len(turns) - len(run.main) != case.beside:
         yield f"{len(run.main)} turns of the main conversation and {len(turns) - len(run.main)} beside, not {len(case.steps)} and {case.beside}"
-    if {(turn.prompt_length, tuple(turn.sampled)) for turn in turns} != {(each.prompt_tokens, each.ids) for each in run.forced}:
+    if not recorded(turns, run.forced):
         yield "what was recorded is not what the engine was made to say"
-    if [each.step for each in run.forced if each.step is not None] != list(range(len(case.steps))):
-        yield f"the steps of the script came as {[each.step for each in run.forced]}"
+    if run.steps != list(range(len(case.steps))):
+        yield f"the steps of the script came as {run.steps}"
+
+
+def recorded(turns: Sequence[Turn], forced: list[dict[str, Any]]) -> bool:
+    """Whether each order's ids are a turn's, up to where the harness's own stop string ended it."""
+    said = {line["prompt_tokens"]: line["ids"] for line in forced}
+    return len(said) == len(forced) == len(turns) and all(is_said(turn, said.get(turn.prompt_length, [])) for turn in turns)
+
+
+def is_said(turn: Turn, ids: list[int]) -> bool:
+    length = len(turn.sampled) if turn.finish_reason == "stop_string" else len(ids)
+    return bool(length) and list(turn.sampled) == ids[:length]
 
 
 def of_the_traces(run: Run) -> Iterator[str]:
@@ -166,7 +161,7 @@ def row(run: Run) -> dict[str, Any]:
         "provider": run.case.provider,
         "shell": evaluation.get("shell", False),
         "write": evaluation.get("write", False),
-        "final": run.trajectory.outcome.status == "completed" and any(each.step == len(run.case.steps) - 1 for each in run.forced),
+        "final": run.trajectory.outcome.status == "completed" and len(run.case.steps) - 1 in run.steps,
         "turns": len(run.main),
         "beside": len(turns) - len(run.main),
         "lineages": len({turn.lineage for turn in run.main}),

@@ -4,7 +4,7 @@ import json
 from array import array
 
 import pytest
-from matrix_cases import CASES, Case, Step, apis
+from matrix_cases import CASES, LONG, Case, Step
 from steering import BESIDE, Said, Script, decoded
 
 from polarnode.config import TINY_MODEL
@@ -23,7 +23,7 @@ def script() -> Script:
 def opening(case: Case, *, tools: bool = True, thinking: bool | None = None) -> Conversation:
     """What a harness asks at first: it speaks of calls itself, and names the case."""
     messages = (Message(role="system", text="Write <tool_call> to call."), Message(role="user", text=case.task()["instruction"]))
-    return Conversation(messages=messages, tools=(Tool(name=case.shell_tool),) if tools else (), thinking=thinking)
+    return Conversation(messages=messages, tools=(Tool(name=case.shell_tool),) if tools and case.shell_tool else (), thinking=thinking)
 
 
 def told(script: Script, prompt: "array[int]") -> tuple[Said, Answer]:
@@ -75,6 +75,14 @@ def test_who_names_no_case_is_left_free(script: Script) -> None:
     assert script.answer(script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))) is None
 
 
+def test_an_answer_that_was_cut_is_gone_on_with(script: Script) -> None:
+    prompt = script.model.template.root(opening(LONG))
+    whole = told(script, prompt)[0].ids
+    begun, rest = whole[:100], script.answer(prompt + ids(whole[:100]))
+    assert rest is not None
+    assert begun + rest.ids == whole
+
+
 def test_after_its_last_step_a_script_repeats_it(script: Script) -> None:
     """A harness may ask again after the last word; it gets the same."""
     case = CASES[0]
@@ -93,7 +101,7 @@ def test_cases_are_told_apart_by_their_names(script: Script) -> None:
 
 def test_every_harness_is_a_case_in_every_api_it_speaks() -> None:
     plain = {case.name for case in CASES}
-    assert {f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in apis(harness)} <= plain
+    assert {f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in harness.apis} <= plain
     assert {case.harness["name"] for case in CASES} == HARNESSES.keys() - {"shell"}
     assert {case.provider for case in CASES if case.in_ci} == {"openai_chat", "openai_responses", "anthropic", "google"}
     assert sum(case.in_ci for case in CASES) >= 6
