@@ -49,7 +49,7 @@ async def cut(here: Stage, engine: HandEngine, asked: bytes, *pieces: str, path:
 
 
 @pytest.fixture
-def engine(autojump_clock: trio.testing.MockClock) -> HandEngine:
+def engine() -> HandEngine:
     return HandEngine()
 
 
@@ -57,7 +57,7 @@ def engine(autojump_clock: trio.testing.MockClock) -> HandEngine:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_the_same_body_goes_on_token_for_token_in_every_dialect(engine: HandEngine, path: str) -> None:
+async def test_the_same_body_goes_on_token_for_token_in_every_dialect(autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str) -> None:
     here = stage(engine)
     await cut(here, engine, body(path), "Half a ", path=path)
     engine.give("loaf.", "<|im_end|>", finish="stop")
@@ -71,7 +71,7 @@ async def test_the_same_body_goes_on_token_for_token_in_every_dialect(engine: Ha
     assert here.s1.metrics()["resumed_turns"] == 1
 
 
-async def test_a_stream_that_goes_on_begins_with_what_was_said(engine: HandEngine) -> None:
+async def test_a_stream_that_goes_on_begins_with_what_was_said(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     gone = await cut(here, engine, body(stream=True), "Half a ")
     assert b"Half a" in gone.body
@@ -82,7 +82,7 @@ async def test_a_stream_that_goes_on_begins_with_what_was_said(engine: HandEngin
     assert again.whole
 
 
-async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(engine: HandEngine) -> None:
+async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     for place, said in enumerate(({"logprobs": True}, {"n": 1, "response_format": {"type": "json_object"}}, {"n": 2})):
         first, second = body(text=f"q{place}", **said), body(text=f"q{place}", **said)
@@ -99,7 +99,9 @@ async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(eng
     assert (here.turns[-1].reason, here.turns[-1].kind) == ("same_path", "retry")
 
 
-async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_same_place(engine: HandEngine) -> None:
+async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_same_place(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
     here = stage(engine)
     await cut(here, engine, body(), "Half a ")
     engine.fail(EngineError("the host died"))
@@ -109,7 +111,7 @@ async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_sam
     assert [(turn.state, turn.parent) for turn in here.turns] == [("partial", None), ("failed", 0), ("complete", 0)]
 
 
-async def test_the_next_request_extends_what_went_on(engine: HandEngine) -> None:
+async def test_the_next_request_extends_what_went_on(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     await cut(here, engine, body(), "Half a ")
     engine.give("loaf.", "<|im_end|>", finish="stop")
@@ -122,7 +124,9 @@ async def test_the_next_request_extends_what_went_on(engine: HandEngine) -> None
     assert after[: len(before)] == before
 
 
-async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_only_if_its_client_left(engine: HandEngine) -> None:
+async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_only_if_its_client_left(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
     here = stage(engine)
     engine.give("Half a ", finish="abort")
     assert (await ask(here, CHAT, body())).whole  # delivered: the client has seen "length"
@@ -140,7 +144,9 @@ async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_only_if_its
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_engine(engine: HandEngine, path: str, stream: bool) -> None:
+async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_engine(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
+) -> None:
     here = stage(engine)
     if stream:
         path = path.replace("generateContent", "streamGenerateContent")
@@ -160,7 +166,7 @@ async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_
     assert [turn.kind for turn in here.turns] == ["root", "retry"]
 
 
-async def test_calls_are_given_again_under_their_ids(engine: HandEngine) -> None:
+async def test_calls_are_given_again_under_their_ids(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     tools = [{"name": "look", "description": "Read.", "input_schema": LOOK}]
     asked = body(MESSAGES, tools=tools)
@@ -172,7 +178,7 @@ async def test_calls_are_given_again_under_their_ids(engine: HandEngine) -> None
     assert ours == here.turns[0].index
 
 
-async def test_every_choice_is_given_again(engine: HandEngine) -> None:
+async def test_every_choice_is_given_again(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     for text in ("One.", "Two."):
         engine.give(text, "<|im_end|>", finish="stop")
@@ -182,7 +188,7 @@ async def test_every_choice_is_given_again(engine: HandEngine) -> None:
     assert (len(here.turns), len(engine.orders)) == (2, 2)
 
 
-async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(engine: HandEngine) -> None:
+async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine, max_turns=1)
     engine.give("Hello.", "<|im_end|>", finish="stop")
     await ask(here, CHAT, body(), leave_at=1)
@@ -192,7 +198,7 @@ async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(engine: Ha
     assert (await ask(here, CHAT, body())).status == 410
 
 
-async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(engine: HandEngine) -> None:
+async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     """Many clients close when they have read the end of the stream, before the end of its chunks."""
     here = stage(engine)
     engine.give("Hello.", "<|im_end|>", finish="stop")
@@ -208,7 +214,7 @@ async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(engine
 # ── twins ─────────────────────────────────────────────────────────────────────
 
 
-async def test_two_clients_that_are_both_there_get_an_answer_each(engine: HandEngine) -> None:
+async def test_two_clients_that_are_both_there_get_an_answer_each(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     first, second = Asgi(), Asgi()
     async with trio.open_nursery() as nursery:
@@ -225,7 +231,7 @@ async def test_two_clients_that_are_both_there_get_an_answer_each(engine: HandEn
     assert [turn.state for turn in here.turns] == ["complete", "complete"]
 
 
-async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(engine: HandEngine) -> None:
+async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     first, second = Asgi(), Asgi()
     async with trio.open_nursery() as nursery:
@@ -242,7 +248,7 @@ async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(engi
     assert [turn.reason for turn in here.turns] == ["first", "resumed"]
 
 
-async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(engine: HandEngine) -> None:
+async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     first, second = Asgi(), Asgi()
     async with trio.open_nursery() as nursery:
@@ -257,7 +263,7 @@ async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(en
     assert second.sent == []
 
 
-async def test_the_same_bytes_to_another_api_are_another_question(engine: HandEngine) -> None:
+async def test_the_same_bytes_to_another_api_are_another_question(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     await cut(here, engine, body(MESSAGES), "Half a ", path=MESSAGES)
     engine.channel = trio.open_memory_channel[Any](100)
