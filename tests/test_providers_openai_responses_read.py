@@ -165,6 +165,12 @@ def test_what_is_said_again() -> None:
     assert (echo["text"], echo["reasoning"]) == ({"format": {"type": "text"}, "verbosity": "low"}, {"effort": "low", "summary": None})
 
 
+def test_14_19_what_openclaw_says_of_the_moment_is_dropped() -> None:
+    moment = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions: none\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    found = asked(input=[{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "input_text", "text": moment}]}])
+    assert (found.conversation, found.ignored) == (asked().conversation, ("$.input[-1]",))
+
+
 # ── what is remembered ────────────────────────────────────────────────────────
 
 

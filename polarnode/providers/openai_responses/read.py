@@ -16,6 +16,7 @@ from polarnode.providers.openai_responses.items import Transcript
 from polarnode.providers.openai_responses.shapes import Object, ReasoningShape, ResponsesRequest, TextShape
 from polarnode.providers.openai_responses.tools import shaped, tool_choice
 from polarnode.providers.shapes import compact, read_body
+from polarnode.providers.volatile import without_volatile
 
 SEALED_THINKING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -106,11 +107,19 @@ def _transcript(request: ResponsesRequest, items: list[tuple[str, Object]], *, c
     for path, item in items:
         said.read(item, path)
     said.close()
+    said.messages, volatile = _steady(said.messages)
+    said.ignored += ["$.input[-1]"] if volatile else []
     if not said.messages and request.generate is not False:
         raise Refused("input is empty: send at least one item", path="$.input")
     if compacts:
         said.say(Message(role="user", text=INSTRUCTION))
     return said
+
+
+def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
+    """The messages without what a harness says only of the moment, and whether there was any."""
+    kept, volatile = without_volatile(tuple(messages))
+    return list(kept), volatile
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
