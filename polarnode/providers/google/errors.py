@@ -1,7 +1,8 @@
 """Google: what a fault is called, in the shape of google.rpc.Status that its SDKs and Gemini CLI read.
 
-Whoever changes a row should know what Gemini CLI does on its status: 429 and 5xx are tried ten times over 200 s, every other 4xx ends it at
-once, a long context too. It obeys `RetryInfo`, not the header, and gives up at once when that says more than a few minutes.
+Whoever changes a row should know what Gemini CLI (0.61, tried) does on its status: 429 and 5xx are tried ten times over 200 s, every other
+4xx ends it at once with exit code 1, a long context too. `RetryInfo` is the least it waits (5 s, doubling, without one); over 300 s it gives
+up at once, and so it does where a message says its limit is 0 or its capacity exhausted. The header it does not read.
 """
 
 from typing import assert_never
