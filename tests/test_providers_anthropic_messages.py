@@ -7,7 +7,7 @@ from attrs import validators
 
 from polarnode.conversation import Message, ToolCall
 from polarnode.errors import Refused
-from polarnode.providers.anthropic.messages import messages, referenced, volatile
+from polarnode.providers.anthropic.messages import foreign, messages, referenced, volatile
 from polarnode.providers.anthropic.shapes import MessageShape, SystemContent
 from polarnode.wire import structure
 
@@ -134,6 +134,26 @@ def test_assistant_messages_in_a_row_are_one_turn() -> None:
 def test_user_messages_in_a_row_stay_apart_so_that_history_only_grows() -> None:
     one, two = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
     assert told(one, two)[:1] == told(one)
+
+
+def test_14_15_a_reference_tells_the_tool_at_its_place_once_the_request_has_it() -> None:
+    reference = {"role": "user", "content": [result("toolu_1", [{"type": "tool_reference", "tool_name": "later"}, text("loaded")])]}
+    (found,) = messages(None, shapes(reference), {"later": '{"type":"function"}', "other": "x"})
+    assert found.text == 'Tool loaded: later\n{"type":"function"}\nloaded'
+
+
+def test_what_another_server_ran_is_left_out_and_named() -> None:
+    server = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [{"type": "web_search_result", "url": "u"}]}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [server, found, text("So it is.")]}]
+    assert told(*said)[1] == Message(role="assistant", text="So it is.")
+    assert list(foreign(shapes(*said))) == ["$.messages[1].content[0]", "$.messages[1].content[1]"]
+
+
+@pytest.mark.parametrize(("given", "arguments"), [(None, "{}"), ("not json {", "not json {"), ([1], "[1]"), ({"a": 1.0}, '{"a":1.0}')])
+def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, arguments: str) -> None:
+    (message,) = told({"role": "assistant", "content": [{"type": "tool_use", "name": "go", "input": given}]})
+    assert (message.calls, message.refs) == ((ToolCall(id="", name="go", arguments=arguments),), ())
 
 
 def test_14_15_which_deferred_tools_were_loaded() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polarnode.conversation import Message, ModelRequest, Sampling, Tool
+from polarnode.conversation import Constraint, Message, ModelRequest, Sampling, Tool
 from polarnode.errors import Refused
 from polarnode.providers.anthropic.read import read
 
@@ -36,12 +36,71 @@ def test_14_15_hosted_tools_are_dropped_and_deferred_ones_wait() -> None:
     assert request.ignored == ("$.tools[0]", "$.tools[2]", "$.tools[3]")
 
 
-def test_14_15_a_deferred_tool_is_shown_from_its_reference_on_in_its_place() -> None:
-    tools = [GO | {"name": "later", "defer_loading": True}, GO, GO | {"name": "never", "defer_loading": True}]
+def test_14_15_a_deferred_tool_is_told_at_its_reference_and_never_at_the_head() -> None:
+    """So the tools array may grow as the conversation does, and the prompt of each request begins with the one before."""
+    later, never = GO | {"name": "later", "defer_loading": True}, GO | {"name": "never", "defer_loading": True}
     reference = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "tool_reference", "tool_name": "later"}]}
-    request = asked(tools=tools, messages=[HI, {"role": "user", "content": [reference]}])
-    assert [tool.name for tool in request.conversation.tools] == ["later", "go"]
+    before = asked(tools=[GO])
+    request = asked(tools=[later, GO, never], messages=[HI, {"role": "user", "content": [reference]}])
+    assert request.conversation.tools == before.conversation.tools
+    assert request.conversation.messages[:1] == before.conversation.messages
+    assert request.conversation.messages[1].text.startswith('Tool loaded: later\n{"type":"function","function":{"name":"later",')
     assert request.ignored == ("$.tools[2]",)
+    assert asked(tools=[later, GO], messages=[HI, {"role": "user", "content": [reference]}], tool_choice={"type": "tool", "name": "later"})
+
+
+def test_one_call_at_a_time_where_it_is_asked_for() -> None:
+    assert not asked(tools=[GO], tool_choice={"type": "auto"}).one_call
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "go"}):
+        assert asked(tools=[GO], tool_choice=choice | {"disable_parallel_tool_use": True}).one_call
+
+
+@pytest.mark.parametrize("said", [{"output_config": {"effort": "high", "format": {}}}, {"output_format": {}}])
+def test_an_answer_is_held_to_a_schema_but_not_while_it_may_be_a_call(said: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    changes = {name: value | {"format": form} if name == "output_config" else form for name, value in said.items()}
+    held = Constraint(kind="json_schema", text='{"type":"object"}')
+    assert asked(**changes).constraint == held
+    assert asked(**changes, tools=[GO], tool_choice={"type": "none"}).constraint == held
+    beside = asked(**changes, tools=[GO])
+    assert (beside.constraint, len(beside.notes)) == (None, 1)
+
+
+def test_what_is_read_and_changes_nothing_is_named() -> None:
+    request = asked(
+        thinking={"type": "enabled", "budget_tokens": 2048},
+        output_config={"effort": "high"},
+        context_management={"edits": []},
+        container="c",
+        service_tier="auto",
+        mcp_servers=[{"type": "url", "url": "https://x", "name": "x"}],
+        messages=[HI, {"role": "assistant", "content": [{"type": "mcp_tool_use", "id": "m", "name": "x", "input": {}}]}, HI],
+    )
+    assert set(request.ignored) == {
+        "$.thinking.budget_tokens",
+        "$.output_config.effort",
+        "$.context_management",
+        "$.container",
+        "$.service_tier",
+        "$.messages[1].content[0]",
+    }
+    assert request.notes == (
+        "mcp_servers were given: this node connects to none, so the model does not see their tools",
+        "the history holds tools that another server ran: their blocks are left out",
+    )
+
+
+def test_thinking_that_is_not_to_be_shown_is_told_to_the_writer() -> None:
+    assert asked(thinking={"type": "adaptive", "display": "omitted"}).extras == {"thinking": "omitted"}
+    assert asked(thinking={"type": "adaptive", "display": "summarized"}).extras == {}
+
+
+def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
+    context = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions:\nnone\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "done"}
+    request = asked(messages=[HI, {"role": "user", "content": [result, {"type": "text", "text": context}]}])
+    assert [message.text for message in request.conversation.messages] == ["hi", "done"]
+    assert request.ignored == ("$.messages[-1]",)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +151,10 @@ def test_max_tokens_is_required_but_for_counting() -> None:
         ({"x-claude-code-session-id": "s"}, {"session": "s", "agent": "", "parent": ""}),
         (
             {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-claude-code-parent-agent-id": "p"},
-            {"session": "s", "agent": "a", "parent": "p"},
+            {"session": "s", "agent": "a", "parent": "p", "kind": "subagent"},
         ),
+        ({"x-session-id": "s"}, {"session": "s", "agent": "", "parent": ""}),
+        ({"x-session-id": "c", "x-parent-session-id": "s"}, {"session": "c", "agent": "c", "parent": "s", "kind": "subagent"}),
     ],
 )
 def test_14_18_headers_say_which_agent_asks(headers: dict[str, str], hints: dict[str, str]) -> None:

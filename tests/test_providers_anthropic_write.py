@@ -13,7 +13,13 @@ from polarnode.providers.contract import Fault
 CALL = a_call()
 GO = ToolCall(id="call_ab0", name="go", arguments='{"a": 1}')
 USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8, thinking_tokens=1)
-COUNTS = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 8, "output_tokens": 4}
+COUNTS = {
+    "input_tokens": 2,
+    "cache_creation_input_tokens": 0,
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "cache_read_input_tokens": 8,
+    "output_tokens": 4,
+}
 
 
 def events(sent: bytes) -> list[Any]:
@@ -159,3 +165,14 @@ def test_14_9_a_call_is_one_piece_of_input() -> None:
     found = events(started().delta(ToolCall(id="call_1", name="go", arguments="")))
     assert [event["type"] for event in found] == ["content_block_start", "content_block_delta", "content_block_stop"]
     assert found[1]["delta"]["partial_json"] == "{}"
+
+
+def test_thinking_that_is_not_to_be_shown_is_a_signature_alone_whole_and_streamed() -> None:
+    call = a_call(extras={"thinking": "omitted"})
+    answer = Answer(parts=(ThinkingPart("hm"), TextPart("x")), finish_reason="stop")
+    block = {"type": "thinking", "thinking": "", "signature": "c2ln"}
+    assert json.loads(whole(call, answer, USAGE))["content"] == [block, {"type": "text", "text": "x"}]
+    stream = MessageStream(call)
+    sent = stream.delta(ThinkingDelta("h")) + stream.delta(ThinkingDelta("m")) + stream.delta(TextDelta("x")) + stream.end([answer], USAGE)
+    assert "thinking_delta" not in sent.decode()
+    assert [event["delta"]["signature"] for event in events(sent) if event.get("delta", {}).get("type") == "signature_delta"] == ["c2ln"]

@@ -162,7 +162,7 @@ def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
     [
         ({}, {}),
         ({"x-session-id": "s"}, {"session": "s", "agent": "", "parent": ""}),
-        ({"x-session-id": "child", "x-parent-session-id": "s"}, {"session": "child", "agent": "child", "parent": "s"}),
+        ({"x-session-id": "child", "x-parent-session-id": "s"}, {"session": "child", "agent": "child", "parent": "s", "kind": "subagent"}),
         ({"x-litellm-session-id": "c"}, {"session": "c", "agent": "", "parent": ""}),
     ],
 )

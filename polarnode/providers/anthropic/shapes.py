@@ -1,14 +1,15 @@
-"""Anthropic Messages: the JSON we take, as attrs classes. Unknown fields (`cache_control`, `context_management`, betas) are taken and left unread.
+"""Anthropic Messages: the JSON we take, as attrs classes. Unknown fields (`cache_control`, `citations`, betas) are taken and left unread.
 
-What a model would have to see and can not is refused by a validator; a tool without an `input_schema` runs on Anthropic's servers, and is
-dropped by the reader.
+What a model would have to see and can not (images, PDFs, files elsewhere) is refused by a validator; what another server ran itself
+(`ServerBlock`) and a tool without an `input_schema` run on Anthropic's machines, and are dropped by the reader.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen
 
 from polarnode.conversation import Json
+from polarnode.errors import Refused
 from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, some, text_only, within
 
 
@@ -20,7 +21,46 @@ class TextBlock:
 
 @frozen
 class NotTextBlock:
-    type: Literal["image", "document", "search_result", "container_upload"] = field(validator=text_only)
+    type: Literal["image", "container_upload"] = field(validator=text_only)
+
+
+def _readable(_: object, __: object, kind: str) -> None:
+    raise Refused(f"this model reads text only: send the document as text, not as {kind}", path="$.type")
+
+
+@frozen
+class TextSource:
+    type: Literal["text"]
+    data: str
+
+
+@frozen
+class OtherSource:
+    """A PDF, and what would have to be fetched."""
+
+    type: Literal["base64", "url", "file"] = field(validator=_readable)
+
+
+@frozen
+class ContentSource:
+    type: Literal["content"]
+    content: str | tuple[TextBlock | NotTextBlock, ...]
+
+
+@frozen
+class DocumentBlock:
+    type: Literal["document"]
+    source: TextSource | ContentSource | OtherSource
+    title: str | None = None
+    context: str | None = None
+
+
+@frozen
+class SearchResultBlock:
+    type: Literal["search_result"]
+    content: tuple[TextBlock, ...]
+    source: str = ""
+    title: str = ""
 
 
 @frozen
@@ -40,10 +80,32 @@ class RedactedThinkingBlock:
 
 @frozen
 class ToolUseBlock:
+    """`input` is an object; harnesses that were given broken JSON hand on the text of it."""
+
     type: Literal["tool_use"]
-    id: str
     name: str
-    input: dict[str, Json]
+    id: str | None = None
+    input: Json = None
+
+
+@frozen
+class ServerBlock:
+    """A tool that ran on another server, or what it found: of no answer of ours."""
+
+    type: Literal[
+        "server_tool_use",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "advisor_tool_result",
+        "compaction",
+        "fallback",
+    ]
 
 
 @frozen
@@ -54,31 +116,32 @@ class ToolReferenceBlock:
     tool_name: str
 
 
-ResultContent = str | tuple[TextBlock | ToolReferenceBlock | NotTextBlock, ...] | None
+TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
+ResultContent = str | tuple[TextualBlock | ToolReferenceBlock | NotTextBlock, ...] | None
 
 
 @frozen
 class ToolResultBlock:
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str | None = None
     content: ResultContent = None
 
 
-UserBlock = TextBlock | ToolResultBlock | NotTextBlock
-AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | NotTextBlock
+UserBlock = TextualBlock | ToolResultBlock | ToolReferenceBlock | NotTextBlock | ServerBlock
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | NotTextBlock | ServerBlock
 SystemContent = str | tuple[TextBlock, ...] | None
 
 
 @frozen
 class UserMessage:
     role: Literal["user"]
-    content: str | tuple[UserBlock, ...]
+    content: str | tuple[UserBlock, ...] | None = None
 
 
 @frozen
 class AssistantMessage:
     role: Literal["assistant"]
-    content: str | tuple[AssistantBlock, ...]
+    content: str | tuple[AssistantBlock, ...] | None = None
 
 
 @frozen
@@ -86,7 +149,7 @@ class SystemMessage:
     """Not in the public API, but Claude Code sends it in the middle of a conversation."""
 
     role: Literal["system"]
-    content: SystemContent
+    content: SystemContent = None
 
 
 MessageShape = UserMessage | AssistantMessage | SystemMessage
@@ -106,19 +169,40 @@ class ToolShape:
 @frozen
 class AnyChoice:
     type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
 
 
 @frozen
 class NamedChoice:
     type: Literal["tool"]
     name: str
+    disable_parallel_tool_use: bool | None = None
 
 
 @frozen
 class ThinkingShape:
-    """`adaptive` lets the model decide, which is what a chat template does by itself."""
+    """`adaptive` lets the model decide, which is what a chat template does by itself. `display`: whether thinking is shown to the client."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+def _known_format(_: object, __: object, value: str) -> None:
+    if value != "json_schema":
+        raise Refused(f"format {value!r} is not served: use 'json_schema'", path="$.type")
+
+
+@frozen
+class FormatShape:
+    schema: dict[str, Json]
+    type: str = field(validator=_known_format)
+
+
+@frozen
+class OutputConfig:
+    effort: Any = None
+    format: FormatShape | None = None
 
 
 @frozen(kw_only=True)
@@ -131,6 +215,9 @@ class MessagesRequest:
     tools: tuple[ToolShape, ...] | None = None
     tool_choice: AnyChoice | NamedChoice | None = None
     thinking: ThinkingShape | None = None
+    output_config: OutputConfig | None = None
+    output_format: FormatShape | None = None  # what `output_config.format` was called in its beta
+    mcp_servers: tuple[Json, ...] | None = None
     max_tokens: int | None = field(default=None, validator=at_least(1))
     stop_sequences: tuple[str, ...] | None = field(default=None, validator=no_empty_strings)
     temperature: float | None = field(default=None, validator=within(0, 1))

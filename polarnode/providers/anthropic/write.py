@@ -43,7 +43,8 @@ def usage_json(usage: Usage) -> dict[str, Json]:
     """`input_tokens` are those not read from the cache, as this API counts."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": 0,  # nothing here is bought ahead
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
@@ -65,12 +66,17 @@ def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is Python's, not JSON's")
 
 
-def block_json(part: Part, signature: str) -> Json:
+def shows_thinking(call: Call) -> bool:
+    """Whether the client wants thinking in words; else each block of it is its signature alone, as this API does it."""
+    return call.request.extras.get("thinking") != "omitted"
+
+
+def block_json(part: Part, call: Call) -> Json:
     match part:
         case TextPart(text):
             return {"type": "text", "text": text}
         case ThinkingPart(text):
-            return {"type": "thinking", "thinking": text, "signature": signature}
+            return {"type": "thinking", "thinking": text if shows_thinking(call) else "", "signature": call.signature}
         case ToolCall():
             return {"type": "tool_use", "id": outward(part.id), "name": part.name, "input": arguments_json(part.arguments)}
         case _:
@@ -79,7 +85,7 @@ def block_json(part: Part, signature: str) -> Json:
 
 def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
     """A `message` body."""
-    blocks: list[Json] = [block_json(part, call.signature) for part in answer.parts]
+    blocks: list[Json] = [block_json(part, call) for part in answer.parts]
     return dump_json(_head(call) | {"content": blocks} | _stop(answer) | {"usage": usage_json(usage)})
 
 
@@ -116,7 +122,7 @@ class MessageStream:
                 self.shown = self.shown or bool(text)
                 return self._begun() + self._in_block("text") + self._delta({"type": "text_delta", "text": text}) if text else b""
             case ThinkingDelta(text):
-                return self._begun() + self._in_block("thinking") + self._delta({"type": "thinking_delta", "thinking": text}) if text else b""
+                return self._begun() + self._in_block("thinking") + self._thought(text) if text else b""
             case ToolCall():
                 self.shown = True
                 return self._begun() + self._close() + self._tool_use(delta)
@@ -157,6 +163,9 @@ class MessageStream:
         empty: Json = {"type": "tool_use", "id": outward(call.id), "name": call.name, "input": {}}
         started = _event("content_block_start", index=self.index, content_block=empty)
         return started + self._delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"}) + self._stop_block()
+
+    def _thought(self, text: str) -> bytes:
+        return self._delta({"type": "thinking_delta", "thinking": text}) if shows_thinking(self.call) else b""
 
     def _delta(self, delta: Json) -> bytes:
         return _event("content_block_delta", index=self.index, delta=delta)

@@ -145,4 +145,4 @@ def _hints(headers: Mapping[str, str]) -> dict[str, str]:
     parent = headers.get("x-parent-session-id") or ""
     if not session and not parent:
         return {}
-    return {"session": session, "agent": session if parent else "", "parent": parent}
+    return {"session": session, "agent": session if parent else "", "parent": parent} | ({"kind": "subagent"} if parent else {})
