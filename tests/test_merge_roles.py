@@ -160,6 +160,13 @@ def test_a_fresh_conversation_that_asks_for_what_a_tool_was_given_is_a_subagent(
     assert (back.role, back.lineage) == ("main", 0)
 
 
+def test_a_tool_that_only_subagents_have_is_a_sign() -> None:
+    other = evolve(MAIN, system="s2", tools="t2")
+    assert heads(MAIN).cast(other, (user(),), tools=["read", "complete_task"]).role == "subagent"
+    assert heads(MAIN).cast(MAIN, (user(),), tools=["complete_task"]).role == "main"
+    assert heads().cast(other, (user(),), tools=["complete_task"]).role == "main"
+
+
 def test_a_conversation_that_only_looks_like_it_is_none() -> None:
     session, _ = delegated()
     assert session.lineages.plan(ask(system(), user(TASK))).role == "main", "the main head"

@@ -63,7 +63,7 @@ def _sessions(folder: Path) -> list[tuple[str, list[Path]]]:
     for place, _, names in walk(folder, followlinks=False):
         files = sorted((Path(place) / name for name in names if _REQUEST.fullmatch(name)), key=_natural)
         if files:
-            found.append((Path(place).relative_to(folder).as_posix(), files))
+            found.append((folder.resolve().name if Path(place) == folder else Path(place).relative_to(folder).as_posix(), files))
     return sorted(found, key=lambda session: _natural(Path(session[0])))
 
 
@@ -115,11 +115,17 @@ def _table(lines: Sequence[Line], *, narrow: bool) -> Table:
 
 
 def _cells(line: Line) -> Iterator[str]:
-    parent = None if line.parent is None else Path(line.parent).name
-    yield Path(line.file).name
+    parent = None if line.parent is None else _short(line.parent)
+    yield _short(line.file)
     for value in (line.provider, line.kind, parent, line.lineage, line.reason, line.role, line.prompt_tokens, line.new_tokens):
         yield "–" if value is None else str(value)
     yield line.error or ""
+
+
+def _short(file: str) -> str:
+    """What tells a session's files apart."""
+    found = _REQUEST.fullmatch(Path(file).name)
+    return (found["name"] if found else "").rstrip("-_.") or Path(file).name
 
 
 def _summary(session: str, totals: Totals) -> str:

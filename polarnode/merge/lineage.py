@@ -181,7 +181,8 @@ class Lineages:
 
     def _cast(self, found: Attached, conversation: Conversation, hints: Mapping[str, str]) -> Cast:
         """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes on from."""
-        cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""))
+        names = [tool.name for tool in conversation.tools]
+        cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""), tools=names)
         before = found.parent if found.follows is None else found.follows
         if cast.role == "main" and before is not None and self._ledger.turns[before].role == "subagent":
             return Cast(role="subagent", note=f"the request goes on from turn {before}, a sub-agent's")

@@ -51,6 +51,9 @@ _TELLS_SUMMARY: Final = (
     "<state_snapshot>",  # Gemini CLI, Qwen Code
 )
 
+# What Gemini CLI gives to its sub-agents alone, to end with.
+_SUBAGENT_TOOL: Final = "complete_task"
+
 # A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones are names, flags and file names.
 _TASK_LENGTH: Final = 20
 _LONGEST_TASK: Final = 16_384  # longer ones are files
@@ -96,8 +99,8 @@ class Heads:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
 
-    def cast(self, path: Path, messages: tuple[Message, ...], kind: str = "") -> Cast:
-        """The role of a request. `kind` is what the harness itself says it is, where it does."""
+    def cast(self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()) -> Cast:
+        """The role of a request. `kind` is what the harness itself says it is, where it does; `tools` are the names of those it may call."""
         for role in _ROLES:
             if role == kind:
                 return Cast(role=role, note=None if role == "main" else f"the harness says that this call is {role}")
@@ -108,6 +111,8 @@ class Heads:
             return Cast(role="subagent", note="another agent of the harness asks than at first")
         if path.tools == NONE and self._main_has_tools:
             return Cast(role="auxiliary", note="the request has no tools while the session's main conversation has some")
+        if self._main_has_tools and path.system not in self._main_systems and _SUBAGENT_TOOL in tools:
+            return Cast(role="subagent", note=f"the request has a {_SUBAGENT_TOOL} tool, as a sub-agent's has")
         if self._is_delegated(path, messages):
             return Cast(role="subagent", note="the request begins with what an earlier answer handed to a tool")
         return Cast()
