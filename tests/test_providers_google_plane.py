@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import pytest
 import trio
 from fakes_engine import ScriptedEngine
@@ -139,3 +140,15 @@ async def test_14_8_the_sdk_raises_what_broke_its_stream() -> None:
         with pytest.raises(errors.ServerError, match="the host died"):
             await ask(base, lambda client: list(client.models.generate_content_stream(model="m", contents="hi")))
     assert [turn.state for turn in here.turns] == ["failed"]
+
+
+async def test_14_2_a_key_in_the_query_opens_and_a_stream_without_sse_is_an_array() -> None:
+    here = stage(scripted("Hello there."))
+    body = {"contents": {"parts": {"text": "hi"}}}
+
+    async with served(here.app) as base, httpx2.AsyncClient() as client:
+        found = await client.post(f"{base}/v1beta/models/m:streamGenerateContent?key=key-s1", json=body)
+        closed = await client.post(f"{base}/v1beta/models/m:streamGenerateContent?key=other", json=body)
+    assert (found.status_code, found.headers["content-type"]) == (200, "application/json")
+    assert "".join(part["text"] for chunk in found.json() for part in chunk["candidates"][0]["content"]["parts"]) == "Hello there."
+    assert (closed.status_code, closed.json()["error"]["status"]) == (401, "UNAUTHENTICATED")

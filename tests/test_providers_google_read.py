@@ -183,3 +183,10 @@ def test_arguments_nested_too_deeply_are_refused() -> None:
     body = b'{"contents":[{"role":"model","parts":[{"functionCall":{"name":"f","args":' + deep + b"}}]}]}"
     with pytest.raises(Refused, match="too deeply"):
         GOOGLE.read(body, Envelope())
+
+
+def test_14_19_what_openclaw_says_only_of_the_moment_is_dropped() -> None:
+    moment = {"role": "user", "parts": [{"text": "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\ntick\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"}]}
+    found = read(contents=[*HI["contents"], moment])
+    assert [message.text for message in found.conversation.messages] == ["hi"]
+    assert found.ignored == ("$.contents[-1]",)

@@ -17,6 +17,7 @@ from polarnode.providers.google.schemas import json_schema
 from polarnode.providers.google.shapes import Content, CountRequest, GenerateRequest, GenerationConfig, ThinkingConfig, Tool
 from polarnode.providers.google.tools import tool_choice, tools
 from polarnode.providers.shapes import compact, read_value
+from polarnode.providers.volatile import without_volatile
 from polarnode.wire import structure
 
 ENUM = "text/x.enum"  # Google's own: one of the schema's words, without quotes
@@ -30,16 +31,15 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     known = tools((request.tools,) if isinstance(request.tools, Tool) else request.tools or ())
     choice, notes = tool_choice(request.toolConfig, known)
     config = request.generationConfig or GenerationConfig()
+    said, volatile = without_volatile(messages(request.systemInstruction, contents))
     return ModelRequest(
         provider="google",
         model=envelope.model or (request.model or "").removeprefix("models/"),
-        conversation=Conversation(
-            messages=messages(request.systemInstruction, contents), tools=known, tool_choice=choice, thinking=_thinking(config.thinkingConfig)
-        ),
+        conversation=Conversation(messages=said, tools=known, tool_choice=choice, thinking=_thinking(config.thinkingConfig)),
         sampling=_sampling(config),
         stream=bool(envelope.stream),
         hints=_hints(envelope.headers),
-        ignored=ignored,
+        ignored=(*ignored, "$.contents[-1]") if volatile else ignored,
         notes=(*notes, RAN_CODE) if ran_code(contents) else notes,
         constraint=_constraint(config),
         choices=config.candidateCount or 1,
