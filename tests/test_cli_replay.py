@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from qwen3_fixture import qwen3_folder  # noqa: F401
 
 from polarnode.cli import replay
 from polarnode.cli.main import main
@@ -75,3 +76,18 @@ def test_a_folder_without_requests_is_refused_with_its_remedy(tmp_path: Path) ->
     result = invoked(str(tmp_path))
     assert result.exit_code != 0
     assert "NN-request.json" in result.output
+
+
+def test_another_tokenizer_needs_no_weights(tmp_path: Path, qwen3_folder: Path) -> None:  # noqa: F811
+    talk(tmp_path)
+    one, two = (lines(invoked(str(tmp_path), "--json", *more)) for more in ([], ["--tokenizer", str(qwen3_folder)]))
+    assert [line["kind"] for line in one] == [line["kind"] for line in two] == ["root", "extend"]
+    assert one[0]["prompt_tokens"] != two[0]["prompt_tokens"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    talk(tmp_path)
+    result = invoked(str(tmp_path), "--tokenizer", str(tmp_path))
+    assert result.exit_code == 1
+    assert "tokenizer" in result.output
+    assert "Traceback" not in result.output
