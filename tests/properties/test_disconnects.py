@@ -3,16 +3,26 @@
 import json
 import socket
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import pytest
 import trio
 import trio.testing
+from attrs import define
+from fakes_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plane_kit import Asgi, HandEngine, Stage, served, spelled, stage
+from plane_kit import CONTEXT, Asgi, HandEngine, Stage, served, spelled, stage
+from tokens_kit import model
 
 from polarnode.errors import EngineError
+from polarnode.merge.builders import build
+from polarnode.merge.checks import Counts, check
+from polarnode.ports import Chunk, GenerateOrder
+from polarnode.records import Turn
+from polarnode.tasks import BuilderSpec
 
 Cut = Literal["client", "session", "node"]
 
@@ -120,6 +130,90 @@ def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(path: str, st
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+# ── and the same is asked again ───────────────────────────────────────────────
+
+WHOLE = ("<think>", "\nHm, well.\n", "</think>", "\n\nOne, two, \u00fc\U0001f642.", "<tool_call>",
+         '\n{"name": "look", "arguments": {"path": "a"}}\n', "</tool_call>", "<|im_end|>")  # fmt: skip
+
+
+def going_on(order: GenerateOrder) -> list[int]:
+    """One answer for every asking: all of it, or what is still to come of it when the prompt ends with its beginning."""
+    whole, prompt = spelled(*WHOLE), list(order.prompt)
+    said = next(size for size in range(len(whole), -1, -1) if prompt[len(prompt) - size :] == whole[:size])
+    return whole[said:]
+
+
+@define(eq=False)
+class Slowly:
+    """A chunk a second."""
+
+    chunks: AsyncIterator[Chunk]
+
+    def __aiter__(self) -> "Slowly":
+        return self
+
+    async def __anext__(self) -> Chunk:
+        await trio.sleep(1)
+        return await self.chunks.__anext__()
+
+
+@define(eq=False)
+class SlowEngine(ScriptedEngine):
+    @asynccontextmanager
+    async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with ScriptedEngine.generate(self, order) as chunks:
+            yield Slowly(chunks)
+
+
+def slow_engine() -> SlowEngine:
+    return SlowEngine(reply=going_on, vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT)
+
+
+def held_by(turns: list[Turn]) -> Counts:
+    """The laws on the turns of a session, for both builders."""
+    check(turns, build(BuilderSpec(name="per_request"), turns))
+    return check(turns, build(BuilderSpec(name="prefix_merging"), turns))
+
+
+LAST_WORDS = (b"[DONE]", b"message_stop", b"event: response.completed")  # behind them a client needs nothing more of a stream
+
+# How an attempt is left: after so many messages of its answer, or after so many seconds of its generation.
+LEAVING = st.lists(st.tuples(st.sampled_from(("messages", "seconds")), st.integers(0, 20)), max_size=5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(path=st.sampled_from((*PATHS, "/v1/responses")), stream=st.booleans(), leaving=LEAVING)
+def test_however_often_a_client_leaves_no_token_is_sampled_twice(path: str, stream: bool, leaving: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        engine = slow_engine()
+        here = stage(engine)
+        asked = {"model": "m", "input": "hi", "stream": stream} if path == "/v1/responses" else json.loads(body(stream=stream))
+        given_body = json.dumps(asked).encode()
+        delivered = 0
+        for how, count in [*leaving, ("never", 0)]:
+            asgi = Asgi(leave_at=count if how == "messages" else None)
+            with trio.move_on_after(count + 0.5) if how == "seconds" else trio.CancelScope():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(asgi.request, here.app, path, given_body)
+                    if how == "seconds":
+                        await trio.sleep(count + 0.25)
+                        asgi.leave()
+            if delivered == 0:
+                assert sum(len(turn.sampled) for turn in here.turns) <= len(spelled(*WHOLE))
+            delivered += asgi.whole or any(mark in asgi.body for mark in LAST_WORDS)
+        turn = here.turns[-1]
+        assert turn.answer is not None
+        assert [type(part).__name__ for part in turn.answer.parts] == ["ThinkingPart", "TextPart", "ToolCall"]
+        assert (turn.answer.text, turn.answer.malformed_calls) == ("One, two, \u00fc\U0001f642.", 0)
+        counts = held_by(here.turns)
+        assert counts.trainable == counts.sampled == len(spelled(*WHOLE)) * max(1, sum(turn.state == "complete" for turn in here.turns))
+        assert sum(turn.state == "complete" for turn in here.turns) <= delivered  # a new sample only after an answer that arrived
+        assert here.s1.lineages._plans == {}
+        assert here.s1.retries._asking == {}
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 # ── over real sockets ─────────────────────────────────────────────────────────
 
 
@@ -182,3 +276,34 @@ async def test_a_server_that_closes_keeps_the_turns_of_its_calls() -> None:
     await client.aclose()
     assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half "))]
     assert engine.running == 0
+
+
+# How many bytes of the answer a client reads before it leaves, and how.
+BYTES = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from((reset, lambda stream: stream.socket.close()))), max_size=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(path=st.sampled_from(PATHS), stream=st.booleans(), leaving=BYTES)
+def test_at_whatever_byte_a_client_leaves_its_next_answer_is_whole_and_the_laws_hold(path: str, stream: bool, leaving: list[tuple[int, Any]]) -> None:
+    async def main() -> None:
+        here = stage(ScriptedEngine(reply=going_on, vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT))
+        asked = body(stream=stream)
+        head = b"POST %b HTTP/1.1\r\nHost: n\r\nConnection: close\r\nAuthorization: Bearer key-s1\r\nContent-Length: %d\r\n\r\n"
+        async with served(here.app) as base:
+            for size, leave in [*leaving, (None, None)]:
+                client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
+                await client.send_all(head % (path.encode(), len(asked)) + asked)
+                got = b""
+                while (size is None or len(got) < size) and (more := await client.receive_some(7 if size is not None else None)):
+                    got += more
+                if leave is not None:
+                    leave(client)
+                await client.aclose()
+        assert got.startswith(b"HTTP/1.1 200")
+        assert got.endswith(b"0\r\n\r\n") is stream
+        whole = [turn for turn in here.turns if turn.state == "complete"]
+        assert {turn.answer.text for turn in whole if turn.answer is not None} == {"One, two, \u00fc\U0001f642."}
+        counts = held_by(here.turns)
+        assert counts.trainable == counts.sampled == len(whole) * len(spelled(*WHOLE))
+
+    trio.run(main)
