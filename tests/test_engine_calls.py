@@ -10,7 +10,7 @@ from fakes_engine import order
 from polarnode.conversation import Constraint, Sampling
 from polarnode.engine_host.protocol import Piece
 from polarnode.errors import ContextTooLong, EngineError
-from polarnode.ports import GenerateOrder, Steering
+from polarnode.ports import Chunk, GenerateOrder, Steering
 from polarnode.records import VersionSpan, floats, ids
 from polarnode.shell.engine.calls import Call, check_order, sampling_parameters, to_generate
 
@@ -90,9 +90,8 @@ def test_steering_is_a_processor_and_its_parameters() -> None:
 async def test_alternatives_are_given_to_their_tokens() -> None:
     call = Call(rid=RID)
     others: dict[str, Any] = {"alternative_ids": ids([1, 5, 2, 6]).tobytes(), "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes()}
-    call.take(piece([1, 2], **others))
-    call.take(piece([3], finish="stop"))
-    assert [chunk.top_logprobs async for chunk in call] == [(((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))), ()]
+    chunks = await read(call, piece([1, 2], **others), piece([3], finish="stop"))
+    assert [chunk.top_logprobs for chunk in chunks] == [(((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))), ()]
 
 
 def test_no_default_of_an_engine_decides() -> None:
@@ -113,25 +112,50 @@ def test_what_is_asked_is_passed_on() -> None:
     assert sampling_parameters(Sampling(top_k=0), max_tokens=9)["top_k"] == -1
 
 
+async def read(call: Call, *pieces: Piece) -> list[Chunk]:
+    """The chunks of a consumer that takes each piece as it comes."""
+    chunks = []
+    for each in pieces:
+        call.take(each)
+        chunks.append(await call.__anext__())
+    return chunks
+
+
 async def test_pieces_become_chunks_and_the_last_one_ends_the_call() -> None:
     call = Call(rid=RID)
-    call.take(piece([1, 2], cached_tokens=3))
-    call.take(piece([3], finish="stop"))
-    chunks = [chunk async for chunk in call]
+    chunks = await read(call, piece([1, 2], cached_tokens=3), piece([3], finish="stop"))
     assert [chunk.ids.tolist() for chunk in chunks] == [[1, 2], [3]]
     assert [chunk.logprobs.tolist() for chunk in chunks] == [[-1.5, -1.5], [-1.5]]
     assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
     assert [chunk.cached_tokens for chunk in chunks] == [3, 0]
     assert call.over
+    assert [chunk async for chunk in call] == []
+
+
+async def test_what_came_while_nobody_looked_is_one_chunk() -> None:
+    call = Call(rid=RID)
+    call.take(piece([1, 2], "a", cached_tokens=3))
+    call.take(piece([3], "b"))
+    call.take(piece([], "b", finish="stop"))
+    (chunk,) = [chunk async for chunk in call]
+    assert (chunk.ids.tolist(), chunk.logprobs.tolist(), chunk.finish_reason, chunk.cached_tokens) == ([1, 2, 3], [-1.5] * 3, "stop", 3)
+    assert chunk.version_spans == (VersionSpan(version="a", start=0, end=2), VersionSpan(version="b", start=2, end=3))
+
+
+async def test_a_piece_without_tokens_is_no_chunk(autojump_clock: trio.abc.Clock) -> None:
+    call = Call(rid=RID)
+    call.take(piece([]))
+    with trio.move_on_after(1) as waited:
+        await call.__anext__()
+    assert waited.cancelled_caught
+    call.take(piece([5]))
+    assert (await call.__anext__()).ids.tolist() == [5]
 
 
 async def test_version_spans_grow_with_the_sample() -> None:
-    call = Call(rid=RID)
-    for each in (piece([1, 2], "a"), piece([3], "a"), piece([], "b"), piece([4, 5], "b", finish="length")):
-        call.take(each)
-    spans = [chunk.version_spans async for chunk in call]
+    chunks = await read(Call(rid=RID), piece([1, 2], "a"), piece([3], "a"), piece([4, 5], "b", finish="length"))
     a, b = VersionSpan(version="a", start=0, end=3), VersionSpan(version="b", start=3, end=5)
-    assert spans == [(VersionSpan(version="a", start=0, end=2),), (a,), (a,), (a, b)]
+    assert [chunk.version_spans for chunk in chunks] == [(VersionSpan(version="a", start=0, end=2),), (a,), (a, b)]
 
 
 async def test_the_engines_own_spans_replace_what_was_gathered() -> None:

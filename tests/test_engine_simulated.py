@@ -252,7 +252,7 @@ async def test_it_serves_and_ends_and_leaves_nothing(model: LoadedModel, tmp_pat
         assert (statistics.kind, len(statistics.hosts)) == ("simulated", 2)
         assert (statistics.vocab_size, statistics.context_length) == (model.tokenizer.vocab_size, 65_536)
         chunks = await sample(engines, order(prompt(model, BASH), max_tokens=None, top_logprobs=2))
-        assert [len(chunk.ids) for chunk in chunks] == [16] * 16
+        assert sum(len(chunk.ids) for chunk in chunks) == 256
         assert chunks[-1].finish_reason == "stop"
         assert chunks[-1].version_spans == (VersionSpan(version="0", start=0, end=256),)
         for chunk in chunks:

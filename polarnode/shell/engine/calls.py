@@ -3,16 +3,15 @@
 Rule for whoever edits it: everything here is synchronous but the waiting for a chunk, so that a call can end inside any cleanup.
 """
 
-import math
 import re
-from contextlib import suppress
+from array import array
 from typing import Self
 
 import numpy
 import trio
 from attrs import define, field
 
-from polarnode.conversation import Json, Sampling
+from polarnode.conversation import FinishReason, Json, Sampling
 from polarnode.engine_host.protocol import Generate, Piece
 from polarnode.errors import ContextTooLong, EngineError
 from polarnode.ports import Chunk, GenerateOrder
@@ -89,60 +88,75 @@ def sampling_parameters(asked: Sampling, *, max_tokens: int) -> dict[str, Json]:
 
 @define(eq=False)
 class Call:
-    """An async iterator of chunks. Its queue has no bound of its own: it holds at most the `max_tokens` that were asked for, 8 bytes each."""
+    """An async iterator of chunks. What came since the consumer last looked is one chunk, so that a busy loop has fewer of them, not more.
+
+    What waits has no bound of its own: it is at most the `max_tokens` that were asked for, 8 bytes each.
+    """
 
     rid: str
+    over: bool = field(default=False, init=False)  # the host has nothing more to say of it
+    _left: bool = field(default=False, init=False)
+    _ids: "array[int]" = field(factory=ids, init=False)
+    _logprobs: "array[float]" = field(factory=floats, init=False)
+    _alternatives: list[tuple[tuple[int, float], ...]] = field(factory=list, init=False)
+    _cached: int = field(default=0, init=False)
+    _finish: FinishReason | None = field(default=None, init=False)
+    _error: EngineError | None = field(default=None, init=False)
     _spans: list[VersionSpan] = field(factory=list, init=False)
     _length: int = field(default=0, init=False)
-    _sender: "trio.MemorySendChannel[Chunk | EngineError]" = field(init=False)
-    _receiver: "trio.MemoryReceiveChannel[Chunk | EngineError]" = field(init=False)
-    over: bool = field(default=False, init=False)  # the host has nothing more to say of it
-
-    def __attrs_post_init__(self) -> None:
-        self._sender, self._receiver = trio.open_memory_channel(math.inf)
+    _arrived: trio.Event = field(factory=trio.Event, init=False)
 
     def take(self, piece: Piece) -> None:
         """A piece came from the host."""
+        self.over = piece.finish is not None
+        if self._left:
+            return
         sampled = ids(piece.ids)
         self._grow(len(sampled), piece.version)
         if piece.spans:
             self._spans = [VersionSpan(version=version, start=start, end=end) for version, start, end in piece.spans if end > start]
-        chunk = Chunk(
-            ids=sampled,
-            logprobs=floats(piece.logprobs),
-            finish_reason=piece.finish,
-            version_spans=tuple(self._spans),
-            cached_tokens=piece.cached_tokens,
-            top_logprobs=_alternatives(piece, len(sampled)),
-        )
-        self._put(chunk, last=piece.finish is not None)
+        self._ids += sampled
+        self._logprobs += floats(piece.logprobs)
+        self._alternatives += _alternatives(piece, len(sampled))
+        self._cached = max(self._cached, piece.cached_tokens)
+        self._finish = piece.finish
+        self._arrived.set()
 
     def fail(self, error: EngineError) -> None:
         """Nothing more will come, and this is why; what came before is still delivered first."""
-        self._put(error, last=True)
+        self.over, self._error = True, error
+        self._arrived.set()
 
     def close(self) -> None:
         """The consumer left; whatever still comes is dropped."""
-        self._receiver.close()
+        self._left = True
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Chunk:
-        try:
-            item = await self._receiver.receive()
-        except trio.EndOfChannel:
-            raise StopAsyncIteration from None
-        if isinstance(item, EngineError):
-            raise item
-        return item
+        while True:
+            await self._arrived.wait()  # a checkpoint, waiting or not
+            if self._ids or self._finish is not None:
+                return self._chunk()
+            if self.over:
+                raise self._error or StopAsyncIteration
+            self._arrived = trio.Event()  # a piece without tokens
 
-    def _put(self, item: Chunk | EngineError, *, last: bool) -> None:
-        with suppress(trio.BrokenResourceError):  # the consumer may have left
-            self._sender.send_nowait(item)
-        if last:
-            self.over = True
-            self._sender.close()
+    def _chunk(self) -> Chunk:
+        """All that came; the next one waits for more, unless nothing will."""
+        chunk = Chunk(
+            ids=self._ids,
+            logprobs=self._logprobs,
+            finish_reason=self._finish,
+            version_spans=tuple(self._spans),
+            cached_tokens=self._cached,
+            top_logprobs=tuple(self._alternatives),
+        )
+        self._ids, self._logprobs, self._alternatives, self._finish, self._cached = ids(), floats(), [], None, 0
+        if not self.over:
+            self._arrived = trio.Event()
+        return chunk
 
     def _grow(self, count: int, version: str) -> None:
         """Extend the running spans by `count` tokens of `version`; the last piece's exact spans replace them."""
