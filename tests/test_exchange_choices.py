@@ -32,8 +32,10 @@ from polarnode.exchange.events import ClientLeft, EngineFailed, SessionEnded, Un
 from polarnode.exchange.machine import CANCELLED
 from polarnode.exchange.speaking import silence, speak
 from polarnode.exchange.told import request_ids
+from polarnode.merge.builders import build
 from polarnode.providers.dialect import Reply
 from polarnode.records import VersionSpan
+from polarnode.tasks import BuilderSpec
 
 BODY = b'{"name": "go", "arguments": {}}'
 GO = [CALL, *BODY, CALLED]
@@ -111,6 +113,22 @@ def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
     scene.play((chunk("whole", "stop", end=True, choice=1), [Record, Send]))
     commands = scene.play((ClientLeft(at=12.0), [Record, Abort(names[0]), Record, Abort(names[2])]))
     assert [(turn.index, turn.state) for turn in scene.turns(commands)] == [(0, "partial"), (2, "partial")]
+
+
+def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() -> None:
+    scene = Scene(choices=2)
+    scene.to_generation()
+    for choice in range(2):
+        scene.exchange.receive(chunk("half", choice=choice))
+    scene.turns(scene.exchange.receive(ClientLeft(at=12.0)))
+    spec = BuilderSpec(name="prefix_merging")
+    assert build(spec, scene.lineages.turns).left_out == ()
+    plan = scene.lineages.plan(HI, request_key="body")
+    scene.begin((plan, *scene.lineages.also(plan, 1)))
+    scene.to_generation()
+    for choice in range(2):
+        scene.turns(scene.exchange.receive(chunk("whole", "stop", end=True, choice=choice)))
+    assert [(left.turn, left.reason) for left in build(spec, scene.lineages.turns).left_out] == [(0, "superseded"), (1, "superseded")]
 
 
 def test_every_plan_of_a_refused_call_is_abandoned_and_the_refusal_counted_once() -> None:

@@ -17,6 +17,7 @@ from polarnode.errors import Refused, boundary
 from polarnode.merge import ledger
 from polarnode.merge.checks import check_turns
 from polarnode.merge.ledger import chain
+from polarnode.merge.lineage import CHOICE
 from polarnode.records import Built, LeftOut, Trace, Turn, TurnRole, TurnSpan, VersionSpan
 from polarnode.tasks import BuilderSpec
 
@@ -119,12 +120,15 @@ def _why_not(turn: Turn, *, roles: frozenset[TurnRole], retried: set[int]) -> st
 
 
 def _superseded(ordered: Sequence[Turn]) -> set[int]:
-    """Cut turns that nothing extends and that a later sibling asked again, not in vain: what the agent went on with is its answer."""
+    """Cut turns that nothing extends and that a later sibling asked again, not in vain: what the agent went on with is its answer.
+
+    Another choice of the same call asked nothing again.
+    """
     living = [turn for turn in ordered if turn.state != "failed"]
-    last_asked = {asked: turn.index for turn in living for asked in _asked(turn)}
+    last_asked = {asked: turn.index for turn in living if turn.reason != CHOICE for asked in _asked(turn)}
     extended = {turn.parent for turn in living}
     cut = [turn for turn in living if turn.state == "partial" and turn.index not in extended]
-    return {turn.index for turn in cut if any(last_asked[asked] > turn.index for asked in _asked(turn))}
+    return {turn.index for turn in cut if any(last_asked.get(asked, -1) > turn.index for asked in _asked(turn))}
 
 
 def _asked(turn: Turn) -> list[tuple[int | None, str, str]]:

@@ -23,6 +23,8 @@ from polarnode.records import Turn, TurnKind, TurnRole, ids
 
 # Why a turn continues another: its client left before the answer, and asked the same again. The answer of both is the later one's.
 RESUMED: Final = "resumed"
+# Why a turn stands beside another of the same call: its client asked for several answers.
+CHOICE: Final = "choice"
 
 _NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -264,7 +266,7 @@ class Lineages:
 
 def _twin(plan: Plan, index: int, lineage: int, number: int) -> Plan:
     kind: TurnKind = "root" if plan.parent is None else "branch"
-    return evolve(plan, index=index, lineage=lineage, kind=kind, reason="choice", request_key=plan.request_key and f"{plan.request_key}.{number}")
+    return evolve(plan, index=index, lineage=lineage, kind=kind, reason=CHOICE, request_key=plan.request_key and f"{plan.request_key}.{number}")
 
 
 def _resumed(turn: Turn, index: int, total: int, note: str) -> Plan:
