@@ -46,6 +46,7 @@ class Case:
     in_ci: bool = False
     beside: int = 0
     lineages: int = 1
+    written: str = WRITTEN_TEXT  # what its second file holds at the end
     why: str = ""  # of whatever is not as the others: shown in the table
 
     @property
@@ -63,7 +64,7 @@ class Case:
         return {
             "instruction": f"Write a word to {SHELL_FILE} with the shell, then write {WRITTEN_FILE}, then say so. This is case {self.name}.",
             "harness": dict(self.harness),
-            "evaluator": {"name": "command", "config": {"argv": ["python3", "-c", CHECK], "reward_file": VERDICT}},
+            "evaluator": {"name": "command", "config": {"argv": ["python3", "-c", CHECK, self.written], "reward_file": VERDICT}},
             "budgets": {"run_s": RUN_S, "max_turns": 12},
             "sampling": {"temperature": 1.0},
             "metadata": {"case": self.name},
@@ -75,14 +76,14 @@ RUN_S = 420.0  # seconds: the slowest starts in 25 on a quiet machine, and took 
 
 VERDICT = "/tmp/verdict.json"
 CHECK = f"""
-import json
+import json, sys
 def found(name):
     try:
         return open("/work/" + name, encoding="utf-8", newline="").read()
     except (OSError, UnicodeError) as error:
         return repr(error)
 shell, written = found({SHELL_FILE!r}), found({WRITTEN_FILE!r})
-verdict = {{"shell": shell == {SHELL_TEXT!r}, "write": written == {WRITTEN_TEXT!r}, "found": [shell[:200], written[:200]]}}
+verdict = {{"shell": shell == {SHELL_TEXT!r}, "write": written == sys.argv[1], "found": [shell[:200], written[:200]]}}
 json.dump({{"reward": int(verdict["shell"] and verdict["write"]), **verdict}}, open({VERDICT!r}, "w"))
 """
 
@@ -171,19 +172,20 @@ def plain(harness: Harness) -> Iterator[Case]:
     """A harness in each of its APIs, with nothing else set."""
     for place, api in enumerate(harness.apis):
         name = f"{harness.name}.{api}"
-        yield Case(
+        case = Case(
             name=name,
             harness={"name": harness.name, "settings": {"api": api} if place else {}},
             provider=PROVIDERS[api],
             steps=TEXT_SCRIPTS.get(name) or SCRIPTS[harness.name],
             in_ci=not place and harness.name in IN_CI,
         )
+        yield evolve(case, **DIFFERENT.get(name, {}))
 
 
 def thoughtful(case: Case) -> Case:
     """The same with a thought before each turn's words: what a harness does with reasoning must cost no lineage."""
     steps = tuple(evolve(step, thought=f"Step {number} of {len(case.steps)}: as it is asked.") for number, step in enumerate(case.steps, 1))
-    return evolve(case, name=f"{case.name}.thinking", steps=steps, in_ci=False, why="a thought before each turn")
+    return evolve(case, name=f"{case.name}.thinking", steps=steps, in_ci=False, why="; ".join(filter(None, ("a thought before each turn", case.why))))
 
 
 _CODEX_PATCHES = script(Call("exec_command", {"cmd": SHELL_LINE}), Call("apply_patch", {"input": PATCH}))
@@ -197,6 +199,15 @@ SPECIAL: tuple[Case, ...] = (
         why="a model name it knows: the file is written with its freeform apply_patch",
     ),
 )
+
+# How a case is not as the others.
+DIFFERENT: Mapping[str, Mapping[str, Any]] = {
+    "openhands_sdk.text": {
+        "lineages": 3,
+        "written": WRITTEN_TEXT.rstrip("\n"),
+        "why": "its text protocol strips parameters, and spells each call anew: every turn is a history of its own",
+    },
+}
 
 PLAIN = tuple(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness))
 CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
