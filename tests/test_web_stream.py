@@ -11,6 +11,7 @@ from attrs import define, field
 from polarnode.exchange.commands import Break, Done, Outgoing, Send
 from polarnode.providers.dialect import Reply
 from polarnode.web import stream
+from polarnode.web.server import Address, open_server
 from polarnode.web.stream import Left, Pace, Responder, TooLarge, deliver, header_map, read_body, wait_left
 
 PACE = Pace(opening_s=1.0, quiet_s=10.0)
@@ -159,3 +160,89 @@ def test_the_pace_is_faster_than_the_least_patient_harness() -> None:
     """60 s for headers, 15-30 s between events (harnesses.md 14.4, 14.5)."""
     assert Pace().opening_s < 60
     assert Pace().quiet_s <= 10
+
+
+# ── what was delivered ────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Socket:
+    """A server's send, whose socket takes `takes` writes and then none; `breaks` says that the next one fails instead of being dropped."""
+
+    wire: stream.Wire
+    takes: int
+    breaks: bool = False
+
+    async def send(self, message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.takes:
+            self.takes -= 1
+            self.wire.writes += 1
+        elif self.breaks:
+            self.wire.broken = True
+
+
+async def sent(takes: int, *commands: Outgoing, breaks: bool = False) -> bool:
+    wire = stream.Wire()
+    responder = Responder(Socket(wire, takes, breaks).send, "id", wire)
+    send, receive = trio.open_memory_channel[Outgoing](10)
+    for command in commands:
+        send.send_nowait(command)
+    send.close()
+    await deliver(receive, responder, pace=PACE, on_quiet=list)
+    return responder.delivered
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_answer_is_delivered_when_its_last_bytes_were_taken(breaks: bool) -> None:
+    reply = Reply(status=200, headers=(), body=b"{}")
+    assert [await sent(takes, reply, breaks=breaks) for takes in (0, 1, 2)] == [False, False, True]
+    streamed = (Send(b"a"), Send(b"b"), Done())
+    assert [await sent(takes, *streamed, breaks=breaks) for takes in range(5)] == [False, False, False, True, True]
+
+
+async def test_a_stream_that_was_cut_is_not_delivered() -> None:
+    assert not await sent(99, Send(b"a"), Break())
+    assert not await sent(99, Send(b"a"))
+
+
+async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
+    wire = stream.Wire(broken=True)
+    responder = Responder(Socket(wire, 99).send, "id", wire)
+    await responder.reply(Reply(status=200, headers=(), body=b"{}"))
+    assert not responder.delivered
+
+
+async def test_another_server_than_ours_is_believed() -> None:
+    wire = Wire()
+    responder = Responder(wire.send, "id", stream.wire_of({"type": "http"}))  # type: ignore[typeddict-item]
+    await responder.reply(Reply(status=200, headers=(), body=b"{}"))
+    assert responder.delivered
+
+
+@pytest.mark.parametrize(("reads", "expected"), [(1 << 30, True), (10, False)])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_over_a_socket_the_server_says_what_was_taken(reads: int, expected: bool, streamed: bool) -> None:
+    found = list[bool]()
+    ended = trio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        responder = Responder(send, "id", stream.wire_of(scope))
+        body = b"x" * (64 << 20)  # more than any socket's buffers
+        if streamed:
+            await responder.stream(body, "text/plain")
+            await responder.end()
+        else:
+            await responder.reply(Reply(status=200, headers=(), body=body))
+        found.append(responder.delivered)
+        ended.set()
+
+    async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
+        client = await trio.open_tcp_stream(address.host, address.port)
+        await client.send_all(b"GET / HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n")
+        while reads > 0 and (got := await client.receive_some(min(reads, 1 << 20))):
+            reads -= len(got)
+        await client.aclose()
+        with trio.fail_after(30):
+            await ended.wait()
+    assert found == [expected]
