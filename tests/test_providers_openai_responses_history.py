@@ -97,10 +97,12 @@ def test_what_is_forgotten_is_not_made_up() -> None:
         assert caught.value.path == "$.previous_response_id"
 
 
-@pytest.mark.parametrize("name", ["resp_1", "", history._HEADS])
+@pytest.mark.parametrize("name", ["resp_1", "", history._HEADS, "another dialect's"])
 def test_an_unknown_answer_is_refused(name: str) -> None:
+    memory = SessionMemory()
+    memory.keep("another dialect's", {"of": "its own"})
     with pytest.raises(Refused, match="not known here"):
-        previous(SessionMemory(), name)
+        previous(memory, name)
 
 
 def test_an_item_leads_to_its_answer() -> None:

@@ -84,6 +84,20 @@ async def test_14_15_so_does_a_freeform_call_in_a_namespace() -> None:
     kept_its_tokens(here, engine)
 
 
+async def test_14_19_what_a_spelling_can_not_hold_costs_no_tokens() -> None:
+    """A freeform call has one input; what the model gave beside it does not come back, and its own ids prove whose call it is."""
+    engine = scripted('<tool_call>|\n{"name": "files.patch", "arguments": {"input": "+x", "why": "so"}}\n|</tool_call>', "Done.")
+    here = stage(engine)
+    async with served(here.app) as base:
+        (call,) = (await said(base, stream=False, input="hi", tools=[FILES])).output
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+        await said(base, stream=False, input=[{"role": "user", "content": "hi"}, call.model_dump(), result], tools=[FILES])
+    assert [(turn.kind, turn.parent) for turn in here.turns] == [("root", None), ("extend", 0)]
+    before, after = prompts(engine.orders)
+    assert after[: len(before) + len(here.turns[0].sampled)] == before + list(here.turns[0].sampled)
+    assert [note for note in here.turns[1].notes if note.startswith("edited")] != []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_built_on_a_previous_response_extends_it(stream: bool) -> None:
     engine = scripted(CALLING, "It says hello.")

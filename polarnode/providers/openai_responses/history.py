@@ -18,6 +18,7 @@ from polarnode.providers.openai_responses.shapes import Object
 from polarnode.providers.shapes import compact
 from polarnode.wire import dump_json, read_json
 
+_ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
 _MOST_HEADS: Final = 16  # inputs a next one may begin with: one an agent, and two or three agents ask at once where there are sub-agents
 _OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+")
@@ -25,7 +26,7 @@ _OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+")
 
 def response_id(call_id: str) -> str:
     """The id of the answer to a call. Item ids (`item_id`) begin with the same, so that an item leads to its answer."""
-    return f"resp_{call_id}"
+    return _ANSWER + call_id
 
 
 def item_id(prefix: str, call_id: str, index: int) -> str:
@@ -35,7 +36,7 @@ def item_id(prefix: str, call_id: str, index: int) -> str:
 
 def previous(memory: Memory, name: str) -> list[Object]:
     """All that was said up to the end of an answer: its input and its output."""
-    kept = memory.recall(name)
+    kept = memory.recall(name) if name.startswith(_ANSWER) else None  # a session's other dialects remember things of their own
     if not isinstance(kept, dict):
         raise _unknown(name)
     return _input(memory, kept, name) + _items(kept["output"])
