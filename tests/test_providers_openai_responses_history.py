@@ -1,5 +1,6 @@
 """Responses: what a session remembers of its answers, and how little of it."""
 
+import json
 import sys
 from typing import Any
 
@@ -77,24 +78,29 @@ def test_the_same_input_twice_adds_nothing() -> None:
 
 
 def test_a_chain_as_long_as_memory_is_read_without_recursion() -> None:
-    memory, items = SessionMemory(), list[Any]()
+    memory = SessionMemory()
     assert sys.getrecursionlimit() < REMEMBERED
-    for number in range(sys.getrecursionlimit() + 100):
-        items = [*items, said(str(number))]
-        kept(memory, number, items)
-    assert len(previous(memory, f"resp_{number:x}")) == len(items) + 1
+    for number in range(1, REMEMBERED):
+        base = f"resp_{number - 1:x}" if number > 1 else None
+        added = Kept(base=base, added=json.dumps([said(str(number))]), length=number, digest="")
+        keep(memory, f"resp_{number:x}", added.as_json(), [answer(number)])
+    found = previous(memory, f"resp_{number:x}")
+    assert [item["content"] for item in found[:-1]] == [str(number) for number in range(1, REMEMBERED)]
 
 
 def test_what_is_forgotten_is_not_made_up() -> None:
     """The head of a chain falls out of memory: an answer built on it is not known any more, as half of what was said would be a lie."""
-    memory, items = SessionMemory(), list[Any]()
-    for number in range(REMEMBERED + 1):
-        items = [*items, said(str(number))]
-        kept(memory, number, items)
-    for name in (response_id("0"), f"resp_{REMEMBERED:x}"):
+    memory = SessionMemory()
+    kept(memory, 1, [said("a")])
+    assert kept(memory, 2, [said("a"), said("b")]).base == "resp_1"
+    for number in range(REMEMBERED - 2):  # two answers and the heads are one too many now
+        memory.keep(f"another {number}", None)
+    for name in ("resp_1", "resp_2"):
         with pytest.raises(Refused, match="send the whole input") as caught:
             previous(memory, name)
         assert caught.value.path == "$.previous_response_id"
+    assert kept(memory, 3, [said("a"), said("b"), said("c")]).base is None
+    assert len(previous(memory, "resp_3")) == 4
 
 
 @pytest.mark.parametrize("name", ["resp_1", "", history._HEADS, "another dialect's"])

@@ -75,7 +75,7 @@ def to_keep(memory: Memory, items: list[Object]) -> Kept:
     for index, item in enumerate(items, 1):
         digest.update(dump_json(item))
         name = heads.get((index, digest.hexdigest())) if index in lengths else None
-        if isinstance(name, str) and memory.recall(name) is not None:
+        if isinstance(name, str) and _is_whole(memory, name):
             base, begun = name, index
     return Kept(base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest())
 
@@ -97,6 +97,17 @@ def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
         kept = found
         added.append(_items(kept["input"]))
     return _joined(reversed(added))
+
+
+def _is_whole(memory: Memory, name: str) -> bool:
+    """Whether all that an answer's input was built on is still there."""
+    base: Json = name
+    while isinstance(base, str):
+        found = memory.recall(base)
+        if not isinstance(found, dict):
+            return False
+        base = found["base"]
+    return True
 
 
 def _joined(parts: Iterable[list[Object]]) -> list[Object]:
