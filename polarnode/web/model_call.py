@@ -82,6 +82,7 @@ class ModelCall:
     _exchange: Exchange | None = field(default=None, init=False)
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)  # cancelled when the client leaves or the session closes
     _answered: bool = field(default=False, init=False)  # what is sent is the answer, not a fault
+    _told: bool = field(default=False, init=False)  # the exchange is over, and all it said was handed over
     _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _last_words: list[Outgoing] = field(factory=list, init=False)  # to a client whose call was not taken, or is cut
     _outbox: "trio.MemorySendChannel[Outgoing]" = field(init=False)
@@ -198,7 +199,9 @@ class ModelCall:
     async def _tell(self, exchange: Exchange, event: Event) -> None:
         """Tell the machine what happened, and do what it says."""
         orders: list[Generate] = []
-        for command in exchange.receive(event):
+        was_over, commands = exchange.over, exchange.receive(event)
+        ends = exchange.over and not was_over
+        for command in commands:
             match command:
                 case Render(plan):
                     await self._render(exchange, plan)
@@ -210,6 +213,7 @@ class ModelCall:
                     await self._outbox.send(command)
                 case _:
                     assert_never(command)
+        self._told = self._told or ends
         await self._generate_all(exchange, orders)
 
     async def _render(self, exchange: Exchange, plan: Plan) -> None:
@@ -231,7 +235,7 @@ class ModelCall:
 
     async def _generate_one(self, exchange: Exchange, asked: Generate, others: trio.CancelScope) -> None:
         await self._generate(exchange, asked)
-        if exchange.over:
+        if self._told:  # not sooner: another sample of this call may be about to hand over the last words
             others.cancel()
 
     async def _generate(self, exchange: Exchange, asked: Generate) -> None:
