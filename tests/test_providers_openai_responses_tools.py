@@ -128,6 +128,7 @@ TOOLS = (Tool(name="go"), Tool(name="agents.spawn"), Tool(name="local_shell"))
         ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents.spawn"),
         ({"type": "function", "name": "agents.spawn"}, "agents.spawn"),
         ({"type": "local_shell"}, "local_shell"),
+        ({"type": "web_search_preview"}, "auto"),
         ({"type": "allowed_tools", "mode": "required", "tools": []}, "required"),
         ({"type": "allowed_tools", "tools": []}, "auto"),
     ],
@@ -135,11 +136,11 @@ TOOLS = (Tool(name="go"), Tool(name="agents.spawn"), Tool(name="local_shell"))
 def test_tool_choice(said: Any, word: str) -> None:
     found, notes = tool_choice(said, TOOLS)
     assert found == word
-    assert bool(notes) == (isinstance(said, dict) and said["type"] == "allowed_tools")
+    assert bool(notes) == (isinstance(said, dict) and said["type"] in ("allowed_tools", "web_search_preview"))
 
 
 @pytest.mark.parametrize(
-    "said", ["any", {"type": "function", "name": "x"}, {"type": "web_search_preview"}, {"type": "allowed_tools", "mode": "all"}, {}]
+    "said", ["any", {"type": "function", "name": "x"}, {"type": "mcp", "name": "x"}, {"type": "allowed_tools", "mode": "all"}, {}]
 )
 def test_a_choice_that_can_not_be_kept_is_refused(said: Any) -> None:
     with pytest.raises(Refused) as caught:

@@ -210,6 +210,8 @@ def tool_choice(said: str | Object | None, tools: Iterable[Tool]) -> tuple[str, 
         return _word(said.get("mode", "auto"), "$.tool_choice.mode"), [note]
     names = list(_named(said))
     found = next((tool.name for tool in tools if tool.name in names), None)
+    if found is None and "name" not in said and isinstance(said.get("type"), str):
+        return "auto", [f"tool_choice asks for {names[0]!r}, which runs on other servers: the model is left to choose"]
     if found is None:
         raise Refused(f"tool_choice names {names[0]!r}, which is not among the tools the model can call: add it", path="$.tool_choice")
     return found, []
