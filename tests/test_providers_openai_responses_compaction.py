@@ -9,6 +9,7 @@ def test_14_20_what_stands_for_a_history_is_known_as_that() -> None:
     """Lineage then says why the conversation begins anew."""
     assert tells_summary((Message(role="system", text="Code."), Message(role="user", text=retold("We did it."))))
     assert retold("We did it.").endswith("\n\nWe did it.")
+    assert retold(" ").endswith("(It wrote nothing.)")
 
 
 def test_the_model_is_asked_for_text() -> None:

@@ -20,5 +20,5 @@ _INTRODUCTION: Final = (
 
 
 def retold(summary: str) -> str:
-    """The message that stands for the history that was summarized."""
-    return f"{_INTRODUCTION}\n\n{summary}"
+    """The message that stands for the history that was summarized. A model that called a tool instead wrote nothing, and that is said."""
+    return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
