@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -27,6 +28,7 @@ from polarnode.providers.dialect import NoMemory
 from polarnode.replay.recording import read_recorded
 from polarnode.replay.session import Line, replay_session, total
 
+FOLDER = Path(__file__).parent / "data" / "providers"
 CLIENTS = {
     "as it was sent": lambda dialect: Client(dialect=dialect),
     "parts, sorted and stripped": lambda dialect: Client(dialect=dialect, parts=True, stripped=True, sort_keys=True),
@@ -53,6 +55,12 @@ def played(recordings: Sequence[Recording]) -> list[Line]:
 
 def kinds(lines: Sequence[Line]) -> Counter[str | None]:
     return Counter(line.kind for line in lines)
+
+
+@pytest.mark.parametrize("harness", sorted({file.stem.rpartition("_")[0] for file in FOLDER.glob("*_1.json")}))
+def test_what_was_recorded_of_a_harness_is_one_lineage(harness: str) -> None:
+    lines = played([{"method": "POST"} | json.loads(file.read_text()) for file in sorted(FOLDER.glob(f"{harness}_?.json"))])
+    assert [(line.kind, line.lineage, line.role) for line in lines] == [("root", 0, "main"), ("extend", 0, "main"), ("extend", 0, "main")]
 
 
 @pytest.mark.parametrize("spell", CLIENTS.values(), ids=CLIENTS)

@@ -4,7 +4,9 @@ import json
 from base64 import b64encode
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from polarnode.providers.dialect import NoMemory
 from polarnode.replay.recording import Recorded, read_recorded
@@ -65,3 +67,27 @@ def test_what_can_not_be_read_says_so(said: Any) -> None:
 )
 def test_a_response_may_tell_that_there_was_no_answer(response: bytes | None, failed: bool) -> None:
     assert read({"target": TARGET, "body": BODY}, response).failed is failed
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["method", "target", "url", "headers", "body", "request", "postData"])
+PATHS = st.sampled_from(
+    [TARGET, "/v1/messages", "/v1/responses", "/v1beta/models/m:generateContent", "http://[", "POST /v1/messages HTTP/1.1", "//", "?"]
+)
+
+
+@given(said=st.dictionaries(FIELDS, JSON, max_size=5), target=PATHS)
+def test_no_file_ends_the_others(said: dict[str, Any], target: str) -> None:
+    for file in (said, {"target": target} | said, {"target": target, "body": BODY} | said):
+        content = json.dumps(file).encode()
+        found = read_recorded("f", content, NoMemory(), response=content[:40])
+        assert found.request is None or found.error is None
+
+
+@given(content=st.binary(max_size=60))
+def test_no_bytes_end_the_others(content: bytes) -> None:
+    assert read_recorded("f", content, NoMemory()).error

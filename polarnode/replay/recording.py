@@ -9,7 +9,6 @@ from binascii import Error as NotBase64
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Final
-from urllib.parse import urlsplit
 
 from attrs import frozen
 
@@ -127,11 +126,12 @@ def _request_line(method: str, target: str) -> tuple[str, str]:
 
 
 def _origin_form(target: str) -> str:
-    """The path and the query of a target that may be a whole URL."""
-    if "://" not in target.partition("?")[0]:
+    """The path and the query of a target that may be a whole URL, however odd its host is."""
+    scheme, found, rest = target.partition("://")
+    if not found or "/" in scheme or "?" in scheme:
         return target
-    parts = urlsplit(target)
-    return f"{parts.path}?{parts.query}" if parts.query else parts.path
+    _, slash, path = rest.partition("/")
+    return slash + path
 
 
 def _headers(said: Json) -> Iterator[tuple[str, str]]:
