@@ -88,7 +88,8 @@ async def test_a_choice_that_stops_leaves_the_others_running(autojump_clock: tri
     engine = scripted("go STOP on", "and on without end", chunk=1)
     here = stage(engine)
     asgi = await ask(here.app, CHAT, body(n=2, stop=["STOP"]))
-    assert [choice["message"]["content"].strip() for choice in json.loads(asgi.body)["choices"]] == ["go", "and on without end"]
+    said = {choice["message"]["content"].strip() for choice in json.loads(asgi.body)["choices"]}
+    assert said == {"go", "and on without end"}  # which of them asks first is nobody's promise
     assert dict(engine.ended) == {"abort": 1, "stop": 1}
 
 
