@@ -6,19 +6,20 @@ from typing import Any
 from tokens_kit import model
 
 from polarnode.providers.dialect import NoMemory
-from polarnode.replay.recording import read_recorded
+from polarnode.replay.recording import Recorded, read_recorded
 from polarnode.replay.session import Line, added, replay_session, total
 
 TOOL = {"type": "function", "function": {"name": "bash", "description": "run", "parameters": {"type": "object", "properties": {}}}}
 HELLO = {"role": "user", "content": "hello"}
 
 
+def recorded(number: int, body: dict[str, Any]) -> Recorded:
+    said = {"method": "POST", "target": "/v1/chat/completions", "headers": [], "body": {"model": "m", **body}}
+    return read_recorded(f"{number}", json.dumps(said).encode(), NoMemory())
+
+
 def played(*bodies: dict[str, Any]) -> list[Line]:
-    recorded = []
-    for number, body in enumerate(bodies, 1):
-        said = {"method": "POST", "target": "/v1/chat/completions", "headers": [], "body": {"model": "m", **body}}
-        recorded.append(read_recorded(f"{number}", json.dumps(said).encode(), NoMemory()))
-    lines = replay_session(recorded, model().template)
+    lines = replay_session([recorded(number, body) for number, body in enumerate(bodies, 1)], model().template)
     assert [line.error for line in lines] == [None] * len(bodies)
     return lines
 
@@ -46,8 +47,7 @@ def test_a_prompt_has_the_tokens_of_the_whole_conversation() -> None:
 
 
 def _conversation(body: dict[str, Any]) -> Any:
-    said = {"target": "/v1/chat/completions", "body": {"model": "m", **body}}
-    request = read_recorded("x", json.dumps(said).encode(), NoMemory()).request
+    request = recorded(0, body).request
     assert request is not None
     return request.conversation
 
@@ -70,3 +70,16 @@ def test_totals_add_up() -> None:
     both = added([once, once])
     assert (both.requests, both.turns, both.lineages, both.new_tokens) == (4, 4, 2, 2 * once.new_tokens)
     assert added([]).requests == 0
+
+
+def test_a_request_that_can_not_be_planned_does_not_end_the_others() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(150):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    bodies = [ask(HELLO), ask(HELLO, tools=False) | {"tools": [tool]}, ask(HELLO, said("hi"), HELLO)]
+    lines = replay_session([recorded(number, body) for number, body in enumerate(bodies)], model().template)
+    assert [line.kind for line in lines] == ["root", None, "extend"]
+    assert lines[1].error is not None
+    assert "less deeply" in lines[1].error
+    assert lines[1].provider == "openai_chat"

@@ -12,6 +12,7 @@ from typing import Final
 from attrs import define, field, frozen
 
 from polarnode.conversation import Answer, Conversation, Message, TextPart, ThinkingPart
+from polarnode.errors import Refused
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 
 _NEVER: Final = 1 << 60
@@ -109,7 +110,7 @@ def _rest(showing: _Showing, begun: Message) -> _Showing | None:
 def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[Found]:
     """How each request of a session ended. `failed`: those whose recorded response says that there was no answer."""
     memo = Memo()
-    asked = [_path(conversation, memo) for conversation in conversations]
+    asked = [_path(conversation, memo, number) for number, conversation in enumerate(conversations)]
     shown = _Shown(asked)
     found = [Found() for _ in asked]
     for same in _by_path(asked):
@@ -124,8 +125,11 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
     return found
 
 
-def _path(conversation: Conversation, memo: Memo) -> _Asked:
-    keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
+def _path(conversation: Conversation, memo: Memo, number: int) -> _Asked:
+    try:
+        keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
+    except Refused:  # whoever plans it is told why; nobody goes on from it
+        return _Asked(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
     return _Asked(messages=conversation.messages, keys=tuple(keys))

@@ -61,7 +61,7 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
         with boundary(Refused, "the provider can not read it"):  # one file of thousands must not end the others
             request = _request(found, sent, memory)
     except PolarnodeError as error:
-        return Recorded(file=file, route=_route(content), error=_sentence(error))
+        return Recorded(file=file, route=_route(content), error=sentence(error))
     key = blake2b(sent.body, digest_size=_KEY_BYTES).hexdigest()
     return Recorded(file=file, route=found, request=request, key=key, failed=response is not None and not _answered(response))
 
@@ -85,7 +85,8 @@ def _route(content: bytes) -> Route | None:
     return route(sent.method, sent.target, sent.headers)
 
 
-def _sentence(error: PolarnodeError) -> str:
+def sentence(error: PolarnodeError) -> str:
+    """What an error says, behind the path of its field where it names one."""
     path = getattr(error, "path", None)
     return f"{path}: {error}" if path else str(error)
 

@@ -16,7 +16,7 @@ from polarnode.merge.lineage import Lineages, Plan
 from polarnode.merge.roles import recast
 from polarnode.records import Turn, VersionSpan, floats, ids
 from polarnode.replay.answers import Found, find_answers
-from polarnode.replay.recording import Recorded
+from polarnode.replay.recording import Recorded, sentence
 from polarnode.tokens.template import Template
 
 _SECRET: Final = bytes(32)  # no id of a recording is ours, so none is ever proven
@@ -93,7 +93,7 @@ class _Player:
             with boundary(Refused, "it can not be planned"):  # one file of thousands must not end the others
                 self._turn(recorded, request, ended)
         except PolarnodeError as error:
-            self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=str(error)))
+            self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=sentence(error)))
 
     def _turn(self, recorded: Recorded, request: ModelRequest, ended: Found) -> None:
         plan = self._lineages.plan(request.conversation, request_key=recorded.key, hints=request.hints)
