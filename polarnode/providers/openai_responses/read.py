@@ -69,7 +69,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         logprobs=(request.top_logprobs or 0) if LOGPROBS in (request.include or ()) else None,
         one_call=request.parallel_tool_calls is False,
         generate=request.generate is not False,
-        extras=_extras(request, envelope, items, said) | ({"compacts": True} if compacts else {}),
+        extras=_extras(request, envelope, [item for _, item in items], said, compacts=compacts),
         ignored=(*unknown, *_unused(request), *said.head.ignored, *said.ignored),
         notes=(*_remarks(request), *notes, *said.head.notes, *said.notes),
     )
@@ -158,15 +158,18 @@ def _remarks(request: ResponsesRequest) -> Iterator[str]:
 # ── what the writer wants back ────────────────────────────────────────────────
 
 
-def _extras(request: ResponsesRequest, envelope: Envelope, items: list[tuple[str, Object]], said: Transcript) -> Object:
+def _extras(request: ResponsesRequest, envelope: Envelope, items: list[Object], said: Transcript, *, compacts: bool) -> Object:
     """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a compaction keeps in sight."""
     extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
     if said.later:
         extras["later"] = {tool.name: dict(tool.spelling) for tool in said.later}
+    if compacts:
+        extras["compacts"] = True
     if envelope.operation == "compact":
-        extras["told"] = [item for _, item in items if item.get("role") == "user" and item.get("type") in (None, "message")]
+        extras["told"] = [item for item in items if item.get("role") == "user" and item.get("type") in (None, "message")]
     elif envelope.operation == "generate" and request.store is not False:
-        extras["keeps"] = history.to_keep(envelope.memory, [item for _, item in items]).as_json()
+        # What goes on from a compaction goes on from its one item, which stands for all before it.
+        extras["keeps"] = history.to_keep(envelope.memory, [] if compacts else items).as_json()
     return extras
 
 
