@@ -11,6 +11,7 @@ from polarnode.cli.options import config_of, given_settings, node_address, node_
 from polarnode.errors import PolarnodeError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
+FOUND = click.Path(exists=True, file_okay=False, path_type=Path)  # a folder that is there
 SAMPLES = click.IntRange(min=1, max=4096)  # the task's own law (wire/laws.py)
 
 
@@ -137,7 +138,7 @@ def export(output: Path | None, turns: str, url: str, token: str | None, **filte
 @main.command(short_help="Show one session's turns and traces, trainable tokens marked.")
 @click.argument("session")
 @click.option("--from", "file", type=task_file(), help="A trajectories.jsonl instead of a node; a beginning of SESSION is then enough.")
-@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Checkpoint folder to decode with.")
+@click.option("--model", type=FOUND, help="Checkpoint folder to decode with.")
 @click.option("--plain", is_flag=True, help="Trainable tokens between « and » instead of in colour, as where there is no terminal.")
 @node_address
 def inspect(session: str, file: Path | None, model: Path | None, plain: bool, url: str, token: str | None) -> None:
@@ -152,9 +153,9 @@ def inspect(session: str, file: Path | None, model: Path | None, plain: bool, ur
     inspection.inspect(session, file if file is not None else remote.Where(url=url, token=token), model, plain=plain)
 
 
-@main.command(short_help="Say which lineages recorded requests of a harness would have, and what they would cost.")
-@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--tokenizer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Checkpoint folder; its weights are not needed.")
+@main.command(short_help="Say what each recorded request of a harness extends, and what of it is new.")
+@click.argument("folder", metavar="DIR", type=FOUND)
+@click.option("--tokenizer", type=FOUND, help="Checkpoint folder, without weights if you like. [default: the embedded polarnode-tiny]")
 @click.option("--json", "as_json", is_flag=True, help="One object a line on stdout; the totals go to stderr.")
 def replay(folder: Path, tokenizer: Path | None, as_json: bool) -> None:
     """Feed recorded requests (NN-request.json) through the providers and lineage: what each extends, why, and how many tokens are new.
