@@ -9,8 +9,10 @@ import openai
 import pytest
 import trio
 import trio.testing
+from attrs import evolve
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, HandEngine, answers, prompts, served, spelled, stage
+from plane_kit import CONTEXT, Asgi, HandEngine, answers, new_session, prompts, served, spelled, stage
+from providers_kit import a_call
 from tokens_kit import model
 
 from polarnode.conversation import Constraint, Sampling
@@ -21,6 +23,7 @@ from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.tasks import BuilderSpec
+from polarnode.web.incoming import Incoming
 
 CHAT, MESSAGES, RESPONSES, GEMINI = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1beta/models/m:generateContent"
 HI: Any = {"role": "user", "content": "hi"}
@@ -329,6 +332,18 @@ async def test_an_upgrade_is_answered_426_under_any_prefix(prefix: str, key: str
     assert reply.status_code == 426
     assert reply.json()["error"]["message"].startswith("WebSockets are not served")
     assert reply.headers["content-type"] == "application/json"
+
+
+def test_a_name_is_shared_only_by_those_who_may_have_the_same_answer() -> None:
+    session = new_session("s")
+    asked = a_call().request
+    same = Incoming(session=session, dialect=OPENAI_CHAT, request=asked, key="body")
+    others = (evolve(same, key="other"), evolve(same, dialect=ANTHROPIC), evolve(same, request=evolve(asked, hints={"agent": "b"})))
+    assert same.name == evolve(same, request=evolve(asked, stream=True)).name
+    assert len({each.name for each in (same, *others)}) == 4
+    cannot: tuple[dict[str, Any], ...] = ({"choices": 2}, {"logprobs": 0}, {"constraint": Constraint(kind="regex", text="a*")})
+    assert same.can_go_on
+    assert not any(evolve(same, request=evolve(asked, **said)).can_go_on for said in cannot)
 
 
 def test_every_dialect_of_the_node_is_tried_here() -> None:

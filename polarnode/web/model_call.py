@@ -10,10 +10,9 @@ from functools import partial
 from typing import Final, assert_never
 
 import trio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from hypercorn.typing import ASGIReceiveCallable
 
-from polarnode.conversation import ModelRequest
 from polarnode.errors import EngineError, Refused
 from polarnode.exchange import (
     NOTHING,
@@ -42,34 +41,13 @@ from polarnode.exchange import (
 )
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
-from polarnode.providers.dialect import Call, Dialect, Fault, Reply
-from polarnode.shell.live import LiveSession
+from polarnode.providers.dialect import Call, Fault, Reply
 from polarnode.shell.retries import wait_ended
+from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
 from polarnode.web.stream import Responder, deliver, wait_left
 
 OUTBOX: Final = 16  # pieces on their way to a client; what a slow one has not taken waits in the engine's own queue
-
-
-@frozen(kw_only=True)
-class Incoming:
-    """A request as it came: who asks, in which dialect, what. `key` is the digest of its body, by which a retry is known."""
-
-    session: LiveSession
-    dialect: Dialect
-    request: ModelRequest
-    key: str
-
-    @property
-    def name(self) -> str:
-        """Whose body it is: two agents of a harness may ask the same at once."""
-        return f"{self.dialect.name} {self.request.hints.get('agent', '')} {self.key}"
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether a cut sample of it can be continued: an engine begins constraints anew, and logprobs are kept for no one."""
-        request = self.request
-        return request.choices == 1 and request.logprobs is None and request.constraint is None
 
 
 @define(eq=False)
@@ -210,11 +188,18 @@ class ModelCall:
                 case Record() | Abandon() | Answered() | Abort():
                     self._keep(command)
                 case Send() | Done() | Break() | Reply():
-                    await self._outbox.send(command)
+                    await self._put(command)
                 case _:
                     assert_never(command)
         self._told = self._told or ends
         await self._generate_all(exchange, orders)
+
+    async def _put(self, command: Outgoing) -> None:
+        """On its way to the client; without a stop where there is room, as every chunk was waited for already."""
+        try:
+            self._outbox.send_nowait(command)
+        except trio.WouldBlock:
+            await self._outbox.send(command)
 
     async def _render(self, exchange: Exchange, plan: Plan) -> None:
         history = None if plan.parent is None else self.incoming.session.lineages.history(plan)

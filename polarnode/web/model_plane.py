@@ -19,8 +19,9 @@ from polarnode.errors import Refused
 from polarnode.exchange import SESSION_OVER, as_kept
 from polarnode.providers.dialect import JSON_TYPE, Envelope, Fault, Memory, Reply, Route, missed, route, session_keys
 from polarnode.shell.live import LiveSession, LiveSessions
+from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
-from polarnode.web.model_call import Incoming, ModelCall
+from polarnode.web.model_call import ModelCall
 from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body, wire_of
 
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread

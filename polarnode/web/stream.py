@@ -5,7 +5,9 @@ a 400. A stream is ended properly or not at all: returning without the last body
 terminal chunk, and logs nothing. Signs of life are the dialect's own data, never SSE comments.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Final, assert_never, cast
 
 import trio
@@ -124,26 +126,42 @@ class Responder:
 async def deliver(outgoing: "trio.MemoryReceiveChannel[Outgoing]", to: Responder, *, pace: Pace, on_quiet: Callable[[], list[Outgoing]]) -> None:
     """Send what comes until the answer is at its end, or nothing comes any more. `on_quiet` is asked for a sign of life in every silence."""
     while True:
-        found = await _next(outgoing, pace.quiet_s if to.opened else pace.opening_s)
-        if found is None:
+        commands: list[Outgoing] = []
+        with trio.CancelScope() as silence:  # one for all of a stream between two silences: a new one costs 10 us a chunk
+            while not commands:
+                silence.deadline = trio.current_time() + (pace.quiet_s if to.opened else pace.opening_s)
+                try:
+                    commands = _with_more(await outgoing.receive(), outgoing)
+                except trio.EndOfChannel:
+                    return
+                if not silence.cancel_called:  # else it would cut what is sent now: that waits until it is left
+                    silence.deadline = math.inf
+                    if await _sent(commands, to):
+                        return
+                    commands = []
+        if await _sent(commands or on_quiet(), to):
             return
-        for each in on_quiet() if isinstance(found, _Silence) else [found]:
-            if await _obey(each, to):
-                return
 
 
-@frozen
-class _Silence:
-    pass
+def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]") -> list[Outgoing]:
+    """What came, and what came meanwhile. Pieces of a stream become one, so that a busy node writes less often, not later."""
+    found = [first]
+    with suppress(trio.WouldBlock, trio.EndOfChannel):
+        while True:
+            more, last = outgoing.receive_nowait(), found[-1]
+            if isinstance(more, Send) and isinstance(last, Send):
+                found[-1] = Send(last.data + more.data, last.content_type)
+            else:
+                found.append(more)
+    return found
 
 
-async def _next(outgoing: "trio.MemoryReceiveChannel[Outgoing]", patience: float) -> Outgoing | _Silence | None:
-    with trio.move_on_after(patience):
-        try:
-            return await outgoing.receive()
-        except trio.EndOfChannel:
-            return None
-    return _Silence()
+async def _sent(commands: list[Outgoing], to: Responder) -> bool:
+    """Whether the answer ended with one of these."""
+    for command in commands:
+        if await _obey(command, to):
+            return True
+    return False
 
 
 async def _obey(command: Outgoing, to: Responder) -> bool:
