@@ -1,0 +1,314 @@
+"""The 25 things a model endpoint owes to harnesses that do not know it (harnesses.md, section 14), each under its number.
+
+Most are tested where they are made, by functions named `test_14_<number>_…`; here are those that only the whole plane can show, in every
+dialect, and the test that none of the 25 is without one.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import trio
+import trio.testing
+from attrs import define
+from fakes_engine import ScriptedEngine
+from plane_kit import CONTEXT, Asgi, HandEngine, Stage, answers, served, spelled, stage
+from tokens_kit import model
+
+from polarnode.errors import EngineError
+from polarnode.harnesses import harness, mini_swe_agent, openhands_sdk, shell
+from polarnode.harnesses.exits import exit_outcome
+
+REQUIREMENTS = {
+    1: "four dialects under any prefix",
+    2: "the session in the path, or its key in any of three headers",
+    3: "streamed and whole",
+    4: "headers before the first token",
+    5: "kept alive by data",
+    6: "whole answers wait",
+    7: "who leaves is noticed, and a retry recognised",
+    8: "a stream that died is not ended",
+    9: "a call comes in one piece",
+    10: "terminal markers",
+    11: "ids of calls",
+    12: "true usage",
+    13: "unknown fields",
+    14: "system text in odd places",
+    15: "kinds of tools",
+    16: "any model name",
+    17: "side calls are marked",
+    18: "sub-agents, and calls side by side",
+    19: "histories are matched by what they say",
+    20: "a compaction is a new root",
+    21: "overflow in the words that make each harness compact",
+    22: "Retry-After in whole seconds",
+    23: "WebSockets are told 426",
+    24: "probes get fast answers",
+    25: "exit codes are not believed",
+}
+
+CALL = ("Let me see.", "<tool_call>", '\n{"name": "look", ', '"arguments": {"path": ', '"a.txt"}}\n', "</tool_call>")
+LOOK: Any = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+
+def test_every_requirement_has_a_test_of_its_number() -> None:
+    sources = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    tested = {int(number) for number in re.findall(r"def test_14_(\d+)_", sources)}
+    assert tested == set(REQUIREMENTS) == set(range(1, 26))
+
+
+@define(eq=False, kw_only=True)
+class Api:
+    """How a dialect's harness asks, whole and streamed."""
+
+    name: str
+    path: str
+    streamed: str
+    body: Callable[..., dict[str, Any]]
+    tools: Any
+    ends: bytes
+
+    def asks(self, *, stream: bool, text: str = "hi", **more: Any) -> tuple[str, bytes]:
+        said = self.body(text) | ({"stream": stream} if self.name != "google" else {}) | more
+        return self.streamed if stream else self.path, json.dumps(said).encode()
+
+
+def _chat(text: str) -> dict[str, Any]:
+    return {"model": "any-name", "messages": [{"role": "user", "content": text}], "stream_options": {"include_usage": True}}
+
+
+FUNCTION: Any = {"name": "look", "description": "Reads.", "parameters": LOOK}
+APIS = (
+    Api(
+        name="openai_chat",
+        path="/v1/chat/completions",
+        streamed="/v1/chat/completions",
+        body=_chat,
+        tools=[{"type": "function", "function": FUNCTION}],
+        ends=b"data: [DONE]\n\n",
+    ),
+    Api(
+        name="anthropic",
+        path="/v1/messages",
+        streamed="/v1/messages",
+        body=lambda text: {"model": "any-name", "max_tokens": 90, "messages": [{"role": "user", "content": text}]},
+        tools=[{"name": "look", "input_schema": LOOK}],
+        ends=b'data: {"type":"message_stop"}\n\n',
+    ),
+    Api(
+        name="openai_responses",
+        path="/v1/responses",
+        streamed="/v1/responses",
+        body=lambda text: {"model": "any-name", "input": text},
+        tools=[{"type": "function"} | FUNCTION],
+        ends=b'"type":"response.completed"',
+    ),
+    Api(
+        name="google",
+        path="/v1beta/models/any-name:generateContent",
+        streamed="/v1beta/models/any-name:streamGenerateContent",
+        body=lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+        tools=[{"functionDeclarations": [{"name": "look", "parametersJsonSchema": LOOK}]}],
+        ends=b'"finishReason":"STOP"',
+    ),
+)
+every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+
+
+@define(eq=False)
+class Client(Asgi):
+    """A harness's side."""
+
+    async def ask(self, here: Stage, asked: tuple[str, bytes]) -> "Client":
+        await self.request(here.app, *asked)
+        return self
+
+
+def scripted(*texts: str, **settings: Any) -> ScriptedEngine:
+    return ScriptedEngine(reply=answers(*texts), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT, **settings)
+
+
+def parts(api: Api, body: bytes) -> list[Any]:
+    """The JSON values of a stream."""
+    if body.lstrip().startswith(b"["):
+        return list(json.loads(body))
+    lines = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: ")]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+# ── waiting ───────────────────────────────────────────────────────────────────
+
+
+@every_api
+async def test_14_4_headers_leave_before_the_first_token(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    engine, client = HandEngine(), Client()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
+        await trio.sleep(5)  # Gemini CLI, the least patient, waits 60
+        assert (client.status, engine.given) == (200, [])
+        nursery.cancel_scope.cancel()
+
+
+@every_api
+async def test_14_5_silence_is_filled_with_data_and_never_with_comments(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    engine, client = HandEngine(), Client()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
+        await trio.sleep(5)
+        for _ in range(26):  # 400 s, what the harnesses were measured with
+            before = len(client.sent)
+            await trio.sleep(15)
+            assert len(client.sent) > before
+        engine.give("Done.", "<|im_end|>", finish="stop")
+    assert client.whole
+    assert not any(line.startswith(b":") for line in client.body.split(b"\n"))
+    assert b"Done." in client.body
+
+
+@every_api
+async def test_14_6_a_whole_answer_waits_without_a_byte(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    engine, client = HandEngine(), Client()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.ask, stage(engine), api.asks(stream=False))
+        await trio.sleep(1_200)
+        assert client.sent == []
+        engine.give("Done.", "<|im_end|>", finish="stop")
+    assert (client.status, client.whole) == (200, True)
+    assert b"Done." in client.body
+
+
+def test_14_6_the_harnesses_that_never_stream_are_told_to_wait_longer() -> None:
+    assert min(mini_swe_agent.CALL_S, openhands_sdk.CALL_S) >= 1_800
+
+
+# ── leaving and dying ─────────────────────────────────────────────────────────
+
+
+@every_api
+@pytest.mark.parametrize("stream", [False, True])
+async def test_14_7_who_leaves_ends_the_sampling_and_who_asks_again_gets_the_rest(
+    autojump_clock: trio.testing.MockClock, api: Api, stream: bool
+) -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    first, asked = Client(), api.asks(stream=stream)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.ask, here, asked)
+        engine.give("Half a ")
+        await trio.sleep(1)
+        first.leave()
+    assert (engine.running, [turn.state for turn in here.turns]) == (0, ["partial"])
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    second = await Client().ask(here, asked)
+    assert second.whole
+    assert list(here.turns[1].sampled) == spelled("loaf.", "<|im_end|>")  # nothing is sampled, or recorded, twice
+
+
+@every_api
+async def test_14_8_a_stream_whose_engine_died_has_no_end(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    engine, client = HandEngine(), Client()
+    here = stage(engine)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.ask, here, api.asks(stream=True))
+        engine.give("Half a ")
+        await trio.sleep(1)
+        engine.fail(EngineError("out of memory"))
+    assert api.ends not in client.body
+    assert not client.whole or api.name == "google"  # its clients know a failure by Google's own last words, and by no broken connection
+    assert [turn.state for turn in here.turns] == ["failed"]
+
+
+# ── what is said ──────────────────────────────────────────────────────────────
+
+
+@every_api
+async def test_14_9_a_call_sampled_token_by_token_arrives_in_one_piece(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    here = stage(scripted("|".join(CALL), chunk=1))
+    client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
+    sent = [message["body"] for message in client.sent[1:] if b"a.txt" in message["body"]]
+    begun = [message["body"] for message in client.sent[1:] if b'"look"' in message["body"] and b"response.created" not in message["body"]]
+    assert sent[0] in begun
+    assert not any(b"<tool_call>" in message["body"] for message in client.sent[1:])
+
+
+@every_api
+async def test_14_10_an_answer_with_a_call_ends_as_its_api_ends_one(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    here = stage(scripted("|".join(CALL)))
+    client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
+    assert client.whole
+    assert api.ends in client.body
+    words = {"openai_chat": b'"finish_reason":"tool_calls"', "anthropic": b'"stop_reason":"tool_use"', "openai_responses": b"output_item.done"}
+    assert words.get(api.name, b'"functionCall"') in client.body
+
+
+@every_api
+@pytest.mark.parametrize("stream", [False, True])
+async def test_14_12_usage_is_what_was_read_and_sampled(autojump_clock: trio.testing.MockClock, api: Api, stream: bool) -> None:
+    here = stage(scripted("Hello there."))
+    client = await Client().ask(here, api.asks(stream=stream))
+    last = parts(api, client.body)[-1] if stream else json.loads(client.body)
+    (turn,) = here.turns
+    said = _usage(api, parts(api, client.body), last)
+    assert said == (turn.prompt_length, len(turn.sampled))
+
+
+def _usage(api: Api, values: list[Any], last: Any) -> tuple[int, int]:
+    if api.name == "anthropic":
+        usage = last.get("usage") or values[-2]["usage"]  # message_delta stands before message_stop
+        return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
+    if api.name == "google":
+        usage = last["usageMetadata"]
+        return usage["promptTokenCount"], usage["candidatesTokenCount"]
+    usage = last.get("usage") or last["response"]["usage"]
+    names = ("prompt_tokens", "completion_tokens") if api.name == "openai_chat" else ("input_tokens", "output_tokens")
+    return usage[names[0]], usage[names[1]]
+
+
+@every_api
+@pytest.mark.parametrize("stream", [False, True])
+async def test_14_16_any_name_is_served_and_said_again(autojump_clock: trio.testing.MockClock, api: Api, stream: bool) -> None:
+    client = await Client().ask(stage(scripted("Hello.")), api.asks(stream=stream))
+    assert client.status == 200
+    assert b'"any-name"' in client.body
+
+
+# ── who asks ──────────────────────────────────────────────────────────────────
+
+
+@every_api
+async def test_14_17_a_call_without_tools_beside_others_is_marked(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    here = stage(scripted("Hello."))
+    await Client().ask(here, api.asks(stream=True, tools=api.tools))
+    await Client().ask(here, api.asks(stream=True, text="Write a title for this conversation."))
+    assert [turn.role for turn in here.turns] == ["main", "auxiliary"]
+
+
+@every_api
+async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    release = trio.Event()
+    engine = scripted("Hello there, and more.", hold=release, chunk=1)
+    here = stage(engine)
+    async with trio.open_nursery() as nursery:
+        for text in ("one", "two", "three"):
+            nursery.start_soon(Client().ask, here, api.asks(stream=True, text=text))
+        await trio.sleep(1)
+        assert (len(engine.orders), here.s1.in_flight) == (3, 3)
+        release.set()
+    assert len({turn.lineage for turn in here.turns}) == 3
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1", "/sessions/key-s1/v1"])
+async def test_14_23_a_websocket_is_told_426_so_that_codex_asks_over_http_at_once(prefix: str) -> None:
+    headers = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
+    async with served(stage(scripted("x")).app) as base:
+        reply = await trio.to_thread.run_sync(lambda: httpx2.get(f"{base}{prefix}/responses", headers=headers))
+    assert reply.status_code == 426
+
+
+def test_14_25_an_exit_code_of_nothing_done_is_not_believed() -> None:
+    liar = harness.Harness(name="liar", version="1", image="base", launch=shell.launch, exit_code_honest=False)
+    assert exit_outcome(liar, 0, ()).status == "failed"
