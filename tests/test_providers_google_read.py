@@ -69,12 +69,14 @@ def test_sampling() -> None:
     [
         ({"topK": 0}, Sampling()),
         ({"topK": -1}, Sampling()),
+        ({"topK": 1}, Sampling(top_k=1)),
         ({"topK": 40.0}, Sampling(top_k=40)),
         ({"topP": 0}, Sampling(top_k=1)),
         ({"topP": 0, "topK": 5}, Sampling(top_k=1)),
         ({"maxOutputTokens": 0}, Sampling()),
         ({"stopSequences": []}, Sampling()),
         ({"temperature": 0}, Sampling(temperature=0)),
+        ({"presencePenalty": 2, "frequencyPenalty": -2}, Sampling(presence_penalty=2, frequency_penalty=-2)),
     ],
 )
 def test_what_the_numbers_mean(fields: dict[str, Any], sampling: Sampling) -> None:
@@ -90,6 +92,7 @@ def test_what_the_numbers_mean(fields: dict[str, Any], sampling: Sampling) -> No
         ({"includeThoughts": False, "thinkingBudget": 0}, False, False),
         ({"thinkingBudget": -1}, None, False),
         ({"thinkingBudget": 8192, "includeThoughts": True}, True, True),
+        ({"thinkingBudget": 1}, True, False),
         ({"thinkingLevel": "HIGH"}, None, False),
     ],
 )

@@ -52,6 +52,8 @@ def refused(**fields: Any) -> Refused:
         ),
         ({"generationConfig": {"temperature": 3}}, "$.generationConfig.temperature"),
         ({"generationConfig": {"topP": -1}}, "$.generationConfig.topP"),
+        ({"generationConfig": {"presencePenalty": 2.5}}, "$.generationConfig.presencePenalty"),
+        ({"generationConfig": {"frequencyPenalty": -2.5}}, "$.generationConfig.frequencyPenalty"),
         ({"generationConfig": {"topK": 1.5}}, "$.generationConfig.topK"),
         ({"generationConfig": {"max_output_tokens": -1}}, "$.generationConfig.maxOutputTokens"),
         ({"generationConfig": {"stopSequences": [""]}}, "$.generationConfig.stopSequences"),

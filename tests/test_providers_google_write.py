@@ -215,6 +215,7 @@ def test_the_counts_stand_in_the_first_chunk_and_in_the_last() -> None:
     stream = GOOGLE.stream(SSE)
     (first,) = chunks(SSE, stream.start(prompt_tokens=10, cached_tokens=8))
     assert first["usageMetadata"] == {"promptTokenCount": 10, "totalTokenCount": 10, "cachedContentTokenCount": 8}
+    assert first["candidates"][0]["index"] == 0
     (second,) = chunks(SSE, stream.delta(TextDelta("x")))
     assert "usageMetadata" not in second
 
