@@ -18,9 +18,9 @@ from rich.table import Table
 from polarnode.cli.printing import fitted, harmless, open_console
 from polarnode.config import TINY_MODEL
 from polarnode.errors import Refused
+from polarnode.providers.dialect import NoMemory
 from polarnode.replay.recording import Recorded, read_recorded
 from polarnode.replay.session import Line, Totals, added, replay_session, total
-from polarnode.shell.live import SessionMemory
 from polarnode.tokens.families import family_of
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import load_tokenizer
@@ -74,8 +74,7 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def _read(folder: Path, files: Sequence[Path]) -> list[Recorded]:
-    memory = SessionMemory()
-    return [read_recorded(file.relative_to(folder).as_posix(), _content(file), memory, response=_response(file)) for file in files]
+    return [read_recorded(file.relative_to(folder).as_posix(), _content(file), NoMemory(), response=_response(file)) for file in files]
 
 
 def _content(file: Path) -> bytes:
