@@ -125,10 +125,10 @@ async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(autojump
 async def test_pieces_that_wait_together_leave_as_one() -> None:
     wire = Wire()
     send, receive = trio.open_memory_channel[Outgoing](10)
-    for command in (Send(b"a"), Send(b"b"), Send(b"c"), Done(), Send(b"late")):
+    for command in (Send(b"a"), Send(b"b"), Send(b"c"), Send(b"alone", alone=True), Done(), Send(b"late")):
         send.send_nowait(command)
     await deliver(receive, Responder(wire.send, "id7"), pace=PACE, on_quiet=list)
-    assert wire.bodies == [b"abc", b""]
+    assert wire.bodies == [b"abc", b"alone", b""]
     assert wire.ended
 
 

@@ -61,10 +61,11 @@ class Answered:
 
 @frozen
 class Send:
-    """Bytes of a stream; the first opens it, as one of `content_type`."""
+    """Bytes of a stream; the first opens it, as one of `content_type`. `alone`: they leave as a piece of their own, which some clients look for."""
 
     data: bytes
     content_type: str = STREAM_TYPE
+    alone: bool = False
 
 
 @frozen

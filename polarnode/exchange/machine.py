@@ -210,7 +210,7 @@ class Exchange:
         said = self._writer.failed(fault)
         data = said.data if isinstance(said, LastWords) else said
         if data:
-            yield Send(data, self._writer.content_type)
+            yield Send(data, self._writer.content_type, alone=True)
         yield Done() if isinstance(said, LastWords) else Break()
 
     def _quiet(self) -> Iterator[Command]:

@@ -149,7 +149,7 @@ def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]")
     with suppress(trio.WouldBlock, trio.EndOfChannel):
         while True:
             more, last = outgoing.receive_nowait(), found[-1]
-            if isinstance(more, Send) and isinstance(last, Send):
+            if isinstance(more, Send) and isinstance(last, Send) and not more.alone:
                 found[-1] = Send(last.data + more.data, last.content_type)
             else:
                 found.append(more)
