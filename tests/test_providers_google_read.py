@@ -10,12 +10,13 @@ from polarnode.errors import Refused
 from polarnode.providers.contract import Envelope
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.contents import RAN_CODE
+from polarnode.providers.google.read import read as read_google
 
 HI: dict[str, Any] = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
 
 
 def read(envelope: Envelope | None = None, **fields: Any) -> ModelRequest:
-    return GOOGLE.read(json.dumps(HI | fields).encode(), envelope or Envelope(model="m"))
+    return read_google(json.dumps(HI | fields).encode(), envelope or Envelope(model="m"))
 
 
 def configured(**fields: Any) -> ModelRequest:
