@@ -8,11 +8,11 @@ from providers_kit import a_call
 from polarnode.conversation import Answer, TextPart, Usage
 from polarnode.exchange import Answered
 from polarnode.shell import retries
-from polarnode.shell.retries import TWIN_S, Retries, wait_ended
+from polarnode.shell.retries import TWIN_S, Owed, Retries, wait_ended
 
 
-def whole(text: str = "x") -> Answered:
-    return Answered(call=a_call(), answers=(Answer(parts=(TextPart(text),), finish_reason="stop"),), usage=Usage(), final=True)
+def whole(text: str = "x") -> Owed:
+    return Owed.of(Answered(call=a_call(), answers=(Answer(parts=(TextPart(text),), finish_reason="stop"),), usage=Usage(), final=True))
 
 
 def test_an_answer_is_owed_until_it_is_delivered() -> None:
@@ -26,6 +26,11 @@ def test_an_answer_is_owed_until_it_is_delivered() -> None:
     session.delivered("body")
     session.delivered("body")  # twice is once
     assert (session.owed("body"), session.owed("other")) == (None, whole())
+
+
+def test_it_is_given_again_under_its_names_to_the_request_that_asks_again() -> None:
+    again = a_call(stream=True)
+    assert whole().call(again.request) == again
 
 
 def test_what_is_owed_is_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

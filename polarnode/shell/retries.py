@@ -10,19 +10,42 @@ from contextlib import contextmanager
 from typing import Final
 
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 
+from polarnode.conversation import Answer, ModelRequest, Usage
 from polarnode.exchange import Answered
+from polarnode.providers.dialect import Call
 
 TWIN_S: Final = 0.25  # for the end of an earlier call to be seen; on a loopback socket it takes milliseconds, and honest twins wait this long once
 OWED: Final = 64  # answers: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and asked again in minutes
+
+
+@frozen(kw_only=True)
+class Owed:
+    """A whole answer that did not arrive, and the names it was given under; not its request, which may be megabytes and comes again."""
+
+    id: str
+    created: int
+    signature: str
+    answers: tuple[Answer, ...]
+    usage: Usage
+
+    @classmethod
+    def of(cls, given: Answered) -> "Owed":
+        """What is to be kept of an answer while it is on its way."""
+        call = given.call
+        return cls(id=call.id, created=call.created, signature=call.signature, answers=given.answers, usage=given.usage)
+
+    def call(self, request: ModelRequest) -> Call:
+        """The call it is given again to."""
+        return Call(request=request, id=self.id, created=self.created, signature=self.signature)
 
 
 @define(eq=False)
 class Retries:
     """`name` says whose body it is: the provider, the agent and the body's digest. A cut turn is owed by its number, a whole answer as it is."""
 
-    _owed: dict[str, Answered | int] = field(factory=dict, init=False)
+    _owed: dict[str, Owed | int] = field(factory=dict, init=False)
     _asking: dict[str, list[trio.Event]] = field(factory=dict, init=False)
 
     @contextmanager
@@ -39,14 +62,14 @@ class Retries:
                 self._asking.pop(name, None)
             ended.set()
 
-    def owe(self, name: str, answer: Answered | int) -> None:
+    def owe(self, name: str, answer: Owed | int) -> None:
         """Keep an answer until it is delivered, and forget the oldest where there are too many."""
         self._owed.pop(name, None)
         self._owed[name] = answer
         while len(self._owed) > OWED:
             del self._owed[next(iter(self._owed))]
 
-    def owed(self, name: str) -> Answered | int | None:
+    def owed(self, name: str) -> Owed | int | None:
         """What a client of this body never got: a whole answer, or the number of the turn that was cut."""
         return self._owed.get(name)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, assert_never
 
 import trio
-from attrs import define, evolve, field
+from attrs import define, field
 from hypercorn.typing import ASGIReceiveCallable
 
 from polarnode.errors import EngineError, Refused
@@ -42,7 +42,7 @@ from polarnode.exchange import (
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
 from polarnode.providers.dialect import Call, Fault, Reply
-from polarnode.shell.retries import wait_ended
+from polarnode.shell.retries import Owed, wait_ended
 from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
 from polarnode.web.stream import Responder, deliver, wait_left
@@ -114,10 +114,10 @@ class ModelCall:
             dialect.remember(call, NOTHING, session.memory)  # a client may go on from it by name
             self._last_words += silence(dialect, call)
             return True
-        if isinstance(owed, Answered):
+        if isinstance(owed, Owed):
             session.counters.replayed += 1
             self._answered = True
-            self._last_words += speak(dialect, evolve(owed.call, request=request), owed.answers, owed.usage)
+            self._last_words += speak(dialect, owed.call(request), owed.answers, owed.usage)
             return True
         return False
 
@@ -266,7 +266,7 @@ class ModelCall:
             case Answered(call=call, answers=answers, final=final):
                 self._answered = True
                 if final:
-                    session.retries.owe(incoming.name, command)
+                    session.retries.owe(incoming.name, Owed.of(command))
                 if len(answers) == 1:
                     incoming.dialect.remember(call, answers[0], session.memory)
             case Abandon(plan, fault):
