@@ -193,6 +193,12 @@ def test_pi_keeps_half_of_a_small_window_for_the_prompt() -> None:
         assert settings["reserveTokens"] + settings["keepRecentTokens"] <= window // 2
 
 
+def test_hermes_is_told_the_least_window_it_starts_with() -> None:
+    endpoint = evolve(order().endpoint, context_length=32768)
+    model = config_of("hermes", hermes.launch(order(endpoint=endpoint)))["model"]
+    assert (model["context_length"], model["max_tokens"]) == (64000, 8192)
+
+
 def test_telemetry_and_updates_are_off() -> None:
     config = {name: config_of(name, launched(name)) for name in CONFIGS if name != "claude_code"}
     env = {name: launched(name).env for name in PATHS}

@@ -12,6 +12,7 @@ from polarnode.ports import HarnessOrder, Launch
 VERSION = "0.19.0"
 BASES = {"chat_completions": "/v1", "codex_responses": "/v1", "anthropic_messages": ""}
 APIS = tuple(BASES)
+LEAST_WINDOW = 64_000  # tokens: told less it does not start; in a smaller window it is refused in time, and sends less then
 MAX_REPLY_TOKENS = 16384  # of a reply: it would ask for 65 536, which leaves no room in a window of that size
 
 
@@ -32,7 +33,7 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
         "model": {
             "default": model_name(order),
             "provider": "custom:local",
-            "context_length": window,  # and it need not ask the server for it
+            "context_length": max(window, LEAST_WINDOW),  # told, it need not ask the server for it
             "max_tokens": min(MAX_REPLY_TOKENS, window // 4),
         },
         "custom_providers": [_provider(order)],
