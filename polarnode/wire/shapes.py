@@ -27,12 +27,18 @@ def _origin(shape: Any) -> Any:
     return get_origin(shape)
 
 
+_KINDS: dict[type, str] = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+
+
 class Mismatch(Refused):
     """A value that does not fit; the text is a predicate without its subject."""
 
 
 def kind_of(value: object) -> str:
     """The JSON kind of a value that came out of a JSON reader."""
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        return kind
     match value:
         case None:
             return "null"
@@ -121,6 +127,8 @@ def _sequence_hook(shape: Any, converter: Converter) -> Hook:
     def structure_sequence(value: Any, _: Any) -> Any:
         if not isinstance(value, list):
             raise _misfit("a list", value)
+        if hook is _as_is:
+            return make(value)
         return make(_each(enumerate(value), hook, inner, shape))
 
     return structure_sequence
@@ -133,6 +141,8 @@ def _mapping_hook(shape: Any, converter: Converter) -> Hook:
     def structure_mapping(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
             raise _misfit("an object", value)
+        if hook is _as_is:
+            return dict(value)
         return dict(zip(value, _each(value.items(), hook, inner, shape), strict=True))
 
     return structure_mapping
@@ -178,14 +188,19 @@ def _union_hook(shape: Any, converter: Converter) -> Hook:
     tags = _tags(classes)
     expected = " or ".join(KIND_WORDS[kind] for kind in KIND_WORDS if any(kind in kinds for _, kinds, _ in members))
 
+    fits = {kind: [(member, hook) for member, kinds, hook in members if kind in kinds] for kind in KIND_WORDS}
+
     def structure_union(value: Any, _: Any) -> Any:
         kind = kind_of(value)
-        fitting = [(member, hook) for member, kinds, hook in members if kind in kinds]
+        fitting = fits[kind]
         if not fitting:
             raise _misfit(expected, value)
         if kind == "object" and tags is not None:
             chosen = _by_tag(value, *tags)
             return converter.get_structure_hook(chosen)(value, chosen)
+        if len(fitting) == 1:
+            member, hook = fitting[0]
+            return hook(value, member)
         return _first_fit(value, fitting)
 
     return structure_union
