@@ -17,13 +17,14 @@ from polarnode import wire
 from polarnode.cli import main as command
 from polarnode.config import TINY_MODEL, NodeConfig
 from polarnode.conversation import Sampling, Usage
+from polarnode.engine_host.protocol import Simulation
 from polarnode.evaluators.command import CommandConfig
 from polarnode.evaluators.registry import EVALUATORS
 from polarnode.harnesses.registry import HARNESSES
-from polarnode.providers.dialect import route
+from polarnode.providers.dialect import Fault, FaultKind, Operation, route
 from polarnode.records import Clock, Outcome, Status, Timing, TurnKind, TurnRole, TurnState
 from polarnode.shell.journal import EventKind, Journal, Retention, open_journal
-from polarnode.tasks import Budgets, BuilderSpec, EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.tasks import Budgets, BuilderSpec, EvaluatorSpec, FileSpec, HarnessSpec, McpServerSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.web.control_plane import create_app
 from polarnode.web.control_plane.app import BODY_BYTES
 from polarnode.web.control_plane.errors import SENTENCES
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 API = (ROOT / "docs" / "api.md").read_text()
 README = (ROOT / "README.md").read_text()
-SPECS = (TaskSpec, HarnessSpec, RuntimeSpec, FileSpec, PrepareStep, BuilderSpec, EvaluatorSpec, CommandConfig, Budgets, Sampling)
+SPECS = (TaskSpec, HarnessSpec, McpServerSpec, RuntimeSpec, FileSpec, PrepareStep, BuilderSpec, EvaluatorSpec, CommandConfig, Budgets, Sampling)
 
 
 def section(title: str, page: str = API) -> str:
@@ -114,14 +115,47 @@ def test_every_parameter_is_told() -> None:
 
 def test_the_routes_of_the_model_plane_are_those_it_has() -> None:
     told = [named(cells[0])[0].split(" ") for cells in rows(section("Model plane"))]
-    assert len(told) == 6
-    for method, path in told:
-        assert path == "/" or route(method, path.replace("{model}", "m"), {}) is not None, path
+    served = {path: route(method, path.replace("{model}", "m"), {}) for method, path in told if path != "/"}
+    assert None not in served.values(), served
+    assert {found.dialect.name for found in served.values() if found is not None} == set(named(row_of("`provider`", section("Turn"))))
+    assert {found.operation for found in served.values() if found is not None} == set(get_args(Operation))
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
-def test_what_is_said_not_to_be_served_is_not(path: str) -> None:
-    assert route("POST", path, {}) is None, "it is served now: tell it in docs/api.md"
+FAULTS: dict[str, FaultKind] = {
+    "a field that can not be": "bad_request",
+    "unknown key": "unauthorized",
+    "the session is over": "session_over",
+    "context too long": "context_too_long",
+    "a budget of turns or tokens is spent": "budget_spent",
+    "overload": "overloaded",
+    "the engine failed": "engine_failed",
+    "new weights or an operator": "cancelled",
+    "the body is over 64 MiB": "too_large",
+}
+
+
+@pytest.mark.parametrize("begin", FAULTS)
+def test_every_fault_is_told_in_the_words_of_each_api(begin: str) -> None:
+    cells = [
+        cell.strip() for cell in next(line for line in section("Model plane").splitlines() if line.startswith(f"| {begin}")).strip("|").split("|")
+    ]
+    paths = (("/v1/chat/completions", 1), ("/v1/responses", 1), ("/v1/messages", 2), ("/v1beta/models/m:generateContent", 3))
+    for path, place in paths:
+        found = route("POST", path, {})
+        assert found is not None
+        reply = found.dialect.error(Fault(kind=FAULTS[begin], message="m"))
+        assert cells[place].startswith(str(reply.status)), path
+        assert all(f'"{word}"' in reply.body.decode() for word in named(cells[place])), path
+
+
+def row_of(begin: str, text: str) -> str:
+    """The rest of the row that begins so."""
+    return next(line for line in text.splitlines() if line.startswith(f"| {begin}")).split("|", 2)[2]
+
+
+def test_every_setting_of_the_simulated_engine_is_told() -> None:
+    told = {named(cells[0])[0]: cells[1] for cells in rows(section("A simulated engine"))}
+    assert told == {field.name: shown_default(field) for field in attrs.fields(Simulation)}
 
 
 async def test_what_is_said_not_to_be_there_is_not(journal: Journal) -> None:
