@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+TESTS = ("tests/live/test_harness_matrix.py", "tests/live/test_subagents_live.py")
 PAGE = ROOT / "docs" / "harnesses.md"
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 HEAD = (
@@ -33,7 +34,7 @@ def main() -> int:
 
 def tested(cases: str, out: Path) -> int:
     environment = {**os.environ, "POLARNODE_MATRIX": cases, "POLARNODE_MATRIX_OUT": str(out)}
-    program = [sys.executable, "-m", "pytest", "-m", "harness", "-p", "no:cacheprovider", "tests/live/test_harness_matrix.py"]
+    program = [sys.executable, "-m", "pytest", "-m", "harness", "-p", "no:cacheprovider", *TESTS]
     return subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
 
 
@@ -53,7 +54,7 @@ def written(page: str, lines: dict[str, str]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    result = " / ".join("yes" if row[name] else "no" for name in ("shell", "write", "final"))
+    result = " / ".join("–" if row[name] is None else "yes" if row[name] else "no" for name in ("shell", "write", "final"))
     remarks = "; ".join(filter(None, [row["why"], *(f"fails: {problem}" for problem in row["problems"])])).replace("|", "\\|")
     columns = (
         row["case"],

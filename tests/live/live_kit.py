@@ -210,6 +210,14 @@ def end(node: ServingNode) -> None:
     node.process.wait()
 
 
+def keep_row(row: dict[str, Any]) -> None:
+    """A line for the table of docs/harnesses.md, where POLARNODE_MATRIX_OUT names a file for it."""
+    path = os.environ.get("POLARNODE_MATRIX_OUT")
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 # ── what runs on this machine ─────────────────────────────────────────────────
 
 

@@ -214,3 +214,77 @@ CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
 
 # Not of the matrix: an answer long enough to leave in the middle of, for whoever speaks any API.
 LONG = Case(name="a.long.answer", harness={"name": "shell"}, provider="", steps=(Step(" ".join(f"word {number}," for number in range(120))),))
+
+# ── a harness that starts another agent of its own ───────────────────────────
+
+HELPED_FILE = "helped.txt"
+HELPER_LINE = f"printf 'a word from a helper\\n' > {HELPED_FILE}"
+WAIT_LINE = f"until [ -e {HELPED_FILE} ]; do sleep 0.2; done; sleep 3"  # for those whose helpers work beside them: seen to be done, and told
+
+
+@frozen(kw_only=True)
+class Helped:
+    """A harness whose main agent hands a task to a helper. The helper's own prompt names the case `helper`, and nothing of the main one's."""
+
+    harness: str
+    ask: Call
+    shell: Call  # the helper's
+    wait: Call | None = None  # the main agent's, where the helper works in the background
+    end: Step = Step("It is written.")
+    in_ci: bool = False
+
+    @property
+    def main(self) -> Case:
+        waits = () if self.wait is None else (Step("I wait.", (self.wait,)),)
+        steps = (Step("I ask a helper.", (self.ask,)), *waits, Step(DONE))
+        return Case(name=f"{self.harness}.asks", harness={"name": self.harness}, provider="", steps=steps)
+
+    @property
+    def helper(self) -> Case:
+        return Case(name=f"{self.harness}.helper", harness={"name": self.harness}, provider="", steps=(Step("I write.", (self.shell,)), self.end))
+
+
+def _task(harness: str) -> str:
+    return f"Write a word to {HELPED_FILE} with the shell. This is case {harness}.helper."
+
+
+HELPED: tuple[Helped, ...] = (
+    Helped(
+        harness="claude_code",
+        ask=Call("Agent", {"description": "Write a word", "prompt": _task("claude_code"), "subagent_type": "general-purpose"}),
+        shell=Call("Bash", {"command": HELPER_LINE, "description": "Write a word"}),
+        wait=Call("Bash", {"command": WAIT_LINE, "description": "Wait for the helper"}),
+        in_ci=True,
+    ),
+    Helped(
+        harness="codex",
+        ask=Call("multi_agent_v1.spawn_agent", {"message": _task("codex")}),
+        shell=Call("exec_command", {"cmd": HELPER_LINE}),
+        wait=Call("exec_command", {"cmd": WAIT_LINE, "yield_time_ms": 30000}),
+        in_ci=True,
+    ),
+    Helped(
+        harness="qwen_code",
+        ask=Call("agent", {"description": "Write a word", "prompt": _task("qwen_code"), "subagent_type": "general-purpose"}),
+        shell=Call("run_shell_command", {"command": HELPER_LINE, "is_background": False, "description": "Write a word"}),
+        wait=Call("run_shell_command", {"command": WAIT_LINE, "is_background": False, "description": "Wait for the helper"}),
+    ),
+    Helped(
+        harness="gemini_cli",
+        ask=Call("invoke_agent", {"agent_name": "generalist", "prompt": _task("gemini_cli")}),
+        shell=Call("run_shell_command", {"command": HELPER_LINE}),
+        end=Step("", (Call("complete_task", {"result": {"response": "It is written."}}),)),
+    ),
+    Helped(
+        harness="opencode",
+        ask=Call("task", {"description": "Write a word", "prompt": _task("opencode"), "subagent_type": "general"}),
+        shell=Call("bash", {"command": HELPER_LINE, "description": "Write a word"}),
+    ),
+    Helped(
+        harness="hermes",
+        ask=Call("delegate_task", {"goal": _task("hermes"), "context": "The folder is /work."}),
+        shell=Call("terminal", {"command": HELPER_LINE}),
+    ),
+)
+
+EXTRA: tuple[Case, ...] = (LONG, *(case for helped in HELPED for case in (helped.main, helped.helper)))

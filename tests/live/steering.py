@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field, frozen
-from matrix_cases import CASES, LONG, Case, Step
+from matrix_cases import CASES, EXTRA, Case, Step
 from steering_processor import forced
 
 from polarnode import node
@@ -46,7 +46,7 @@ class Script:
     """The cases by name, in a model's own language."""
 
     model: LoadedModel
-    cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in (*CASES, LONG)})
+    cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in (*CASES, *EXTRA)})
 
     def answer(self, prompt: "array[int]") -> Said | None:
         """What to say; None where no case is named, and the policy is free."""

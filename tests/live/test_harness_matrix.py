@@ -5,16 +5,14 @@ POLARNODE_MATRIX the cases of CI run, one harness of each kind; `all` runs every
 POLARNODE_MATRIX_OUT names a file that takes a line of JSON for each case: `tools/harness_matrix.py` makes the table of docs/harnesses.md of it.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import frozen
-from live_kit import ServingNode, until
+from live_kit import ServingNode, keep_row, until
 from matrix_cases import CASES, Case
 
 from polarnode.harnesses.registry import HARNESSES
@@ -75,7 +73,7 @@ def runs(steered: ServingNode) -> Runs:
 @pytest.mark.parametrize("case", parameters())
 def test_a_harness_does_what_the_script_says(runs: Runs, case: Case) -> None:
     run = runs.over(case)
-    keep(run)
+    keep_row(row(run))
     print(told(run))
     problems = [*of_the_end(run), *of_the_calls(run), *of_the_traces(run)]
     assert not problems, "\n".join([*problems, told(run)])
@@ -140,15 +138,6 @@ def told(run: Run) -> str:
         for turn in run.trajectory.turns
     ]
     return "\n".join([f"{run.case.name}: {run.trajectory.outcome.status}, {run.trajectory.timing.run_s:.1f} s", *lines])
-
-
-def keep(run: Run) -> None:
-    """A line for the table, where somebody asked for one."""
-    path = os.environ.get("POLARNODE_MATRIX_OUT")
-    if path is None:
-        return
-    with Path(path).open("a") as file:
-        file.write(json.dumps(row(run)) + "\n")
 
 
 def row(run: Run) -> dict[str, Any]:
