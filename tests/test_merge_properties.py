@@ -159,6 +159,15 @@ class Sessions(RuleBasedStateMachine):
     def says_more(self, data: st.DataObject, text: str) -> None:
         self.line(data).messages.append(user(text))
 
+    @rule(data=st.data(), text=TEXTS, calls=CALLS, replaced=st.booleans())
+    def says_what_it_takes_back(self, data: st.DataObject, text: str, calls: list[tuple[str, str]], replaced: bool) -> None:
+        line = self.line(data)
+        place = len(line.messages)
+        once = line.fork([*line.messages, user("of the moment")])
+        self.finish(self.begin(once), text, calls, "complete", keeps=True)
+        once.messages[place : place + 1] = [user("in other words")] if replaced else []
+        self.lines.append(once)
+
     @rule(data=st.data())
     def forks(self, data: st.DataObject) -> None:
         line = self.line(data)
