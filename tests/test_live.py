@@ -86,6 +86,20 @@ async def test_a_budget_of_turns_counts_those_under_way_and_not_the_engines_fail
     assert session.refusal() is None
 
 
+async def test_a_call_of_several_samples_needs_room_for_all_of_them() -> None:
+    session = new_session(max_turns=3)
+    assert session.refusal(samples=3) is None
+    with session.call(trio.CancelScope(), samples=2):
+        await trio.lowlevel.checkpoint()
+        assert session.in_flight == 1
+        assert session.refusal() is None
+        fault = session.refusal(samples=2)
+        assert fault is not None
+        session.refused(fault, samples=2)
+    assert session.spent_clock == "turns"
+    assert session.refusal(samples=3) is None
+
+
 def test_a_budget_of_tokens_is_room_until_it_is_spent() -> None:
     session = new_session(max_tokens=5)
     assert session.token_room == 5
