@@ -1,4 +1,4 @@
-"""`session_completed`: 1 when the harness ended by itself with exit code 0 and had called the model, else 0. Exit codes lie; prefer a test."""
+"""`session_completed`: 1 when the session is `completed` and its harness had called the model, else 0. Prefer a test of what it left."""
 
 from collections.abc import Mapping
 

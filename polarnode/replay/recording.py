@@ -71,7 +71,7 @@ def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest |
     if found is None or found.operation in ("models", "model"):
         return None
     _, _, query = sent.target.partition("?")
-    envelope = Envelope(headers=sent.headers, model=found.model, operation=found.operation, query=query, memory=memory)
+    envelope = Envelope(headers=sent.headers, model=found.model, operation=found.operation, stream=found.stream, query=query, memory=memory)
     request = found.dialect.read(sent.body, envelope)
     return request if request.generate and found.operation != "count_tokens" else None
 
