@@ -28,7 +28,7 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -
     if not order.prompt:
         raise EngineError("the prompt is empty: give at least one token id", retryable=False)
     prompt = numpy.frombuffer(order.prompt, dtype=numpy.int32)  # a Python min over 375 000 ids holds the loop for 15 ms
-    if not (prompt.min() >= 0 and prompt.max() < vocab_size):
+    if not prompt.view(numpy.uint32).max() < vocab_size:  # in one pass: what is below 0 is above everything so
         raise EngineError(f"the prompt has token ids from {prompt.min()} to {prompt.max()}, this model knows 0 to {vocab_size - 1}", retryable=False)
     if len(order.prompt) >= context_length:
         raise ContextTooLong(prompt_tokens=len(order.prompt), limit=context_length)

@@ -1,0 +1,249 @@
+"""What a model call costs the node, in each API, plain and streamed; and what the node adds to the engine's own time, at 1 to 1,000 agents.
+
+    python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--profile]
+
+The load is the one the peers were measured with: sessions of 29 turns, requests growing from 13.5 to 127 KB, a tool call in every turn, 256
+sampled tokens a turn. The node has one core, the load and the (simulated) engine another. CPU a request is the figure to trust where others
+use the machine too. `cost`: the engine answers at once. `paced`: it takes its time, and latency is what the client waited beyond that.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, frozen
+from plane_agents import TURNS, Agent, Played, Text
+from plane_apis import APIS
+
+GATEWAY = Path(__file__).with_name("plane_gateway.py")
+AT_ONCE = {"tokens_per_s": 0, "first_token_s": 0, "prefill_tokens_per_s": 0, "calling_turns": 10**6, "max_running": 4096}
+GENERATION_S = {1: 0.25, 32: 1.0, 256: 4.0, 1000: 10.4}  # of each number of agents, as the peers were asked
+RAMP_S = 2.0  # agents of one load start within it
+PROFILE_HZ = 250
+
+
+@define(eq=False)
+class Gateway:
+    """A node under load, in its own process."""
+
+    ports: list[int]
+    pid: int
+    _process: "asyncio.subprocess.Process"
+
+    async def figures(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"figures\n")
+        return await _line(self._process)
+
+
+@asynccontextmanager
+async def open_gateway(simulation: dict[str, Any], *, doors: int, sessions: int) -> AsyncIterator[Gateway]:
+    node, beside = cores()
+    said = {"simulation": simulation, "doors": doors, "sessions": sessions, "core": [node], "beside": [beside]}
+    os.sched_setaffinity(0, [beside])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(GATEWAY), json.dumps(said), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    try:
+        yield Gateway(**await _line(process), process=process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+async def _line(process: "asyncio.subprocess.Process") -> dict[str, Any]:
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("the node ended: what it said is above")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def cores() -> tuple[int, int]:
+    """The node's core and the load's; one and the same where there is only one, which the figures then show."""
+    found = sorted(os.sched_getaffinity(os.getppid()))
+    return found[0], found[-1]
+
+
+@frozen(kw_only=True)
+class Load:
+    """What a gateway went through: its figures before and after, and every request."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    played: list[Played]
+    wall_s: float
+
+    def spent(self, name: str) -> float:
+        return float(self.after[name] - self.before[name])
+
+    @property
+    def cpu_ms(self) -> float:
+        """A request."""
+        return self.spent("cpu_s") / len(self.played) * 1e3
+
+
+async def play(gateway: Gateway, api: str, *, agents: int, turns: int, stream: bool, first: int = 0, ramp_s: float = 0.0) -> Load:
+    """Each agent plays one session; session numbers begin with `first`."""
+    text = Text()
+    players = [Agent(APIS[api], gateway.ports[number % len(gateway.ports)], stream, text) for number in range(agents)]
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(ramp_s * number / agents)
+        await players[number].play(f"key-{first + number}", turns)
+
+    before = await gateway.figures()
+    began = time.perf_counter()
+    await asyncio.gather(*map(one, range(agents)))
+    wall = time.perf_counter() - began
+    return Load(before=before, after=await gateway.figures(), played=[each for player in players for each in player.played], wall_s=wall)
+
+
+# ── what is measured ──────────────────────────────────────────────────────────
+
+
+async def cost(apis: Sequence[str], *, agents: int, turns: int, chunks: Sequence[int], profile: bool) -> None:
+    """CPU a request, a token and a chunk, with an engine that is no part of it."""
+    print(f"\n{agents} agents at once, sessions of {turns} turns, the engine answers at once\n")
+    print(
+        "| API | tokens a chunk | CPU ms/request | of it in the loop | requests/s of one core | us/sampled token | gc | lag p50 / p99 / max ms | extended | B/token kept (RSS) | B/token disk |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for api in apis:
+        for stream, chunk in [(False, 16), *((True, each) for each in chunks)]:
+            async with open_gateway({**AT_ONCE, "chunk_tokens": chunk}, doors=agents, sessions=2 * agents) as gateway:
+                await play(gateway, api, agents=agents, turns=2, stream=stream)  # warm: the first calls import and compile
+                async with profiled(gateway.pid, wanted=profile):
+                    load = await play(gateway, api, agents=agents, turns=turns, stream=stream, first=agents)
+            print(row(f"{api}{', streamed' if stream else ''}", chunk, load), flush=True)
+
+
+def row(name: str, chunk: int, load: Load) -> str:
+    after, tokens = load.after, load.spent("sampled")
+    lag = f"{after['lag_p50_ms']:.1f} / {after['lag_p99_ms']:.0f} / {after['lag_max_ms']:.0f}"
+    extended = f"{load.spent('extended') / load.spent('turns'):.0%}"
+    cells = (
+        name,
+        chunk,
+        f"{load.cpu_ms:.2f}",
+        f"{load.spent('loop_s') / len(load.played) * 1e3:.2f}",
+        f"{1e3 / load.cpu_ms:.0f}",
+        f"{load.spent('cpu_s') / tokens * 1e6:.1f}",
+        f"{load.spent('gc_s') / load.spent('cpu_s'):.0%}",
+        lag,
+        extended,
+    )
+    return f"| {' | '.join(map(str, cells))} | {load.spent('kept') / tokens:.0f} ({load.spent('rss') / tokens:.0f}) | {load.spent('disk') / tokens:.0f} |"
+
+
+async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int) -> None:
+    """What a client waits beyond the engine's own time, from the second turn of a session on: the first renders everything."""
+    print(f"\nan engine that takes its time; {turns} turns of each agent\n")
+    print(
+        "| API | agents | engine s | added p50 / p99 ms | first turn p50 / p99 ms | wall s (ideal) | core in use | us/token | lag p50 / p99 / max ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for api in apis:
+        for stream in (False, True):
+            for count in agents:
+                generation = GENERATION_S.get(count, 1.0)
+                engine = {**AT_ONCE, "tokens_per_s": 255 / generation}
+                async with open_gateway(engine, doors=count, sessions=count + 1) as gateway:
+                    await play(gateway, api, agents=1, turns=2, stream=stream, first=count)
+                    load = await play(gateway, api, agents=count, turns=turns, stream=stream, ramp_s=min(RAMP_S, generation))
+                print(paced_row(f"{api}{', streamed' if stream else ''}", count, generation, turns, load), flush=True)
+
+
+def paced_row(name: str, count: int, generation: float, turns: int, load: Load) -> str:
+    added = {later: sorted((each.last - each.sent - generation) * 1e3 for each in load.played if (each.turn > 0) is later) for later in (True, False)}
+    ideal = generation * turns + min(RAMP_S, generation) * (count - 1) / count
+    after = load.after
+    lag = f"{after['lag_p50_ms']:.1f} / {after['lag_p99_ms']:.0f} / {after['lag_max_ms']:.0f}"
+    cells = (
+        name,
+        count,
+        generation,
+        middle(added[True]),
+        middle(added[False]),
+        f"{load.wall_s:.1f} ({ideal:.1f})",
+        f"{load.spent('cpu_s') / load.wall_s:.0%}",
+        f"{load.spent('cpu_s') / load.spent('sampled') * 1e6:.0f}",
+    )
+    return f"| {' | '.join(map(str, cells))} | {lag} |"
+
+
+def middle(ordered: Sequence[float]) -> str:
+    return f"{ordered[len(ordered) // 2]:.1f} / {ordered[int(len(ordered) * 0.99)]:.0f}" if ordered else "–"
+
+
+@asynccontextmanager
+async def profiled(pid: int, *, wanted: bool) -> AsyncIterator[None]:
+    """py-spy beside a process; afterwards, the functions it was in."""
+    if not wanted:
+        yield
+        return
+    with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        process = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), "--format", "raw", "--function", "--gil", "--rate", str(PROFILE_HZ), "--output", file.name,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)  # it writes what it has
+            await process.wait()
+            tell_profile(Path(file.name))
+
+
+def tell_profile(file: Path, *, rows: int = 110) -> None:
+    """Functions by the share of samples they were on top of, and by the share they were anywhere in."""
+    stacks = file.read_text()
+    own, within, total = Counter[str](), Counter[str](), 0
+    for line in stacks.splitlines():
+        stack, _, said = line.rpartition(" ")
+        frames, count = stack.split(";"), int(said)
+        total += count
+        own[frames[-1]] += count
+        within.update(dict.fromkeys(frames, count))
+    for title, counted in (("of its own", own), ("with what it calls", within)):
+        print(f"\n{title}:")
+        for name, samples in counted.most_common(rows):
+            print(f"  {samples / total:6.1%}  {name}")
+
+
+def options() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=["cost", "paced", []], help="cost, paced [default: both]")
+    parser.add_argument("--api", nargs="+", default=list(APIS), choices=list(APIS))
+    parser.add_argument("--agents", nargs="+", type=int, help="[default: 32 for cost; 1 32 256 1000 for paced]")
+    parser.add_argument("--turns", type=int, help="of each session [default: 29 for cost, 3 for paced]")
+    parser.add_argument("--chunks", nargs="*", type=int, default=[16, 1], help="tokens a streamed chunk, for cost")
+    parser.add_argument("--profile", action="store_true", help="py-spy beside each load of cost")
+    return parser.parse_args()
+
+
+async def main() -> None:
+    asked = options()
+    parts = asked.parts or ["cost", "paced"]
+    if "cost" in parts:
+        agents = asked.agents[0] if asked.agents else 32
+        await cost(asked.api, agents=agents, turns=asked.turns or TURNS, chunks=asked.chunks, profile=asked.profile)
+    if "paced" in parts:
+        await paced(asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

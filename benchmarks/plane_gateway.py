@@ -1,0 +1,172 @@
+"""The node's side of `benchmarks/model_plane.py`: a model plane, its sessions, their journal, and a simulated engine, in one process.
+
+Started by the benchmark with its settings as JSON. It prints where it serves, then answers each line on its input with figures of itself.
+One door a session, as a node has them; what a door leads to is the program people run.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import define, field
+
+from polarnode.config import TINY_MODEL
+from polarnode.conversation import Sampling
+from polarnode.engine_host.protocol import Marks, Simulation
+from polarnode.merge.lineage import Lineages
+from polarnode.node import rare_collections
+from polarnode.records import Turn
+from polarnode.shell.engine import EngineSettings, Simulated, open_engines
+from polarnode.shell.journal import Journal, open_journal
+from polarnode.shell.live import LiveSession, LiveSessions
+from polarnode.tasks import Budgets
+from polarnode.tokens.model import LoadedModel, load_model
+from polarnode.web.model import Model
+from polarnode.web.model_plane import ModelPlane
+from polarnode.web.server import Address, open_server
+
+TICK = 0.01  # seconds between looks at the loop: what a step holds it beyond that is its lag
+
+
+@define(eq=False)
+class Figures:
+    """What the gateway knows of itself."""
+
+    journal: Journal
+    lags: list[float] = field(factory=list)
+    turns: int = 0
+    extended: int = 0
+    sampled: int = 0
+    collecting_s: float = 0.0
+
+    def record(self, turn: Turn) -> None:
+        self.turns += 1
+        self.extended += turn.parent is not None
+        self.sampled += len(turn.sampled)
+        self.journal.turn(turn)
+
+    def watch_collections(self) -> None:
+        """The time Python's garbage collector takes."""
+        began = [0.0]
+
+        def note(phase: str, _: dict[str, int]) -> None:
+            if phase == "start":
+                began[0] = time.perf_counter()
+            else:
+                self.collecting_s += time.perf_counter() - began[0]
+
+        gc.callbacks.append(note)
+
+    async def watch_lag(self) -> None:
+        """How late this task is each time, in seconds."""
+        while True:
+            before = time.perf_counter()
+            await trio.sleep(TICK)
+            self.lags.append(time.perf_counter() - before - TICK)
+
+    def told(self, folder: Path) -> dict[str, Any]:
+        """Since the start, but for the lag: since it was last asked. `kept` is memory after what is free was given back, `rss` before."""
+        lags, self.lags = sorted(self.lags) or [0.0], []
+        spent = {"cpu_s": time.process_time(), "loop_s": time.thread_time(), "gc_s": self.collecting_s, "rss": resident()}
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        return {
+            **spent,
+            "kept": resident(),
+            "disk": sum(path.stat().st_size for path in folder.iterdir()),
+            "lag_p50_ms": lags[len(lags) // 2] * 1e3,
+            "lag_p99_ms": lags[int(len(lags) * 0.99)] * 1e3,
+            "lag_max_ms": lags[-1] * 1e3,
+            "turns": self.turns,
+            "extended": self.extended,
+            "sampled": self.sampled,
+        }
+
+
+def resident() -> int:
+    """Bytes of memory this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def main(said: dict[str, Any]) -> None:
+    """Serve until the input ends."""
+    model = load_model(TINY_MODEL)
+    with tempfile.TemporaryDirectory(prefix="pnbench") as name:
+        folder = Path(name)
+        engine = EngineSettings(model_path=TINY_MODEL, device="cpu", state_dir=folder / "engine", simulated=simulated(model, said["simulation"]))
+        (folder / "journal").mkdir()
+        async with open_journal(folder / "journal" / "journal.sqlite", now=time.time) as journal, open_engines(engine) as engines:
+            figures = Figures(journal)
+            plane = ModelPlane(sessions=sessions(said["sessions"], figures), model=served(model, engines))
+            os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, said["beside"])  # beside the load: what is measured is the node's own core
+            async with doors(plane, said["doors"]) as ports:
+                with rare_collections():
+                    await answer(figures, {"ports": ports, "pid": os.getpid()}, folder / "journal")
+
+
+async def answer(figures: Figures, served: dict[str, Any], folder: Path) -> None:
+    """Say where it serves, then figures for every line of the input."""
+    figures.watch_collections()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(figures.watch_lag)
+        say(served)
+        while await trio.to_thread.run_sync(sys.stdin.readline):
+            await figures.journal.flushed()
+            say(figures.told(folder))
+        nursery.cancel_scope.cancel()
+
+
+def simulated(model: LoadedModel, said: dict[str, Any]) -> Simulated:
+    family = model.family
+    marks = Marks(
+        turn_end=family.turn_end, think_open=family.think_open, think_close=family.think_close, call_open=family.call_open, call_close=family.call_close
+    )  # fmt: skip
+    return Simulated(simulation=Simulation(**said), marks=marks, vocab_size=model.tokenizer.vocab_size)
+
+
+def sessions(count: int, figures: Figures) -> LiveSessions:
+    """Sessions whose keys are their numbers."""
+    lives = LiveSessions()
+    for number in range(count):
+        lineages = Lineages(session_id=f"s{number}", secret=b"s" * 32)
+        lives.add(LiveSession(f"s{number}", f"key-{number}", lineages, Sampling(), Budgets(), figures.record))
+    return lives
+
+
+def served(model: LoadedModel, engines: Any) -> Model:
+    return Model(
+        engine=engines,
+        template=model.template,
+        tokenizer=model.tokenizer,
+        family=model.family,
+        context_length=engines.context_length,
+        id="simulated:tiny",
+        now=time.time,
+    )
+
+
+@asynccontextmanager
+async def doors(plane: ModelPlane, count: int) -> AsyncIterator[list[int]]:
+    """The ports of so many servers of one plane."""
+    async with AsyncExitStack() as stack:
+        app = plane.app_for(None)
+        yield [(await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))).port for _ in range(count)]
+
+
+def say(figures: dict[str, Any]) -> None:
+    print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, settings["core"])
+    trio.run(main, settings)
