@@ -4,6 +4,7 @@ Rule for whoever edits it: a case tells the truth of its harness. What one can n
 it rewrites) is said in the case, with `why`, and appears in the table of docs/harnesses.md; nothing is left out to make a case pass.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ class Case:
     in_ci: bool = False
     beside: int = 0
     lineages: int = 1
+    one_call: bool = False  # it asks for one call an answer: then the node ends each sample with it, before the turn's own end
     written: str = WRITTEN_TEXT  # what its second file holds at the end
     why: str = ""  # of whatever is not as the others: shown in the table
 
@@ -190,6 +192,12 @@ def thoughtful(case: Case) -> Case:
 
 _CODEX_PATCHES = script(Call("exec_command", {"cmd": SHELL_LINE}), Call("apply_patch", {"input": PATCH}))
 
+
+def _program(command: str) -> str:
+    """A program for Codex's code mode."""
+    return f"const done = await tools.exec_command({{cmd: {json.dumps(command)}}});\ntext(done.output);\n"
+
+
 SPECIAL: tuple[Case, ...] = (
     Case(
         name="codex.responses.gpt-5.5",
@@ -197,6 +205,31 @@ SPECIAL: tuple[Case, ...] = (
         provider="openai_responses",
         steps=_CODEX_PATCHES,
         why="a model name it knows: the file is written with its freeform apply_patch",
+    ),
+    Case(
+        name="codex.responses.gpt-6-sol",
+        harness={"name": "codex", "model_name": "gpt-6-sol"},
+        provider="openai_responses",
+        steps=script(Call("exec", {"input": _program(SHELL_LINE)}), Call("exec", {"input": _program(WRITE_LINE)})),
+        one_call=True,
+        why="a model name it knows: its one tool takes programs, and comes among the messages; one call an answer",
+    ),
+    Case(
+        name="claude_code.anthropic.bare",
+        harness={"name": "claude_code", "settings": {"bare": True}},
+        provider="anthropic",
+        steps=script(Call("Bash", {"command": SHELL_LINE}), Call("Bash", {"command": WRITE_LINE})),
+        why="three tools, and the file is written with the shell",
+    ),
+    Case(
+        name="claude_code.anthropic.search",
+        harness={"name": "claude_code"},
+        provider="anthropic",
+        steps=(
+            Step("I look for a tool.", (Call("ToolSearch", {"query": "select:TaskCreate,NotebookEdit", "max_results": 5}),)),
+            *SCRIPTS["claude_code"],
+        ),
+        why="it looks for further tools first: they come in the middle of the conversation",
     ),
 )
 

@@ -97,21 +97,24 @@ def of_the_calls(run: Run) -> Iterator[str]:
         yield f"it spoke {providers}, not {case.provider}"
     if len(run.main) != len(case.steps) or len(turns) - len(run.main) != case.beside:
         yield f"{len(run.main)} turns of the main conversation and {len(turns) - len(run.main)} beside, not {len(case.steps)} and {case.beside}"
-    if not recorded(turns, run.forced):
+    if not recorded(turns, run):
         yield "what was recorded is not what the engine was made to say"
     if run.steps != list(range(len(case.steps))):
         yield f"the steps of the script came as {run.steps}"
 
 
-def recorded(turns: Sequence[Turn], forced: list[dict[str, Any]]) -> bool:
-    """Whether each order's ids are a turn's, up to where the harness's own stop string ended it."""
-    said = {line["prompt_tokens"]: line["ids"] for line in forced}
-    return len(said) == len(forced) == len(turns) and all(is_said(turn, said.get(turn.prompt_length, [])) for turn in turns)
+def recorded(turns: Sequence[Turn], run: Run) -> bool:
+    """Whether each order's ids are a turn's, up to where the harness's own stop string ended it, or its wish for one call."""
+    said = {line["prompt_tokens"]: line["ids"] for line in run.forced}
+    lines = [(turn, said.get(turn.prompt_length, [])) for turn in turns]
+    return len(said) == len(run.forced) == len(turns) and all(list(turn.sampled) == ids[: length(turn, ids, run.case)] for turn, ids in lines)
 
 
-def is_said(turn: Turn, ids: list[int]) -> bool:
-    length = len(turn.sampled) if turn.finish_reason == "stop_string" else len(ids)
-    return bool(length) and list(turn.sampled) == ids[:length]
+def length(turn: Turn, ids: list[int], case: Case) -> int:
+    """How much of what was said a turn is to hold."""
+    if turn.finish_reason == "stop_string":
+        return max(1, len(turn.sampled))
+    return len(ids) - (case.one_call and turn.finish_reason == "tool_calls")
 
 
 def of_the_traces(run: Run) -> Iterator[str]:
