@@ -56,14 +56,10 @@ def test_one_call_at_a_time_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("said", [{"output_config": {"effort": "high", "format": {}}}, {"output_format": {}}])
-def test_an_answer_is_held_to_a_schema_but_not_while_it_may_be_a_call(said: dict[str, Any]) -> None:
+def test_an_answer_is_held_to_a_schema(said: dict[str, Any]) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     changes = {name: value | {"format": form} if name == "output_config" else form for name, value in said.items()}
-    held = Constraint(kind="json_schema", text='{"type":"object"}')
-    assert asked(**changes).constraint == held
-    assert asked(**changes, tools=[GO], tool_choice={"type": "none"}).constraint == held
-    beside = asked(**changes, tools=[GO])
-    assert (beside.constraint, len(beside.notes)) == (None, 1)
+    assert asked(**changes).constraint == Constraint(kind="json_schema", text='{"type":"object"}')
 
 
 def test_what_is_read_and_changes_nothing_is_named() -> None:

@@ -54,3 +54,11 @@ def test_a_writer_is_new_for_each_call(dialect: Dialect) -> None:
     assert first.start(prompt_tokens=1, cached_tokens=0)
     assert first.start(prompt_tokens=1, cached_tokens=0) == b""
     assert dialect.stream(call).start(prompt_tokens=1, cached_tokens=0)
+
+
+def test_a_refusal_repeats_no_more_of_a_request_than_a_person_reads() -> None:
+    fault = Fault.of(Refused("x" * 50_000 + ": send something shorter", path="$." + "y" * 50_000))
+    assert fault.path is not None
+    assert len(fault.message) < 1_100 > len(fault.path)
+    assert fault.message.endswith(": send something shorter")
+    assert Fault.of(Refused("short", path="$.a")) == Fault(kind="bad_request", message="short", path="$.a")

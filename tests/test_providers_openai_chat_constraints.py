@@ -62,6 +62,8 @@ def test_what_an_answer_must_match(said: dict[str, Any], found: Constraint | Non
         ),
         ({"guided_json": "{"}, "$.guided_json", "guided_json is no JSON schema: the body is not JSON"),
         ({"json_schema": "3"}, "$.json_schema", "json_schema is no JSON schema: send an object"),
+        ({"regex": ""}, "$.regex", "regex is empty: leave it out, or say what the answer must match"),
+        ({"structured_outputs": {"grammar": ""}}, "$.structured_outputs.grammar", "structured_outputs.grammar is empty"),
         ({"guided_choice": []}, "$.guided_choice", "guided_choice must hold at least one word, and none that is empty"),
         ({"structured_outputs": {"choice": [""]}}, "$.structured_outputs.choice", "structured_outputs.choice must hold at least one word"),
     ],

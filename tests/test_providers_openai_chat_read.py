@@ -123,15 +123,8 @@ def test_several_answers_logprobs_and_one_call_at_a_time() -> None:
     assert (asked(parallel_tool_calls=False).one_call, asked(parallel_tool_calls=True).one_call) == (True, False)
 
 
-def test_an_answer_is_held_to_a_schema_but_not_while_it_may_be_a_call() -> None:
-    tools = [{"type": "function", "function": {"name": "go"}}]
-    asks: dict[str, Any] = {"response_format": {"type": "json_object"}}
-    held = Constraint(kind="json_schema", text='{"type":"object"}')
-    assert (asked(**asks).constraint, asked(**asks).notes) == (held, ())
-    assert asked(**asks, tools=tools, tool_choice="none").constraint == held
-    beside = asked(**asks, tools=tools)
-    assert beside.constraint is None
-    assert beside.notes == ("the answer was asked to match a schema or grammar: nothing enforces it while there are tools to call",)
+def test_an_answer_is_held_to_a_schema() -> None:
+    assert asked(response_format={"type": "json_object"}).constraint == Constraint(kind="json_schema", text='{"type":"object"}')
 
 
 def test_a_refusal_comes_back_as_text() -> None:

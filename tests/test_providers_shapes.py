@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polarnode.errors import Refused
 from polarnode.providers.shapes import (
+    NESTED,
     above_zero,
     as_tuple,
     at_least,
@@ -16,6 +17,7 @@ from polarnode.providers.shapes import (
     no_empty_strings,
     paragraphs,
     read_body,
+    read_value,
     some,
     text_only,
     unserved,
@@ -117,3 +119,18 @@ def test_text_is_put_together_without_what_is_empty() -> None:
 
 def test_compact_json_keeps_the_order_of_keys() -> None:
     assert compact({"b": [1, 1.0, None], "a": "ü"}) == '{"b":[1,1.0,null],"a":"ü"}'
+
+
+def test_a_body_nested_too_deeply_to_be_written_again_is_refused() -> None:
+    for depth, taken in ((NESTED, True), (NESTED + 1, False), (1000, False)):
+        body = b"[" * depth + b"]" * depth
+        if taken:
+            assert isinstance(read_value(body), list)
+        else:
+            with pytest.raises(Refused, match="nested too deeply"):
+                read_value(body)
+    with pytest.raises(Refused) as caught:
+        read_value(b'{"a": 1, "b": [{}, {"c": ' + b"[" * 300 + b"]" * 300 + b"}]}")
+    assert caught.value.path == "$.b[1]"
+    wide = b"[" + b",".join([b"[]"] * 1000) + b"]"
+    assert read_value(wide) == [[] for _ in range(1000)]

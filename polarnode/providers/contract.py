@@ -20,6 +20,8 @@ STREAM_TYPE = "text/event-stream"  # without a charset: Qwen Code ends at once w
 # Two seconds, what was measured to bring every harness back on its second try. Codex gives up at once without the header, so it is never absent.
 RETRY_AFTER_S = 2
 
+REPEATED = 1000  # characters of a refusal, as a long sentence with two long names has
+
 # `compact` is the Responses API's: answered like `generate`, with an item that stands for the history.
 Operation = Literal["generate", "compact", "count_tokens", "models", "model"]
 
@@ -60,7 +62,12 @@ class Fault:
         """The fault a refusal is: harnesses compact on `context_too_long`, so it is told apart from other bad requests."""
         if isinstance(error, ContextTooLong):
             return cls(kind="context_too_long", message=str(error), prompt_tokens=error.prompt_tokens, limit=error.limit)
-        return cls(kind="bad_request", message=str(error), path=error.path)
+        return cls(kind="bad_request", message=_short(str(error)), path=error.path and _short(error.path))
+
+
+def _short(text: str) -> str:
+    """A text that may repeat what a client sent, which may be megabytes: harnesses show it, and some hand it to the model."""
+    return text if len(text) <= REPEATED else f"{text[: REPEATED // 2]} … {text[-REPEATED // 2 :]}"
 
 
 @frozen(kw_only=True)

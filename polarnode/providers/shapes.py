@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
+import orjson
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 Check = Callable[[Any, Any, Any], None]
 
+NESTED = 230  # levels of JSON; schemas have ten
 LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; one that has more ends it, for everybody
 SEEDS = 2**63 - 1025  # 64 bits there
 STOPS = 64  # each is looked for in every piece of an answer; four is what OpenAI allows, and sixteen Google
@@ -36,14 +38,42 @@ def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
 
 
 def read_value(body: bytes) -> Json:
-    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is mended to U+FFFD, not refused."""
+    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is mended to U+FFFD, not refused.
+
+    Refused when it is nested so deeply that parts of it could not be written again, in an answer or a template: far too late for a 400.
+    """
     try:
-        return read_json(body)
+        value = read_json(body)
     except Refused:
         mended = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
         if mended == body:
             raise
-        return read_json(mended)
+        value = read_json(mended)
+    if body.count(b"[") + body.count(b"{") > NESTED and not _writable(value):
+        raise Refused("the JSON is nested too deeply: flatten it", path=_deepest(value))
+    return value
+
+
+def _writable(value: Json) -> bool:
+    for _ in range(254 - NESTED):  # orjson reads 1,024 levels and writes 254; an answer that repeats a part puts some around it
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return False
+    return True
+
+
+def _deepest(value: Json) -> str:
+    """The path to what is nested too deeply, as far as a person would look for it."""
+    path = "$"
+    for _ in range(2):
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, part in inside:
+            if not _writable(part):
+                path, value = path + (f".{key}" if isinstance(key, str) else f"[{key}]"), part
+                break
+    return path
 
 
 def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:

@@ -218,7 +218,8 @@ APIS = (CHAT, MESSAGES, RESPONSES, GEMINI)
 def bodies(api: Api) -> list[Any]:
     """What clients really send, in small, and one body with everything."""
     recorded = [json.loads((FOLDER / f"{harness}_{number}.json").read_text())["body"] for harness in api.harnesses for number in (1, 3)]
-    return [api.full, api.full, api.plain, *recorded]
+    held = [api.plain | {"guided_regex": "a+"}, api.plain | {"structured_outputs": {"choice": ["a", "b"]}}] if api is CHAT else []
+    return [api.full, api.full, api.plain, *recorded, *held]
 
 
 def deep(value: Any, depth: int = 400) -> Any:

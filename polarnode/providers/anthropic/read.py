@@ -32,7 +32,6 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
         tool_choice=_tool_choice(request, listed),
         thinking=_thinking(request.thinking),
     )
-    held, notes = _held(request, conversation)
     return ModelRequest(
         provider="anthropic",
         model=model or request.model,
@@ -40,10 +39,10 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
         sampling=_sampling(request),
         stream=bool(request.stream),
         hints=_hints(headers),
-        constraint=held,
+        constraint=_constraint(request),
         one_call=bool(request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if dropped else ())),
-        notes=(*notes, *_remarks(request)),
+        notes=tuple(_remarks(request)),
         extras=_extras(request),
     )
 
@@ -117,14 +116,9 @@ def _sampling(request: MessagesRequest) -> Sampling:
     )
 
 
-def _held(request: MessagesRequest, conversation: Conversation) -> tuple[Constraint | None, tuple[str, ...]]:
-    """What holds the answer. Beside tools nothing does, as what holds a text to a schema would keep the model from every call."""
+def _constraint(request: MessagesRequest) -> Constraint | None:
     asked: FormatShape | None = (request.output_config.format if request.output_config else None) or request.output_format
-    if asked is None:
-        return None, ()
-    if conversation.tools and conversation.tool_choice != "none":
-        return None, ("the answer was asked to match a schema: nothing enforces it while there are tools to call",)
-    return Constraint(kind="json_schema", text=compact(asked.schema)), ()
+    return None if asked is None else Constraint(kind="json_schema", text=compact(asked.schema))
 
 
 def _unused(request: MessagesRequest) -> Iterator[str]:

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
-from polarnode.providers.shapes import at_least, no_empty_strings, not_text, some, unserved, within
+from polarnode.providers.shapes import at_least, no_empty_strings, not_text, seed_fits, some, unserved, within
 
 _CACHE = "cached contents are not served here: send the conversation itself, its prefix is cached by itself"
 
@@ -167,7 +167,7 @@ class GenerationConfig:
     topK: int | None = field(default=None, validator=at_least(-1))
     maxOutputTokens: int | None = field(default=None, validator=at_least(0))  # 0 is proto's "not said"
     stopSequences: tuple[str, ...] | None = field(default=None, validator=no_empty_strings)
-    seed: int | None = None
+    seed: int | None = field(default=None, validator=seed_fits)
     presencePenalty: float | None = field(default=None, validator=within(-2, 2))
     frequencyPenalty: float | None = field(default=None, validator=within(-2, 2))
     candidateCount: int | None = field(default=None, validator=within(0, 8))  # this API's own limit

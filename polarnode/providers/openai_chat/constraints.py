@@ -50,8 +50,8 @@ def _grammars(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     regexes = {"$.regex": request.regex, "$.guided_regex": request.guided_regex, "$.structured_outputs.regex": new.regex if new else None}
     grammars = {"$.ebnf": request.ebnf, "$.guided_grammar": request.guided_grammar, "$.structured_outputs.grammar": new.grammar if new else None}
     choices = {"$.guided_choice": request.guided_choice, "$.structured_outputs.choice": new.choice if new else None}
-    yield from ((path, Constraint(kind="regex", text=text)) for path, text in regexes.items() if text is not None)
-    yield from ((path, Constraint(kind="ebnf", text=text)) for path, text in grammars.items() if text is not None)
+    yield from ((path, Constraint(kind="regex", text=_some(text, path))) for path, text in regexes.items() if text is not None)
+    yield from ((path, Constraint(kind="ebnf", text=_some(text, path))) for path, text in grammars.items() if text is not None)
     yield from ((path, Constraint(kind="ebnf", text=_one_of(words, path))) for path, words in choices.items() if words is not None)
 
 
@@ -69,6 +69,12 @@ def _schema_text(said: dict[str, Json] | str, path: str) -> str:
     if not isinstance(schema, dict | bool):
         raise Refused(f"{path[2:]} is no JSON schema: send an object", path=path)
     return compact(schema)
+
+
+def _some(text: str, path: str) -> str:
+    if not text:
+        raise Refused(f"{path[2:]} is empty: leave it out, or say what the answer must match", path=path)
+    return text
 
 
 def _one_of(words: tuple[str, ...], path: str) -> str:

@@ -7,7 +7,7 @@ The rule: one message in, one message out, in order. What a client wrote is kept
 from collections.abc import Iterator, Mapping
 from typing import assert_never
 
-from polarnode.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.providers.openai_chat.constraints import constraint
 from polarnode.providers.openai_chat.shapes import (
     AssistantMessage,
@@ -34,7 +34,6 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
     messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
     choice = read_choice(request.tool_choice, listed.tools)
     conversation = Conversation(messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request))
-    held, notes = _held(request, conversation)
     return ModelRequest(
         provider="openai_chat",
         model=model or request.model,
@@ -43,12 +42,12 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         hints=_hints(headers),
-        constraint=held,
+        constraint=constraint(request),
         choices=request.n or 1,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         one_call=request.parallel_tool_calls is False,
         ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if volatile else ())),
-        notes=(*listed.notes, *notes),
+        notes=listed.notes,
     )
 
 
@@ -107,14 +106,6 @@ def _detail_refs(details: Json) -> Iterator[str]:
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
-
-
-def _held(request: ChatRequest, conversation: Conversation) -> tuple[Constraint | None, tuple[str, ...]]:
-    """What holds the answer. Beside tools nothing does, as what holds a text to a schema would keep the model from every call."""
-    asked = constraint(request)
-    if asked is None or not conversation.tools or conversation.tool_choice == "none":
-        return asked, ()
-    return None, ("the answer was asked to match a schema or grammar: nothing enforces it while there are tools to call",)
 
 
 def _unused(request: ChatRequest) -> Iterator[str]:
