@@ -1,7 +1,8 @@
 """What a call can ask beside its words, through the whole plane: choices, logprobs, one call, constraints, counts, budgets, and its neighbours."""
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -9,15 +10,17 @@ import openai
 import pytest
 import trio
 import trio.testing
-from attrs import evolve
+from attrs import define, evolve
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, Asgi, HandEngine, answers, new_session, prompts, served, spelled, stage
 from providers_kit import a_call
 from tokens_kit import model
 
 from polarnode.conversation import Constraint, Sampling
+from polarnode.errors import EngineError
 from polarnode.merge.builders import build
 from polarnode.merge.checks import check
+from polarnode.ports import Chunk, GenerateOrder
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
@@ -94,6 +97,33 @@ async def test_a_choice_that_stops_leaves_the_others_running(autojump_clock: tri
     said = {choice["message"]["content"].strip() for choice in json.loads(asgi.body)["choices"]}
     assert said == {"go", "and on without end"}  # which of them asks first is nobody's promise
     assert dict(engine.ended) == {"abort": 1, "stop": 1}
+
+
+@define(eq=False)
+class OneFails(ScriptedEngine):
+    """The second generation fails, the others never end."""
+
+    async def __anext__(self) -> Any:
+        await trio.sleep_forever()
+
+    def __aiter__(self) -> "OneFails":
+        return self
+
+    @asynccontextmanager
+    async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
+        self.orders.append(order)
+        await trio.sleep(len(self.orders))
+        if len(self.orders) == 2 and order is self.orders[1]:
+            raise EngineError("the host died")
+        yield self
+
+
+async def test_a_choice_that_fails_ends_the_call_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    here = stage(OneFails())
+    with trio.fail_after(10):
+        asgi = await ask(here.app, CHAT, body(n=2))
+    assert asgi.status == 500
+    assert sorted(turn.state for turn in here.turns) == ["failed", "partial"]
 
 
 async def test_budgets_count_each_choice(autojump_clock: trio.testing.MockClock) -> None:
@@ -316,6 +346,16 @@ async def test_an_answer_can_be_gone_on_from_by_name(autojump_clock: trio.testin
     asked = {"model": "m", "input": "How are you?", "previous_response_id": first["id"]}
     assert (await ask(here.app, RESPONSES, json.dumps(asked).encode())).status == 200
     assert [(turn.kind, turn.parent) for turn in here.turns] == [("root", None), ("extend", 0)]
+
+
+async def test_a_warmed_connection_can_be_gone_on_from_by_name_too(autojump_clock: trio.testing.MockClock) -> None:
+    engine = scripted("Hello.")
+    here = stage(engine)
+    warm = json.loads((await ask(here.app, RESPONSES, json.dumps({"model": "m", "input": "hi", "generate": False}).encode())).body)
+    assert warm["output"] == []
+    await ask(here.app, RESPONSES, json.dumps({"model": "m", "input": [], "previous_response_id": warm["id"]}).encode())
+    await ask(here.app, RESPONSES, json.dumps({"model": "m", "input": "hi"}).encode())
+    assert prompts(engine.orders)[0] == prompts(engine.orders)[1]
 
 
 # ── an upgrade is refused ─────────────────────────────────────────────────────
