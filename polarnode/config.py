@@ -7,7 +7,7 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_origin
 
 from attrs import field, fields, frozen
 
@@ -89,7 +89,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Json]:
     for variable, text in environment.items():
         if variable in known:
             each = known[variable]
-            said[each.name] = text if each.type in (str, str | None) else _toml_value(variable, text)
+            said[each.name] = text if each.type in (str, str | None) or get_origin(each.type) is Literal else _toml_value(variable, text)
     return said
 
 
