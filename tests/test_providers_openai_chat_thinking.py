@@ -7,6 +7,10 @@ import pytest
 
 from polarnode.errors import Refused
 from polarnode.providers.openai_chat.read import read
+from polarnode.providers.openai_chat.shapes import ChatRequest
+from polarnode.providers.openai_chat.thinking import thinking as wanted
+from polarnode.providers.openai_chat.thinking import unused
+from polarnode.wire import structure
 
 
 def asked(**changes: Any) -> Any:
@@ -41,3 +45,8 @@ def test_a_word_that_is_no_yes_or_no_is_refused() -> None:
     with pytest.raises(Refused, match="enable_thinking must be true or false or null, not 'no'") as caught:
         asked(chat_template_kwargs={"enable_thinking": "no"})
     assert caught.value.path == "$.chat_template_kwargs.enable_thinking"
+
+
+def test_an_effort_is_named_among_what_is_not_used() -> None:
+    shape = structure({"model": "m", "messages": [{"role": "user"}], "reasoning_effort": "low", "thinking": {"type": "enabled"}}, ChatRequest)
+    assert (wanted(shape), list(unused(shape))) == (True, ["$.reasoning_effort"])

@@ -9,6 +9,7 @@ from providers_kit import a_call
 from polarnode.conversation import Answer, Conversation, Message, ModelRequest, Tool, ToolCall, Usage
 from polarnode.errors import Refused
 from polarnode.providers.openai_chat.read import read
+from polarnode.providers.openai_chat.tools import call_json
 from polarnode.providers.openai_chat.write import ChatStream, whole
 
 HI = {"role": "user", "content": "hi"}
@@ -92,3 +93,8 @@ def test_a_tool_that_is_none_is_refused(changes: dict[str, Any], path: str) -> N
     with pytest.raises(Refused) as caught:
         asked(**changes)
     assert caught.value.path == path
+
+
+def test_a_call_of_a_tool_nobody_gave_is_a_function_call() -> None:
+    call = ToolCall(id="call_1", name="gone", arguments="{}")
+    assert call_json(call, ()) == {"id": "call_1", "type": "function", "function": {"name": "gone", "arguments": "{}"}}
