@@ -6,6 +6,7 @@ An engine starts in some 15 seconds: the steps on a living one share it.
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ async def test_sampling_is_constrained_and_steered(model: LoadedModel, tmp_path:
             await a_steered_answer_is_to_the_letter(engines, model)
             await all_kinds_share_a_batch(engines, model)
             assert engines.statistics().hosts[0].restarts == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    find_spec("sgl_kernel") is None or not Path("/dev/nvidiactl").exists(), reason="needs an NVIDIA GPU and the engine's kernels for it"
+)
+async def test_sampling_is_constrained_and_steered_on_a_gpu(model: LoadedModel, tmp_path: Path) -> None:
+    """The processor of these tests counts what was sampled, which lags where sampling overlaps with scheduling; constraints need no such care."""
+    on_gpu = evolve(settings(tmp_path), device="cuda", gpus=(0,))
+    with trio.fail_after(900):
+        async with open_engines(on_gpu) as engines:
+            await an_answer_is_json_of_its_schema(engines, model)
+            await what_is_no_grammar_is_refused_for_that_call_alone(engines, model)
+            await a_constraint_can_wait_for_the_end_of_a_thought(engines, model)
+        async with open_engines(evolve(on_gpu, extra={"enable_custom_logit_processor": True, "disable_overlap_schedule": True})) as engines:
+            await a_steered_answer_is_to_the_letter(engines, model)
+            await all_kinds_share_a_batch(engines, model)
 
 
 async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) -> None:
