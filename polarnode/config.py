@@ -37,6 +37,7 @@ class NodeConfig:
     token: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     podman_dir: str | None = None  # images and containers; None: one per user, shared by nodes so that images are built once
+    record_requests: str | None = None  # folder where every request of a harness is written as it came, for `polarnode replay`
     runtimes_dir: str | None = None  # image recipes; None: the checkout's own `runtimes/`
     node_id: str = "node-0"
     init_limit: int = 4  # containers prepared at once: Podman serves 4-8 calls on two cores before they only queue

@@ -33,6 +33,7 @@ from polarnode.tokens.model import LoadedModel, load_model
 from polarnode.web.control_plane import Conflict, DiskFull, Submitted, create_app
 from polarnode.web.model import Model
 from polarnode.web.model_plane import ModelPlane
+from polarnode.web.recordings import Recordings
 from polarnode.web.server import Address, open_server
 from polarnode.wire import plain
 
@@ -150,6 +151,7 @@ async def _open_sessions(
     lives = LiveSessions()
     plane = ModelPlane(
         sessions=lives,
+        recordings=None if config.record_requests is None else Recordings(Path(config.record_requests)),
         model=Model(
             engine=engines,
             template=model.template,

@@ -252,11 +252,13 @@ def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
     scene.play((scene.asked, [Render]), (SessionEnded(at=12.0), [Abandon(scene.plan, SESSION_OVER), Reply]))
 
 
-def test_a_sample_the_engine_aborted_is_answered_and_partial() -> None:
+def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again() -> None:
     scene = Scene()
     scene.to_generation()
-    commands = scene.play((chunk("half", "abort"), [Record, Answered, says('"finish_reason":"length"'), Done]))
+    commands = scene.play((chunk("half", "abort"), [Record, Reply]))
     assert scene.turn(commands).state == "partial"
+    assert isinstance(commands[-1], Reply)
+    assert commands[-1].status == 503
 
 
 # ── what holds it together ────────────────────────────────────────────────────

@@ -284,13 +284,12 @@ def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -
     assert (turn.state, turn.finish_reason, turn.answer) == ("failed", "abort", None)
 
 
-def test_an_abort_with_tokens_is_an_answer_that_is_not_final() -> None:
+def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_it_were_whole() -> None:
     scene = Scene(LINES)
     scene.to_generation()
-    commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [Record, Answered, Send, Done]))
-    (whole,) = [command for command in commands if isinstance(command, Answered)]
-    assert not whole.final
-    assert scene.turn(commands).state == "partial"
+    commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [Record, Send, Break]))
+    turn = scene.turn(commands)
+    assert (turn.state, len(turn.sampled)) == ("partial", 4)
 
 
 def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:

@@ -124,19 +124,20 @@ async def test_the_next_request_extends_what_went_on(autojump_clock: trio.testin
     assert after[: len(before)] == before
 
 
-async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_only_if_its_client_left(
-    autojump_clock: trio.testing.MockClock, engine: HandEngine
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_when_its_client_asks_again(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, stream: bool
 ) -> None:
     here = stage(engine)
     engine.give("Half a ", finish="abort")
-    assert (await ask(here, CHAT, body())).whole  # delivered: the client has seen "length"
-    engine.give("Anew.", "<|im_end|>", finish="stop")
-    await ask(here, CHAT, body())
-    assert [(turn.state, turn.kind) for turn in here.turns] == [("partial", "root"), ("complete", "retry")]
-    engine.give("Half b ", finish="abort")
-    await ask(here, CHAT, body(text="other"), leave_at=1)
+    cancelled = await ask(here, CHAT, body(stream=stream))
+    assert cancelled.status == 503
     engine.give("loaf.", "<|im_end|>", finish="stop")
-    assert b"Half b loaf." in (await ask(here, CHAT, body(text="other"))).body
+    again = await ask(here, CHAT, body(stream=stream))
+    assert again.whole
+    assert [(turn.state, turn.kind, turn.reason) for turn in here.turns] == [("partial", "root", "first"), ("complete", "continue", "resumed")]
+    assert here.turns[1].answer is not None
+    assert here.turns[1].answer.text == "Half a loaf."
 
 
 # ── given again ───────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from polarnode.shell.retries import TWIN_S, Owed, Retries, wait_ended
 
 
 def whole(text: str = "x") -> Owed:
-    return Owed.of(Answered(call=a_call(), answers=(Answer(parts=(TextPart(text),), finish_reason="stop"),), usage=Usage(), final=True))
+    return Owed.of(Answered(call=a_call(), answers=(Answer(parts=(TextPart(text),), finish_reason="stop"),), usage=Usage()))
 
 
 def test_an_answer_is_owed_until_it_is_delivered() -> None:

@@ -37,6 +37,7 @@ def node_options(command: Command) -> Command:
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
         click.option("--context-length", type=int, help="Tokens a prompt and its answer may have. [default: the checkpoint's]"),
         click.option("--run-limit", type=int, help="Harnesses running at once. [default: 64]"),
+        click.option("--record-requests", metavar="FOLDER", help="Write every request of a harness as it came, for polarnode replay."),
         click.option("--base-image", help="Public Debian image to build runtimes on. [default: one that can be had, else built here]"),
         click.option("--allow-import", "import_paths", multiple=True, help="Module prefix tasks may name code from; repeatable."),
     ]

@@ -51,12 +51,11 @@ class Abandon:
 
 @frozen(kw_only=True)
 class Answered:
-    """The answer is whole, and its bytes follow. `final`: no sample of it was cut, so that it can be given again as it is."""
+    """The answer is whole, and its bytes follow."""
 
     call: Call
     answers: tuple[Answer, ...]
     usage: Usage
-    final: bool
 
 
 @frozen

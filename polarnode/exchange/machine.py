@@ -24,7 +24,7 @@ from polarnode.providers.dialect import JSON_TYPE, Call, Dialect, Fault, LastWor
 from polarnode.records import TurnState
 
 SESSION_OVER: Final = Fault(kind="session_over", message="this session is over and its key opens nothing any more: stop")
-CANCELLED: Final = Fault(kind="cancelled", message="the generation was ended before its first token, for new weights or by an operator: ask again")
+CANCELLED: Final = Fault(kind="cancelled", message="the generation was ended for new weights or by an operator: ask again")
 
 
 @frozen(kw_only=True)
@@ -136,16 +136,16 @@ class Exchange:
         reason = reason or chunk.finish_reason
         if reason is None:
             yield from self._send(data)
-        elif reason == "abort" and not sample.ids:
+        elif reason == "abort":
             yield from self._lost(choice, "abort", CANCELLED, at)
         else:
             yield from self._end(choice, reason, data, at)
 
     def _end(self, choice: int, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
-        """A sample came to its end. One that the engine aborted (for new weights) is answered with what there is, and is partial."""
+        """A sample came to its end."""
         sample = self._samples[choice]
         deltas = sample.finish(reason)
-        yield self._record(sample, "partial" if reason == "abort" else "complete", at)
+        yield self._record(sample, "complete", at)
         data += self._shown(choice, deltas)
         if any(self._under_way()):
             yield from self._send(data)
@@ -157,7 +157,7 @@ class Exchange:
         self.over = True
         answers = tuple(sample.answer for sample in self._samples if sample.answer is not None)
         call, usage = self.terms.call, self._usage()
-        yield Answered(call=call, answers=answers, usage=usage, final=all(answer.finish_reason != "abort" for answer in answers))
+        yield Answered(call=call, answers=answers, usage=usage)
         if self._writer is None:
             yield Reply(status=200, headers=(("content-type", JSON_TYPE),), body=self.terms.dialect.whole(call, answers, usage))
         else:
@@ -171,11 +171,15 @@ class Exchange:
             yield from self._lost(choice, "error", Fault(kind="engine_failed", message=f"the model's engine failed: {error}"), at)
 
     def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
-        """One sample will not come to its end, by no fault of its client: the whole call fails, and the other samples are cut."""
+        """One sample will not come to its end, by no fault of its client: the whole call fails, and the other samples are cut.
+
+        What was sampled before an abort (new weights, an operator) is partial: told to ask again, its client gets the rest of that answer.
+        """
         self.over = True
         for place, sample in list(self._under_way()):
+            lost = place == choice and not (reason == "abort" and sample.ids)
             sample.finish(reason if place == choice else "abort")
-            yield self._record(sample, "failed" if place == choice else "partial", at)
+            yield self._record(sample, "failed" if lost else "partial", at)
             if place != choice:
                 yield Abort(sample.request_id)
         yield from self._broken(fault)

@@ -45,7 +45,7 @@ class Fault:
     """Why a request is not answered, before a dialect has put it into its own words.
 
     `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded`, `engine_failed` and `cancelled` (an operator
-    or new weights ended the generation before its first token: ask again); `prompt_tokens` and `limit` belong to `context_too_long`; `allow`
+    or new weights ended the generation: who asks again gets the rest of it); `prompt_tokens` and `limit` belong to `context_too_long`; `allow`
     (the method that is served) to `method_not_allowed`.
     """
 

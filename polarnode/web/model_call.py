@@ -263,10 +263,9 @@ class ModelCall:
                 session.commit(turn)
                 if turn.state == "partial" and turn.sampled and incoming.can_go_on:
                     session.retries.owe(incoming.name, turn.index)
-            case Answered(call=call, answers=answers, final=final):
+            case Answered(call=call, answers=answers):
                 self._answered = True
-                if final:
-                    session.retries.owe(incoming.name, Owed.of(command))
+                session.retries.owe(incoming.name, Owed.of(command))
                 if len(answers) == 1:
                     incoming.dialect.remember(call, answers[0], session.memory)
             case Abandon(plan, fault):

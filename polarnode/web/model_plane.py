@@ -22,8 +22,10 @@ from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
 from polarnode.web.model_call import ModelCall
+from polarnode.web.recordings import Recordings
 from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body, wire_of
 
+ANY_DOOR: Final = "any"  # the folder of requests that came through a door of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
 
@@ -51,6 +53,7 @@ class ModelPlane:
 
     sessions: LiveSessions
     model: Model
+    recordings: Recordings | None = None  # where every request is written as it came; None: nowhere
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
@@ -81,13 +84,15 @@ class ModelPlane:
         if isinstance(body, Left):
             return body
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
+        query = scope["query_string"].decode("latin1")
+        target = f"{path}?{query}" if query else path
+        if self.recordings is not None and not isinstance(body, TooLarge):
+            await self.recordings.keep(door or ANY_DOOR, method, target, scope["headers"], body)
         found = route(method, path, headers)
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if isinstance(body, TooLarge):
             return found.dialect.error(_TOO_LARGE)
-        query = scope["query_string"].decode("latin1")
-        target = f"{path}?{query}" if query else path
         return await self._routed(_Request(route=found, target=target, query=query, headers=headers, body=body, door=door))
 
     async def _routed(self, request: _Request) -> Reply | Incoming:
