@@ -12,6 +12,8 @@ import urllib.error
 import urllib.request
 
 CALL = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+RESPONSES = {"model": "m", "input": "hello", "max_output_tokens": 4}
+GENERATE, CONTENTS = "/v1beta/models/m:generateContent", {"contents": [{"parts": [{"text": "hello"}]}]}
 WAIT_S = 3.0  # for a connection that is neither refused nor made
 
 
@@ -30,6 +32,9 @@ def main() -> None:
         "own_key": status("/v1/chat/completions", own, CALL),
         "other_key": status("/v1/chat/completions", given["other_key"], CALL),
         "other_key_anthropic": status("/v1/messages", given["other_key"], CALL, header="x-api-key"),
+        "other_key_responses": status("/v1/responses", given["other_key"], RESPONSES),
+        "other_key_google": status(GENERATE, given["other_key"], CONTENTS, header="x-goog-api-key"),
+        "other_key_in_query": status(f"{GENERATE}?key={given['other_key']}", None, CONTENTS),
         "other_key_in_path": status(f"/sessions/{given['other_key']}/v1/chat/completions", None, CALL),
         "no_key": status("/v1/chat/completions", None, CALL),
         "control": {path: status(path, given["token"]) for path in CONTROL},

@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
 EXPLORER = Path(__file__).with_name("explorer.py")
 DOOR = "0100007F:1F90"  # 127.0.0.1:8080, as the kernel writes it
-OURS = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL", "POLARNODE_INSTRUCTION"}
+OPENAI = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"}
+ANTHROPIC = {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL"}
+GOOGLE = {"GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GEMINI_MODEL"}
+OURS = {*OPENAI, *ANTHROPIC, *GOOGLE, "POLARNODE_INSTRUCTION"}
 PLAIN = {"HOME", "LANG", "TERM", "NO_COLOR", "DO_NOT_TRACK", "PATH", "PWD", "HOSTNAME", "container", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}
 METADATA = "169.254.169.254"  # where clouds answer anyone on the machine with its credentials
 
@@ -66,6 +69,9 @@ def test_only_its_own_key_opens_the_door(report: dict[str, Any]) -> None:
     assert report["own_key"] == 200
     assert report["other_key"] == 401
     assert report["other_key_anthropic"] == 401
+    assert report["other_key_responses"] == 401
+    assert report["other_key_google"] == 401
+    assert report["other_key_in_query"] == 401
     assert report["other_key_in_path"] == 401
     assert report["no_key"] == 401
 

@@ -34,7 +34,7 @@ def task(api: str, how: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("api", "how"), WAYS, ids="-".join)
+@pytest.mark.parametrize(("api", "how"), WAYS, ids=["-".join(way) for way in WAYS])
 def test_an_answer_left_in_the_middle_is_given_whole(steered: ServingNode, sessions: dict[tuple[str, str], str], api: str, how: str) -> None:
     session = sessions[api, how]
     trajectory = steered.finished(session)
