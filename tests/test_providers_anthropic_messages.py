@@ -167,9 +167,12 @@ def test_14_15_which_deferred_tools_were_loaded() -> None:
     assert referenced(shapes({"role": "user", "content": "hi"})) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"}), ("user", result("toolu_1", [{"type": "image"}]))]
-)
+def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
+    (found,) = messages(None, shapes({"role": "user", "content": [result("toolu_1", [text("see"), {"type": "image", "source": {}}])]}))
+    assert found.text == "see\n[image: not shown, because this model reads text only]"
+
+
+@pytest.mark.parametrize(("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"})])
 def test_a_block_that_is_no_text_is_never_left_out_silently(role: str, block: dict[str, Any]) -> None:
     """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
     with validators.disabled():

@@ -58,7 +58,6 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "go"}
             ".source.type",
             "this model reads text only: send the document as text, not as file",
         ),
-        ("user", RESULT | {"content": [{"type": "image"}]}, ".content[0]", "this model reads text only: remove the image part"),
         ("user", {"type": "text"}, ".text", "messages[1].content[0].text is missing: it is required"),
         (
             "user",

@@ -205,6 +205,16 @@ def test_code_that_ran_elsewhere_is_text() -> None:
     assert not ran_code(contents(user("x")))
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_image_a_function_found_is_told_and_ends_nothing(wrapped: bool) -> None:
+    image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
+    result = {"functionResponse": {"name": "see", "response": {"output": "a cat"}} | ({"parts": [image]} if wrapped else {})}
+    found = read(user(result) if wrapped else user(result, image, {"fileData": {"fileUri": "gs://a"}}))
+    texts = [message.text for message in found]
+    told = "[image/png data: not shown, because this model reads text only]"
+    assert texts == ([f"a cat\n{told}"] if wrapped else ["a cat", f"{told}\n[fileData: not shown, because this model reads text only]"])
+
+
 def test_inline_text_is_text() -> None:
     (found,) = read(user("see", {"inlineData": {"mimeType": "text/plain", "data": b64encode("Käse".encode()).decode()}}))
     assert found.text == "see\nKäse"

@@ -87,7 +87,7 @@ def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence
             "function is missing: a tool call has one, or a custom",
         ),
         (
-            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]},
             "$.messages[1].content[1]",
             "this model reads text only: remove the image_url part",
         ),
@@ -96,6 +96,12 @@ def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence
 )
 def test_a_message_we_can_not_show_the_model(message: dict[str, Any], path: str, sentence: str) -> None:
     assert refusal(messages=[HI, message]) == (sentence, path)
+
+
+def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
+    found = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "u"}}]}
+    read = OPENAI_CHAT.read(json.dumps({"model": "m", "messages": [HI, found]}).encode(), Envelope())
+    assert read.conversation.messages[1].text == "see\n[image_url: not shown, because this model reads text only]"
 
 
 def test_an_unknown_role_or_part_is_told_which_are_known() -> None:

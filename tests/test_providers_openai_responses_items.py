@@ -72,7 +72,8 @@ def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> Non
     part = {"type": kind, "image_url": "data:"}
     error = refused({"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "input_text", "text": "x"}, part]})
     assert (error.path, str(error)) == ("$.input[1].content[1]", f"this model reads text only: remove the {kind} part")
-    assert refused({"type": "function_call_output", "call_id": "c", "output": [part]}).path == "$.input[0].output[0]"
+    (found,) = told({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "see"}, part]})
+    assert found.text == f"see\n[{kind}: not shown, because this model reads text only]", "what a tool found is told, and ends nothing"
 
 
 def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:

@@ -157,6 +157,11 @@ def not_text(kind: str) -> Refused:
     return Refused(f"this model reads text only: remove the {kind} part")
 
 
+def unseen(kind: str) -> str:
+    """What the model reads in place of a part of a tool's result that is no text. A refusal would end the run for what a tool happened to find."""
+    return f"[{kind}: not shown, because this model reads text only]"
+
+
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """One string or several, as several."""
     return (value,) if isinstance(value, str) else value or ()

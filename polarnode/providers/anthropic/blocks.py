@@ -20,8 +20,9 @@ from polarnode.providers.anthropic.shapes import (
     TextSource,
     TextualBlock,
     ToolReferenceBlock,
+    UnseenBlock,
 )
-from polarnode.providers.shapes import compact, not_text, paragraphs
+from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
 
 NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -51,12 +52,12 @@ def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
     return paragraphs(_result_part(part, later) for part in content)
 
 
-def _result_part(part: TextualBlock | ToolReferenceBlock | NotTextBlock, later: Mapping[str, str]) -> str:
+def _result_part(part: TextualBlock | ToolReferenceBlock | UnseenBlock, later: Mapping[str, str]) -> str:
     match part:
         case ToolReferenceBlock(tool_name=name):
             return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
-        case NotTextBlock():
-            raise not_text(part.type)
+        case UnseenBlock(type=kind):
+            return unseen(kind)
         case _:
             return textual(part)
 

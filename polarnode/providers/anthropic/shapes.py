@@ -116,8 +116,15 @@ class ToolReferenceBlock:
     tool_name: str
 
 
+@frozen
+class UnseenBlock:
+    """An image inside a tool result, where it is told."""
+
+    type: Literal["image", "container_upload"]
+
+
 TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
-ResultContent = str | tuple[TextualBlock | ToolReferenceBlock | NotTextBlock, ...] | None
+ResultContent = str | tuple[TextualBlock | ToolReferenceBlock | UnseenBlock, ...] | None
 
 
 @frozen

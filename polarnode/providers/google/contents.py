@@ -12,8 +12,8 @@ from attrs import define, field
 from polarnode.conversation import Json, Message, ToolCall
 from polarnode.errors import Refused
 from polarnode.providers.google.ids import inward, of_signature
-from polarnode.providers.google.shapes import CodeExecutionResult, Content, ExecutableCode, FunctionCall, FunctionResponse, Part, Parts
-from polarnode.providers.shapes import compact, not_text, paragraphs
+from polarnode.providers.google.shapes import CodeExecutionResult, Content, ExecutableCode, FunctionCall, FunctionResponse, Part, ResponsePart, parts
+from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
 
 _ROLES = {None: "user", "": "user", "user": "user", "function": "user", "tool": "user", "model": "model", "assistant": "model", "system": "system"}
 # What Google says a result is: the whole object, unless it says its output by this name. `result` is what its SDKs' automatic calling writes.
@@ -33,11 +33,6 @@ def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple
             where = f"$.contents[{index}]"
             raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
     return tuple(reader.found)
-
-
-def parts(said: Parts) -> tuple[Part, ...]:
-    """A content's parts; a single one may stand without its list."""
-    return (said,) if isinstance(said, Part) else said or ()
 
 
 def ran_code(contents: Iterable[Content]) -> bool:
@@ -137,8 +132,14 @@ def result_text(response: FunctionResponse) -> str:
     said = response.response
     if isinstance(said, dict):
         said = _output_of(said, response.name)
-    beside = (part.inlineData.text() if part.inlineData is not None else part.text or "" for part in response.parts or ())
-    return paragraphs((_plain(said), *beside))
+    return paragraphs((_plain(said), *map(_beside, response.parts or ())))
+
+
+def _beside(part: Part | ResponsePart) -> str:
+    """What stands beside a result."""
+    if part.fileData is not None:
+        return unseen("fileData")
+    return part.text or "" if part.inlineData is None else part.inlineData.told()
 
 
 def _output_of(said: dict[str, Json], name: str) -> Json:
@@ -159,8 +160,8 @@ def _shown(part: Part) -> str:
         return _code(part.executableCode)
     if part.codeExecutionResult is not None:
         return _output(part.codeExecutionResult)
-    if part.inlineData is not None:
-        return part.inlineData.text()
+    if part.inlineData is not None or part.fileData is not None:
+        return _beside(part)
     if part.functionCall is not None or part.functionResponse is not None:
         raise not_text("functionCall" if part.functionCall is not None else "functionResponse")
     return part.text or ""

@@ -11,26 +11,31 @@ from attrs import field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
-from polarnode.providers.shapes import at_least, no_empty_strings, not_text, seed_fits, some, unserved, within
+from polarnode.providers.shapes import at_least, no_empty_strings, not_text, seed_fits, some, unseen, unserved, within
 
 _CACHE = "cached contents are not served here: send the conversation itself, its prefix is cached by itself"
 
 
 @frozen
 class Blob:
-    """Bytes inside a part. Text is text, however it is wrapped; anything else is refused."""
+    """Bytes inside a part. Text is text, however it is wrapped; anything else is refused, but told where a function gave it."""
 
     mimeType: str = ""
     data: str = ""
     displayName: str | None = None
 
-    def __attrs_post_init__(self) -> None:
-        self.text()
+    @property
+    def kind(self) -> str:
+        """What it is, without parameters."""
+        return self.mimeType.partition(";")[0].strip().lower() or "nameless"
+
+    def told(self) -> str:
+        """The text, or that it is none."""
+        return self.text() if _is_text(self.kind) else unseen(f"{self.kind} data")
 
     def text(self) -> str:
-        kind = self.mimeType.partition(";")[0].strip().lower()
-        if not (kind.startswith("text/") or kind in ("application/json", "application/xml")):
-            raise Refused(f"this model reads text only: remove the {kind or 'nameless'} data", path="$.mimeType")
+        if not _is_text(self.kind):
+            raise Refused(f"this model reads text only: remove the {self.kind} data", path="$.mimeType")
         try:
             return b64decode(self.data.replace("-", "+").replace("_", "/") + "=" * (-len(self.data) % 4)).decode()
         except (NotBase64, ValueError):
@@ -43,8 +48,9 @@ class FileData:
 
     fileUri: str = ""
 
-    def __attrs_post_init__(self) -> None:
-        raise not_text("fileData")
+
+def _is_text(kind: str) -> bool:
+    return kind.startswith("text/") or kind in ("application/json", "application/xml")
 
 
 @frozen
@@ -108,16 +114,41 @@ class Part:
     videoMetadata: Json = None
     mediaResolution: Json = None
 
+    def check_readable(self, path: str) -> None:
+        """Refused, with the path of what the model can not read."""
+        if self.fileData is not None:
+            raise Refused(str(not_text("fileData")), path=f"{path}.fileData")
+        if self.inlineData is not None:
+            try:
+                self.inlineData.text()
+            except Refused as error:
+                raise Refused(str(error), path=f"{path}.inlineData{(error.path or '$')[1:]}") from None
+
 
 Parts = tuple[Part, ...] | Part | None
 
 
+def parts(said: Parts) -> tuple[Part, ...]:
+    """A content's parts; a single one may stand without its list."""
+    return (said,) if isinstance(said, Part) else said or ()
+
+
 @frozen
 class Content:
-    """`function` and `tool` are roles of this API's first version, for what is now a user's functionResponse."""
+    """`function` and `tool` are roles of this API's first version, for what is now a user's functionResponse.
+
+    What the model can not see is refused, but told beside a functionResponse: there it is what a function found.
+    """
 
     parts: Parts = None
     role: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        said = parts(self.parts)
+        if any(part.functionResponse is not None for part in said):
+            return
+        for index, part in enumerate(said):
+            part.check_readable("$.parts" if isinstance(self.parts, Part) else f"$.parts[{index}]")
 
 
 @frozen

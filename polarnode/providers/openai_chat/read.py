@@ -16,14 +16,16 @@ from polarnode.providers.openai_chat.shapes import (
     MessageShape,
     NotTextPart,
     RefusalPart,
+    ResultContent,
     SystemMessage,
     TextPart,
     ToolMessage,
+    UnseenPart,
     UserMessage,
 )
 from polarnode.providers.openai_chat.thinking import thinking, unused
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
-from polarnode.providers.shapes import as_tuple, not_text, paragraphs, read_body
+from polarnode.providers.shapes import as_tuple, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_volatile
 
 
@@ -79,7 +81,7 @@ def _assistant(shape: AssistantMessage) -> Message:
     )
 
 
-def _texts(content: Content) -> Iterator[str]:
+def _texts(content: Content | ResultContent) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     for part in () if isinstance(content, str) else content or ():
@@ -88,6 +90,8 @@ def _texts(content: Content) -> Iterator[str]:
                 yield part.text
             case RefusalPart():
                 yield part.refusal
+            case UnseenPart():
+                yield unseen(part.type)
             case NotTextPart():
                 raise not_text(part.type)
             case _:

@@ -33,12 +33,23 @@ class RefusalPart:
     refusal: str
 
 
+NotText = Literal["image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"]
+
+
 @frozen
 class NotTextPart:
-    type: Literal["image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"] = field(validator=text_only)
+    type: NotText = field(validator=text_only)
+
+
+@frozen
+class UnseenPart:
+    """The same in a tool's result, where it is told."""
+
+    type: NotText
 
 
 Content = str | tuple[TextPart | RefusalPart | NotTextPart, ...] | None
+ResultContent = str | tuple[TextPart | RefusalPart | UnseenPart, ...] | None
 
 
 @frozen
@@ -71,7 +82,7 @@ class AssistantMessage:
 class ToolMessage:
     role: Literal["tool"]
     tool_call_id: str | None = None  # nothing for a call that had no id
-    content: Content = None
+    content: ResultContent = None
 
 
 MessageShape = SystemMessage | UserMessage | AssistantMessage | ToolMessage

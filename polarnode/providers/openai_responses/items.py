@@ -32,7 +32,7 @@ from polarnode.providers.openai_responses.shapes import (
     SearchOutputItem,
 )
 from polarnode.providers.openai_responses.tools import Toolbox, full_name, shaped, told
-from polarnode.providers.shapes import compact, not_text, paragraphs
+from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 _NOT_TEXTS: Final = frozenset({"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"})
@@ -194,16 +194,19 @@ class Transcript:
         if isinstance(output, list) and any(isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output):
             return "\n".join(_streams(part) for part in output)
         if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
-            return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path))
+            return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path, of_tool=True))
         return compact(output)
 
-    def _parts(self, content: Content, path: str) -> Iterator[str]:
+    def _parts(self, content: Content, path: str, *, of_tool: bool = False) -> Iterator[str]:
         if isinstance(content, str):
             yield content
             return
         for index, part in enumerate(content or ()):
             if part.type in _NOT_TEXTS:
-                raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
+                if not of_tool:
+                    raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
+                yield unseen(part.type)
+                continue
             text = _text(part)
             if text is None and part.type not in _TEXTS:
                 self.ignored.append(f"{path}[{index}]")
