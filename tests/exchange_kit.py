@@ -18,7 +18,8 @@ from polarnode.tokens.families import Family
 from polarnode.tokens.parse import Parser
 
 END, CALL, CALLED = 256, 257, 258
-FAMILY = Family(name="bytes", turn_start=259, turn_end=END, stop_ids=(END,), call_open=CALL, call_close=CALLED)
+THINK, THOUGHT = 262, 263
+FAMILY = Family(name="bytes", turn_start=259, turn_end=END, stop_ids=(END,), call_open=CALL, call_close=CALLED, think_open=THINK, think_close=THOUGHT)
 REQUEST_ID = "ab" * 16
 
 

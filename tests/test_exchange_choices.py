@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from exchange_kit import CALL, CALLED, END, HI, LINES, REQUEST_ID, Bytes, Scene, chunk, rendered, sampled, says
+from exchange_kit import CALL, CALLED, END, HI, LINES, REQUEST_ID, THOUGHT, Bytes, Scene, chunk, rendered, sampled, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from providers_kit import a_call
@@ -258,15 +258,14 @@ def test_a_request_without_constraint_is_left_as_it_is() -> None:
 
 def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
     scene = Scene(constraint=SCHEMA, notes=("a grammar was asked",))
-    assert orders(scene.to_generation())[0].constraint == SCHEMA
+    (order,) = orders(scene.to_generation())
+    assert (order.constraint, order.constraint_after) == (SCHEMA, None)
     assert scene.turn(scene.play((chunk("{}", "stop"), [Record, Answered, Send, Done]))).notes == ("a grammar was asked",)
 
 
-def test_a_prompt_that_opens_a_thought_can_not_hold_it_and_says_so() -> None:
-    scene = Scene(LINES, constraint=SCHEMA, opens_thinking=True)
-    assert orders(scene.to_generation())[0].constraint is None
-    (note,) = scene.turn(scene.play((chunk("hm", "stop"), [Record, Answered, Send, Done]))).notes
-    assert note.startswith("constraint: the json_schema was not held")
+def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end() -> None:
+    (order,) = orders(Scene(LINES, constraint=SCHEMA, opens_thinking=True).to_generation())
+    assert (order.constraint, order.constraint_after) == (SCHEMA, THOUGHT)
 
 
 # ── a generation that was ended from outside ──────────────────────────────────

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from attrs import define, evolve, field
 
-from polarnode.conversation import Alternative, Answer, Constraint, Delta, FinishReason, ModelRequest, Sampling, TokenLogprob, Usage
+from polarnode.conversation import Alternative, Answer, Delta, FinishReason, ModelRequest, Sampling, TokenLogprob, Usage
 from polarnode.exchange.events import Rendered
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
@@ -30,7 +30,7 @@ class AnswerParser(Protocol):
     def calls(self) -> int: ...
 
     @property
-    def in_thought(self) -> bool: ...
+    def thought_end(self) -> int | None: ...
 
     def feed(self, ids: "array[int]", told: tuple[TokenLogprob, ...] = ()) -> list[Delta]: ...
 
@@ -61,10 +61,10 @@ class Sample:
     answer: Answer | None = field(default=None, init=False)
     _unshown: list[Delta] = field(factory=list, init=False)  # what was spoken: it leaves with the first chunk, which knows the cached tokens
 
-    constraint: Constraint | None = field(init=False)  # where the prompt opens a thought it would hold the thought, not the answer
+    constraint_after: int | None = field(init=False)  # the id behind which a constraint begins: the end of a thought that the prompt opened
 
     def __attrs_post_init__(self) -> None:
-        self.constraint = None if self.parser.in_thought else self.request.constraint
+        self.constraint_after = self.parser.thought_end
         if self.spoken:
             self._unshown = self.parser.feed(self.spoken)
 

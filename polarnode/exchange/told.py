@@ -29,7 +29,8 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> Gen
         sampling=sample.used,
         stop_ids=stop_ids,
         affinity=affinity,
-        constraint=sample.constraint,
+        constraint=sample.request.constraint,
+        constraint_after=sample.constraint_after,
         top_logprobs=sample.request.logprobs or 0,
     )
 
@@ -81,8 +82,6 @@ def _notes(sample: Sample) -> Iterator[str]:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"
     if request.conversation.tool_choice != "auto":
         yield f"tool_choice {request.conversation.tool_choice!r} was asked: nothing makes the model obey it"
-    if request.constraint is not None and sample.constraint is None:
-        yield f"constraint: the {request.constraint.kind} was not held, because the model's template begins every answer with a thought"
     yield from request.notes
     if request.ignored:
         yield f"ignored: {', '.join(request.ignored)}"

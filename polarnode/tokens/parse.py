@@ -75,9 +75,9 @@ class Parser:
         return self._calls
 
     @property
-    def in_thought(self) -> bool:
-        """Whether what comes next is thought: so before anything is read, where the prompt opened a thought."""
-        return self._mode == "thinking"
+    def thought_end(self) -> int | None:
+        """The id that ends the thought that is being read, before the first too where the prompt opened one; None outside thoughts."""
+        return self._family.think_close if self._mode == "thinking" else None
 
     def feed(self, ids: "array[int]", told: Told = ()) -> list[Delta]:
         """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls.
