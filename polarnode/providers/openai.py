@@ -1,6 +1,7 @@
-"""Chat Completions: what a fault is called, as OpenAI's SDKs and the harnesses on them understand it.
+"""What OpenAI's two APIs share: what a fault is called, and how a model is listed, as its SDKs and the harnesses on them understand it.
 
 Whoever changes a row should look up what the harnesses do on its status: they retry 429 and 5xx, stop on other 4xx, compact on one code.
+Codex tries 429 again only with `retry-after`, 5xx thirty times in 25 s, and ends its run on 400.
 """
 
 from typing import assert_never
@@ -8,7 +9,8 @@ from typing import assert_never
 from attrs import frozen
 
 from polarnode.conversation import Json
-from polarnode.providers.contract import Fault, FaultKind, Reply, error_reply
+from polarnode.providers.contract import Fault, FaultKind, Reply, ServedModel, error_reply
+from polarnode.wire import dump_json
 
 
 @frozen
@@ -50,18 +52,41 @@ def row(kind: FaultKind) -> Row:
 
 
 def message(fault: Fault) -> str:
-    """The fault's own sentence, but for a long context: harnesses look for these very words before they compact."""
+    """The fault's own sentence, but for a long context: harnesses look for words of it before they compact."""
     if fault.kind != "context_too_long" or fault.limit is None or fault.prompt_tokens is None:
         return fault.message
     return (
         f"This model's maximum context length is {fault.limit} tokens. However, your messages resulted in {fault.prompt_tokens} tokens. "
-        "Please reduce the length of the messages."
+        "Please reduce the length of the messages: your input exceeds the context window of this model."
     )
 
 
-def error(fault: Fault) -> Reply:
-    """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it."""
+def error(fault: Fault, *, conversation: str) -> Reply:
+    """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation` names the field that can be too long."""
     found = row(fault.kind)
-    param = "messages" if fault.kind == "context_too_long" else fault.path and fault.path.removeprefix("$.")
+    param = conversation if fault.kind == "context_too_long" else fault.path and fault.path.removeprefix("$.")
     body: Json = {"error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}}
     return error_reply(found.status, body, fault)
+
+
+def models(served: ServedModel) -> bytes:
+    """The list of the one model."""
+    return dump_json({"object": "list", "data": [_entry(served, served.id)]})
+
+
+def model(served: ServedModel, *, asked: str) -> bytes:
+    """The model under the name it was asked by."""
+    return dump_json(_entry(served, asked))
+
+
+def _entry(served: ServedModel, name: str) -> Json:
+    """A model. The context length under both names in use: vLLM's and SGLang's `max_model_len`, and the one OpenRouter's clients read."""
+    length = served.context_length
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "polarnode",
+        "max_model_len": length,
+        "context_length": length,
+    }
