@@ -38,6 +38,17 @@ class Message:
     thinking: str = ""
     refs: tuple[str, ...] = ()
 
+    def joined(self, more: "Message") -> "Message":
+        """This one gone on with: one turn of an assistant that a client shows as two. Each reference once, as all parts of an answer carry it."""
+        return Message(
+            role=self.role,
+            text=self.text + more.text,
+            calls=self.calls + more.calls,
+            call_id=self.call_id,
+            thinking=self.thinking + more.thinking,
+            refs=tuple(dict.fromkeys(self.refs + more.refs)),
+        )
+
 
 @frozen(kw_only=True)
 class Tool:

@@ -6,9 +6,10 @@ session may have thousands of turns); a parent always has a smaller index than i
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Final
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from polarnode.conversation import Message
 from polarnode.merge.fingerprint import NONE, Path, advance
@@ -132,7 +133,7 @@ class Ledger:
         halves = [turn]
         while self._goes_on(halves[-1]):
             halves.append(self.turns[_parent(halves[-1])])
-        whole = _joined([half.answer.as_message() for half in reversed(halves) if half.answer is not None])
+        whole = reduce(Message.joined, [half.answer.as_message() for half in reversed(halves) if half.answer is not None])
         return advance(Path.read(halves[-1].before_key).key, whole)
 
     def _goes_on(self, turn: Turn) -> bool:
@@ -144,8 +145,3 @@ def _parent(turn: Turn) -> int:
     if turn.parent is None:
         raise ValueError(f"turn {turn.index} extends nothing")
     return turn.parent
-
-
-def _joined(messages: list[Message]) -> Message:
-    text = "".join(message.text for message in messages)
-    return evolve(messages[0], text=text, calls=tuple(call for message in messages for call in message.calls))

@@ -41,7 +41,7 @@ def messages(system: SystemContent, shapes: Iterable[MessageShape], later: Mappi
     for shape in shapes:
         for message in _message(shape, later):
             if message.role == "assistant" and found and found[-1].role == "assistant":
-                found[-1] = _joined(found[-1], message)
+                found[-1] = found[-1].joined(message)
             else:
                 found.append(message)
     return tuple(found)
@@ -152,13 +152,3 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
 def _call(block: ToolUseBlock) -> ToolCall:
     said = {} if block.input is None else block.input
     return ToolCall(id=inward(block.id or ""), name=block.name, arguments=said if isinstance(said, str) else compact(said))
-
-
-def _joined(first: Message, then: Message) -> Message:
-    return Message(
-        role="assistant",
-        text=first.text + then.text,
-        calls=first.calls + then.calls,
-        thinking=first.thinking + then.thinking,
-        refs=first.refs + then.refs,
-    )

@@ -92,7 +92,7 @@ class _Reader:
         before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
         said = self._said(parts(content.parts), 0 if before is None else len(before.calls))
         if before is not None:
-            self.found[-1] = _joined(before, said)
+            self.found[-1] = before.joined(said)
             self.open += said.calls
         else:
             self.found.append(said)
@@ -173,16 +173,6 @@ def _code(code: ExecutableCode) -> str:
 
 def _output(result: CodeExecutionResult) -> str:
     return f"```\n{result.output or ''}\n```\n"
-
-
-def _joined(first: Message, then: Message) -> Message:
-    return Message(
-        role="assistant",
-        text=first.text + then.text,
-        calls=first.calls + then.calls,
-        thinking=first.thinking + then.thinking,
-        refs=_once((*first.refs, *then.refs)),
-    )
 
 
 def _once(refs: Iterable[str]) -> tuple[str, ...]:
