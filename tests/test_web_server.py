@@ -17,6 +17,7 @@ from quart_trio import QuartTrio
 from polarnode.errors import ConfigError
 from polarnode.web import server
 from polarnode.web.server import Address, MendedConnection, listening_socket, mend, open_server
+from polarnode.web.stream import wire_of
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 GET = b"GET %b HTTP/1.1\r\nHost: node\r\n\r\n"
@@ -108,6 +109,36 @@ async def test_an_idle_connection_times_out(make: Any, monkeypatch: pytest.Monke
         with trio.fail_after(10):
             assert await stream.receive_some() == b""
         assert trio.current_time() - started >= 0.15
+
+
+async def test_a_connection_is_as_patient_after_each_answer_and_waits_for_a_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer serves all of its idle times: a request stops it, the answer's end starts it anew."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+    async with open_server(quart_app(), ANYWHERE) as address, connected(address) as stream:
+        with trio.fail_after(10):
+            for path in (b"/", b"/late", b"/", b"/late"):  # the late ones take longer than the timer
+                await stream.send_all(GET % path)
+                assert (await read_answer(stream)).startswith(b"HTTP/1.1 200")
+                await trio.sleep(0.1)
+            assert await stream.receive_some() == b""
+
+
+async def test_a_head_that_may_wait_leaves_with_the_first_bytes_behind_it() -> None:
+    writes: list[int] = []
+
+    async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        assert scope["type"] == "http"
+        wire = wire_of(scope)
+        assert wire is not None
+        wire.holds = scope["path"] == "/held"
+        await plain_app(scope, receive, send)
+        writes.append(wire.writes)
+
+    async with open_server(app, ANYWHERE) as address, connected(address) as stream:
+        for path in (b"/held", b"/", b"/held"):
+            await stream.send_all(GET % path)
+            assert (await read_answer(stream)).endswith(b"ok")
+    assert writes[1] - writes[0] == 1 + writes[2] - writes[1]
 
 
 @BOTH

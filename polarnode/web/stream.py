@@ -68,10 +68,14 @@ async def wait_left(receive: ASGIReceiveCallable) -> None:
 
 @define(eq=False)
 class Wire:
-    """What became of a connection's bytes: `writes` that its socket took whole, and whether one was `broken` off."""
+    """What became of a connection's bytes: `writes` that its socket took whole, and whether one was `broken` off.
+
+    `holds`: the next bytes leave with those behind them.
+    """
 
     writes: int = 0
     broken: bool = False
+    holds: bool = False
 
 
 def wire_of(scope: HTTPScope) -> Wire | None:
@@ -115,6 +119,8 @@ class Responder:
     async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
         self.opened = True
         spelled = [(name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))]
+        if self.wire:
+            self.wire.holds = True  # one write a plain answer, not two: the first bytes of the body come at once
         await self.send({"type": "http.response.start", "status": status, "headers": spelled})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
