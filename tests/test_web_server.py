@@ -17,7 +17,7 @@ from quart_trio import QuartTrio
 from polarnode.errors import ConfigError
 from polarnode.web import server
 from polarnode.web.server import Address, MendedConnection, listening_socket, mend, open_server
-from polarnode.web.stream import wire_of
+from polarnode.web.stream import Responder, wire_of
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 GET = b"GET %b HTTP/1.1\r\nHost: node\r\n\r\n"
@@ -139,6 +139,26 @@ async def test_a_head_that_may_wait_leaves_with_the_first_bytes_behind_it() -> N
             await stream.send_all(GET % path)
             assert (await read_answer(stream)).endswith(b"ok")
     assert writes[1] - writes[0] == 1 + writes[2] - writes[1]
+
+
+async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be_delivered() -> None:
+    found: list[tuple[int, bool]] = []
+
+    async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        assert scope["type"] == "http"
+        responder = Responder(send, "1", wire_of(scope))
+        assert responder.wire is not None
+        await responder.stream(b"first ", "text/plain")
+        before = responder.wire.writes
+        await responder.stream(b"last", "text/plain", last=True)
+        await responder.end()
+        found.append((responder.wire.writes - before, responder.delivered))
+
+    async with open_server(app, ANYWHERE) as address, connected(address) as stream:
+        await stream.send_all(CLOSE)
+        with trio.fail_after(10):
+            assert (await read_to_end(stream)).endswith(b"6\r\nfirst \r\n4\r\nlast\r\n0\r\n\r\n")
+    assert found == [(1, True)]
 
 
 @BOTH

@@ -8,6 +8,7 @@ terminal chunk, and logs nothing. Signs of life are the dialect's own data, neve
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Final, assert_never, cast
 
 import trio
@@ -105,16 +106,19 @@ class Responder:
         await self._body(reply.body, more=False)
         self.delivered = self._taken
 
-    async def stream(self, data: bytes, content_type: str) -> None:
-        """Some bytes of a stream, which the first ones open."""
+    async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
+        """Some bytes of a stream, which the first ones open. The `last` leave with its end, which is called for next."""
         if not self.opened:
             await self._start(200, (("content-type", content_type), ("cache-control", "no-cache")))
+        if last and self.wire:
+            self.wire.holds = True
         await self._body(data, more=True)
 
     async def end(self) -> None:
         """The stream is whole."""
-        self.delivered = self._taken
+        taken = self._taken
         await self._body(b"", more=False)
+        self.delivered = taken or self._taken  # the second, where the last bytes were held for this
 
     async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
         self.opened = True
@@ -164,17 +168,17 @@ def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]")
 
 async def _sent(commands: list[Outgoing], to: Responder) -> bool:
     """Whether the answer ended with one of these."""
-    for command in commands:
-        if await _obey(command, to):
+    for command, following in zip_longest(commands, commands[1:]):
+        if await _obey(command, to, last=isinstance(following, Done)):
             return True
     return False
 
 
-async def _obey(command: Outgoing, to: Responder) -> bool:
-    """Whether that was the end of the answer."""
+async def _obey(command: Outgoing, to: Responder, *, last: bool) -> bool:
+    """Whether that was the end of the answer. `last`: a stream's end follows."""
     match command:
         case Send(data, content_type):
-            await to.stream(data, content_type)
+            await to.stream(data, content_type, last=last)
             return False
         case Reply():
             await to.reply(command)
