@@ -17,7 +17,7 @@ from polarnode.cli.main import Verbs
 from polarnode.config import NodeConfig
 from polarnode.errors import ConfigError, EngineError, PolarnodeError, Refused, RuntimeFault
 
-VERBS = ("run", "submit", "watch", "export", "inspect", "replay", "doctor")
+VERBS = ("run", "submit", "watch", "export", "inspect", "replay", "merge", "doctor")
 HEAVY = ("torch", "transformers", "tokenizers", "sglang", "trio", "quart", "hypercorn", "podman", "rich", "polarnode.node")
 
 

@@ -173,6 +173,27 @@ def replay(folder: Path, tokenizer: Path | None, as_json: bool) -> None:
     sys.exit(replaying.replay(folder, tokenizer, as_json=as_json))
 
 
+@main.command(short_help="Merge model calls recorded elsewhere into training sequences, by tokens alone.")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
+def merge(file: Path, output: Path | None) -> None:
+    """Merge FILE (JSONL; - for stdin), model calls of any engine or gateway, into rows in which every sampled token is trainable once.
+
+    \b
+    polarnode merge calls.jsonl -o rows.jsonl
+    zcat calls.jsonl.gz | polarnode merge - | head -1
+
+    A line is {session_id, turn_id, prompt_ids, sampled_ids, logprobs, weight_version?}, a session's in the order they were asked, sessions in
+    any. A call goes on in a row when its prompt holds an earlier prompt and reply of the session exactly; any other begins a row, and is
+    counted. A row is {session_id, token_ids, loss_mask, logprobs, turn_spans, version_spans}. Counts go to stderr.
+
+    Exit code 0 when every line was a call; 1 when one was not: it is told, and the others are merged all the same.
+    """
+    from polarnode.cli import merge as merging
+
+    sys.exit(merging.merge(file, output))
+
+
 @main.command(short_help="Say what this machine has and lacks for a node, and what to do.")
 @node_options
 @click.pass_context

@@ -1,0 +1,196 @@
+"""The calls of one session as a forest: every id once, and the turn that a prompt extends found in time linear in the prompt.
+
+A call extends the turn whose prompt and sample are the longest exact beginning of its prompt. Candidates are found by a hash at the lengths
+at which turns end, and proven by comparing memory. Ids lie in lines: a call that extends the last turn of a line is appended to it, any other
+begins a line of its own, so lines are the rows to come. Whoever edits this keeps it free of recursion and of anything that costs (turns x
+tokens).
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import numpy
+from attrs import define, field, frozen
+
+from polarnode.conversation import Sampling, Usage
+from polarnode.merge.by_tokens.calls import Call, Name
+from polarnode.records import Turn, TurnKind, VersionSpan, ids
+
+# What a call did to the rows: it went on in one, or began one, as the first of its session, as a repeated prompt, or because its prompt did
+# not hold the reply that came before.
+Began = Literal["none", "first", "retry", "broken"]
+
+_UNSAID: Final = Sampling()
+_UNCOUNTED: Final = Usage()
+Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
+
+
+@define(eq=False)
+class Hasher:
+    """Hashes of every beginning of some ids, in one pass. The same for all sessions; 64 bits, position by position."""
+
+    _weights: Words = field(factory=lambda: _mixed(1024))
+
+    def of(self, text: "array[int]") -> Words:
+        """uint64[len + 1]: at n the hash of the first n ids."""
+        if len(text) > len(self._weights):
+            self._weights = _mixed(2 * len(text))
+        found = numpy.zeros(len(text) + 1, dtype=numpy.uint64)
+        numpy.cumsum((numpy.frombuffer(text, dtype=numpy.int32).astype(numpy.uint64) + _ONE) * self._weights[: len(text)], out=found[1:])
+        return found
+
+
+_ONE: Final = numpy.uint64(1)
+
+
+def _mixed(count: int) -> Words:
+    """splitmix64 of 0, 1, 2 …, made odd so that no difference of two ids vanishes."""
+    z = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> numpy.uint64(31))) | _ONE
+
+
+@define(eq=False)
+class _Line:
+    """Ids one behind the other, the first at `start`; what lies before them is `before`'s, up to there."""
+
+    number: int
+    before: "_Line | None"
+    start: int
+    tokens: "array[int]"
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def begins(self, text: bytes, end: int) -> bool:
+        """Whether the ids up to `end` are the first of `text`."""
+        line: _Line | None = self
+        while line is not None:
+            with memoryview(line.tokens) as held, held[: end - line.start] as part:
+                if not text.startswith(part, 4 * line.start):
+                    return False
+            end = line.start
+            line = line.before
+        return True
+
+
+@frozen(kw_only=True)
+class _Placed:
+    """A call and where its ids lie in its line: new ones from `start`, the sample from `prompt_length` to `end`."""
+
+    index: int
+    turn_id: Name
+    parent: int | None
+    kind: TurnKind
+    line: _Line
+    start: int
+    prompt_length: int
+    end: int
+    logprobs: "array[float]"
+    version: str | None
+
+
+@define(eq=False)
+class Forest:
+    """One session's calls, in the order they came."""
+
+    hasher: Hasher
+    _placed: list[_Placed] = field(factory=list)
+    _lines: int = 0
+    _lengths: "array[int]" = field(factory=ids)  # at which turns end, ascending, each once
+    _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns of one text, by its key
+    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn that was asked a prompt, by its key
+
+    @property
+    def turn_ids(self) -> list[Name]:
+        """The calls' own names, by turn index."""
+        return [placed.turn_id for placed in self._placed]
+
+    def add(self, call: Call) -> Began:
+        """Take a call that sampled something. O(ids of the call)."""
+        whole = call.prompt + call.sampled
+        text, hashes, length = whole.tobytes(), self.hasher.of(whole), len(call.prompt)
+        parent = self._extended(text, hashes, length)
+        start = 0 if parent is None else parent.end
+        goes_on = parent is not None and parent.end == parent.line.end
+        prompt_key, before = _key(length, int(hashes[length])), parent.line if parent is not None else None
+        began = "none" if goes_on else self._why(prompt_key, text, length)
+        placed = _Placed(
+            index=len(self._placed),
+            turn_id=call.turn_id,
+            parent=None if parent is None else parent.index,
+            kind="root" if parent is None else "extend" if goes_on else "branch",
+            line=parent.line if parent is not None and goes_on else self._begin(before, start),
+            start=start,
+            prompt_length=length,
+            end=len(whole),
+            logprobs=call.logprobs,
+            version=call.version,
+        )
+        placed.line.tokens.frombytes(text[4 * start :])
+        self._keep(placed, prompt_key, _key(len(whole), int(hashes[-1])), text)
+        return began
+
+    def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
+        """The turn that a prompt of this length extends: the longest. O(length): turns end at no more than that many lengths."""
+        known = self._lengths[: bisect_right(self._lengths, length)]
+        found: list[int] = hashes[numpy.frombuffer(known, dtype=numpy.int32)].tolist() if known else []
+        for end, hashed in zip(reversed(known), reversed(found), strict=True):
+            twins = self._ends.get(_key(end, hashed))
+            if twins and twins[-1].line.begins(text, end):
+                # Of turns with the same text each is extended once, the latest first; the last one left takes all that comes.
+                return twins.pop() if len(twins) > 1 else twins[0]
+        return None
+
+    def _why(self, prompt_key: int, text: bytes, length: int) -> Began:
+        """Why a row begins here."""
+        if not self._placed:
+            return "first"
+        asked = self._prompts.get(prompt_key)
+        return "retry" if asked is not None and asked.line.begins(text, length) else "broken"
+
+    def _begin(self, before: _Line | None, start: int) -> _Line:
+        self._lines += 1
+        return _Line(number=self._lines - 1, before=before, start=start, tokens=ids())
+
+    def _keep(self, placed: _Placed, prompt_key: int, end_key: int, text: bytes) -> None:
+        self._placed.append(placed)
+        self._prompts.setdefault(prompt_key, placed)
+        place = bisect_right(self._lengths, placed.end)
+        if not place or self._lengths[place - 1] != placed.end:
+            self._lengths.insert(place, placed.end)
+        twins = self._ends.setdefault(end_key, [])
+        # Two texts of one length with one hash: the later is not found, which costs a row and breaks no law.
+        if not twins or twins[0].line.begins(text, placed.end):
+            twins.append(placed)
+
+    def turns(self, session_id: str) -> Iterator[Turn]:
+        """The calls as turns of our own. A turn that named no weights has the version ""."""
+        for placed in self._placed:
+            line, held = placed.line, placed.line.tokens
+            sampled = held[placed.prompt_length - line.start : placed.end - line.start]
+            yield Turn(
+                session_id=session_id,
+                index=placed.index,
+                provider="tokens",
+                lineage=line.number,
+                parent=placed.parent,
+                kind=placed.kind,
+                reason="tokens",
+                prompt_delta=held[placed.start - line.start : placed.prompt_length - line.start],
+                prompt_length=placed.prompt_length,
+                sampled=sampled,
+                logprobs=placed.logprobs,
+                version_spans=(VersionSpan(version=placed.version or "", start=0, end=len(sampled)),),
+                asked=_UNSAID,
+                used=_UNSAID,
+                usage=_UNCOUNTED,
+            )
+
+
+def _key(length: int, hashed: int) -> int:
+    return length << 64 | hashed
