@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 from by_tokens_laws import Json, broken_law, fewest_rows
 from hypothesis import given, settings
@@ -180,6 +181,27 @@ def recordings(draw: st.DrawFn) -> list[Json]:
 def test_the_laws_hold_on_whatever_comes_in_as_few_rows_as_can_be(calls: list[Json]) -> None:
     _, counts = merged(*calls)
     assert counts.rows == fewest_rows(calls)
+
+
+def blind() -> Sessions:
+    """Sessions whose hash tells no two texts of one length apart."""
+    return Sessions(hasher=Hasher(weights=numpy.zeros(1024, dtype=numpy.uint64)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(recordings())
+def test_the_laws_do_not_rest_on_the_hash(calls: list[Json]) -> None:
+    sessions = blind()
+    assert [sessions.take(json.dumps(each).encode(), line) for line, each in enumerate(calls)] == [None] * len(calls)
+    assert broken_law(calls, [json.loads(row) for row in sessions.rows()]) is None
+
+
+def test_prompts_of_one_hash_are_no_retries() -> None:
+    sessions = blind()
+    for line, each in enumerate([call(1, [1, 2], [3]), call(2, [5, 2], [3]), call(3, [1, 2], [4])]):
+        sessions.take(json.dumps(each).encode(), line)
+    assert len(list(sessions.rows())) == 3
+    assert (sessions.counts.broken, sessions.counts.retries) == (1, 1)
 
 
 @settings(max_examples=100, deadline=None)
