@@ -9,12 +9,15 @@ import pytest
 from by_tokens_laws import Json, broken_law, fewest_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merge_toys import Session, ask, system, user
 
 from polarnode.errors import Refused
+from polarnode.merge.builders import build
 from polarnode.merge.by_tokens.calls import read_call
 from polarnode.merge.by_tokens.forest import Forest, Hasher
 from polarnode.merge.by_tokens.sessions import Counts, Sessions
 from polarnode.merge.checks import check_turns
+from polarnode.tasks import BuilderSpec
 
 
 def call(turn: Any, prompt: Sequence[int], sampled: Sequence[int], session: Any = "s", **more: Any) -> Json:
@@ -149,6 +152,30 @@ def test_turns_are_whole_as_our_own_are() -> None:
         (0, [3], [4], 0),
         (0, [5], [6], 1),
     ]
+
+
+def test_calls_of_our_own_sessions_give_the_rows_that_prefix_merging_gives() -> None:
+    session = Session()
+    messages = [system(), user()]
+    for number in range(8):
+        _, echo = session.say(ask(*messages), f"answer {number}")
+        if number == 2:
+            session.say(ask(*messages), "another answer to the same")
+        if number == 4:
+            session.say(ask(system("you are a helper"), user("look")), "found")
+        messages = [system(), user("in short: half is done")] if number == 5 else [*messages, echo, user(f"more {number}")]
+    built = build(BuilderSpec(), session.turns)
+    high = 10**6  # the toys' ids of samples are below zero
+    calls = [
+        call(turn.index, [high + one for one in session.prompts[turn.index]], [high + one for one in turn.sampled], logprobs=list(turn.logprobs))
+        for turn in session.turns
+    ]
+    rows, counts = merged(*calls)
+    assert [[one - high for one in row["token_ids"]] for row in rows] == [list(trace.token_ids) for trace in built.traces]
+    assert [bytes(row["loss_mask"]) for row in rows] == [trace.loss_mask for trace in built.traces]
+    assert [row["logprobs"] for row in rows] == [list(trace.logprobs) for trace in built.traces]
+    assert ends(rows) == [[span.turn for span in trace.turn_spans] for trace in built.traces]
+    assert (counts.rows, counts.retries, counts.broken) == (4, 1, 2)
 
 
 # ── properties ────────────────────────────────────────────────────────────────

@@ -102,7 +102,7 @@ class Forest:
     _placed: list[_Placed] = field(factory=list)
     _lines: int = 0
     _lengths: "array[int]" = field(factory=ids)  # at which turns end, ascending, each once
-    _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns of one text, by its key
+    _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns by the key of their text, the latest last
     _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn that was asked a prompt, by its key
 
     @property
@@ -132,7 +132,7 @@ class Forest:
             version=call.version,
         )
         placed.line.tokens.frombytes(text[4 * start :])
-        self._keep(placed, prompt_key, _key(len(whole), int(hashes[-1])), text)
+        self._keep(placed, prompt_key, _key(len(whole), int(hashes[-1])))
         return began
 
     def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
@@ -157,16 +157,14 @@ class Forest:
         self._lines += 1
         return _Line(number=self._lines - 1, before=before, start=start, tokens=ids())
 
-    def _keep(self, placed: _Placed, prompt_key: int, end_key: int, text: bytes) -> None:
+    def _keep(self, placed: _Placed, prompt_key: int, end_key: int) -> None:
         self._placed.append(placed)
         self._prompts.setdefault(prompt_key, placed)
         place = bisect_right(self._lengths, placed.end)
         if not place or self._lengths[place - 1] != placed.end:
             self._lengths.insert(place, placed.end)
-        twins = self._ends.setdefault(end_key, [])
-        # Two texts of one length with one hash: the later is not found, which costs a row and breaks no law.
-        if not twins or twins[0].line.begins(text, placed.end):
-            twins.append(placed)
+        # Of two texts with one length and one hash the later is found first and proven false: that costs a row and breaks no law.
+        self._ends.setdefault(end_key, []).append(placed)
 
     def turns(self, session_id: str) -> Iterator[Turn]:
         """The calls as turns of our own. A turn that named no weights has the version ""."""
