@@ -1,6 +1,6 @@
 """What a model call costs the node, in each API, plain and streamed; and what the node adds to the engine's own time, at 1 to 1,000 agents.
 
-    python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--profile]
+    python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--group N] [--profile]
 
 The load is the one the peers were measured with: sessions of 29 turns, requests growing from 13.5 to 127 KB, a tool call in every turn, 256
 sampled tokens a turn. The node has one core, the load and the (simulated) engine another. CPU a request is the figure to trust where others
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, frozen
-from plane_agents import TURNS, Agent, Played, Text
+from plane_agents import TURNS, Agent, Head, Played, Text
 from plane_apis import APIS
 
 GATEWAY = Path(__file__).with_name("plane_gateway.py")
@@ -96,10 +96,11 @@ class Load:
         return self.spent("cpu_s") / len(self.played) * 1e3
 
 
-async def play(gateway: Gateway, api: str, *, agents: int, turns: int, stream: bool, first: int = 0, ramp_s: float = 0.0) -> Load:
-    """Each agent plays one session; session numbers begin with `first`."""
+async def play(gateway: Gateway, api: str, *, agents: int, turns: int, stream: bool, group: int = 1, first: int = 0, ramp_s: float = 0.0) -> Load:
+    """Each agent plays one session; session numbers begin with `first`. So many of them are a `group`, which shares its head."""
     text = Text()
-    players = [Agent(APIS[api], gateway.ports[number % len(gateway.ports)], stream, text) for number in range(agents)]
+    heads = [Head.of(text) for _ in range(-(-agents // group))]
+    players = [Agent(APIS[api], gateway.ports[number % len(gateway.ports)], stream, text, heads[number // group]) for number in range(agents)]
 
     async def one(number: int) -> None:
         await asyncio.sleep(ramp_s * number / agents)
@@ -149,9 +150,9 @@ def row(name: str, chunk: int, load: Load) -> str:
     return f"| {' | '.join(map(str, cells))} | {load.spent('kept') / tokens:.0f} ({load.spent('rss') / tokens:.0f}) | {load.spent('disk') / tokens:.0f} |"
 
 
-async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int) -> None:
+async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group: int) -> None:
     """What a client waits beyond the engine's own time, from the second turn of a session on: the first renders everything."""
-    print(f"\nan engine that takes its time; {turns} turns of each agent\n")
+    print(f"\nan engine that takes its time; {turns} turns of each agent, {group} of them with one head\n")
     print(
         "| API | agents | engine s | added p50 / p99 ms | first turn p50 / p99 ms | wall s (ideal) | core in use | us/token | lag p50 / p99 / max ms |"
     )
@@ -163,7 +164,7 @@ async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int) -> No
                 engine = {**AT_ONCE, "tokens_per_s": 255 / generation}
                 async with open_gateway(engine, doors=count, sessions=count + 1) as gateway:
                     await play(gateway, api, agents=1, turns=2, stream=stream, first=count)
-                    load = await play(gateway, api, agents=count, turns=turns, stream=stream, ramp_s=min(RAMP_S, generation))
+                    load = await play(gateway, api, agents=count, turns=turns, stream=stream, group=group, ramp_s=min(RAMP_S, generation))
                 print(paced_row(f"{api}{', streamed' if stream else ''}", count, generation, turns, load), flush=True)
 
 
@@ -230,6 +231,9 @@ def options() -> Namespace:
     parser.add_argument("--api", nargs="+", default=list(APIS), choices=list(APIS))
     parser.add_argument("--agents", nargs="+", type=int, help="[default: 32 for cost; 1 32 256 1000 for paced]")
     parser.add_argument("--turns", type=int, help="of each session [default: 29 for cost, 3 for paced]")
+    parser.add_argument(
+        "--group", type=int, default=1, help="sessions that share a system prompt and tools, for paced [default: 1, as the peers were measured]"
+    )
     parser.add_argument("--chunks", nargs="*", type=int, default=[16, 1], help="tokens a streamed chunk, for cost")
     parser.add_argument("--profile", action="store_true", help="py-spy beside each load of cost")
     return parser.parse_args()
@@ -242,7 +246,7 @@ async def main() -> None:
         agents = asked.agents[0] if asked.agents else 32
         await cost(asked.api, agents=agents, turns=asked.turns or TURNS, chunks=asked.chunks, profile=asked.profile)
     if "paced" in parts:
-        await paced(asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3)
+        await paced(asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3, group=asked.group)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,18 @@ class Text:
         return "".join(self._chance.choices(self._words, k=max(1, size // 4 + 2)))[:size]
 
 
+@frozen(kw_only=True)
+class Head:
+    """What the sessions of a group begin with: a system prompt, and tools with their descriptions."""
+
+    system: str
+    tools: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, text: Text) -> "Head":
+        return cls(tools=tuple((name, text.of(300)) for name in ("bash", *(f"tool{number}" for number in range(1, TOOLS)))), system=text.of(4000))
+
+
 @define(eq=False)
 class Agent:
     """One harness: a connection of its own, a session after the other."""
@@ -58,16 +70,16 @@ class Agent:
     port: int
     stream: bool
     text: Text
+    shared: Head
     played: list[Played] = field(factory=list)
     _client: "Client | None" = None
 
     async def play(self, key: str, turns: int) -> None:
         """One session of so many turns."""
         text, api = self.text, self.api
-        tools = [(name, text.of(300)) for name in ("bash", *(f"tool{number}" for number in range(1, TOOLS)))]
-        head = api.head(text.of(4000), tools, self.stream)
+        head = api.head(self.shared.system, self.shared.tools, self.stream)
         if "instructions" not in head and "system" not in head and "systemInstruction" not in head:
-            history = [orjson.dumps({"role": "system", "content": text.of(4000)})]
+            history = [orjson.dumps({"role": "system", "content": self.shared.system})]
         else:
             history = []
         opening = orjson.dumps(head)[:-1] + f',"{api.history}":['.encode()
