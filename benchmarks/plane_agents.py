@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import orjson
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 from plane_apis import Api, events
 from tokenizers import Tokenizer
 
@@ -71,6 +71,7 @@ class Agent:
     stream: bool
     text: Text
     shared: Head
+    opening: str = field(init=False, default=Factory(lambda self: self.text.of(FIRST), takes_self=True))  # a thousand of them are seconds of work
     played: list[Played] = field(factory=list)
     _client: "Client | None" = None
 
@@ -83,7 +84,7 @@ class Agent:
         else:
             history = []
         opening = orjson.dumps(head)[:-1] + f',"{api.history}":['.encode()
-        history.append(orjson.dumps(api.user(text.of(FIRST - len(opening) - sum(map(len, history)) - 60))))
+        history.append(orjson.dumps(api.user(self.opening[: FIRST - len(opening) - sum(map(len, history)) - 60])))
         for turn in range(turns):
             answer = await self._ask(opening + b",".join(history) + b"]}", key, turn)
             said, calls = api.read(answer)
