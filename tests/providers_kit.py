@@ -1,9 +1,24 @@
-"""What the tests of provider modules share: calls to answer, without a session behind them."""
+"""What the tests of provider modules share: calls to answer, without a session behind them, and what OpenAI's SDK makes of a fault."""
 
-from typing import Any
+from typing import Any, Final
+
+import openai
 
 from polarnode.conversation import Conversation, Message, ModelRequest, Sampling
-from polarnode.providers.contract import Call
+from polarnode.providers.contract import Call, FaultKind
+
+OPENAI_ERRORS: Final[tuple[tuple[FaultKind, type[openai.APIStatusError]], ...]] = (
+    ("bad_request", openai.BadRequestError),
+    ("unauthorized", openai.AuthenticationError),
+    ("not_found", openai.NotFoundError),
+    ("context_too_long", openai.BadRequestError),
+    ("budget_spent", openai.BadRequestError),
+    ("session_over", openai.APIStatusError),
+    ("overloaded", openai.RateLimitError),
+    ("engine_failed", openai.InternalServerError),
+    ("cancelled", openai.InternalServerError),
+    ("too_large", openai.APIStatusError),
+)
 
 
 def a_call(**asked: Any) -> Call:

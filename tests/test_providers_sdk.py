@@ -9,6 +9,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from providers_kit import OPENAI_ERRORS
 
 from polarnode.conversation import Answer, Delta, ModelRequest, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
 from polarnode.providers.dialect import (
@@ -156,20 +157,7 @@ def test_an_openai_conversation_goes_round() -> None:
     assert [message.call_id for message in tools] == ["call_ab0", "call_ab1"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        ("bad_request", openai.BadRequestError),
-        ("unauthorized", openai.AuthenticationError),
-        ("not_found", openai.NotFoundError),
-        ("context_too_long", openai.BadRequestError),
-        ("budget_spent", openai.BadRequestError),
-        ("session_over", openai.APIStatusError),
-        ("overloaded", openai.RateLimitError),
-        ("engine_failed", openai.InternalServerError),
-        ("too_large", openai.APIStatusError),
-    ],
-)
+@pytest.mark.parametrize(("kind", "error"), OPENAI_ERRORS)
 def test_openai_raises_its_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
     node = Node(fault=Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8))
     with pytest.raises(error) as caught:

@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
+from providers_kit import OPENAI_ERRORS
 from pydantic import BaseModel
 
 from polarnode.conversation import (
@@ -318,21 +319,7 @@ def test_tokens_are_counted() -> None:
 # ── what goes wrong ───────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        ("bad_request", openai.BadRequestError),
-        ("unauthorized", openai.AuthenticationError),
-        ("not_found", openai.NotFoundError),
-        ("context_too_long", openai.BadRequestError),
-        ("budget_spent", openai.BadRequestError),
-        ("session_over", openai.APIStatusError),
-        ("overloaded", openai.RateLimitError),
-        ("engine_failed", openai.InternalServerError),
-        ("cancelled", openai.InternalServerError),
-        ("too_large", openai.APIStatusError),
-    ],
-)
+@pytest.mark.parametrize(("kind", "error"), OPENAI_ERRORS)
 def test_the_sdk_raises_its_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
     node = Node(faults=(Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8),))
     with pytest.raises(error) as caught:

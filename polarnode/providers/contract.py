@@ -6,7 +6,7 @@ wrong is a `FaultKind`. A new kind is added here and mypy then names every diale
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from attrs import field, frozen
 
@@ -38,6 +38,9 @@ FaultKind = Literal[
     "cancelled",
     "too_large",
 ]
+
+# What passes: its clients are to ask again, by a status with `retry-after`, or by a connection that breaks.
+TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
 
 
 @frozen(kw_only=True)
@@ -211,7 +214,7 @@ class Dialect(Protocol):
 def error_reply(status: int, body: Json, fault: Fault) -> Reply:
     """An error as JSON, with the headers its kind demands."""
     headers = [("content-type", JSON_TYPE)]
-    if fault.kind in ("overloaded", "engine_failed", "cancelled"):
+    if fault.kind in TRIED_AGAIN:
         headers.append(("retry-after", str(fault.retry_after_s or RETRY_AFTER_S)))
     if fault.allow is not None:
         headers.append(("allow", fault.allow))

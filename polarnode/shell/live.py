@@ -18,6 +18,7 @@ from polarnode.exchange import SESSION_OVER
 from polarnode.merge.lineage import RESUMED, Lineages
 from polarnode.providers.dialect import Fault
 from polarnode.records import Clock, Turn
+from polarnode.shell.recent import remember
 from polarnode.shell.retries import Retries
 from polarnode.tasks import Budgets
 
@@ -57,10 +58,7 @@ class SessionMemory:
 
     def keep(self, name: str, value: Json) -> None:
         """Remember a value, and forget the oldest where there are too many."""
-        self._kept.pop(name, None)
-        self._kept[name] = value
-        while len(self._kept) > REMEMBERED:
-            del self._kept[next(iter(self._kept))]
+        remember(self._kept, name, value, most=REMEMBERED)
 
 
 @define(eq=False)
@@ -194,9 +192,7 @@ class LiveSessions:
         """Its key opens nothing any more, and is remembered for that. A session that was never added stays so."""
         if self._live.pop(session.key, None) is None:
             return
-        self._ended[session.key] = session.session_id
-        while len(self._ended) > KEPT_KEYS:
-            del self._ended[next(iter(self._ended))]
+        remember(self._ended, session.key, session.session_id, most=KEPT_KEYS)
 
     def by_key(self, key: str) -> LiveSession | None:
         """The live session of a key. One look-up in a table, whose time tells a guesser nothing."""

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from polarnode.conversation import Answer, ModelRequest, Usage
 from polarnode.exchange import Answered
 from polarnode.providers.dialect import Call
+from polarnode.shell.recent import remember
 
 TWIN_S: Final = 0.25  # for the end of an earlier call to be seen; on a loopback socket it takes milliseconds, and honest twins wait this long once
 OWED: Final = 64  # answers: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and asked again in minutes
@@ -64,10 +65,7 @@ class Retries:
 
     def owe(self, name: str, answer: Owed | int) -> None:
         """Keep an answer until it is delivered, and forget the oldest where there are too many."""
-        self._owed.pop(name, None)
-        self._owed[name] = answer
-        while len(self._owed) > OWED:
-            del self._owed[next(iter(self._owed))]
+        remember(self._owed, name, answer, most=OWED)
 
     def owed(self, name: str) -> Owed | int | None:
         """What a client of this body never got: a whole answer, or the number of the turn that was cut."""

@@ -35,7 +35,7 @@ class Recordings:
         self._count[session_id] += 1
         file = self.folder / session_id / f"{self._count[session_id]:02}-request.json"
         try:
-            await trio.to_thread.run_sync(_write, file, recorded(method, target, list(headers), body))
+            await trio.to_thread.run_sync(lambda: _write(file, recorded(method, target, list(headers), body)))
         except OSError as error:
             logger.error("request %s was not recorded: %s", file, error)
 

@@ -10,7 +10,7 @@ from typing import assert_never
 from attrs import frozen
 
 from polarnode.conversation import Json
-from polarnode.providers.contract import RETRY_AFTER_S, Fault, FaultKind, Reply, error_reply
+from polarnode.providers.contract import RETRY_AFTER_S, TRIED_AGAIN, Fault, FaultKind, Reply, error_reply
 
 _RPC = "type.googleapis.com/google.rpc."
 
@@ -67,7 +67,7 @@ def body(fault: Fault) -> Json:
 
 
 def _details(fault: Fault) -> list[Json]:
-    if fault.kind in ("overloaded", "engine_failed", "cancelled"):
+    if fault.kind in TRIED_AGAIN:
         return [{"@type": f"{_RPC}RetryInfo", "retryDelay": f"{fault.retry_after_s or RETRY_AFTER_S}s"}]
     if fault.path is not None:
         return [{"@type": f"{_RPC}BadRequest", "fieldViolations": [{"field": fault.path.removeprefix("$."), "description": fault.message}]}]

@@ -4,13 +4,9 @@ Whoever changes it should know what Codex does: `response.failed` ends its run f
 connection always starts it again.
 """
 
-from typing import Final
-
 from polarnode.conversation import Json
 from polarnode.providers import openai
-from polarnode.providers.contract import Fault, FaultKind
-
-_TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
+from polarnode.providers.contract import TRIED_AGAIN, Fault
 
 
 def in_stream(fault: Fault) -> Json:
@@ -18,7 +14,7 @@ def in_stream(fault: Fault) -> Json:
 
     `invalid_prompt` is the one code of this API's streams that is fatal to Codex and says nothing of accounts or quotas.
     """
-    if fault.kind in _TRIED_AGAIN:
+    if fault.kind in TRIED_AGAIN:
         return None
     code = "context_length_exceeded" if fault.kind == "context_too_long" else "invalid_prompt"
     return {"code": code, "message": openai.message(fault)}
