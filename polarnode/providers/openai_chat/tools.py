@@ -5,21 +5,16 @@ of it as custom, and the reader makes the same of an echoed one. A tool of any o
 it, and its path is named.
 """
 
-import json
-from collections.abc import Mapping
-from typing import Final, Literal, TypeVar, assert_never
+from typing import Literal, TypeVar, assert_never
 
 from attrs import field, frozen
 
 from polarnode.conversation import Json, Tool, ToolCall
 from polarnode.errors import Refused
+from polarnode.providers import freeform
 from polarnode.providers.shapes import compact
 
 T = TypeVar("T")
-
-_CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}
-_INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
-_FREEFORM: Final[Mapping[str, Json]] = {"type": "object", "properties": {"input": _INPUT}, "required": ["input"]}
 
 
 @frozen
@@ -139,7 +134,7 @@ def read_tools(shapes: tuple[ToolShape, ...]) -> ToolList:
         elif shape.type == "custom":
             custom = _there(shape.custom, f"{path}.custom")
             notes += [f"the grammar of tool {custom.name!r} is shown to the model, and nothing enforces it"] if _rule(custom) else []
-            tools.append(_freeform(custom))
+            tools.append(freeform.tool(custom.name, custom.description, _rule(custom)))
         else:
             ignored.append(path)
     return ToolList(tools=tuple(tools), ignored=tuple(ignored), notes=tuple(notes))
@@ -151,14 +146,9 @@ def _there(shape: T | None, path: str) -> T:
     return shape
 
 
-def _freeform(shape: CustomShape) -> Tool:
-    description = "\n\n".join(filter(None, (shape.description, _rule(shape))))
-    return Tool(name=shape.name, description=description, parameters=_FREEFORM, spelling=_CUSTOM)
-
-
 def _rule(shape: CustomShape) -> str:
     grammar = shape.format.grammar if shape.format is not None else None
-    return f"The input must follow this {grammar.syntax or 'grammar'} grammar:\n{grammar.definition}" if grammar is not None else ""
+    return freeform.rule_of(grammar.definition, grammar.syntax or "grammar") if grammar is not None else ""
 
 
 def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
@@ -191,7 +181,7 @@ def read_call(shape: CallShape) -> ToolCall:
     """An echoed call; a custom one as the model made it."""
     if shape.function is None:
         made = shape.custom or CustomCall(name="")  # the shape takes none without either
-        return ToolCall(id=shape.id or "", name=made.name, arguments=compact({"input": made.input}))
+        return ToolCall(id=shape.id or "", name=made.name, arguments=freeform.arguments_of(made.input))
     said = shape.function.arguments
     return ToolCall(id=shape.id or "", name=shape.function.name, arguments=said if isinstance(said, str) else compact(said or {}))
 
@@ -199,15 +189,6 @@ def read_call(shape: CallShape) -> ToolCall:
 def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
     """A call as its tool's kind is spelled. A custom call that is no object with an `input` is handed on as it is."""
     spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
-    if spelled != _CUSTOM:
+    if spelled != freeform.CUSTOM:
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": _input(call.arguments)}}
-
-
-def _input(arguments: str) -> str:
-    try:
-        said = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = said.get("input") if isinstance(said, dict) else None
-    return text if isinstance(text, str) else arguments
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": freeform.text_of(call.arguments)}}

@@ -13,6 +13,7 @@ from attrs import define, field
 
 from polarnode.conversation import Json, Message, Tool, ToolCall
 from polarnode.errors import Refused
+from polarnode.providers import freeform
 from polarnode.providers.openai_responses.compaction import retold
 from polarnode.providers.openai_responses.sealed import unseal
 from polarnode.providers.openai_responses.shapes import (
@@ -133,7 +134,7 @@ class Transcript:
 
     def custom_call(self, item: Object, path: str) -> None:
         shape = shaped(item, CustomCallItem, path)
-        self._call(full_name(shape.name, shape.namespace), compact({"input": shape.input}), shape.call_id, shape.id)
+        self._call(full_name(shape.name, shape.namespace), freeform.arguments_of(shape.input), shape.call_id, shape.id)
 
     def action_call(self, item: Object, path: str) -> None:
         """A call of `local_shell`, `shell` or `apply_patch`, as the arguments the model gave it."""

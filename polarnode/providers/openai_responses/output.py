@@ -5,13 +5,13 @@ and signed; a call is spelled as its tool wants it, and as a plain `function_cal
 that the harness's own check of its tool's input tells the model.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Final, assert_never, cast
 
 import orjson
 
 from polarnode.conversation import Answer, Json, Part, TextPart, ThinkingPart, TokenLogprob, ToolCall, Usage
+from polarnode.providers import freeform
 from polarnode.providers.contract import Call
 from polarnode.providers.openai_responses.history import item_id, response_id
 from polarnode.providers.openai_responses.sealed import Sealed, seal
@@ -108,7 +108,7 @@ def call_json(call: Call, made: ToolCall, index: int) -> Object:
     name: Object = {"name": spelling.get("name", made.name)} | ({"namespace": spelling["namespace"]} if "namespace" in spelling else {})
     match spelling.get("kind"):
         case "custom":
-            return {"id": item_id("ctc", call.id, index), "type": "custom_tool_call"} | head | name | {"input": _freeform(made.arguments)}
+            return {"id": item_id("ctc", call.id, index), "type": "custom_tool_call"} | head | name | {"input": freeform.text_of(made.arguments)}
         case "local_shell" | "shell" | "apply_patch" | "tool_search" as kind:
             known = _by_kind(kind, made.arguments)
             if known is not None:
@@ -126,16 +126,9 @@ def _spelling(call: Call, name: str) -> Mapping[str, Json]:
     return spelling if isinstance(spelling, dict) else {}
 
 
-def _freeform(arguments: str) -> str:
-    """A freeform input; what is no object with one is handed on as it is."""
-    said = _object(arguments)
-    text = said.get("input") if said is not None else None
-    return text if isinstance(text, str) else arguments
-
-
 def _by_kind(kind: str, arguments: str) -> Object | None:
     """What stands in a call of this kind; None where the arguments can not be put into it."""
-    said = _object(arguments)
+    said = freeform.object_of(arguments)
     if said is None:
         return None
     if kind == "tool_search":
@@ -147,19 +140,6 @@ def _by_kind(kind: str, arguments: str) -> Object | None:
     if kind == "shell":
         return {"action": said} if _strings(said.get("commands")) else None
     return {"operation": said} if isinstance(said.get("type"), str) and isinstance(said.get("path"), str) else None
-
-
-def _object(arguments: str) -> Object | None:
-    try:
-        said = json.loads(arguments or "{}", parse_constant=_no_constant)
-        orjson.dumps(said)  # what can not be written again (a number of 65 bits) is not taken apart
-    except (ValueError, RecursionError, orjson.JSONEncodeError):
-        return None
-    return said if isinstance(said, dict) else None
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is Python's, not JSON's")
 
 
 def _strings(value: Json) -> bool:

@@ -12,6 +12,7 @@ from attrs import define, evolve, field
 
 from polarnode.conversation import Json, Tool
 from polarnode.errors import Refused
+from polarnode.providers import freeform
 from polarnode.providers.openai_responses.shapes import (
     CustomTool,
     FormatShape,
@@ -137,13 +138,7 @@ class Toolbox:
         rule = _rule(found.format)
         if rule:
             self.notes.append(f"{path.removeprefix('$.')}: the grammar of {found.name!r} is shown to the model, and nothing enforces it")
-        parameters: Object = {
-            "type": "object",
-            "properties": {"input": {"type": "string", "description": "The whole input, as it is, without any wrapping."}},
-            "required": ["input"],
-        }
-        description = "\n\n".join(filter(None, (found.description, rule)))
-        return Tool(name=found.name, description=description, parameters=parameters, spelling={"kind": "custom"})
+        return freeform.tool(found.name, found.description, rule)
 
     def search(self, shape: Object, path: str) -> Tool | None:
         found = shaped(shape, SearchTool, path)
@@ -184,7 +179,7 @@ def _within(tool: Tool, namespace: str | None) -> Tool:
 def _rule(shape: FormatShape | None) -> str:
     if shape is None or not shape.definition:
         return ""
-    return f"The input must follow this {shape.syntax or shape.type} grammar:\n{shape.definition}"
+    return freeform.rule_of(shape.definition, shape.syntax or shape.type)
 
 
 def told(tools: Iterable[Tool]) -> str:
