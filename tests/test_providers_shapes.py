@@ -19,6 +19,7 @@ from polarnode.providers.shapes import (
     read_body,
     read_value,
     some,
+    strict_json,
     text_only,
     unserved,
     within,
@@ -134,3 +135,10 @@ def test_a_body_nested_too_deeply_to_be_written_again_is_refused() -> None:
     assert caught.value.path == "$.b[1]"
     wide = b"[" + b",".join([b"[]"] * 1000) + b"]"
     assert read_value(wide) == [[] for _ in range(1000)]
+
+
+def test_json_a_model_wrote_is_read_with_numbers_of_any_size_and_without_pythons_words() -> None:
+    assert strict_json('{"n": 123456789012345678901234567890}') == {"n": 123456789012345678901234567890}
+    for text in ("NaN", '{"n": Infinity}', "", "{", "[" * 100_000):
+        with pytest.raises((ValueError, RecursionError)):
+            strict_json(text)

@@ -4,14 +4,13 @@ The rule for whoever edits it: the text is put in and taken out here and nowhere
 grammar is shown to the model and enforced by nothing; whoever reads one says so in a note.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Final
 
 import orjson
 
 from polarnode.conversation import Json, Tool
-from polarnode.providers.shapes import compact
+from polarnode.providers.shapes import compact, strict_json
 
 CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}  # the spelling by which a writer knows such a tool
 
@@ -44,12 +43,8 @@ def text_of(arguments: str) -> str:
 def object_of(arguments: str) -> dict[str, Json] | None:
     """A call's arguments taken apart; None where they are no object, or hold what can not be written again (half a character, 65 bits)."""
     try:
-        said = json.loads(arguments or "{}", parse_constant=_no_constant)
+        said = strict_json(arguments or "{}")
         orjson.dumps(said)
     except (ValueError, RecursionError, orjson.JSONEncodeError):
         return None
     return said if isinstance(said, dict) else None
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is Python's, not JSON's")

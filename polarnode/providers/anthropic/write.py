@@ -4,7 +4,6 @@ The rules: every event has its `event:` line (without it Claude Code sees nothin
 `input_json_delta` (input in the block's start is ignored and the tool called with {}); every thinking block is signed before it stops.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Literal, assert_never, cast
 
@@ -15,6 +14,7 @@ from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPar
 from polarnode.providers.anthropic import errors
 from polarnode.providers.anthropic.ids import outward
 from polarnode.providers.contract import STREAM_TYPE, Call, Fault
+from polarnode.providers.shapes import strict_json
 from polarnode.providers.sse import event
 from polarnode.wire import dump_json
 
@@ -56,14 +56,10 @@ def arguments_json(arguments: str) -> Json:
     What is no JSON is handed on as a string: the harness's own check of its tool's input then tells the model.
     """
     try:
-        json.loads(arguments or "{}", parse_constant=_no_constant)
+        strict_json(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
     return cast(Json, orjson.Fragment(arguments or "{}"))
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is Python's, not JSON's")
 
 
 def shows_thinking(call: Call) -> bool:

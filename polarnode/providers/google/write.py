@@ -5,7 +5,6 @@ the official SDK drops a chat's turn from its history over a content without par
 are shown only to who asked for them (`includeThoughts`), and counted for everyone.
 """
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import assert_never, cast
@@ -16,6 +15,7 @@ from attrs import define, field
 from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall, Usage
 from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Fault, LastWords
 from polarnode.providers.google import errors
+from polarnode.providers.shapes import strict_json
 from polarnode.providers.sse import event
 from polarnode.wire import dump_json
 
@@ -53,15 +53,11 @@ def arguments_json(arguments: str) -> Json:
     """
     text = arguments.strip() or "{}"
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = strict_json(text)
     except (ValueError, RecursionError):
         return {"input": arguments}
     said = cast(Json, orjson.Fragment(text))
     return said if isinstance(value, dict) else {"input": said}
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is Python's, not JSON's")
 
 
 def part_json(part: Part, signature: str) -> Json:
