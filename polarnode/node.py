@@ -230,7 +230,7 @@ def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
         simulation=config.simulated,
         vocab_size=model.tokenizer.vocab_size,
         marks=Marks(
-            turn_end=family.turn_end,
+            turn_end=family.stop_ids[0],
             think_open=family.think_open,
             think_close=family.think_close,
             call_open=family.call_open,

@@ -14,12 +14,22 @@ from polarnode.merge.lineage import Lineages, Plan
 from polarnode.ports import Chunk, GenerateOrder
 from polarnode.providers.dialect import Call, Dialect, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter, route
 from polarnode.records import Turn, VersionSpan, floats, ids
-from polarnode.tokens.families import Family
+from polarnode.tokens.family import Family
 from polarnode.tokens.parse import Parser
 
 END, CALL, CALLED = 256, 257, 258
 THINK, THOUGHT = 262, 263
-FAMILY = Family(name="bytes", turn_start=259, turn_end=END, stop_ids=(END,), call_open=CALL, call_close=CALLED, think_open=THINK, think_close=THOUGHT)
+FAMILY = Family(
+    name="bytes",
+    turn_end=END,
+    turn_ends=frozenset([END]),
+    turn_starts=frozenset([259]),
+    stop_ids=(END,),
+    call_open=CALL,
+    call_close=CALLED,
+    think_open=THINK,
+    think_close=THOUGHT,
+)
 REQUEST_ID = "ab" * 16
 
 

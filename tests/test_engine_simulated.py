@@ -280,9 +280,10 @@ async def test_tokens_come_when_a_gpu_would_give_them(model: LoadedModel, tmp_pa
             whole = time.monotonic() - started
             assert first.cached_tokens == cached
             expected = 0.2 + (1000 - cached) / 2000 + 7 / 100
-            assert expected - 0.02 <= to_first < expected + 5  # no more than late: other work shares this machine
+            # Never early. How late is the machine's affair, and a late chunk does not put off those after it.
+            assert to_first >= expected - 0.02
             assert len(rest) == 5
-            assert whole - to_first >= 33 / 100 - 0.02
+            assert whole >= expected + 33 / 100 - 0.02
 
 
 async def test_more_than_can_run_wait(model: LoadedModel, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import tokens_kit as kit
 from qwen3_fixture import qwen3_folder  # noqa: F401
 
 from polarnode.errors import ModelError
-from polarnode.tokens.families import Family, Mode, family_of
+from polarnode.tokens.families import family_of
+from polarnode.tokens.family import Family, Mode
 from polarnode.tokens.tokenizer import load_tokenizer
 
 
@@ -16,8 +17,9 @@ def test_the_tiny_model_is_a_qwen3() -> None:
     number = tiny.tokenizer.control
     assert tiny.family == Family(
         name="qwen3",
-        turn_start=number["<|im_start|>"],
         turn_end=number["<|im_end|>"],
+        turn_ends=frozenset([number["<|im_end|>"]]),
+        turn_starts=frozenset([number["<|im_start|>"]]),
         stop_ids=(number["<|im_end|>"], number["<|endoftext|>"]),
         think_open=number["<think>"],
         think_close=number["</think>"],

@@ -8,7 +8,7 @@ import tokens_kit as kit
 
 from polarnode.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.errors import ModelError, Refused
-from polarnode.tokens.families import Family
+from polarnode.tokens.family import Family
 from polarnode.tokens.rendering import Renderer
 from polarnode.tokens.tokenizer import load_tokenizer
 
@@ -85,6 +85,6 @@ def test_control_strings_that_could_not_be_kept_apart_are_refused(text: str) -> 
         def control(self) -> Mapping[str, int]:
             return {"<|im_end|>": 2297, text: 5}
 
-    family = Family(name="odd", turn_start=0, turn_end=2297, stop_ids=(2297,))
+    family = Family(name="odd", turn_end=2297, turn_ends=frozenset([2297]), turn_starts=frozenset([0]), stop_ids=(2297,))
     with pytest.raises(ModelError, match="could not be kept apart"):
         Renderer(Odd(kit.model().tokenizer), family)

@@ -1,6 +1,7 @@
 """Servers over real sockets: connections end when they should, streams live as long as they like, closing is bounded whatever a peer does."""
 
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -252,15 +253,14 @@ def test_a_served_quart_app_is_mended() -> None:
 # ── closing is bounded (P2, P15) ──────────────────────────────────────────────
 
 
-async def test_a_peer_that_stops_reading_does_not_hold_up_closing() -> None:
+async def test_a_peer_that_stops_reading_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hypercorn shields every send without an end: what is stuck there loses its socket."""
-    with trio.fail_after(30):
+    monkeypatch.setattr(server, "CLOSING_S", 3600.0)
+    with trio.fail_after(60):  # not the hour after which a server is given up
         async with open_server(quart_app(), ANYWHERE) as address:
             stream = await trio.open_tcp_stream(address.host, address.port)
             await stream.send_all(GET % b"/flood")
             await trio.sleep(0.5)  # until every buffer between us is full
-            started = trio.current_time()
-    assert trio.current_time() - started < server.CLOSING_S
     await stream.aclose()
 
 
@@ -270,13 +270,13 @@ def test_a_peer_that_stops_reading_is_given_up_in_the_end() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == server.STALLED_MS
 
 
-async def test_idle_connections_close_at_once() -> None:
-    async with open_server(plain_app, ANYWHERE) as address:
-        stream = await trio.open_tcp_stream(address.host, address.port)
-        await stream.send_all(GET % b"/")
-        await read_answer(stream)
-        started = trio.current_time()
-    assert trio.current_time() - started < server.ANSWERING_S
+async def test_idle_connections_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ANSWERING_S", 3600.0)
+    with trio.fail_after(60):  # not the hour that an answer under way would get
+        async with open_server(plain_app, ANYWHERE) as address:
+            stream = await trio.open_tcp_stream(address.host, address.port)
+            await stream.send_all(GET % b"/")
+            await read_answer(stream)
     assert await stream.receive_some() == b""
     await stream.aclose()
 
@@ -330,12 +330,12 @@ async def test_the_blocks_own_error_leaves_as_itself() -> None:
         await block()
 
 
-async def test_hundreds_of_doors_open_and_close_cheaply() -> None:
-    started = trio.current_time()
+async def test_hundreds_of_doors_open_and_close() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(200):
         async with open_server(plain_app, ANYWHERE):
             await trio.lowlevel.checkpoint()
-    assert trio.current_time() - started < 20  # 0.6 ms each on an idle machine
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # ── sockets ───────────────────────────────────────────────────────────────────

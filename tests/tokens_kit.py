@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 import polarnode
 from polarnode.conversation import Conversation, Json, Message, Tool, ToolCall
 from polarnode.records import ids
-from polarnode.tokens.families import Family, family_of
+from polarnode.tokens.families import family_of
+from polarnode.tokens.family import Family
 from polarnode.tokens.parse import Parser
 from polarnode.tokens.shape import messages_shape, tools_shape
 from polarnode.tokens.template import Template

@@ -4,41 +4,14 @@ A family is recognised by what its tokenizer and template do (control tokens, a 
 keep the one and change the other. Whoever adds a family adds a row; `Template.audit` then says whether it can be served faithfully.
 """
 
-from typing import Final, Literal
+from typing import Final
 
 from attrs import frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import ModelError, Refused
 from polarnode.ports import Tokenizer
-
-Mode = Literal["text", "thinking", "call"]
-CallSyntax = Literal["json"]  # {"name": ..., "arguments": {...}} between the call's marks
-
-
-@frozen(kw_only=True)
-class Family:
-    """How a model marks the parts of a turn, in its own ids.
-
-    `turn_end` closes a turn; `stop_ids` are all ids that end a generation, `turn_end` first. `think_*` and `call_*` are None for a family
-    that has no such marks. `turn_start` opens every turn, so nothing before the last one matters to the turn being written.
-    """
-
-    name: str
-    turn_start: int
-    turn_end: int
-    stop_ids: tuple[int, ...]
-    think_open: int | None = None
-    think_close: int | None = None
-    call_open: int | None = None
-    call_close: int | None = None
-    call_syntax: CallSyntax = "json"
-
-    def after(self, mode: Mode, token: int) -> Mode:
-        """What is being written after a token. A mark means something only where it can: inside a thought or a call the other marks are text."""
-        if mode == "text":
-            return "thinking" if token == self.think_open else "call" if token == self.call_open else "text"
-        return "text" if token == (self.think_close if mode == "thinking" else self.call_close) else mode
+from polarnode.tokens.family import CallSyntax, Family
 
 
 @frozen(kw_only=True)
@@ -100,8 +73,9 @@ def _family(row: _Row, tokenizer: Tokenizer) -> Family:
     number = tokenizer.control
     return Family(
         name=row.name,
-        turn_start=number[row.turn_start],
         turn_end=number[row.turn_end],
+        turn_ends=frozenset([number[row.turn_end]]),
+        turn_starts=frozenset([number[row.turn_start]]),
         stop_ids=(number[row.turn_end], *(number[text] for text in row.other_stops)),
         think_open=number[row.think[0]],
         think_close=number[row.think[1]],

@@ -6,7 +6,8 @@ from pathlib import Path
 from attrs import frozen
 
 from polarnode.errors import ModelError, boundary
-from polarnode.tokens.families import Family, family_of
+from polarnode.tokens.families import family_of
+from polarnode.tokens.family import Family
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 

@@ -14,7 +14,7 @@ from polarnode.conversation import Answer, Delta, FinishReason, TokenLogprob, To
 from polarnode.errors import Refused
 from polarnode.ports import Tokenizer
 from polarnode.tokens.calls import read_call
-from polarnode.tokens.families import Family, Mode
+from polarnode.tokens.family import Family, Mode
 from polarnode.tokens.flow import Flow, Told
 
 
@@ -165,7 +165,7 @@ class Parser:
         if self._mode == "call":
             self._call.append(text)
             self._call_told += self._pending
-        elif text:
+        elif text and (self._mode == "text" or self._mode == "thinking"):
             self._flow.write(self._mode, text, tuple(self._pending) if self._mode == "text" else ())
         if text or self._mode == "call":
             self._pending.clear()

@@ -13,7 +13,7 @@ from attrs import Factory, field, frozen
 from polarnode.conversation import Conversation, Json, Message, ToolCall
 from polarnode.errors import ModelError, Refused
 from polarnode.ports import Tokenizer
-from polarnode.tokens.families import Family
+from polarnode.tokens.family import Family
 from polarnode.tokens.guard import Guard
 from polarnode.tokens.shape import Shape, call_shape, messages_shape, tools_shape
 

@@ -15,7 +15,7 @@ from polarnode.conversation import Conversation, Message, ToolCall
 from polarnode.ports import Tokenizer
 from polarnode.records import ids
 from polarnode.tokens.audit import audit
-from polarnode.tokens.families import Family, Mode
+from polarnode.tokens.family import Family, Mode
 from polarnode.tokens.pieces import SHORTEST, Pieces
 from polarnode.tokens.rendering import Rendered, Renderer
 
@@ -57,7 +57,7 @@ class Template:
         needed where a thought may have been cut twice). A sample without turn end is closed first: an open thought, then the turn.
         With nothing new a cut sample goes on exactly where it ended (no ids), and an ended one is followed by the next turn's opening.
         """
-        close = ids() if _ends_with(sampled, self.family.turn_end) else self._close(sampled, conversation)
+        close = ids() if _ends_with(sampled, self.family.turn_ends) else self._close(sampled, conversation)
         if close and not new:
             return Suffix(ids=ids(), close_length=0)
         rendered = self._renderer.following(new, calls=_calls_before(new, conversation), thinking=conversation.thinking)
@@ -79,7 +79,7 @@ class Template:
 
     def _mode(self, written: "array[int]", started: Mode) -> Mode:
         """What is being written at the end of some ids. `started`: at their beginning, unless a turn starts in them."""
-        size = next((back for back, token in enumerate(reversed(written)) if token == self.family.turn_start), None)
+        size = next((back for back, token in enumerate(reversed(written)) if token in self.family.turn_starts), None)
         mode = started if size is None else "text"
         for token in written if size is None else written[len(written) - size :]:
             mode = self.family.after(mode, token)
@@ -105,8 +105,8 @@ def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
     return re.compile("(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")")
 
 
-def _ends_with(written: "array[int]", token: int) -> bool:
-    return bool(written) and written[-1] == token
+def _ends_with(written: "array[int]", tokens: frozenset[int]) -> bool:
+    return bool(written) and written[-1] in tokens
 
 
 def _calls_before(new: Sequence[Message], conversation: Conversation) -> tuple[ToolCall, ...]:

@@ -14,7 +14,7 @@ from polarnode.conversation import Conversation, Message
 from polarnode.exchange import Rendered
 from polarnode.ports import Engine, Tokenizer
 from polarnode.providers.dialect import ServedModel
-from polarnode.tokens.families import Family
+from polarnode.tokens.family import Family
 from polarnode.tokens.parse import Parser
 from polarnode.tokens.template import Template
 from polarnode.web.stream import Pace

@@ -24,7 +24,7 @@ from polarnode.cli import main
 from polarnode.conversation import Conversation, Message
 from polarnode.ports import Chunk, GenerateOrder, Tokenizer
 from polarnode.shell.engine import Engines, EngineSettings, open_engines
-from polarnode.tokens.families import Family
+from polarnode.tokens.family import Family
 from polarnode.tokens.model import LoadedModel, load_model
 
 FORCED = "forced.jsonl"
@@ -77,7 +77,7 @@ class Script:
 
 def last_turn(prompt: Sequence[int], family: Family) -> int:
     """Where the turn begins that is being written."""
-    return max(place for place, token in enumerate(prompt) if token == family.turn_start)
+    return max(place for place, token in enumerate(prompt) if token in family.turn_starts)
 
 
 def decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -90,7 +90,7 @@ def turns_so_far(prompt: Sequence[int], model: LoadedModel, *, calling: bool) ->
     opening = model.tokenizer.encode_plain("assistant")
     turns: list[list[int]] = []
     for token in prompt:
-        if token == model.family.turn_start:
+        if token in model.family.turn_starts:
             turns.append([])
         elif turns:
             turns[-1].append(token)
