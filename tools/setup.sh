@@ -49,4 +49,15 @@ if [ ! -e "$stamp" ]; then
   rm -f .venv/polarnode-*
   touch "$stamp"
 fi
+
+# Other people's answers to compare ours with, for tests only and each without what it asks for: trl for its chat templates (its own list is
+# pandas, datasets and accelerate), renderers for how it writes and reads turns. What renderers imports is named; a GPU's sglang brings two.
+oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3)
+[ "$extra" = cpu ] && oracles+=(openai-harmony==0.0.8 tiktoken==0.14.0)
+compared=.venv/polarnode-oracles-${stamp##*-} # its name begins as the other stamp's: a new environment takes both away
+if [ "${1:-}" = test ] && [ ! -e "$compared" ]; then
+  say "installing what the tests compare with: ${oracles[*]}"
+  .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps "${oracles[@]}"
+  touch "$compared"
+fi
 say "set up: .venv ($extra)"
