@@ -10,59 +10,22 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from attrs import define, evolve, frozen
+from attrs import define
 
-from polarnode.conversation import Answer, Conversation, Message
+from polarnode.conversation import Conversation, Message
 from polarnode.errors import LawBroken
 from polarnode.merge.attach import Attached, attach
-from polarnode.merge.fingerprint import Memo, Path, advance
+from polarnode.merge.fingerprint import Memo, Path
 from polarnode.merge.ledger import Ledger, attachable
+from polarnode.merge.naming import FamilyTree, Named
+from polarnode.merge.plan import CHOICE, RESUMED, Plan, another, resumed
 from polarnode.merge.references import References
 from polarnode.merge.roles import Cast, Heads
-from polarnode.records import Turn, TurnKind, TurnRole, ids
+from polarnode.records import Turn, ids
 
-# Why a turn continues another: its client left before the answer, and asked the same again. The answer of both is the later one's.
-RESUMED: Final = "resumed"
-# Why a turn stands beside another of the same call: its client asked for several answers.
-CHOICE: Final = "choice"
+__all__ = ["CHOICE", "RESUMED", "Lineages", "Plan"]
 
 _NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
-
-
-@frozen(kw_only=True)
-class Plan:
-    """How one request will be rendered. `parent` and `new` say it all; `kind` and `reason` only name it.
-
-    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample lacks one, and the suffix of `new`; with a parent
-    and nothing new, generation goes on exactly where the parent's sample ended. Without a parent `new` is every message: a full render.
-    `matched` of `total` messages are in the parent's path. `request_key`, `before_key`, `lineage`, `kind`, `role` belong into the turn.
-    """
-
-    index: int
-    parent: int | None
-    kind: TurnKind
-    reason: str
-    lineage: int
-    role: TurnRole
-    new: tuple[Message, ...]
-    before_key: str
-    request_key: str
-    matched: int
-    total: int
-    notes: tuple[str, ...]
-
-    def after(self, answer: Answer) -> str:
-        """The turn's `message_key`: the path with this answer, as returned to the client."""
-        return advance(Path.read(self.before_key).key, answer.as_message())
-
-
-@frozen(kw_only=True)
-class _Named:
-    """What a plan is called, and the line of turns it belongs to."""
-
-    kind: TurnKind
-    reason: str
-    lineage: int
 
 
 @define(eq=False, init=False)
@@ -74,17 +37,13 @@ class Lineages:
     _ledger: Ledger
     _memo: Memo
     _heads: Heads
-    _plans: dict[int, Plan]
-    _siblings: dict[int | None, list[int]]
-    _next_index: int
-    _next_lineage: int
+    _tree: FamilyTree
 
     def __init__(self, *, session_id: str, secret: bytes) -> None:
         self.references = References(session_id, secret)
         self._session_id = session_id
         self._ledger, self._memo, self._heads = Ledger(), Memo(), Heads()
-        self._plans, self._siblings = {}, {}
-        self._next_index = self._next_lineage = 0
+        self._tree = FamilyTree(self._ledger)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -95,27 +54,26 @@ class Lineages:
         """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of the request)."""
         found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
         cast = self._cast(found, conversation, hints)
-        named = self._name(found, conversation, request_key)
-        plan = _plan(self._next_index, found, cast, named, conversation, request_key)
+        named = self._tree.name(found, conversation, request_key, self._heads)
+        plan = _plan(self._tree.next_index, found, cast, named, conversation, request_key)
         self._heads.note(found.path, cast.role)
         return self._planned(plan)
 
     def _planned(self, plan: Plan) -> Plan:
-        self._plans[plan.index] = plan
-        self._enter(plan)
+        self._tree.plans[plan.index] = plan
+        self._tree.enter(plan)
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
         """`count` more plans for the request of this one: other samples of the same prompt, siblings and no retries of each other."""
-        return tuple(self._planned(_twin(plan, self._next_index, self._next_lineage, number)) for number in range(1, count + 1))
+        tree = self._tree
+        numbers = range(1, count + 1)
+        return tuple(self._planned(another(plan, index=tree.next_index, lineage=tree.next_lineage, number=number)) for number in numbers)
 
     def resume(self, index: int, *, total: int) -> Plan | None:
         """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages. None when it can not go on."""
         turn = self._ledger.turns[index]
-        if not self._can_go_on(turn):
-            return None
-        note = f"resumed: turn {index}'s client left before its answer and asked the same again; its {len(turn.sampled)} tokens go on"
-        return self._planned(_resumed(turn, self._next_index, total, note))
+        return self._planned(resumed(turn, index=self._tree.next_index, total=total)) if self._tree.can_go_on(turn) else None
 
     def spoken(self, plan: Plan) -> "array[int]":
         """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any other plan."""
@@ -138,21 +96,20 @@ class Lineages:
 
     def commit(self, turn: Turn) -> None:
         """Keep a turn that ended, however it ended. LawBroken if it is not the turn that was planned."""
-        plan = self._plans.get(turn.index)
+        plan = self._tree.plans.get(turn.index)
         if plan is None:
             raise LawBroken(f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is under way")
         self._agree(plan, turn)
-        del self._plans[turn.index]
+        del self._tree.plans[turn.index]
         self._keep(turn)
 
     def abandon(self, plan: Plan) -> None:
         """Forget a plan that will have no turn (its request was refused). Its numbers are not used again."""
-        if self._plans.pop(plan.index, None) is None:
+        if plan.index not in self._tree.plans:
             return
-        self._siblings[plan.parent].remove(plan.index)
+        self._tree.drop(plan)
         self._heads = Heads()
-        for index in sorted(self._plans.keys() | self._ledger.turns.keys()):
-            asked = self._asked(index)
+        for asked in self._tree.asked():
             self._heads.note(Path.read(asked.before_key), asked.role)
         for turn in self.turns:
             self._hear(turn)
@@ -164,7 +121,7 @@ class Lineages:
         for turn in sorted(turns, key=lambda turn: turn.index):
             lineages._fits(turn)
             lineages._heads.note(Path.read(turn.before_key), turn.role)
-            lineages._enter(turn)
+            lineages._tree.enter(turn)
             lineages._keep(turn)
         return lineages
 
@@ -190,69 +147,6 @@ class Lineages:
             return Cast(role="subagent", note=f"the request goes on from turn {before}, a sub-agent's")
         return cast
 
-    def _enter(self, asked: Plan | Turn) -> None:
-        self._siblings.setdefault(asked.parent, []).append(asked.index)
-        self._next_index = max(self._next_index, asked.index + 1)
-        self._next_lineage = max(self._next_lineage, asked.lineage + 1)
-
-    def _name(self, found: Attached, conversation: Conversation, request_key: str) -> _Named:
-        again = self._again(found, request_key)
-        if again is not None:
-            return again
-        if found.follows is not None and self._is_last(found.follows):
-            return _Named(kind="branch", reason="volatile", lineage=self._ledger.turns[found.follows].lineage)
-        if found.parent is None:
-            return _Named(kind="root", reason=self._heads.why_root(found.path, conversation.messages), lineage=self._next_lineage)
-        taken = bool(self._living(found.parent))
-        lineage = self._next_lineage if taken else self._ledger.turns[found.parent].lineage
-        new = conversation.messages[found.matched :]
-        if not new:
-            return _Named(kind="continue", reason="cut_answer", lineage=lineage)
-        if taken and any(message.role == "assistant" for message in new):
-            return _Named(kind="branch", reason="rewrite", lineage=lineage)
-        return _Named(kind="branch", reason="sibling", lineage=lineage) if taken else _Named(kind="extend", reason="appended", lineage=lineage)
-
-    def _again(self, found: Attached, request_key: str) -> _Named | None:
-        """The retry this request is, if it is one: the same body again, or the same path as a turn that did not end well (or not yet)."""
-        for index in reversed(self._siblings.get(found.parent, [])):
-            asked = self._asked(index)
-            same_body = bool(request_key) and asked.request_key == request_key
-            if same_body or (asked.before_key == found.path.text and not self._complete(index)):
-                lineage = asked.lineage if self._replaceable(index) else self._next_lineage
-                return _Named(kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage)
-        return None
-
-    def _is_last(self, index: int) -> bool:
-        """Whether nothing came after a turn in its lineage; the engine's failures are nothing."""
-        lineage, ended = self._ledger.turns[index].lineage, self._ledger.turns
-        under_way = any(plan.lineage == lineage and plan.index > index for plan in self._plans.values())
-        return not under_way and not any(turn.lineage == lineage and turn.index > index and turn.state != "failed" for turn in ended.values())
-
-    def _asked(self, index: int) -> Plan | Turn:
-        return self._plans.get(index) or self._ledger.turns[index]
-
-    def _complete(self, index: int) -> bool:
-        """Whether a turn came to its end, or one that resumed it did."""
-        turns = self._ledger.turns
-        while index in turns and turns[index].state != "complete":
-            index = next((child for child in self._living(index) if self._asked(child).reason == RESUMED), -1)
-        return index in turns
-
-    def _can_go_on(self, turn: Turn) -> bool:
-        """It was cut, there is something to go on from and room to go on, and nothing else went on from it."""
-        room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
-        untouched = all(child in self._ledger.turns and not self._ledger.turns[child].sampled for child in self._living(turn.index))
-        return turn.state == "partial" and bool(turn.sampled) and room and untouched
-
-    def _replaceable(self, index: int) -> bool:
-        """Whether a retry takes the place of this turn: it ended, not well, and nothing extends it."""
-        return index in self._ledger.turns and not self._complete(index) and not self._living(index)
-
-    def _living(self, parent: int) -> list[int]:
-        """The turns that extend this one, or may yet; the engine's failures extend nothing."""
-        turns = self._ledger.turns
-        return [child for child in self._siblings.get(parent, []) if child not in turns or turns[child].state != "failed"]
-
     def _agree(self, plan: Plan, turn: Turn) -> None:
         planned = {name: getattr(plan, name) for name in ("parent", "kind", "lineage", "role", "request_key", "before_key")}
         planned["session_id"] = self._session_id
@@ -264,17 +158,7 @@ class Lineages:
             raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
 
 
-def _twin(plan: Plan, index: int, lineage: int, number: int) -> Plan:
-    kind: TurnKind = "root" if plan.parent is None else "branch"
-    return evolve(plan, index=index, lineage=lineage, kind=kind, reason=CHOICE, request_key=plan.request_key and f"{plan.request_key}.{number}")
-
-
-def _resumed(turn: Turn, index: int, total: int, note: str) -> Plan:
-    kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
-    return Plan(index=index, parent=turn.index, kind="continue", reason=RESUMED, new=(), matched=total, total=total, notes=(note,), **kept)
-
-
-def _plan(index: int, found: Attached, cast: Cast, named: _Named, conversation: Conversation, request_key: str) -> Plan:
+def _plan(index: int, found: Attached, cast: Cast, named: Named, conversation: Conversation, request_key: str) -> Plan:
     return Plan(
         index=index,
         parent=found.parent,
