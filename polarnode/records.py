@@ -13,10 +13,11 @@ from attrs import field, frozen
 from polarnode.conversation import Answer, FinishReason, Json, Sampling, Usage
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
-TurnState = Literal["complete", "partial", "failed"]  # partial: cut by the client's leaving or an abort; failed: the engine's fault, never trained
+TurnState = Literal["complete", "partial", "failed"]  # partial: cut by the client's leaving or an abort; failed: the engine's fault
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
 Status = Literal["completed", "timeout", "failed", "error", "cancelled", "interrupted"]
 Clock = Literal["init", "run", "post", "turns", "tokens"]
+ExpertType = Literal["uint8", "int16"]  # int16 only for models with more than 256 experts a layer
 
 
 def ids(values: Iterable[int] | bytes = ()) -> "array[int]":
@@ -39,12 +40,108 @@ class VersionSpan:
 
 
 @frozen(kw_only=True)
+class TopLogprobs:
+    """The `k` likeliest tokens of each of N places: `ids` int32[N * k] and `logprobs` float32[N * k] in nats, row by row, likeliest first."""
+
+    k: int
+    ids: "array[int]"
+    logprobs: "array[float]"
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self.ids) // self.k
+
+    @property
+    def size(self) -> int:
+        """Bytes: 8 k a row."""
+        return 8 * len(self.ids)
+
+    def row(self, place: int) -> tuple[tuple[int, float], ...]:
+        """(id, logprob) of one place."""
+        first, last = place * self.k, (place + 1) * self.k
+        return tuple(zip(self.ids[first:last], self.logprobs[first:last], strict=True))
+
+    def until(self, rows: int) -> "TopLogprobs":
+        """The first `rows` places."""
+        return self if rows >= self.rows else TopLogprobs(k=self.k, ids=self.ids[: rows * self.k], logprobs=self.logprobs[: rows * self.k])
+
+    def narrowed(self, k: int) -> "TopLogprobs":
+        """The `k` likeliest of those here."""
+        if k == self.k:
+            return self
+        found = TopLogprobs(k=k, ids=array("i", bytes(4 * k * self.rows)), logprobs=array("f", bytes(4 * k * self.rows)))
+        for column in range(k):  # as memory, a column at a time
+            found.ids[column::k] = self.ids[column :: self.k]
+            found.logprobs[column::k] = self.logprobs[column :: self.k]
+        return found
+
+    @staticmethod
+    def joined(parts: "Iterable[TopLogprobs]") -> "TopLogprobs | None":
+        """One behind the other; None for none, and for parts of different width."""
+        rows = list(parts)
+        if len({part.k for part in rows}) != 1:
+            return None
+        ids, logprobs = (b"".join(map(memoryview, each)) for each in ([part.ids for part in rows], [part.logprobs for part in rows]))
+        return TopLogprobs(k=rows[0].k, ids=array("i", ids), logprobs=array("f", logprobs))
+
+
+@frozen(kw_only=True)
+class RoutedExperts:
+    """Which experts of each layer read the tokens at positions [start, start + n) of a prompt and its sample.
+
+    `data` has n rows of `layers` * `top_k` numbers of `dtype`, little-endian; a layer without experts has zeros. The last token of a
+    sequence has no row: nothing was computed from it.
+    """
+
+    start: int
+    layers: int
+    top_k: int
+    dtype: ExpertType
+    data: bytes = field(repr=False)
+
+    @property
+    def width(self) -> int:
+        """Bytes a row."""
+        return self.layers * self.top_k * (2 if self.dtype == "int16" else 1)
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.data) // self.width
+
+    def between(self, start: int, end: int) -> "RoutedExperts":
+        """The rows of positions [start, end), as far as they are here."""
+        first, last = max(start, self.start), max(start, min(end, self.end))
+        if (first, last) == (self.start, self.end):
+            return self
+        data = self.data[(first - self.start) * self.width : (last - self.start) * self.width]
+        return RoutedExperts(start=first, layers=self.layers, top_k=self.top_k, dtype=self.dtype, data=data)
+
+    @staticmethod
+    def joined(parts: "Iterable[RoutedExperts]", end: int) -> "RoutedExperts | None":
+        """The rows of positions [0, end), each from the first part that has it; None when one lacks its row, or parts differ in shape."""
+        taken: list[RoutedExperts] = []
+        have = 0
+        for part in parts:
+            if part.start <= have < min(part.end, end):
+                taken.append(part.between(have, end))
+                have = taken[-1].end
+        if have < end or len({(part.layers, part.top_k, part.dtype) for part in taken}) != 1:
+            return None
+        first = taken[0]
+        return RoutedExperts(start=0, layers=first.layers, top_k=first.top_k, dtype=first.dtype, data=b"".join(part.data for part in taken))
+
+
+@frozen(kw_only=True)
 class Turn:
     """One model call.
 
     `index` counts the session's turns from 0 in the order they were asked. `prompt_delta` int32[D], `sampled` int32[S] with the stop token
     when one was sampled, `logprobs` float32[S] in nats of the distribution sampled from, `version_spans` cover [0, S) in order.
     `close_length` of the first ids in `prompt_delta` close the parent's sample (a turn end its cut sample lacks); they are never trained.
+    `top` has a row for each of `sampled`; `routed` the positions that no turn before it has, up to the sample's last token. Both are None
+    where the task did not ask for them, and where `notes` say why they are not carried.
     """
 
     session_id: str
@@ -74,6 +171,8 @@ class Turn:
     first_token_s: float | None = None  # seconds after started
     ended_s: float = 0.0  # seconds after started
     notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity: whatever a reader should know
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
 
 
 @frozen(kw_only=True)
@@ -91,6 +190,9 @@ class Trace:
 
     `token_ids` int32[T]; `loss_mask` uint8[T], 1 where trainable; `logprobs` float32[T], 0 where the mask is 0; `version_spans` and
     `turn_spans` index into it. `turn_spans` name every sampled turn that lies in the trace, trainable here or only context.
+
+    A row longer than the task's `max_row_tokens` is several traces, one behind the other: `part` of `parts`, each a stretch of the row with
+    `offset` of the row's tokens before it, which the model saw and this trace does not show. `over_long`: one sample alone is longer.
     """
 
     lineage: int
@@ -103,6 +205,10 @@ class Trace:
     role: TurnRole = "main"
     finish_reason: FinishReason = "stop"
     reward: float | None = None
+    offset: int = 0
+    part: int = 0
+    parts: int = 1
+    over_long: bool = False
 
 
 @frozen(kw_only=True)

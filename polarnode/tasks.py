@@ -104,6 +104,18 @@ class Budgets:
 
 
 @frozen(kw_only=True)
+class CarrySpec:
+    """What is carried with the tokens beside their ids, logprobs and weight versions. Both take memory, up to the node's `carried_mb` a session.
+
+    `top_logprobs`: the likeliest tokens at each sampled one, 0 to 20; 8 bytes each. `routed_experts`: the experts of a mixture that read each
+    position, for a trainer that replays the routing; layers * experts a token bytes a position.
+    """
+
+    top_logprobs: int = 0
+    routed_experts: bool = False
+
+
+@frozen(kw_only=True)
 class TaskSpec:
     """One task: `num_samples` sessions of the same harness on the same instruction; together they are a group."""
 
@@ -118,4 +130,5 @@ class TaskSpec:
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)
+    carry: CarrySpec = field(factory=CarrySpec)
     metadata: Mapping[str, Json] = field(factory=dict)

@@ -22,6 +22,7 @@ class Law(NamedTuple):
 
 
 MAX_SAMPLES = 4096  # a GRPO group is 8-64; a pass@k study asks a thousand; more is a mistyped number that fills the queue
+MAX_TOP_LOGPROBS = 20  # what the engine is asked for at most, as OpenAI and Google allow
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # stands in a URL path, a container label and an SSE filter unescaped
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")  # an OCI reference or a folder of runtimes/; never an option or a path upwards
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -48,6 +49,8 @@ def task_laws(spec: TaskSpec) -> Iterator[Law]:
     yield from _import_laws(spec.evaluator.import_path, "$.evaluator.import_path")
     yield from _budget_laws(spec.budgets)
     yield from sampling_laws(spec.sampling, "$.sampling")
+    top = spec.carry.top_logprobs
+    yield Law(0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}")
 
 
 def _name_laws(name: str | None, path: str) -> Iterator[Law]:
