@@ -46,7 +46,7 @@ class Family:
     stands. `turn_end` closes a cut turn; None where the next header does. `boundaries`: stop ids that are themselves the first id of what
     follows, and are not written twice. `turn_starts` open a turn of any role, so nothing before the last one matters to the turn being
     written. Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a call's head from its
-    arguments.
+    arguments. `think_label` is what stands behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -57,6 +57,7 @@ class Family:
     boundaries: frozenset[int] = frozenset()
     think_open: int | None = None
     think_close: int | None = None
+    think_label: str = ""
     call_open: int | None = None
     call_close: int | None = None
     section_open: int | None = None
