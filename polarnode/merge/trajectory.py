@@ -10,11 +10,11 @@ from attrs import evolve, field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import LawBroken, PolarnodeError, Refused, boundary
-from polarnode.merge.builders import build
-from polarnode.merge.checks import check
+from polarnode.merge.builders import build, read_settings
+from polarnode.merge.checks import check, check_lengths
 from polarnode.merge.roles import recast
 from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
-from polarnode.tasks import TaskSpec
+from polarnode.tasks import BuilderSpec, TaskSpec
 
 
 @frozen(kw_only=True)
@@ -51,7 +51,7 @@ def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: 
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
             built = build(spec.builder, turns, allowed_imports=allowed_imports)
-            return _trajectory(identity, spec, turns, result, built=built, counts=_counts(turns, built))
+            return _trajectory(identity, spec, turns, result, built=built, counts=_counts(spec.builder, turns, built))
     except PolarnodeError as error:
         outcome = evolve(result.outcome, status="error", boundary=error.boundary, reason=str(error))
         return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
@@ -64,8 +64,10 @@ def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], re
     return _trajectory(identity, spec, turns, result, built=Built(traces=(), left_out=left_out), counts={})
 
 
-def _counts(turns: Sequence[Turn], built: Built) -> dict[str, Json]:
-    counted = check(turns, built)
+def _counts(spec: BuilderSpec, turns: Sequence[Turn], built: Built) -> dict[str, Json]:
+    counted = check(turns, built, train_failed=spec.config.get("train_failed") is True)
+    if spec.import_path is None:
+        check_lengths(built.traces, read_settings(spec.config).max_row_tokens)
     return {"sampled_tokens": counted.sampled, "trainable_tokens": counted.trainable, "turns": counted.turns, "traces": counted.traces}
 
 

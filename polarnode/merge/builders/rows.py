@@ -1,0 +1,87 @@
+"""One row: the turns of a line, copied one behind the other, whole or a slice of it at a time.
+
+The rule for whoever edits it: what is copied is what the engine was given and gave, as memory; a row is never made whole to be cut.
+"""
+
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from polarnode.merge import ledger
+from polarnode.merge.builders.slices import Slice, ends_at, slices, starts_at
+from polarnode.records import Trace, Turn, TurnSpan, VersionSpan
+
+
+def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
+    """The ids turn `index` was conditioned on, exactly, int32[prompt_length]. A fresh array."""
+    return ledger.prompt_ids({turn.index: turn for turn in turns}, index)
+
+
+def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = None) -> list[Turn]:
+    """The turns from a root to `index`, or as many of the last of them as hold at least that many tokens."""
+    if tokens is None:
+        return ledger.chain(by_index, index)
+    line = [by_index[index]]
+    least = ends_at(line[0]) - tokens
+    while line[-1].parent is not None and starts_at(line[-1]) > least:
+        line.append(by_index[line[-1].parent])
+    line.reverse()
+    return line
+
+
+def row(line: Sequence[Turn], trained: Collection[int], *, prompt_length: int | None = None) -> Trace:
+    """What a line of turns makes, from its root on, with loss on the samples of the turns whose index is in `trained`.
+
+    `prompt_length` says where what was asked ends and the answer begins; the first sample unless said.
+    """
+    [trace] = rows(line, trained, prompt_length=prompt_length)
+    return trace
+
+
+def rows(line: Sequence[Turn], trained: Collection[int], *, limit: int | None = None, prompt_length: int | None = None) -> Iterator[Trace]:
+    """The same in slices of at most `limit` tokens; each trained turn must be of the line."""
+    for cut in slices(line, trained, limit):
+        yield _row(line[cut.first : cut.last + 1], trained, cut, prompt_length)
+
+
+def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
+    leaf, length = line[-1], cut.end - cut.start
+    token_ids, logprobs, mask = array("i", [0]) * length, array("f", [0.0]) * length, bytearray(length)
+    with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
+        for turn in line:
+            start, end = turn.prompt_length - cut.start, ends_at(turn) - cut.start
+            _copy(tokens, turn.prompt_delta, end=start)
+            _copy(tokens, turn.sampled, end=end)
+            if turn.index in trained:
+                chances[start:end] = memoryview(turn.logprobs)
+                mask[start:end] = b"\x01" * len(turn.sampled)
+    shown = [turn for turn in line if turn.sampled and turn.prompt_length >= cut.start]
+    first = next((turn.prompt_length for turn in shown), cut.end) if prompt_length is None else prompt_length
+    return Trace(
+        lineage=leaf.lineage,
+        token_ids=token_ids,
+        loss_mask=bytes(mask),
+        logprobs=logprobs,
+        prompt_length=first - cut.start,
+        turn_spans=tuple(TurnSpan(turn=turn.index, start=turn.prompt_length - cut.start, end=ends_at(turn) - cut.start) for turn in shown),
+        version_spans=tuple(_versions(shown, cut.start)),
+        role=leaf.role,
+        finish_reason=leaf.finish_reason,
+        offset=cut.start,
+        part=cut.part,
+        parts=cut.parts,
+        over_long=cut.over_long,
+    )
+
+
+def _copy(tokens: "memoryview[int]", given: "array[int]", *, end: int) -> None:
+    """Put ids where they end; those before the row's first are cut."""
+    start = end - len(given)
+    if end > 0:
+        tokens[max(start, 0) : end] = memoryview(given)[max(-start, 0) :]
+
+
+def _versions(shown: Sequence[Turn], start: int) -> Iterator[VersionSpan]:
+    for turn in shown:
+        at = turn.prompt_length - start
+        for span in turn.version_spans:
+            yield VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
