@@ -5,11 +5,12 @@ keeps soundness: a match means that every client message before it is, letter by
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import define, field, frozen
 
 from polarnode.conversation import Conversation, Message
+from polarnode.merge import notes
 from polarnode.merge.fingerprint import NONE, Memo, Path, advance, label, root_key, same_text, thinking_letter
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.references import Located, References
@@ -21,6 +22,7 @@ class Attached:
     """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's.
 
     `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it answered is gone or another.
+    `anew` is the turn it could extend, were it not rendered anew for its thoughts. `keys` has the path's key before each message, and the last.
     """
 
     path: Path
@@ -28,6 +30,13 @@ class Attached:
     follows: int | None
     matched: int
     notes: tuple[str, ...]
+    keys: Sequence[str]
+    anew: int | None = None
+
+    @property
+    def before(self) -> int | None:
+        """The turn that the request goes on from, whether it extends it or not."""
+        return next((turn for turn in (self.follows, self.parent, self.anew) if turn is not None), None)
 
 
 @define(eq=False)
@@ -104,10 +113,10 @@ class _Pass:
     def _excused(self, position: int, message: Message, before: str) -> str | None:
         """The key of the turn a changed message provably is: same call ids in the same order, text equal or dropped."""
         asked = self.ledger.asked_with(before)
-        proven = self.references.find_refs(_opaques(message)) if asked else frozenset()
+        proven = self.references.find_refs(opaques(message)) if asked else frozenset()
         for index in asked:
             turn = self.ledger.turns[index]
-            if index in proven and turn.answer is not None and _excusable(self.references, turn.answer.as_message(), message):
+            if index in proven and turn.answer is not None and excusable(self.references, turn.answer.as_message(), message):
                 self.edits.append(_edit(position, index, turn.answer.as_message(), message))
                 return turn.message_key
         return None
@@ -118,12 +127,12 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
-    notes = [*walk.edits, *_strayed(walk, conversation)]
+    said = [*walk.edits, *_strayed(walk, conversation)]
     parent = None
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
-        notes += doubt
-    return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes))
+        said += doubt
+    return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(said), keys=walk.keys)
 
 
 def _walk(root: str, walk: _Pass) -> _Pass:
@@ -151,15 +160,16 @@ def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]
     twins = walk.ledger.answered_with(walk.keys[walk.best])
     if len(twins) == 1:
         return twins[0], []
-    proven = walk.references.find_refs(opaque for message in messages for opaque in _opaques(message))
+    proven = walk.references.find_refs(opaque for message in messages for opaque in opaques(message))
     scores = {index: sum(step in proven for step in walk.ledger.ancestry(index)) for index in twins}
     most = max(scores.values())
     tied = sorted(index for index, score in scores.items() if score == most)
-    doubt = [f"ambiguous: turns {', '.join(map(str, tied))} fit equally well, the latest is taken"] if len(tied) > 1 else []
+    doubt = [f"{notes.AMBIGUOUS}: turns {', '.join(map(str, tied))} fit equally well, the latest is taken"] if len(tied) > 1 else []
     return tied[-1], doubt
 
 
-def _opaques(message: Message) -> Iterator[str]:
+def opaques(message: Message) -> Iterator[str]:
+    """Every field of a message that may hold a reference of ours."""
     yield from message.refs
     for call in message.calls:
         yield call.id
@@ -167,7 +177,8 @@ def _opaques(message: Message) -> Iterator[str]:
         yield message.call_id
 
 
-def _excusable(references: References, ours: Message, echoed: Message) -> bool:
+def excusable(references: References, ours: Message, echoed: Message) -> bool:
+    """Whether a message that names one of ours is that one, changed: same call ids in the same order, text equal or dropped."""
     said, shown = _located(references, ours), _located(references, echoed)
     return None not in said and said == shown and (not echoed.text.strip() or same_text(ours.text, echoed.text))
 
@@ -177,7 +188,7 @@ def _located(references: References, message: Message) -> list[Located | None]:
 
 
 def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
-    return f"edited: message {position} differs from turn {index}'s answer in {_difference(ours, echoed)}; its tokens are kept"
+    return f"{notes.EDITED}: message {position} differs from turn {index}'s answer in {_difference(ours, echoed)}; {notes.KEPT}"
 
 
 def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
@@ -185,15 +196,17 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
     if walk.stray is None:
         return []
     if walk.follows is not None:
-        return [f"volatile: the user message that turn {walk.follows} answered is gone or changed, so its answer is rendered as the request shows it"]
+        return [
+            f"{notes.VOLATILE}: the user message that turn {walk.follows} answered is gone or changed, so its answer is rendered as the request shows it"
+        ]
     position, before = walk.stray
     asked = walk.ledger.asked_with(before)
     if not asked:
-        return [f"foreign: message {position} is an assistant message this session did not sample there"]
+        return [f"{notes.FOREIGN}: message {position} is an assistant message this session did not sample there"]
     answer = walk.ledger.turns[max(asked)].answer
     ours = answer.as_message() if answer is not None else Message(role="assistant")
     difference = _difference(ours, conversation.messages[position])
-    return [f"rewritten: message {position} differs from turn {max(asked)}'s answer in {difference}"]
+    return [f"{notes.REWRITTEN}: message {position} differs from turn {max(asked)}'s answer in {difference}"]
 
 
 def _difference(ours: Message, echoed: Message) -> str:

@@ -13,6 +13,7 @@ from attrs import define, field
 
 from polarnode.conversation import Message
 from polarnode.merge.fingerprint import NONE, Path, advance
+from polarnode.merge.notes import shows_thoughts
 from polarnode.records import Turn, ids
 
 _NOBODY: Final[tuple[int, ...]] = ()
@@ -66,6 +67,7 @@ class Ledger:
     _before: dict[str, list[int]] = field(factory=dict)
     _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
+    _thoughtful: set[int | None] = field(factory=set)
     _full: dict[int, bytes] = field(factory=dict)  # what `written` says of some turns, oldest first, _FULL_COPIES at most
 
     def add(self, turn: Turn) -> None:
@@ -73,6 +75,8 @@ class Ledger:
         self.turns[turn.index] = turn
         if not attachable(turn):
             return
+        if turn.parent in self._thoughtful or _said(turn).thinking.strip() or shows_thoughts(turn.notes):
+            self._thoughtful.add(turn.index)
         keys = self._keys[turn.index] = self._keys_of(turn)
         for key in keys:
             self._after.setdefault(key, []).append(turn.index)
@@ -115,6 +119,15 @@ class Ledger:
         """How many ids `written` has."""
         return 0 if index is None else self.turns[index].prompt_length + len(self.turns[index].sampled)
 
+    def thoughtful(self, index: int) -> bool:
+        """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered into a prompt of them."""
+        return index in self._thoughtful
+
+    def thinking(self, index: int, key: str) -> str:
+        """What was thought before the message that a client names by this key, one of this turn's."""
+        turn = self.turns[index]
+        return self._merged(turn).thinking if key != turn.message_key and self._goes_on(turn) else _said(turn).thinking
+
     def ancestry(self, index: int) -> Iterator[int]:
         """A turn and those it extends, latest first."""
         step: int | None = index
@@ -130,15 +143,25 @@ class Ledger:
         """The key under which a client names an answer that went on after a cut, when it shows both halves as one message."""
         if not self._goes_on(turn):
             return None
+        return advance(Path.read(self._halves(turn)[-1].before_key).key, self._merged(turn))
+
+    def _merged(self, turn: Turn) -> Message:
+        return reduce(Message.joined, [_said(half) for half in reversed(self._halves(turn))])
+
+    def _halves(self, turn: Turn) -> list[Turn]:
+        """A turn that went on after a cut and those it went on from, latest first."""
         halves = [turn]
         while self._goes_on(halves[-1]):
             halves.append(self.turns[_parent(halves[-1])])
-        whole = reduce(Message.joined, [half.answer.as_message() for half in reversed(halves) if half.answer is not None])
-        return advance(Path.read(halves[-1].before_key).key, whole)
+        return halves
 
     def _goes_on(self, turn: Turn) -> bool:
         """Whether nothing new stood between the parent's answer and this turn."""
         return turn.parent is not None and Path.read(turn.before_key).key in self._keys.get(turn.parent, _NOBODY)
+
+
+def _said(turn: Turn) -> Message:
+    return Message(role="assistant") if turn.answer is None else turn.answer.as_message()
 
 
 def _parent(turn: Turn) -> int:

@@ -21,6 +21,7 @@ from polarnode.merge.naming import FamilyTree, Named
 from polarnode.merge.plan import CHOICE, RESUMED, Plan, another, resumed
 from polarnode.merge.references import References
 from polarnode.merge.roles import Cast, Heads
+from polarnode.merge.thoughts import DropsThinking, Thoughts
 from polarnode.records import Turn, ids
 
 __all__ = ["CHOICE", "RESUMED", "Lineages", "Plan"]
@@ -38,12 +39,15 @@ class Lineages:
     _memo: Memo
     _heads: Heads
     _tree: FamilyTree
+    _thoughts: Thoughts | None
 
-    def __init__(self, *, session_id: str, secret: bytes) -> None:
+    def __init__(self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None) -> None:
+        """`drops_thinking`, the template's, decides which thoughts a prompt holds; without it sampled thoughts stay."""
         self.references = References(session_id, secret)
         self._session_id = session_id
         self._ledger, self._memo, self._heads = Ledger(), Memo(), Heads()
         self._tree = FamilyTree(self._ledger)
+        self._thoughts = drops_thinking and Thoughts(drops=drops_thinking, ledger=self._ledger, references=self.references)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -52,12 +56,17 @@ class Lineages:
 
     def plan(self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS) -> Plan:
         """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of the request)."""
-        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
+        found, new = self._attached(conversation, hints)
         cast = self._cast(found, conversation, hints)
         named = self._tree.name(found, conversation, request_key, self._heads)
-        plan = _plan(self._tree.next_index, found, cast, named, conversation, request_key)
+        plan = _plan(self._tree.next_index, found, cast, named, new, request_key)
         self._heads.note(found.path, cast.role)
         return self._planned(plan)
+
+    def _attached(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Attached, tuple[Message, ...]]:
+        """What a request extends, and the messages that are rendered behind it."""
+        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
+        return (found, conversation.messages[found.matched :]) if self._thoughts is None else self._thoughts.shown(found, conversation)
 
     def _planned(self, plan: Plan) -> Plan:
         self._tree.plans[plan.index] = plan
@@ -86,9 +95,8 @@ class Lineages:
 
     def look(self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS) -> "tuple[array[int] | None, tuple[Message, ...]]":
         """What a request would be rendered from, without asking: the ids of the turn it extends (None for a root), and the messages after it."""
-        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
-        history = None if found.parent is None else self._ledger.written(found.parent)
-        return history, conversation.messages[found.matched :]
+        found, new = self._attached(conversation, hints)
+        return None if found.parent is None else self._ledger.written(found.parent), new
 
     def history(self, plan: Plan) -> "array[int]":
         """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of memcpy."""
@@ -115,9 +123,9 @@ class Lineages:
             self._hear(turn)
 
     @classmethod
-    def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn]) -> "Lineages":
+    def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn], drops_thinking: DropsThinking | None = None) -> "Lineages":
         """The lineages that these turns made, ready to plan the next."""
-        lineages = cls(session_id=session_id, secret=secret)
+        lineages = cls(session_id=session_id, secret=secret, drops_thinking=drops_thinking)
         for turn in sorted(turns, key=lambda turn: turn.index):
             lineages._fits(turn)
             lineages._heads.note(Path.read(turn.before_key), turn.role)
@@ -142,9 +150,8 @@ class Lineages:
         """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes on from."""
         names = [tool.name for tool in conversation.tools]
         cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""), tools=names)
-        before = found.parent if found.follows is None else found.follows
-        if cast.role == "main" and before is not None and self._ledger.turns[before].role == "subagent":
-            return Cast(role="subagent", note=f"the request goes on from turn {before}, a sub-agent's")
+        if cast.role == "main" and found.before is not None and self._ledger.turns[found.before].role == "subagent":
+            return Cast(role="subagent", note=f"the request goes on from turn {found.before}, a sub-agent's")
         return cast
 
     def _agree(self, plan: Plan, turn: Turn) -> None:
@@ -158,7 +165,7 @@ class Lineages:
             raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
 
 
-def _plan(index: int, found: Attached, cast: Cast, named: Named, conversation: Conversation, request_key: str) -> Plan:
+def _plan(index: int, found: Attached, cast: Cast, named: Named, new: tuple[Message, ...], request_key: str) -> Plan:
     return Plan(
         index=index,
         parent=found.parent,
@@ -166,10 +173,10 @@ def _plan(index: int, found: Attached, cast: Cast, named: Named, conversation: C
         reason=named.reason,
         lineage=named.lineage,
         role=cast.role,
-        new=conversation.messages[found.matched :],
+        new=new,
         before_key=found.path.text,
         request_key=request_key,
         matched=found.matched,
-        total=len(conversation.messages),
+        total=found.matched + len(new),
         notes=found.notes if cast.note is None else (*found.notes, cast.note),
     )

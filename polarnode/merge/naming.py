@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from polarnode.conversation import Conversation
 from polarnode.merge.attach import Attached
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.plan import RESUMED, Plan
+from polarnode.merge.plan import RESUMED, THINKING_TEMPLATE, Plan
 from polarnode.merge.roles import Heads
 from polarnode.records import Turn, TurnKind
 
@@ -57,6 +57,9 @@ class FamilyTree:
             return again
         if found.follows is not None and self._is_last(found.follows):
             return Named(kind="branch", reason="volatile", lineage=self.ledger.turns[found.follows].lineage)
+        if found.anew is not None:
+            lineage = self.ledger.turns[found.anew].lineage if self._is_last(found.anew) else self.next_lineage
+            return Named(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
         if found.parent is None:
             return Named(kind="root", reason=heads.why_root(found.path, conversation.messages), lineage=self.next_lineage)
         return self._under(found.parent, found, conversation)

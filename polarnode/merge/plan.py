@@ -56,5 +56,5 @@ def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
 def resumed(turn: Turn, *, index: int, total: int) -> Plan:
     """The plan that goes on with a turn's cut sample."""
     kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
-    note = f"resumed: turn {turn.index}'s client left before its answer and asked the same again; its {len(turn.sampled)} tokens go on"
+    note = f"{RESUMED}: turn {turn.index}'s client left before its answer and asked the same again; its {len(turn.sampled)} tokens go on"
     return Plan(index=index, parent=turn.index, kind="continue", reason=RESUMED, new=(), matched=total, total=total, notes=(note,), **kept)
