@@ -258,6 +258,82 @@ def test_a_side_call_that_a_trained_turn_extends_is_context() -> None:
     check(turns, built)
 
 
+BUILDERS = (prefix_merging, per_request)
+
+
+def both(session: Session, config: Mapping[str, Json]) -> dict[int, str]:
+    """What both builders leave out, with the laws held on what they make of the rest."""
+    made = [builder(session.turns, config) for builder in BUILDERS]
+    for one in made:
+        check(session.turns, one, train_failed=config.get("train_failed") is True)
+    assert left(made[0]) == left(made[1])
+    return left(made[0])
+
+
+@pytest.mark.parametrize("name", ["train_superseded", "train_failed", "train_cut", "train_partial"])
+def test_a_setting_may_say_its_default(name: str) -> None:
+    session, messages = grown(1)
+    session.say(ask(*messages), "hal", state="partial")
+    session.say(ask(*messages), "whole", finish="length")
+    session.say(ask(*messages, user("and")), "broken", state="failed")
+    assert both(session, {name: name in ("train_cut", "train_partial")}) == both(session, {}) == {1: "superseded", 3: "failed"}
+
+
+def test_a_superseded_turn_is_trained_when_asked_for() -> None:
+    session, messages = grown(1)
+    session.say(ask(*messages), "hal", state="partial")
+    session.say(ask(*messages), "whole")
+    assert both(session, {"train_superseded": True}) == {}
+    assert rows(prefix_merging(session.turns, {"train_superseded": True})) == [[0, 1], [0, 2]]
+
+
+def test_what_was_sampled_before_the_engine_failed_is_trained_when_asked_for() -> None:
+    session, messages = grown(1)
+    session.say(ask(*messages), "broken", state="failed")
+    pending = session.begin(ask(*messages))
+    session.end(pending, session.answer(pending.plan, ""), state="failed", sampled=[])
+    built = prefix_merging(session.turns, {"train_failed": True})
+    assert (rows(built), left(built)) == ([[0, 1]], {2: "failed"})
+    assert both(session, {"train_failed": True}) == {2: "failed"}
+    with pytest.raises(LawBroken, match="law 2: trace 0 holds turn 1, which failed"):
+        check(session.turns, built)
+
+
+def test_of_a_failed_turn_nothing_is_trained_that_lacks_a_logprob() -> None:
+    session, messages = grown(1)
+    session.say(ask(*messages), "broken", state="failed")
+    bare = [session.turns[0], evolve(session.turns[1], logprobs=session.turns[1].logprobs[:-1])]
+    built = prefix_merging(bare, {"train_failed": True})
+    assert left(built) == {1: "failed"}
+    check(bare, built, train_failed=True)
+
+
+def test_answers_cut_at_their_limit_are_left_out_when_asked_for() -> None:
+    session, messages = grown(1)
+    _, half = session.say(ask(*messages), "half", finish="length")
+    session.say(ask(*messages, half, user("and?")), "more")
+    assert both(session, {}) == {}
+    assert both(session, {"train_cut": False}) == {1: "length"}
+    built = prefix_merging(session.turns, {"train_cut": False})
+    assert (rows(built), [trained(trace) for trace in built.traces]) == ([[0, 1, 2]], [[0, 2]]), "it is context of what came after it"
+
+
+def test_an_answer_that_went_on_after_a_cut_ends_as_its_last_piece_does() -> None:
+    session = Session()
+    _, half = session.say(ask(user()), "half", finish="length")
+    session.say(ask(user(), half), " and half", finish="length")
+    _, again = session.say(ask(user("more")), "half", finish="length")
+    session.say(ask(user("more"), again), " and an end")
+    assert both(session, {"train_cut": False}) == {0: "length", 1: "length"}
+
+
+def test_answers_whose_client_left_are_left_out_when_asked_for() -> None:
+    session, messages = grown(1)
+    session.say(ask(*messages), "hal", state="partial")
+    assert both(session, {}) == {}
+    assert both(session, {"train_partial": False}) == {1: "partial"}
+
+
 # ── per request ───────────────────────────────────────────────────────────────
 
 
@@ -292,6 +368,13 @@ def test_builders_are_chosen_by_name() -> None:
         (BuilderSpec(config={"train_roles": [["main"]]}), "$.builder.config.train_roles[0]", "there is no role"),
         (BuilderSpec(config={"train_roles": [], "train_auxiliary": True}), "$.builder.config.train_auxiliary", "keep train_roles"),
         (BuilderSpec(name="per_request", config={"x": 1}), "$.builder.config.x", "know no setting 'x'"),
+        (BuilderSpec(config={"train_superseded": "yes"}), "$.builder.config.train_superseded", "make it true or false"),
+        (BuilderSpec(config={"train_failed": None}), "$.builder.config.train_failed", "before the engine failed is trained: make it true or false"),
+        (BuilderSpec(name="per_request", config={"train_cut": 0}), "$.builder.config.train_cut", "ended at their token limit"),
+        (BuilderSpec(config={"train_partial": []}), "$.builder.config.train_partial", "client left"),
+        (BuilderSpec(config={"max_row_tokens": "8k"}), "$.builder.config.max_row_tokens", "make it a whole number from 2"),
+        (BuilderSpec(config={"max_row_tokens": 1}), "$.builder.config.max_row_tokens", "make it a whole number from 2"),
+        (BuilderSpec(name="per_request", config={"max_row_tokens": True}), "$.builder.config.max_row_tokens", "make it a whole number from 2"),
     ],
 )
 def test_a_spec_that_can_not_be_built_is_refused_with_its_path(spec: BuilderSpec, path: str, words: str) -> None:
@@ -323,6 +406,22 @@ def test_a_builder_by_import_path_that_fails_is_the_callers_fault(here: str, att
 def test_a_builder_by_import_path_must_be_allowed(here: str) -> None:
     with pytest.raises(Refused, match="may not be imported"):
         build(BuilderSpec(import_path=f"{here}:returns_turns"), ())
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_the_documented_builder_of_ones_own_keeps_the_laws(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    session, messages = grown(3)
+    session.say(ask(*messages, user("or")), "other end")
+    session.say(ask(*messages), "broken", state="failed")
+    config: dict[str, Json] = {} if limit is None else {"max_row_tokens": limit}
+    built = build(BuilderSpec(import_path="own_builder:last_answers", config=config), session.turns, allowed_imports=("own_builder",))
+    assert [trained(trace) for trace in built.traces] == [[3]]
+    assert left(built) == dict.fromkeys((0, 1, 2), "not the last answer") | {4: "failed"}
+    assert all(limit is None or len(trace.token_ids) <= limit for trace in built.traces)
+    check(session.turns, built)
+    with pytest.raises(Refused, match="know no setting 'x'"):
+        build(BuilderSpec(import_path="own_builder:last_answers", config={"x": 1}), (), allowed_imports=("own_builder",))
 
 
 def test_turns_that_are_not_whole_are_never_built() -> None:
