@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polarnode.errors import LawBroken
@@ -252,11 +252,13 @@ def fewest(tree: Tree, line_: Sequence[Turn], trained: set[int], limit: int) -> 
 
 
 def _stays(line_: Sequence[Turn], place: int, trained: set[int]) -> bool:
-    return place > 0 and not line_[place].prompt_delta and line_[place - 1].index in trained
+    """Whether nothing stands between a turn's sample and a trained one before it."""
+    return any(line_[place].prompt_length == one.prompt_length + len(one.sampled) for one in line_[:place] if one.index in trained)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 12), st.integers(2, 30), st.sampled_from(["prefix_merging", "per_request"]))
+@example(63, 10, 2, "prefix_merging")  # a turn that brought nothing stands between two samples that touch
 def test_the_laws_hold_in_as_few_parts_as_can_be(seed: int, count: int, limit: int, name: str) -> None:
     tree = grown(random.Random(seed), count)
     made, whole = built(tree, limit, name), built(tree, None, name)
@@ -326,6 +328,16 @@ def earlier(trace: Trace) -> Trace:
     )  # fmt: skip
 
 
+def bare(trace: Trace) -> Trace:
+    """The part without what stands before its first sample."""
+    by = trace.turn_spans[0].start
+    return evolve(
+        trace, offset=trace.offset + by, token_ids=trace.token_ids[by:], loss_mask=trace.loss_mask[by:], logprobs=trace.logprobs[by:],
+        prompt_length=0, turn_spans=tuple(evolve(span, start=span.start - by, end=span.end - by) for span in trace.turn_spans),
+        version_spans=tuple(evolve(span, start=span.start - by, end=span.end - by) for span in trace.version_spans),
+    )  # fmt: skip
+
+
 MUTANTS: dict[str, tuple[str, Callable[[Built], Built]]] = {
     "an offset too high": ("law 1: trace 1, from token 11", part(1, lambda trace: evolve(trace, offset=trace.offset + 1))),
     "an offset too low": ("law 1: trace 1, from token 9", part(1, lambda trace: evolve(trace, offset=trace.offset - 1))),
@@ -340,6 +352,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Built], Built]]] = {
     "the last part dropped": ("law 4: trace 3 is part 0 of 1", order(0, 1, 2, 4)),
     "the last trace's parts are not all there": ("law 4: the last trace is part 2 of 4", order(4, 0, 1, 2)),
     "a part twice": ("law", order(0, 1, 1, 2, 3, 4)),
+    "a first token that is trained": ("law 1: the first token of trace 1 is trained", part(1, bare)),
     "parts that overlap": ("law 4: trace 1 begins at 9 of its row, and the part before it ends at 10, with turn 1", part(1, earlier)),
     "a part of another line": ("law 4: trace 1 begins at 0", lambda made: evolve(made, traces=(
         *(evolve(made.traces[4], part=0, parts=2), evolve(made.traces[0], part=1, parts=2)), *made.traces[1:4]))),

@@ -7,6 +7,7 @@ then as much context as fits. Only lengths are looked at here, no token.
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 from attrs import frozen
 
@@ -58,15 +59,13 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
 
 def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
     """The trained turns as places (first, last): one that goes on right behind a trained sample has no context of its own, and stays with it."""
-    first: int | None = None
-    for place, turn in enumerate(line):
-        if turn.index not in trained:
-            continue
-        goes_on = place + 1 < len(line) and not line[place + 1].prompt_delta and line[place + 1].index in trained
-        first = place if first is None else first
-        if not goes_on:
-            yield first, place
-            first = None
+    places = [place for place, turn in enumerate(line) if turn.index in trained]
+    first = places[0]
+    for last, following in pairwise(places):
+        if line[following].prompt_length > ends_at(line[last]):
+            yield first, last
+            first = following
+    yield first, places[-1]
 
 
 def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, int]]:

@@ -38,6 +38,8 @@ def _check_part(name: str, trace: Trace, before: Trace | None, by_index: Mapping
     due = (0, trace.parts) if before is None or done else (before.part + 1, before.parts)
     if (trace.part, trace.parts) != due or trace.part >= trace.parts:
         raise LawBroken(f"law 4: {name} is part {trace.part} of {trace.parts}, where part {due[0]} of {due[1]} is due")
+    if trace.offset and trace.loss_mask[0]:
+        raise LawBroken(f"law 1: the first token of {name} is trained, and nothing is shown that it was conditioned on")
     if before is None or done:
         return
     end, last = before.offset + len(before.token_ids), before.turn_spans[-1].turn
