@@ -8,7 +8,7 @@ from qwen3_fixture import qwen3_folder  # noqa: F401
 
 from polarnode.errors import ModelError
 from polarnode.tokens.families import family_of
-from polarnode.tokens.family import Family, Mode
+from polarnode.tokens.family import Family, Manner, Mode
 from polarnode.tokens.tokenizer import load_tokenizer
 
 
@@ -26,6 +26,7 @@ def test_the_tiny_model_is_a_qwen3() -> None:
         call_open=number["<tool_call>"],
         call_close=number["</tool_call>"],
         call_syntax="json",
+        manner=Manner(arguments="either"),
     )
 
 
@@ -49,7 +50,7 @@ def test_a_template_that_opens_the_thought_itself_is_one(tmp_path: Path) -> None
 )
 def test_another_template_is_no_family_we_know(tmp_path: Path, before: str, after: str) -> None:
     tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(before, after)))
-    with pytest.raises(ModelError, match=r"no family polarnode knows \(qwen3\)"):
+    with pytest.raises(ModelError, match=r"no family polarnode knows \(qwen3, .*describe it"):
         family_of(tokenizer)
 
 

@@ -4,9 +4,10 @@ A value and one function, so that whoever reads samples and whoever renders prom
 it in. Whoever adds a field gives it a value that means "this family has no such thing", and says in one line what it changes.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 # text: visible. thinking, call: between their marks. between: inside a section of calls, where only calls count.
 # header: Harmony's, from a message's start to its `message` mark; what it says decides what follows.
@@ -39,6 +40,22 @@ class HarmonyMarks:
 
 
 @frozen(kw_only=True)
+class Manner:
+    """How a family's template wants the messages it is shown.
+
+    `arguments`: the object itself (a text that is none is refused), either, or JSON text. `thinking`: the key of an assistant's thoughts.
+    `text_apart`: it drops or moves the text beside a call, so the text is a message of its own. `one_call`: it shows one call a message, so
+    several are shown one after another, each with its result. `spoken_ids`: it shows a call's id, which is the model's own `functions.name:0`.
+    """
+
+    arguments: Literal["object", "either", "text"] = "object"
+    thinking: Literal["reasoning_content", "thinking"] = "reasoning_content"
+    text_apart: bool = False
+    one_call: bool = False
+    spoken_ids: bool = False
+
+
+@frozen(kw_only=True)
 class Family:
     """How a model marks the parts of a turn, in its own ids.
 
@@ -46,7 +63,8 @@ class Family:
     stands. `turn_end` closes a cut turn; None where the next header does. `boundaries`: stop ids that are themselves the first id of what
     follows, and are not written twice. `turn_starts` open a turn of any role, so nothing before the last one matters to the turn being
     written. Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a call's head from its
-    arguments. `think_label` is what stands behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
+    arguments. `manner` is how its template wants messages; `known` says of a case of the audit why a turn's extension there differs from a full
+    render, where the family's own template is at fault; `refuses` says what its template can not be asked. `think_label` is what stands behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -65,6 +83,9 @@ class Family:
     separator: int | None = None
     harmony: HarmonyMarks | None = None
     call_syntax: CallSyntax = "json"
+    manner: Manner = Manner()
+    known: Mapping[str, str] = field(factory=dict)
+    refuses: Mapping[str, str] = field(factory=dict)
 
     def after(self, mode: Mode, token: int) -> Mode:
         """What is being written after a token. A mark means something only where it can: inside a thought or a call the other marks are text.
