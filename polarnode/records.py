@@ -119,10 +119,10 @@ class RoutedExperts:
         return RoutedExperts(start=first, layers=self.layers, top_k=self.top_k, dtype=self.dtype, data=data)
 
     @staticmethod
-    def joined(parts: "Iterable[RoutedExperts]", end: int) -> "RoutedExperts | None":
-        """The rows of positions [0, end), each from the first part that has it; None when one lacks its row, or parts differ in shape."""
+    def joined(parts: "Iterable[RoutedExperts]", end: int, *, start: int = 0) -> "RoutedExperts | None":
+        """The rows of positions [start, end), each from the first part that has it; None when one lacks its row, or parts differ in shape."""
         taken: list[RoutedExperts] = []
-        have = 0
+        have = start
         for part in parts:
             if part.start <= have < min(part.end, end):
                 taken.append(part.between(have, end))
@@ -130,7 +130,7 @@ class RoutedExperts:
         if have < end or len({(part.layers, part.top_k, part.dtype) for part in taken}) != 1:
             return None
         first = taken[0]
-        return RoutedExperts(start=0, layers=first.layers, top_k=first.top_k, dtype=first.dtype, data=b"".join(part.data for part in taken))
+        return RoutedExperts(start=start, layers=first.layers, top_k=first.top_k, dtype=first.dtype, data=b"".join(part.data for part in taken))
 
 
 @frozen(kw_only=True)
@@ -193,6 +193,9 @@ class Trace:
 
     A row longer than the task's `max_row_tokens` is several traces, one behind the other: `part` of `parts`, each a stretch of the row with
     `offset` of the row's tokens before it, which the model saw and this trace does not show. `over_long`: one sample alone is longer.
+
+    `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1), without a gap. Each is None where it
+    was not asked for, or where it would not be whole: `lacks` then says what is not there, of which turn, and why.
     """
 
     lineage: int
@@ -209,6 +212,9 @@ class Trace:
     part: int = 0
     parts: int = 1
     over_long: bool = False
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    lacks: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -10,19 +10,22 @@ import attrs
 import merge_toys as toys
 import msgpack  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire_strategies import merged, trajectories, turns
+from wire_strategies import merged, sliced, trajectories, turns
 
 from polarnode.conversation import Answer, Json, Sampling, TextPart, Usage
 from polarnode.errors import JournalError, Refused
+from polarnode.merge.carried import carried_of
 from polarnode.merge.lineage import Lineages
-from polarnode.records import LeftOut, Outcome, Trajectory, Turn, VersionSpan, floats, ids
+from polarnode.records import LeftOut, Outcome, RoutedExperts, TopLogprobs, Trajectory, Turn, VersionSpan, floats, ids
 from polarnode.wire import dump_json, read_json
 from polarnode.wire.arrays import encoder, read_ids
 from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
 from polarnode.wire.trajectories import read_trajectory, trajectory_json
 from polarnode.wire.turns import prompt_digests, sequence
+
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a whole trajectory an example, on a machine with other work
 
 
 def turn(index: int, parent: int | None, delta: list[int], sampled: list[int], **more: Any) -> Turn:
@@ -64,6 +67,13 @@ def test_the_shape_is_the_one_promised() -> None:
             "role": "main",
             "finish_reason": "stop",
             "reward": None,
+            "offset": 0,
+            "part": 0,
+            "parts": 1,
+            "over_long": False,
+            "top_logprobs": None,
+            "routed_experts": None,
+            "lacks": [],
         }
     ]
     first, second = value["turns"]
@@ -93,6 +103,7 @@ def test_a_branch_is_conditioned_on_its_own_line_only() -> None:
 
 
 @pytest.mark.parametrize("arrays", ["json", "base64"])
+@BUSY
 @given(trajectories())
 def test_a_trajectory_goes_round_as_json(arrays: Literal["json", "base64"], found: Trajectory) -> None:
     written = read_json(dump_json(trajectory_json(found, arrays=arrays, turns="full")))
@@ -110,6 +121,7 @@ def test_base64_keeps_even_what_json_has_no_number_for() -> None:
     assert lossy.traces[0].logprobs[4] == odd.logprobs[1] != 0
 
 
+@BUSY
 @given(trajectories())
 def test_a_trajectory_goes_round_as_bytes(found: Trajectory) -> None:
     packed = [pack_turn(turn) for turn in found.turns]
@@ -131,6 +143,73 @@ def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:
     foreign = attrs.evolve(merged(session, 1), token_ids=ids([7]), loss_mask=b"\1", logprobs=floats([-1.0]))
     found = trajectory(*session, traces=(foreign,))
     assert unpack_trajectory(pack_trajectory(found), session) == found
+
+
+def carrying() -> tuple[Turn, ...]:
+    """Two turns of 1 000 sampled tokens that carry three alternatives of each, and the experts of every position."""
+    session = (turn(0, None, list(range(5000)), list(range(1000))), turn(1, 0, [1] * 500, list(range(1000))))
+    starts = ((0, 5999), (5999, 7499))
+    return tuple(
+        attrs.evolve(
+            one,
+            prompt_length=end + 1 - 1000,
+            top=TopLogprobs(k=3, ids=ids([one.index] * 3000), logprobs=floats([-1.0] * 3000)),
+            routed=RoutedExperts(start=start, layers=4, top_k=2, dtype="uint8", data=bytes([one.index + 1]) * 8 * (end - start)),
+        )
+        for one, (start, end) in zip(session, starts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 6000])
+def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: int) -> None:
+    session = carrying()
+    line, trained = list(session), {0, 1} if offset == 0 else {1}
+    rows = carried_of(line, trained, offset=offset)
+    assert rows.top is not None
+    assert rows.routed is not None
+    assert (rows.top.rows, rows.routed.start, rows.routed.end) == (1000 * len(trained), offset, 7499)
+    whole = merged(session, 1) if offset == 0 else sliced(merged(session, 1), 0)
+    found = trajectory(*session, traces=(attrs.evolve(whole, top=rows.top, routed=rows.routed, lacks=("x",)),))
+    packed = pack_trajectory(found)
+    assert len(packed) < 450
+    assert unpack_trajectory(packed, session) == found
+    assert 5999 * 8 + 24_000 < len(pack_turn(session[0])) < 5999 * 8 + 24_000 + 4 * 7000 + 500  # 8 bytes a position here, and 24 a sampled token
+    foreign = attrs.evolve(whole, top=rows.top.narrowed(1), routed=rows.routed.between(6100, 7000))
+    other = trajectory(*session, traces=(foreign,))
+    assert unpack_trajectory(pack_trajectory(other), session) == other
+
+
+def test_what_is_carried_says_its_shape_in_json() -> None:
+    first, one = carrying()
+    value: Any = trajectory_json(trajectory(first, one), turns="full")["turns"]
+    assert value[1]["top_logprobs"] == {"k": 3, "ids": [1] * 3000, "logprobs": [-1.0] * 3000}
+    routed = value[1]["routed_experts"]
+    assert {key: routed[key] for key in routed if key != "data"} == {"start": 5999, "layers": 4, "top_k": 2, "dtype": "uint8"}
+    assert routed["data"] == [2] * 12_000
+    wide = attrs.evolve(first, routed=RoutedExperts(start=0, layers=1, top_k=2, dtype="int16", data=struct.pack("<4h", 300, 1, 2, 299)))
+    rows: Any = trajectory_json(trajectory(wide), turns="full")["turns"]
+    assert rows[0]["routed_experts"]["data"] == [300, 1, 2, 299]
+
+
+@pytest.mark.parametrize(
+    ("field", "changed", "words"),
+    [
+        ("top_logprobs", {"ids": [1]}, "3 of each a row"),
+        ("top_logprobs", {"k": 0}, "0 of each a row"),
+        ("top_logprobs", {"logprobs": [-1.0] * 3}, "3 of each a row"),
+        ("routed_experts", {"data": [0] * 7}, "8 a position"),
+        ("routed_experts", {"layers": 0}, "0 a position"),
+        ("routed_experts", {"start": -1}, "from -1 on"),
+        ("routed_experts", {"dtype": "int16", "data": [40_000]}, "list of int16"),
+        ("routed_experts", {"dtype": "int32"}, "one of"),
+    ],
+)
+def test_what_does_not_fit_its_shape_is_refused(field: str, changed: dict[str, Json], words: str) -> None:
+    written: Any = trajectory_json(trajectory(carrying()[0]), turns="full")
+    written["turns"][0][field] |= changed
+    with pytest.raises(Refused, match=words) as caught:
+        read_trajectory(written)
+    assert str(caught.value.path).startswith(f"$.turns[0].{field}")
 
 
 def test_a_turn_is_small() -> None:
@@ -221,6 +300,8 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
         turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", request_key="r",
         before_key="b", message_key="m", answer=Answer(parts=(TextPart("x"),), finish_reason="length"), asked=Sampling(top_k=3),
         used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
+        top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),
+        routed=RoutedExperts(start=4, layers=2, top_k=1, dtype="int16", data=bytes(8)),
     )  # fmt: skip
     plain_ones = [field.name for field in attrs.fields(Turn) if field.default is not attrs.NOTHING and getattr(full, field.name) == _default(field)]
     assert plain_ones == [], "give this test's turn a value of its own for each field"

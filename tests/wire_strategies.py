@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from attrs import evolve
 from hypothesis import strategies as st
 
 from polarnode.conversation import Answer, Sampling, TextPart, ThinkingPart, ToolCall, Usage
-from polarnode.records import LeftOut, Outcome, Timing, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
+from polarnode.records import LeftOut, Outcome, RoutedExperts, Timing, TopLogprobs, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -23,6 +24,22 @@ ANSWERS = st.builds(Answer, parts=st.lists(PARTS, max_size=3).map(tuple), finish
 SAMPLINGS = st.builds(
     Sampling, temperature=st.none() | st.floats(0, 2), max_tokens=st.none() | st.integers(1, 9), stop=st.lists(TEXTS, max_size=2).map(tuple)
 )
+SEEDS = st.integers(0, 2**16)
+
+
+def top(rows: int, seed: int) -> TopLogprobs:
+    """Some alternatives, of a few draws only: many more make Hypothesis slow."""
+    k = 1 + seed % 3
+    return TopLogprobs(k=k, ids=ids(range(seed, seed + k * rows)), logprobs=floats([-step / 8 - seed for step in range(k * rows)]))
+
+
+def routes(seed: int) -> RoutedExperts:
+    """Some rows of experts, of the shape and at the place that a number tells."""
+    layers, top_k, count = 1 + seed % 2, 1 + seed % 3, seed % 5
+    size = layers * top_k * count * (1 + seed % 2)
+    return RoutedExperts(start=seed % 7, layers=layers, top_k=top_k, dtype="int16" if seed % 2 else "uint8", data=bytes([seed % 256]) * size)
+
+
 USAGES = st.builds(Usage, prompt_tokens=st.integers(0, 9), cached_tokens=st.integers(0, 9))
 
 
@@ -57,6 +74,8 @@ def turns(draw: st.DrawFn, *, index: int = 0, session_id: str = "s", logprob: st
         first_token_s=draw(st.none() | SECONDS),
         ended_s=draw(SECONDS),
         notes=draw(st.lists(TEXTS, max_size=2).map(tuple)),
+        top=draw(st.none() | SEEDS.map(lambda seed: top(len(sampled), seed))),
+        routed=draw(st.none() | SEEDS.map(routes)),
     )
 
 
@@ -87,6 +106,23 @@ def merged(session: tuple[Turn, ...], last: int) -> Trace:
     )
 
 
+def sliced(trace: Trace, span: int) -> Trace:
+    """What follows the sample of a trace's span, as the second of its two slices; the trace itself where nothing does."""
+    start = trace.turn_spans[span].end if span < len(trace.turn_spans) else len(trace.token_ids)
+    if start == len(trace.token_ids):
+        return trace
+    return evolve(
+        trace,
+        token_ids=trace.token_ids[start:],
+        loss_mask=trace.loss_mask[start:],
+        logprobs=trace.logprobs[start:],
+        turn_spans=tuple(TurnSpan(turn=one.turn, start=one.start - start, end=one.end - start) for one in trace.turn_spans[span + 1 :]),
+        offset=start,
+        part=1,
+        parts=2,
+    )
+
+
 @st.composite
 def wild_traces(draw: st.DrawFn, count: int) -> Trace:
     """Arrays that agree with no turn."""
@@ -104,6 +140,13 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
         role=draw(ROLES),
         finish_reason=draw(REASONS),
         reward=draw(st.none() | st.floats(-1, 1)),
+        offset=draw(st.integers(-1, 9)),
+        part=draw(st.integers(0, 2)),
+        parts=draw(st.integers(1, 3)),
+        over_long=draw(st.booleans()),
+        top=draw(st.none() | SEEDS.map(lambda seed: top(seed % 4, seed))),
+        routed=draw(st.none() | SEEDS.map(routes)),
+        lacks=draw(st.lists(TEXTS, max_size=2).map(tuple)),
     )
 
 
@@ -111,7 +154,8 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
 def trajectories(draw: st.DrawFn) -> Trajectory:
     count = draw(st.integers(0, 4))
     session = tuple(draw(turns(index=index)) for index in range(count))
-    honest = [merged(session, last) for last in draw(st.lists(st.integers(0, count - 1), max_size=2))] if count else []
+    whole = [merged(session, last) for last in draw(st.lists(st.integers(0, count - 1), max_size=2))] if count else []
+    honest = [sliced(trace, draw(st.integers(0, 3))) for trace in whole]
     wild = draw(st.lists(wild_traces(count), max_size=2))
     return Trajectory(
         session_id="s",

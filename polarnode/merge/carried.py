@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 from polarnode.conversation import Json
 from polarnode.records import RoutedExperts, TopLogprobs, Trace, Turn
 from polarnode.tasks import CarrySpec
+from polarnode.wire.carried import routed_of_turns
 
 Carried = Literal["top_logprobs", "routed_experts"]
 NOT_CARRIED: Final = "not carried: "  # how a turn's note begins that says why
@@ -37,12 +38,15 @@ class Carriage:
     lacks: tuple[str, ...] = ()
 
 
-def carried_of(line: Sequence[Turn], trained: Collection[int]) -> Carriage:
-    """What a row carries. `line` is its turns, root first; `trained` the indexes of those with loss."""
+def carried_of(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> Carriage:
+    """What a row carries. `line` is its turns, root first, to the last in it; `trained` the indexes of those with loss.
+
+    `offset` is where a part of a longer row begins.
+    """
     if not any(map(_asked_of, line)):
         return Carriage()
     sampled = [turn for turn in line if turn.index in trained and turn.sampled]
-    top, routed = top_of(line, trained), routed_of(line)
+    top, routed = top_of(line, trained), routed_of(line, offset=offset)
     lacks = [*(_lacking("top_logprobs", sampled) if top is None else ()), *(_lacking("routed_experts", line) if routed is None else ())]
     return Carriage(top=top, routed=routed, lacks=tuple(lacks))
 
@@ -54,10 +58,9 @@ def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None
     return TopLogprobs.joined(found) if len(found) == len(sampled) else None
 
 
-def routed_of(line: Sequence[Turn]) -> RoutedExperts | None:
-    """The experts of a row's positions [0, T - 1); None when a position lacks them. A turn may fill what one before it lacks."""
-    end = line[-1].prompt_length + len(line[-1].sampled) - 1 if line else 0
-    return RoutedExperts.joined((turn.routed for turn in line if turn.routed is not None), end)
+def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
+    """The experts of a row's positions but the last; None when a position lacks them. A turn may fill what one before it lacks."""
+    return routed_of_turns(offset, line)
 
 
 def _asked_of(turn: Turn) -> bool:

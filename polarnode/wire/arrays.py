@@ -52,6 +52,11 @@ def read_mask(value: Json, path: str) -> bytes:
     return _read(value, path, bytes, "a list of 0 and 1 or base64 of them")
 
 
+def read_shorts(value: Json, path: str) -> bytes:
+    """int16 from a list or base64, as bytes; Refused with `path`."""
+    return _read(value, path, lambda said: array("h", said).tobytes(), "a list of int16 or base64 of them")
+
+
 def _read(value: Json, path: str, make: Callable[[Any], A], expected: str) -> A:
     if not isinstance(value, str | list):
         raise Refused(f"{subject(path)} must be {expected}", path=path)

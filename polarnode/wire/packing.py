@@ -16,13 +16,14 @@ import msgpack  # type: ignore[import-untyped]
 from polarnode.conversation import Answer, Part, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.errors import JournalError
 from polarnode.records import LeftOut, Outcome, Timing, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
-from polarnode.wire.turns import sequence
+from polarnode.wire.carried import routed_of_turns, top_of_turns, unpack_routed, unpack_top
+from polarnode.wire.turns import line_of, sequence
 
 FORMAT = b"\x01"
 
 
 def pack_turn(turn: Turn) -> bytes:
-    """The turn as bytes: 8 a sampled token, 4 a prompt token, and some hundreds for the rest."""
+    """The turn as bytes: 8 a sampled token, 4 a prompt token, what it carries, and some hundreds for the rest."""
     return _pack(_compact(turn))
 
 
@@ -142,6 +143,8 @@ TURN_READERS: Mapping[str, Callable[[Any], Any]] = {
     "used": _sampling,
     "usage": lambda found: Usage(**found),
     "notes": tuple,
+    "top": unpack_top,
+    "routed": unpack_routed,
 }
 TRAJECTORY_READERS: Mapping[str, Callable[[Any], Any]] = {
     "outcome": lambda found: Outcome(**found),
@@ -156,31 +159,48 @@ TRAJECTORY_READERS: Mapping[str, Callable[[Any], Any]] = {
 def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     last = trace.turn_spans[-1].turn if trace.turn_spans else None
     token_ids = trace.token_ids.tobytes()  # compared as bytes: comparing arrays makes a number of every item
-    by_turn = _chain(turns, last) == token_ids
+    by_turn = _chain(turns, last, trace.offset) == token_ids
     by_mask = _logprobs_of(trace.loss_mask, trace.turn_spans, turns)
-    packed: dict[str, Any] = _compact(trace)
+    packed: dict[str, Any] = _compact(attrs.evolve(trace, top=None, routed=None)) | _compact_carried(trace, turns)
     packed["token_ids"] = last if by_turn else token_ids
     packed["loss_mask"] = _runs(trace.loss_mask)
     packed["logprobs"] = None if by_mask is not None and by_mask.tobytes() == trace.logprobs.tobytes() else trace.logprobs.tobytes()
     return packed
 
 
+def _compact_carried(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
+    """Nothing for nothing, True for what the turns tell."""
+    packed: dict[str, Any] = {}
+    if trace.top is not None:
+        packed["top"] = top_of_turns(trace.loss_mask, trace.turn_spans, turns) == trace.top or _compact(trace.top)
+    if trace.routed is not None:
+        packed["routed"] = routed_of_turns(trace.offset, _line(trace.turn_spans, turns)) == trace.routed or _compact(trace.routed)
+    return packed
+
+
+def _line(spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> list[Turn] | None:
+    return line_of(turns, spans[-1].turn) if spans else None
+
+
 def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
     token_ids, logprobs, spans = found["token_ids"], found["logprobs"], _spans(TurnSpan)(found["turn_spans"])
-    mask = _mask(found["loss_mask"])
+    mask, top, routed = _mask(found["loss_mask"]), found.get("top"), found.get("routed")
     restored = {
-        "token_ids": ids(token_ids) if isinstance(token_ids, bytes) else sequence(turns, token_ids),
+        "token_ids": ids(token_ids) if isinstance(token_ids, bytes) else sequence(turns, token_ids)[found.get("offset", 0) :],
         "loss_mask": mask,
         "logprobs": _logprobs_of(mask, spans, turns) if logprobs is None else floats(logprobs),
         "turn_spans": spans,
         "version_spans": _spans(VersionSpan)(found["version_spans"]),
+        "top": top_of_turns(mask, spans, turns) if top is True else unpack_top(top),
+        "routed": routed_of_turns(found.get("offset", 0), _line(spans, turns)) if routed is True else unpack_routed(routed),
+        "lacks": tuple(found.get("lacks", ())),
     }
     return Trace(**(found | restored))
 
 
-def _chain(turns: Mapping[int, Turn], last: int | None) -> bytes | None:
+def _chain(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | None:
     try:
-        return None if last is None else sequence(turns, last).tobytes()
+        return None if last is None or offset < 0 else sequence(turns, last)[offset:].tobytes()
     except KeyError:
         return None  # a turn whose ancestor is not of this trajectory: written raw
 

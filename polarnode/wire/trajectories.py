@@ -12,6 +12,7 @@ from attrs import field, frozen
 from polarnode.conversation import FinishReason, Json
 from polarnode.records import LeftOut, Outcome, Timing, Trace, Trajectory, Turn, TurnRole, TurnSpan, VersionSpan
 from polarnode.wire.arrays import Arrays, Encode, encoder, read_floats, read_ids, read_mask
+from polarnode.wire.carried import RoutedShape, TopShape, carried_json, read_routed, read_top
 from polarnode.wire.core import plain, structure
 from polarnode.wire.turns import TurnShape, prompt_digests, turn_of, turn_row, turn_tokens, weight_versions
 
@@ -67,6 +68,12 @@ def _trace_json(trace: Trace, encode: Encode) -> dict[str, Json]:
         "role": trace.role,
         "finish_reason": trace.finish_reason,
         "reward": trace.reward,
+        "offset": trace.offset,
+        "part": trace.part,
+        "parts": trace.parts,
+        "over_long": trace.over_long,
+        **carried_json(trace, encode),
+        "lacks": list(trace.lacks),
     }
 
 
@@ -85,6 +92,13 @@ class TraceShape:
     role: TurnRole
     finish_reason: FinishReason
     reward: float | None = None
+    offset: int = 0
+    part: int = 0
+    parts: int = 1
+    over_long: bool = False
+    top_logprobs: TopShape | None = None
+    routed_experts: RoutedShape | None = None
+    lacks: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -156,4 +170,11 @@ def _trace_of(shape: TraceShape, path: str) -> Trace:
         role=shape.role,
         finish_reason=shape.finish_reason,
         reward=shape.reward,
+        offset=shape.offset,
+        part=shape.part,
+        parts=shape.parts,
+        over_long=shape.over_long,
+        top=read_top(shape.top_logprobs, f"{path}.top_logprobs"),
+        routed=read_routed(shape.routed_experts, f"{path}.routed_experts"),
+        lacks=shape.lacks,
     )

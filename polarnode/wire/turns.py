@@ -14,6 +14,7 @@ from attrs import field, frozen
 from polarnode.conversation import Answer, FinishReason, Json, Part, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.records import Turn, TurnKind, TurnRole, TurnState, VersionSpan, ids
 from polarnode.wire.arrays import Encode, read_floats, read_ids
+from polarnode.wire.carried import RoutedShape, TopShape, carried_json, read_routed, read_top
 from polarnode.wire.core import plain
 
 # ── what the deltas add up to ─────────────────────────────────────────────────
@@ -21,16 +22,28 @@ from polarnode.wire.core import plain
 
 def sequence(turns: Mapping[int, Turn], index: int) -> "array[int]":
     """Everything turn `index` was conditioned on and then its sample: int32[prompt_length + S]. KeyError when an ancestor is not there."""
-    chain: list[Turn] = []
-    at: int | None = index
-    while at is not None:
-        chain.append(turns[at])
-        at = turns[at].parent
+    line = line_of(turns, index)
+    if line is None:
+        raise KeyError(index)
     whole = ids()
-    for turn in reversed(chain):
+    for turn in line:
         whole.extend(turn.prompt_delta)
         whole.extend(turn.sampled)
     return whole
+
+
+def line_of(turns: Mapping[int, Turn], index: int) -> list[Turn] | None:
+    """The turns from a root to `index`, in that order; None when an ancestor is not there."""
+    line: list[Turn] = []
+    at: int | None = index
+    while at is not None:
+        turn = turns.get(at)
+        if turn is None:
+            return None
+        line.append(turn)
+        at = turn.parent
+    line.reverse()
+    return line
 
 
 def prompt_digests(turns: Sequence[Turn]) -> dict[int, str]:
@@ -88,6 +101,7 @@ def turn_tokens(turn: Turn, encode: Encode) -> dict[str, Json]:
         "sampled": encode(turn.sampled),
         "logprobs": encode(turn.logprobs),
         "version_spans": plain(turn.version_spans),
+        **carried_json(turn, encode),
         "request_key": turn.request_key,
         "before_key": turn.before_key,
         "message_key": turn.message_key,
@@ -181,6 +195,8 @@ class TurnShape:
     before_key: str = ""
     message_key: str = ""
     answer: AnswerShape | None = field(default=None)
+    top_logprobs: TopShape | None = None
+    routed_experts: RoutedShape | None = None
 
 
 def turn_of(shape: TurnShape, session_id: str, path: str) -> Turn:
@@ -213,6 +229,8 @@ def turn_of(shape: TurnShape, session_id: str, path: str) -> Turn:
         first_token_s=shape.timing.first_token_s,
         ended_s=shape.timing.ended_s,
         notes=shape.notes,
+        top=read_top(shape.top_logprobs, f"{path}.top_logprobs"),
+        routed=read_routed(shape.routed_experts, f"{path}.routed_experts"),
     )
 
 

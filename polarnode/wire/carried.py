@@ -1,0 +1,96 @@
+"""Alternatives and routed experts on the wire: as JSON, where their numbers are one flat array each, and as the journal's bytes.
+
+The rule for whoever edits it: an array says its shape beside it, and what does not fit its shape is refused. In the journal a trace's rows
+stand as "those of its turns" wherever they are exactly that, so that a position is stored once however many traces it is in.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.records import ExpertType, RoutedExperts, TopLogprobs, Trace, Turn, TurnSpan, floats, ids
+from polarnode.wire.arrays import Encode, read_floats, read_ids, read_mask, read_shorts
+from polarnode.wire.core import subject
+
+# ── as JSON ───────────────────────────────────────────────────────────────────
+
+
+def carried_json(held: Turn | Trace, encode: Encode) -> dict[str, Json]:
+    """The two fields that turns and traces share."""
+    top, routed = held.top, held.routed
+    return {
+        "top_logprobs": None if top is None else {"k": top.k, "ids": encode(top.ids), "logprobs": encode(top.logprobs)},
+        "routed_experts": None if routed is None else _routed_json(routed, encode),
+    }
+
+
+def _routed_json(routed: RoutedExperts, encode: Encode) -> dict[str, Json]:
+    data = array("h", routed.data) if routed.dtype == "int16" else routed.data
+    return {"start": routed.start, "layers": routed.layers, "top_k": routed.top_k, "dtype": routed.dtype, "data": encode(data)}
+
+
+@frozen(kw_only=True)
+class TopShape:
+    k: int
+    ids: Json
+    logprobs: Json
+
+
+@frozen(kw_only=True)
+class RoutedShape:
+    start: int
+    layers: int
+    top_k: int
+    dtype: ExpertType
+    data: Json
+
+
+def read_top(shape: TopShape | None, path: str) -> TopLogprobs | None:
+    """Refused when the arrays are none, or not of their shape."""
+    if shape is None:
+        return None
+    found = TopLogprobs(k=shape.k, ids=read_ids(shape.ids, f"{path}.ids"), logprobs=read_floats(shape.logprobs, f"{path}.logprobs"))
+    if found.k < 1 or len(found.ids) % found.k or len(found.ids) != len(found.logprobs):
+        raise Refused(f"{subject(path)} has {len(found.ids)} ids and {len(found.logprobs)} logprobs: it must have {found.k} of each a row", path=path)
+    return found
+
+
+def read_routed(shape: RoutedShape | None, path: str) -> RoutedExperts | None:
+    """Refused when the array is none, or not of its shape."""
+    if shape is None:
+        return None
+    data = (read_mask if shape.dtype == "uint8" else read_shorts)(shape.data, f"{path}.data")
+    found = RoutedExperts(start=shape.start, layers=shape.layers, top_k=shape.top_k, dtype=shape.dtype, data=data)
+    if found.width < 1 or len(data) % found.width or found.start < 0:
+        raise Refused(f"{subject(path)} has {len(data)} bytes from {found.start} on: it must have {found.width} a position", path=path)
+    return found
+
+
+# ── as the journal's bytes ────────────────────────────────────────────────────
+
+
+def unpack_top(found: Mapping[str, Any] | None) -> TopLogprobs | None:
+    """What packing made of it: `k`, and two arrays as bytes."""
+    return None if found is None else TopLogprobs(k=found["k"], ids=ids(found["ids"]), logprobs=floats(found["logprobs"]))
+
+
+def unpack_routed(found: Mapping[str, Any] | None) -> RoutedExperts | None:
+    """What packing made of it."""
+    return None if found is None else RoutedExperts(**found)
+
+
+def top_of_turns(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> TopLogprobs | None:
+    """What the turns have for the trainable tokens of a trace; None when one has nothing."""
+    trained = [turns.get(span.turn) for span in spans if any(mask[span.start : span.end])]
+    found = [turn.top for turn in trained if turn is not None and turn.top is not None]
+    return TopLogprobs.joined(found) if len(found) == len(trained) else None
+
+
+def routed_of_turns(offset: int, line: Sequence[Turn] | None) -> RoutedExperts | None:
+    """What a line of turns has for the trace at its end that begins at `offset`; None when a position has nothing."""
+    end = line[-1].prompt_length + len(line[-1].sampled) - 1 if line else 0
+    return RoutedExperts.joined((turn.routed for turn in line or () if turn.routed is not None), end, start=offset)
