@@ -31,6 +31,7 @@ from polarnode.shell.scheduler import Scheduler, Who
 from polarnode.tasks import HarnessSpec, TaskSpec
 from polarnode.tokens.model import LoadedModel, load_model
 from polarnode.web.control_plane import Conflict, DiskFull, Submitted, create_app
+from polarnode.web.control_plane.metrics import Figures
 from polarnode.web.model import Model
 from polarnode.web.model_plane import ModelPlane
 from polarnode.web.recordings import Recordings
@@ -101,6 +102,18 @@ class Node:
             "engine": plain(self.engines.statistics()),
             "runtimes": plain(self.runtimes.statistics()),
         }
+
+    def figures(self) -> Figures:
+        """The node's numbers, for GET /metrics."""
+        scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
+        return Figures(
+            tally=self.scheduler.tally.copied(),
+            engine=self.engines.statistics(),
+            stages=scheduler.stages,
+            live=scheduler.live,
+            journal_bytes=journal.stored_bytes,
+            journal_backlog=journal.backlog_bytes,
+        )
 
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""

@@ -13,9 +13,12 @@ from attrs import define, field, frozen
 
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError
+from polarnode.shell.engine.statistics import EngineStatistics
 from polarnode.shell.journal import Journal, Retention, open_journal
+from polarnode.shell.tally import Tally
 from polarnode.tasks import TaskSpec
 from polarnode.web.control_plane import Conflict, Submitted, create_app
+from polarnode.web.control_plane.metrics import Figures
 from polarnode.web.server import Address, open_server
 
 
@@ -28,6 +31,7 @@ class TaskTaker:
     has_a_bug: bool = False
     refuses: PolarnodeError | None = None
     live: set[str] = field(factory=set)
+    tally: Tally = field(factory=Tally)
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         if self.refuses is not None:
@@ -54,6 +58,10 @@ class TaskTaker:
         if self.has_a_bug:
             raise ZeroDivisionError
         return {"node": "stand-in"}
+
+    def figures(self) -> Figures:
+        engine = EngineStatistics(hosts=(), vocab_size=1, context_length=1, weight_version="0", paused=None)
+        return Figures(tally=self.tally.copied(), engine=engine, stages={}, live=len(self.live), journal_bytes=1, journal_backlog=0)
 
     def ready(self) -> bool:
         return self.is_ready

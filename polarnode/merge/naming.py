@@ -5,15 +5,25 @@ is restored from them; and cheap, because it is asked with every request.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 from attrs import define, field, frozen
 
 from polarnode.conversation import Conversation
 from polarnode.merge.attach import Attached
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.plan import RESUMED, THINKING_TEMPLATE, Plan
+from polarnode.merge.plan import CHOICE, RESUMED, THINKING_TEMPLATE, Plan
 from polarnode.merge.roles import Heads
 from polarnode.records import Turn, TurnKind
+
+# Every reason a turn may have: a fixed set, because reports and metrics count by it.
+REASONS: Final = frozenset(
+    (
+        *("first", "compaction", "tools", "thinking", "system", "rewrite", "conversation"),  # of roots, from `Heads.why_root`
+        *("appended", "sibling", "volatile", "cut_answer", "same_request", "same_path"),
+        *(THINKING_TEMPLATE, RESUMED, CHOICE),
+    )
+)
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,7 @@ from polarnode.providers.dialect import Fault
 from polarnode.records import Clock, Turn
 from polarnode.shell.recent import remember
 from polarnode.shell.retries import Retries
+from polarnode.shell.tally import Tally
 from polarnode.tasks import Budgets
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class LiveSession:
     budgets: Budgets
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    tally: Tally = field(factory=Tally, kw_only=True)  # the node's: what all its sessions did
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
@@ -106,6 +108,7 @@ class LiveSession:
     def refused(self, fault: Fault, *, samples: int = 1) -> None:
         """Count a call that was not answered."""
         self.counters.refusals[fault.kind] += 1
+        self.tally.refused(fault)
         if fault.kind == "budget_spent" and self.spent_clock is None:
             self.spent_clock = self._spent(samples)
             self.on_spent()
@@ -132,6 +135,7 @@ class LiveSession:
         self.counters.partial += turn.state == "partial"
         self.counters.resumed += turn.reason == RESUMED
         self.counters.sampled_tokens += len(turn.sampled)
+        self.tally.turn(turn)
         self.record(turn)
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from polarnode.shell.gates import GateStatistics
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.shell.orders import House, SessionOrder
 from polarnode.shell.session import Phase, Session
+from polarnode.shell.tally import Tally
 from polarnode.tasks import RuntimeSpec, TaskSpec
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Scheduler:
     who: Who
     want: Callable[[RuntimeSpec, int], None]
     warm: int
+    tally: Tally = field(factory=Tally, init=False)
     stopping: bool = field(default=False, init=False)
     _emptied: trio.Event = field(factory=trio.Event, init=False)  # set when the last session of a stopping node is over
     _demand: Demand = field(init=False)
@@ -165,6 +167,7 @@ class Scheduler:
             sampling=order.spec.sampling,
             budgets=order.spec.budgets,
             record=self.record.turn,
+            tally=self.tally,
         )
 
     async def _run(self, session: Session) -> None:
@@ -183,6 +186,7 @@ class Scheduler:
 
     def _phase_changed(self, session: Session, published: Trajectory | None) -> None:
         if published is not None:
+            self.tally.published(published)
             self._ended[session.order.identity.session_id] = _status(session, published)
             if len(self._ended) > KEPT_ENDED:
                 del self._ended[next(iter(self._ended))]

@@ -57,6 +57,7 @@ def _route(app: QuartTrio, routes: Routes) -> None:
         ("GET", "/v1/sessions/<session_id>", routes.session),
         ("GET", "/v1/export", routes.export),
         ("GET", "/v1/status", routes.status),
+        ("GET", "/metrics", routes.metrics),
         ("GET", "/healthz", routes.healthz),
         ("GET", "/readyz", routes.readyz),
     )

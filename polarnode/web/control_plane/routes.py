@@ -1,12 +1,13 @@
 """The routes themselves, each a few lines: read, ask, answer."""
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 from quart import Response, request
 
 from polarnode.conversation import Json
 from polarnode.shell.journal import Journal, SessionRecord, TaskRecord, check_consumer
 from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.web.control_plane.metrics import CONTENT_TYPE, exposition
 from polarnode.web.control_plane.query import FILTERS, last_event_id, read_query
 from polarnode.web.control_plane.service import DiskFull, Service
 from polarnode.web.control_plane.streams import event_stream, export_lines
@@ -127,6 +128,14 @@ class Routes:
     async def status(self) -> Response:
         await trio.lowlevel.checkpoint()
         return json_response({**self.service.status(), "journal": plain(self.journal.statistics())})
+
+    async def metrics(self) -> Response:
+        """For Prometheus. The text is made in a thread."""
+        read_query(request.args)
+        began = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        figures = evolve(self.service.figures(), pass_s=trio.current_time() - began)
+        return Response(await trio.to_thread.run_sync(exposition, figures), content_type=CONTENT_TYPE)
 
     async def healthz(self) -> Response:
         await trio.lowlevel.checkpoint()

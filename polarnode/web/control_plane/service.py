@@ -7,6 +7,7 @@ from attrs import frozen
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError
 from polarnode.tasks import TaskSpec
+from polarnode.web.control_plane.metrics import Figures
 
 
 @frozen(kw_only=True)
@@ -53,6 +54,10 @@ class Service(Protocol):
 
     def status(self) -> dict[str, Json]:
         """The node now, for GET /v1/status; the journal's part is added there."""
+        ...
+
+    def figures(self) -> Figures:
+        """The node now, for GET /metrics: values that nobody changes, whatever thread reads them."""
         ...
 
     def ready(self) -> bool:

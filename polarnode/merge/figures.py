@@ -1,0 +1,78 @@
+"""What a session's lineages came to, counted: `metrics.lineage` of a trajectory, and the sums over many.
+
+Whoever edits this only adds names, because reports and dashboards read them, and documents each in docs/api.md. All is counted from the turns
+as they are kept, so that a session read back from a journal or a file counts the same.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from polarnode.conversation import Json
+from polarnode.merge import notes
+from polarnode.records import LeftOut, Turn
+
+# What is counted by word, and what is counted alone. `prefix_hit_rate` is worked out of the sums.
+BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
+ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "tokens_sampled", "malformed_calls")
+
+
+def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, thinking: str) -> dict[str, Json]:
+    """One session's figures. `thinking` is its task's policy.
+
+    `tokens_in` are all prompt tokens, of which `tokens_new` were not in the prompt or sample of the turn extended; `prefix_hit_rate` is the
+    share of the others. `notes` counts what the turns' notes begin with.
+    """
+    sampled = {turn.index: len(turn.sampled) for turn in turns}
+    left = Counter[str]()
+    for one in left_out:
+        left[one.reason] += sampled.get(one.turn, 0)
+    words: dict[str, Counter[str]] = {
+        "kinds": Counter(turn.kind for turn in turns),
+        "reasons": Counter(turn.reason for turn in turns),
+        "roles": Counter(turn.role for turn in turns),
+        "states": Counter(turn.state for turn in turns),
+        "notes": notes.counted(note for turn in turns for note in turn.notes),
+        "left_out": Counter(one.reason for one in left_out),
+        "left_out_tokens": left,
+    }
+    return _shown(words, _alone(turns), thinking)
+
+
+def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """The figures of many sessions as one; `thinking` is theirs where it is the same for all, else mixed. What is no number counts nothing."""
+    words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
+    alone = dict.fromkeys(ALONE, 0)
+    policies = set[str]()
+    for one in figures:
+        policies.add(str(one.get("thinking")))
+        for name in BY_WORD:
+            counts = one.get(name)
+            words[name].update({word: _number(count) for word, count in counts.items()} if isinstance(counts, dict) else {})
+        for name in ALONE:
+            alone[name] += _number(one.get(name))
+    return _shown(words, alone, policies.pop() if len(policies) == 1 else "mixed")
+
+
+def _number(value: Json) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _alone(turns: Sequence[Turn]) -> dict[str, int]:
+    extended = {turn.parent for turn in turns if turn.state != "failed"}
+    return {
+        "turns": len(turns),
+        "lineages": len({turn.lineage for turn in turns}),
+        "leaves": sum(turn.index not in extended and turn.state != "failed" for turn in turns),
+        "tokens_in": sum(turn.prompt_length for turn in turns),
+        "tokens_new": sum(len(turn.prompt_delta) for turn in turns),
+        "tokens_sampled": sum(len(turn.sampled) for turn in turns),
+        "malformed_calls": sum(turn.answer.malformed_calls for turn in turns if turn.answer is not None),
+    }
+
+
+def _shown(words: Mapping[str, "Counter[str]"], alone: Mapping[str, int], thinking: str) -> dict[str, Json]:
+    tokens, new = alone["tokens_in"], alone["tokens_new"]
+    rate = round(1 - new / tokens, 4) if tokens else 0.0
+    counts: dict[str, Json] = {name: dict(sorted(words[name].items())) for name in BY_WORD}
+    return {"thinking": thinking, **alone, "prefix_hit_rate": rate, **counts}
