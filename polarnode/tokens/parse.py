@@ -1,21 +1,23 @@
 """Sampled ids back into text, thinking and tool calls, as they come.
 
 By token id: a control string the model spelled in ordinary tokens is text. Strict: a call that can not be read is given back as the text it
-was sampled as, and counted. Nothing here is ever encoded again; whoever edits this keeps streamed and whole answers the same.
+was sampled as, and counted. Nothing here is ever encoded again; whoever edits this keeps streamed and whole answers the same. What a mark
+means is said by `writing.py`, what a call is by `syntax/`.
 """
 
 import codecs
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, frozen
 
-from polarnode.conversation import Answer, Delta, FinishReason, TokenLogprob, ToolCall
+from polarnode.conversation import Answer, Delta, FinishReason, TokenLogprob, Tool
 from polarnode.errors import Refused
 from polarnode.ports import Tokenizer
-from polarnode.tokens.calls import read_call
 from polarnode.tokens.family import Family, Mode
 from polarnode.tokens.flow import Flow, Told
+from polarnode.tokens.modes import watched
+from polarnode.tokens.writing import Writing
 
 
 @frozen(kw_only=True)
@@ -28,41 +30,45 @@ class Finished:
 
 @define(eq=False, init=False)
 class Parser:
-    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0.
+    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools` say what the values of calls are.
 
-    A thought goes on to `think_close` or the end, whatever it holds; a call to `call_close` or the end. Control tokens with no meaning where
-    they stand are shown as their text. `thinking_tokens` counts ids sampled inside thoughts, marks included.
+    A thought goes on to its close or the end, whatever it holds; so does a call. Control tokens with no meaning where they stand are shown as
+    their text. `thinking_tokens` counts ids sampled inside thoughts, marks included. `prompt`: the ids before the sample, needed for Harmony
+    alone, whose header may have begun there.
     """
 
-    malformed_calls: int
     thinking_tokens: int
     _tokenizer: Tokenizer
     _family: Family
-    _call_id: Callable[[int], str]
-    _marks: frozenset[int]
-    _mode: Mode
+    _watched: Mapping[Mode, frozenset[int]]
     _ended: bool
-    _calls: int
-    _call: list[str]
-    _call_told: list[TokenLogprob]
     _pending: list[TokenLogprob]  # tokens read whose text is still to come: a character may take several
     _decoder: codecs.IncrementalDecoder
     _flow: Flow
+    _writing: Writing
 
     def __init__(
-        self, *, tokenizer: Tokenizer, family: Family, call_id: Callable[[int], str], opens_thinking: bool, stop: tuple[str, ...] = ()
+        self,
+        *,
+        tokenizer: Tokenizer,
+        family: Family,
+        call_id: Callable[[int], str],
+        opens_thinking: bool,
+        stop: tuple[str, ...] = (),
+        tools: Sequence[Tool] = (),
+        prompt: "array[int] | None" = None,
     ) -> None:
         if "" in stop:
             raise Refused("an empty stop string stops nothing: leave it out", path="$.stop")
-        self._tokenizer, self._family, self._call_id = tokenizer, family, call_id
-        marks = (*family.stop_ids, family.think_open, family.think_close, family.call_open, family.call_close)
-        self._marks = frozenset(mark for mark in marks if mark is not None)
-        self._mode = "thinking" if opens_thinking else "text"
-        self._ended, self._calls, self._call = False, 0, []
-        self._call_told, self._pending = [], []
-        self.malformed_calls = self.thinking_tokens = 0
+        self._tokenizer, self._family = tokenizer, family
+        self._watched = watched(family, tokenizer.control.values())
+        self._ended, self._pending, self.thinking_tokens = False, [], 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._flow = Flow(stop)
+        mode: Mode = "thinking" if opens_thinking else "header" if family.harmony else "text"
+        self._writing = Writing(family=family, mode=mode, flow=self._flow, tokenizer=tokenizer, tools=tuple(tools), call_id=call_id)
+        if family.harmony is not None and prompt is not None:
+            self._go_on(family.harmony.start, prompt)
 
     @property
     def stopped(self) -> str | None:
@@ -72,12 +78,29 @@ class Parser:
     @property
     def calls(self) -> int:
         """How many whole calls were read."""
-        return self._calls
+        return self._writing.calls
+
+    @property
+    def malformed_calls(self) -> int:
+        """How many calls could not be read, and are text."""
+        return self._writing.malformed_calls
+
+    @property
+    def spoken_ids(self) -> tuple[str, ...]:
+        """What the model itself called its calls, in their order, in families where it does."""
+        return tuple(self._writing.spoken_ids)
+
+    @property
+    def mode(self) -> Mode:
+        """What is being written."""
+        return self._writing.mode
 
     @property
     def thought_end(self) -> int | None:
         """The id that ends the thought that is being read, before the first too where the prompt opened one; None outside thoughts."""
-        return self._family.think_close if self._mode == "thinking" else None
+        if self.mode != "thinking":
+            return None
+        return self._family.think_close if self._family.harmony is None else self._family.harmony.end
 
     def feed(self, ids: "array[int]", told: Told = ()) -> list[Delta]:
         """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole calls.
@@ -92,28 +115,10 @@ class Parser:
             self._read(ids)
         return self._flow.take()
 
-    def _read(self, ids: "array[int]") -> None:
-        run = bytearray()
-        for token in () if self._over else ids:
-            if token in self._marks and (token in self._family.stop_ids or self._family.after(self._mode, token) != self._mode):
-                told = [self._pending.pop()] if self._pending else []
-                self._write(self._decoder.decode(bytes(run), final=True))
-                self._pending.clear()
-                run.clear()
-                self._mark(token, told)
-                if self._over:
-                    break
-            else:
-                self.thinking_tokens += self._mode == "thinking"
-                run += self._tokenizer.token_bytes(token)
-        self._write(self._decoder.decode(bytes(run)))
-
     def finish(self, reason: FinishReason) -> Finished:
         """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other reason stands."""
         self._write(self._decoder.decode(b"", final=True))
-        unfinished = self._mode == "call"
-        if unfinished:
-            self._give_back()
+        unfinished = self._writing.close(clean=self._ended or reason == "stop")
         self._flow.release(exactly=unfinished)
         deltas = tuple(self._flow.take())
         answer = Answer(
@@ -125,6 +130,43 @@ class Parser:
         )
         return Finished(answer=answer, deltas=deltas)
 
+    def _read(self, ids: "array[int]") -> None:
+        run = bytearray()
+        meant = self._watched[self.mode]
+        for token in () if self._over else ids:
+            if token in meant and self._is_mark(token, run):
+                if self._over:
+                    break
+                meant = self._watched[self.mode]
+            else:
+                self.thinking_tokens += self.mode == "thinking"
+                run += self._tokenizer.token_bytes(token)
+        self._write(self._decoder.decode(bytes(run)))
+
+    def _is_mark(self, token: int, run: bytearray) -> bool:
+        """Go over a mark, once what stands before it is written; False where that makes the mark text after all.
+
+        A character that a mark breaks in two is U+FFFD.
+        """
+        told = [self._pending.pop()] if self._pending else []
+        self._write(self._decoder.decode(bytes(run), final=True))
+        self._pending.clear()
+        run.clear()
+        if token not in self._watched[self.mode]:
+            self._pending += told
+            return False
+        self._ended |= token in self._family.stop_ids
+        if not self._over:
+            before = self.mode
+            self._writing.mark(token, told)
+            self.thinking_tokens += "thinking" in (before, self.mode)
+        return True
+
+    def _write(self, text: str) -> None:
+        if text:
+            told, self._pending = self._pending, []
+            self._writing.text(text, told)
+
     @property
     def _over(self) -> bool:
         """Whether what comes is not read any more: the turn ended, or a stop string was hit."""
@@ -133,42 +175,42 @@ class Parser:
     def _reason(self, reason: FinishReason) -> FinishReason:
         if self._flow.stopped is not None:
             return "stop_string"
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
-    def _mark(self, token: int, told: list[TokenLogprob]) -> None:
-        """Go from one mode to another, or end with the turn; a character that a mark breaks in two is U+FFFD."""
-        self._ended |= token in self._family.stop_ids
-        if self._over:
-            return
-        before, self._mode = self._mode, self._family.after(self._mode, token)
-        self.thinking_tokens += "thinking" in (before, self._mode)
-        if before == "call":
-            self._call_told += told
-            self._end_call(self._text(token))
-        self._call, self._call_told = ([self._text(token)], told) if self._mode == "call" else ([], [])
+    def _go_on(self, start: int, prompt: "array[int]") -> None:
+        """Begin where the prompt ends: read its last message, and show nothing of it."""
+        size = next((back for back, token in enumerate(reversed(prompt), start=1) if token == start), 0)
+        before = Parser(tokenizer=self._tokenizer, family=self._family, call_id=str, opens_thinking=False)
+        before.feed(prompt[len(prompt) - size :])
+        self._writing.go_on(before._writing)
 
-    def _end_call(self, close: str) -> None:
-        read = read_call("".join(self._call[1:]))
-        if read is None:
-            self._call.append(close)
-            self._give_back()
-        else:
-            self._flow.call(ToolCall(id=self._call_id(self._calls), name=read.name, arguments=read.arguments))
-            self._calls += 1
 
-    def _give_back(self) -> None:
-        """A call that can not be read becomes the visible text it was sampled as."""
-        self._flow.write("text", "".join(self._call), tuple(self._call_told))
-        self.malformed_calls += 1
+def spoken_ids(sampled: "array[int]", tokenizer: Tokenizer, family: Family, *, opens_thinking: bool = False) -> tuple[str, ...]:
+    """What the model itself called the calls of a sampled turn, in their order; none in families whose calls have no ids of their own.
 
-    def _write(self, text: str) -> None:
-        if self._mode == "call":
-            self._call.append(text)
-            self._call_told += self._pending
-        elif text and (self._mode == "text" or self._mode == "thinking"):
-            self._flow.write(self._mode, text, tuple(self._pending) if self._mode == "text" else ())
-        if text or self._mode == "call":
-            self._pending.clear()
+    Of more ids than one turn's only the last turn is read.
+    """
+    if family.call_syntax != "numbered":
+        return ()
+    last = next((back for back, token in enumerate(reversed(sampled)) if token in family.turn_starts), len(sampled))
+    parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=opens_thinking)
+    parser.feed(sampled[len(sampled) - last :])
+    return parser.spoken_ids
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, started: Mode = "text") -> Mode:
+    """What is being written at the end of some ids. `started`: at their beginning, unless a turn starts in them; Harmony reads its headers.
+
+    Behind a Harmony message's end this is "between", behind `<|start|>assistant` it is "header".
+    """
+    if family.harmony is not None:
+        parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=started == "thinking")
+        start = family.harmony.start
+        size = next((back for back, token in enumerate(reversed(written), start=1) if token == start), len(written))
+        parser.feed(written[len(written) - size :])
+        return parser.mode
+    size = next((back for back, token in enumerate(reversed(written)) if token in family.turn_starts), len(written))
+    mode = started if size == len(written) else "text"
+    for token in written[len(written) - size :]:
+        mode = family.after(mode, token)
+    return mode

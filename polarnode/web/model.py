@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 
-from polarnode.conversation import Conversation, Message
+from polarnode.conversation import Conversation, Message, Tool
 from polarnode.exchange import Rendered
 from polarnode.ports import Engine, Tokenizer
 from polarnode.providers.dialect import ServedModel
@@ -55,15 +55,22 @@ class Model:
         Refused when the template does not take what is new.
         """
         if history is None:
-            root = await self.root(conversation)
+            root = await self.root(evolve(conversation, messages=new))  # with the thoughts that the client did not show
             return Rendered(prompt=root, delta=root)
         suffix = await self._rendered(lambda: self.template.suffix(new, conversation=conversation, sampled=history), long=_is_long(new))
         return Rendered(prompt=history + suffix.ids, delta=suffix.ids, close_length=suffix.close_length)
 
-    def parser(self, prompt: "array[int]", stop: tuple[str, ...], call_id: Callable[[int], str]) -> Parser:
-        """What reads the sample that follows a prompt."""
-        opens_thinking = self.template.opens_thinking(prompt)
-        return Parser(tokenizer=self.tokenizer, family=self.family, call_id=call_id, opens_thinking=opens_thinking, stop=stop)
+    def parser(self, prompt: "array[int]", stop: tuple[str, ...], call_id: Callable[[int], str], tools: Sequence[Tool]) -> Parser:
+        """What reads the sample that follows a prompt; `tools` are those it showed."""
+        return Parser(
+            tokenizer=self.tokenizer,
+            family=self.family,
+            call_id=call_id,
+            opens_thinking=self.template.opens_thinking(prompt),
+            stop=stop,
+            tools=tools,
+            prompt=prompt,
+        )
 
     async def _rendered(self, render: Callable[[], T], *, long: bool) -> T:
         if not long:

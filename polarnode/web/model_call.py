@@ -170,7 +170,9 @@ class ModelCall:
             context_length=self.model.context_length,
             token_room=session.token_room,
             stop_ids=self.model.template.stop_ids,
-            new_parser=lambda plan, prompt, stop: self.model.parser(prompt, stop, partial(references.call_id, plan.index)),
+            new_parser=lambda plan, prompt, stop: self.model.parser(
+                prompt, stop, partial(references.call_id, plan.index), asked.request.conversation.tools
+            ),
             token_bytes=self.model.tokenizer.token_bytes,
         )
 

@@ -1,0 +1,121 @@
+"""The body of a call: its text, where in it control tokens stand, and a cursor that reads it from left to right.
+
+A tag that is a control token of the model means something only where it was sampled as one; spelled in ordinary tokens it is text. Whoever
+edits this keeps every step forward, so that reading is linear in the body whatever a model writes.
+"""
+
+from collections.abc import Container
+
+from attrs import define, field, frozen
+
+from polarnode.conversation import TokenLogprob
+from polarnode.tokens.calls import SPACE
+
+
+@frozen(eq=False)
+class Body:
+    """What stands between a call's marks. `marks`: where in the text control tokens begin; `control`: the strings that are ones in this model.
+
+    `separator` is the spelling of the family's control token between a call's head and its arguments, empty where it has none.
+    """
+
+    text: str
+    marks: frozenset[int] = frozenset()
+    control: Container[str] = ()
+    separator: str = ""
+
+    def find(self, tag: str, start: int, end: int | None = None) -> int:
+        """Where a tag stands next, -1 if nowhere before the end."""
+        at = self.text.find(tag, start, end)
+        while at >= 0 and not self._means(tag, at):
+            at = self.text.find(tag, at + 1, end)
+        return at
+
+    def has(self, tag: str, at: int) -> bool:
+        return self.text.startswith(tag, at) and self._means(tag, at)
+
+    def _means(self, tag: str, at: int) -> bool:
+        return at in self.marks or tag not in self.control
+
+
+@define(eq=False)
+class Cursor:
+    """A place in a body that only moves forward."""
+
+    body: Body
+    at: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.at >= len(self.body.text)
+
+    @property
+    def next(self) -> str:
+        """The letter ahead, empty at the end."""
+        return self.body.text[self.at : self.at + 1]
+
+    @property
+    def rest(self) -> str:
+        return self.body.text[self.at :]
+
+    def skip(self) -> None:
+        """Over blanks."""
+        text, size = self.body.text, len(self.body.text)
+        while self.at < size and text[self.at] in SPACE:
+            self.at += 1
+
+    def take(self, tag: str) -> bool:
+        """Over a tag, if it stands here."""
+        here = self.body.has(tag, self.at)
+        self.at += len(tag) if here else 0
+        return here
+
+    def until(self, tag: str, *, without: str = "") -> str | None:
+        """The text before the next such tag, and over both; None if there is none, the tag is empty, or another stands before it."""
+        end = self.body.find(tag, self.at) if tag else -1
+        if end < 0 or (without and self.body.find(without, self.at, end) >= 0):
+            return None
+        text, self.at = self.body.text[self.at : end], end + len(tag)
+        return text
+
+
+@define(eq=False)
+class Region:
+    """What is held back while it is read: text with its control tokens' places, and the logprobs of the tokens that wrote it.
+
+    The first `hidden` letters are not the sample's but the prompt's, and are never given back.
+    """
+
+    told: list[TokenLogprob] = field(factory=list)
+    hidden: int = 0
+    _pieces: list[str] = field(factory=list)
+    _size: int = 0
+    _marks: list[int] = field(factory=list)
+
+    def add(self, text: str, told: "list[TokenLogprob]", *, mark: bool = False) -> None:
+        if mark:
+            self._marks.append(self._size)
+        self._pieces.append(text)
+        self._size += len(text)
+        self.told += told
+
+    def clear(self) -> None:
+        self._pieces, self._marks, self.told = [], [], []
+        self._size = self.hidden = 0
+
+    def hide(self) -> None:
+        """What is held so far is the prompt's: it is read with the rest, and not shown."""
+        self.hidden = self._size
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def shown(self) -> str:
+        """The sample's own part."""
+        return self.text[self.hidden :]
+
+    def body(self, *, control: Container[str], separator: str, start: int) -> Body:
+        """What was held from a place on, to be read."""
+        return Body(self.text[start:], frozenset(mark - start for mark in self._marks if mark >= start), control, separator)

@@ -1,0 +1,96 @@
+"""gpt-oss's messages: a header says in words to whom and in which channel the model speaks, and so what the message behind it is.
+
+`<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`; the first `<|start|>assistant` is the
+prompt's, and the recipient may stand before the channel. The rule for whoever edits it: a header is read whole or not at all, and one that
+can not be read is shown.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from attrs import frozen
+
+from polarnode.conversation import Tool
+from polarnode.tokens.calls import SPACE, ReadCall, read_object
+from polarnode.tokens.syntax.body import Body, Cursor
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ROLE: Final = "assistant"
+_CHANNELS: Final = ("analysis", "commentary", "final")
+_TO: Final = "to="
+_LONGEST: Final = 300  # letters before a channel: four times OpenAI's longest name
+_PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
+_BEGINNINGS: Final = tuple(f"{start}{CHANNEL}{channel}{MESSAGE}" for start in ("", START + _ROLE) for channel in _CHANNELS)
+
+
+@frozen
+class Header:
+    """What a message is, and the tool it calls."""
+
+    mode: Literal["text", "thinking", "call"]
+    name: str | None = None
+
+
+def read_header(body: Body) -> Header | None:
+    """The header that a text begins with, up to and with its `message` mark; None for one that makes no sense."""
+    cursor = Cursor(body)
+    return _header(cursor)
+
+
+def read(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call that a header and its message are, None if it is malformed. A message without a word has no arguments."""
+    cursor = Cursor(body)
+    header = _header(cursor)
+    if header is None or header.name is None:
+        return None
+    arguments = cursor.rest.strip(SPACE) or "{}"  # the model is shown a tool without parameters as `() => any`
+    return None if read_object(arguments) is None else (ReadCall(header.name, arguments),)
+
+
+def may_be_header(body: Body) -> bool:
+    """Whether a text may still become a header: before its channel there is only the role, and who is spoken to."""
+    text, started = body.text, body.has(START, 0)
+    if body.find(CHANNEL, 0) >= 0:
+        return True
+    if started and not text.startswith(START + _ROLE):
+        return (START + _ROLE).startswith(text)
+    words = (text.removeprefix(START + _ROLE) if started else text).strip(SPACE)
+    return len(words) <= _LONGEST and (words.startswith(_TO) or _TO.startswith(words))
+
+
+def says_nothing(text: str) -> bool:
+    """Whether a header that was cut is only the beginning of a message to the user."""
+    return any(beginning.startswith(text) for beginning in _BEGINNINGS)
+
+
+def speaks_to(text: str) -> bool:
+    """Whether a header names somebody it speaks to."""
+    return _TO in text
+
+
+def _header(cursor: Cursor) -> Header | None:
+    body, text = cursor.body, cursor.until(MESSAGE)
+    if text is None or (body.has(START, 0) and not text.startswith(START + _ROLE)):
+        return None
+    constrained, spoken = (_place(body, tag, len(text)) for tag in (CONSTRAIN, CHANNEL))
+    head = text[: min(constrained, spoken)].removeprefix(START + _ROLE).split()
+    channel, *words = text[spoken + len(CHANNEL) : constrained].split() or ("",)
+    kind = text[constrained + len(CONSTRAIN) :].split()
+    to = [word for word in (*head, *words) if word.startswith(_TO)]
+    kinds = [*(word for word in words if word not in to), *kind]
+    if channel not in ("", *_CHANNELS) or len(to) > 1 or len(kinds) > 1 or any(word not in to for word in head) or constrained < spoken < len(text):
+        return None
+    return _message(to[0].removeprefix(_TO) if to else "user", channel)
+
+
+def _message(recipient: str, channel: str) -> Header | None:
+    if recipient in _PEOPLE:
+        return Header("thinking" if channel == "analysis" else "text")
+    name = recipient.removeprefix("functions.")
+    return Header("call", name) if name else None
+
+
+def _place(body: Body, tag: str, end: int) -> int:
+    """Where a tag stands in a header, its end if nowhere."""
+    at = body.find(tag, 0)
+    return at if 0 <= at < end else end

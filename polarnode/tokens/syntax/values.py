@@ -1,0 +1,142 @@
+"""A value that a model wrote as bare text between tags, as JSON: what it is, a tool's JSON Schema says.
+
+The rule for whoever edits it: a string stays letter for letter, anything else is JSON as strict as a whole call's, in the model's own
+spelling. Text that is not what its schema asks for stays a string: the call was made, and it is the harness that answers a wrong argument.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from polarnode.conversation import Json, Tool
+from polarnode.tokens.calls import SPACE, read_value
+
+_ALIASES: Final = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # Qwen3-Coder's own template writes these where a schema has a truth value
+_DEEP: Final = 8  # references to references: more are a circle
+
+
+def arguments_json(pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool) -> str | None:
+    """The arguments object of a call, in the order its parameters were written; None if one is written twice.
+
+    `untyped`: whether a value whose parameter has no known type is read as JSON where it is some, as the model's template writes it.
+    """
+    schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
+    found: dict[str, str] = {}
+    for key, text in pairs:
+        if key in found:
+            return None
+        found[key] = _value(text, schemas.kinds(key), untyped)
+    return "{" + ", ".join(f"{_string(key)}: {value}" for key, value in found.items()) + "}"
+
+
+def _value(text: str, kinds: Sequence[str], untyped: bool) -> str:
+    """The first of the kinds a text is; null before all others, as no schema asks for the word."""
+    if "null" in kinds and (null := _fits(text, "null")):
+        return null
+    for kind in kinds:
+        if kind == "string":
+            break
+        if (fitting := _fits(text, kind)) is not None:
+            return fitting
+    found = _kind(text) if untyped and not kinds else "string"
+    return _string(text) if found == "string" else text.strip(SPACE)
+
+
+def _fits(text: str, kind: str) -> str | None:
+    text = text.strip(SPACE)
+    text = _PYTHON.get(text, text)
+    found = _kind(text)
+    if found == kind or (kind == "number" and found == "integer") or (kind == "integer" and found == "whole"):
+        return text
+    return text if kind == "number" and found == "whole" else None
+
+
+def _kind(text: str) -> str:
+    """What JSON a text is; "whole" for a number such as 1.0, and "string" for a string and for what is none."""
+    try:
+        value = read_value(text)
+    except ValueError:
+        return "string"
+    return _kind_of(value)
+
+
+def _kind_of(value: Json) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "whole" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _Schemas:
+    """A tool's parameters, asked for one by one. References are followed within the tool's own schema."""
+
+    def __init__(self, root: Mapping[str, Json]) -> None:
+        self._root = root
+        self._properties = self._of(dict(root), 0)
+
+    def kinds(self, key: str) -> tuple[str, ...]:
+        """What kinds of value a parameter may have, in the schema's order; none if nobody says."""
+        schema = self._properties.get(key, self._root.get("additionalProperties"))
+        return tuple(dict.fromkeys(self._kinds(schema, 0)))
+
+    def _of(self, schema: Json, depth: int) -> dict[str, Json]:
+        found = self._resolved(schema, depth)
+        properties = found.get("properties")
+        if isinstance(properties, dict) or depth > _DEEP:
+            return properties if isinstance(properties, dict) else {}
+        merged: dict[str, Json] = {}
+        for branch in self._branches(found):
+            merged = self._of(branch, depth + 1) | merged
+        return merged
+
+    def _kinds(self, schema: Json, depth: int) -> Iterable[str]:
+        found = self._resolved(schema, depth)
+        said = found.get("type")
+        values = found.get("enum", [found["const"]] if "const" in found else None)
+        if isinstance(said, str | list):
+            return [_normal(kind) for kind in ([said] if isinstance(said, str) else said) if isinstance(kind, str)]
+        if isinstance(values, list):
+            return [_kind_of(value).replace("whole", "number") for value in values]
+        if depth <= _DEEP and (branches := self._branches(found)):
+            return [kind for branch in branches for kind in self._kinds(branch, depth + 1)]
+        return ["object"] if "properties" in found else ["array"] if "items" in found else []
+
+    def _branches(self, schema: Mapping[str, Json]) -> list[Json]:
+        lists = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")]
+        return [branch for branches in lists if isinstance(branches, list) for branch in branches]
+
+    def _resolved(self, schema: Json, depth: int) -> Mapping[str, Json]:
+        for _ in range(_DEEP - min(depth, _DEEP) + 1):
+            if not isinstance(schema, Mapping):
+                return {}
+            reference = schema.get("$ref")
+            if not isinstance(reference, str):
+                return schema
+            schema = self._at(reference)
+        return {}
+
+    def _at(self, reference: str) -> Json:
+        found: Json = dict(self._root)
+        for word in reference.removeprefix("#/").split("/"):
+            found = found.get(word.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
+
+
+def _normal(kind: str) -> str:
+    return _ALIASES.get(kind.lower(), kind.lower())
