@@ -1,11 +1,13 @@
 """A model's chat template at the level of text: a whole conversation, and what follows an assistant's turn.
 
-The second is the marker method: render a made-up question, a made-up answer MARK and then what is new, and take what stands after the first
-turn end behind MARK. Neither the history nor the tools are rendered for it, so it costs no more than what is new; `audit.py` says whether a
-template allows that. Whoever edits this lets no client string reach the template unguarded.
+The second is the marker method: render a made-up question, a made-up answer with a mark and then what is new, and take what stands behind
+the answer's end. Where calls are answered the mark stands in the last call's arguments, because some templates drop a text beside a call.
+Neither the history nor the tools are rendered for it, so it costs no more than what is new; `audit.py` says whether a template allows that.
+Whoever edits this lets no client string reach the template unguarded, and none of it vanish in there.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from attrs import Factory, field, frozen
@@ -15,7 +17,8 @@ from polarnode.errors import ModelError, Refused
 from polarnode.ports import Tokenizer
 from polarnode.tokens.family import Family
 from polarnode.tokens.guard import Guard
-from polarnode.tokens.shape import Shape, call_shape, messages_shape, tools_shape
+from polarnode.tokens.presence import check_present
+from polarnode.tokens.shape import Earlier, Shape, Shown, arguments_shape, call_shape, messages_shape, shown_call, tools_shape
 
 _QUESTION: Final[Shape] = {"role": "user", "content": "u"}
 _MARK: Final = "MARK"
@@ -23,10 +26,31 @@ _MARK: Final = "MARK"
 
 @frozen
 class Rendered:
-    """Text of a template, client strings still inert; `guard` gives them back once the control strings are found."""
+    """Text of a template, client strings still inert; `guard` gives them back once the control strings are found.
+
+    `ended` is the turn end that the template wrote before it, empty where the next header ends a turn.
+    """
 
     text: str
     guard: Guard
+    ended: str = ""
+
+
+@frozen(kw_only=True)
+class Answered:
+    """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many calls there were before it."""
+
+    calls: Sequence[ToolCall] = ()
+    spoken: Sequence[str] = ()
+    calls_before: int = 0
+
+    def earlier(self, family: Family) -> Earlier:
+        """Its calls under the ids that their results are shown under."""
+        shown = {}
+        for place, call in enumerate(self.calls):
+            spoken = self.spoken[place] if place < len(self.spoken) else None
+            shown[call.id] = Shown(name=call.name, id=spoken) if spoken else shown_call(call, self.calls_before + place, family.manner)
+        return Earlier(calls=shown, count=self.calls_before + len(self.calls))
 
 
 @frozen(eq=False)
@@ -39,40 +63,64 @@ class Renderer:
     tokenizer: Tokenizer
     family: Family
     letters: str = field(init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True))
-    _turn_end: str = field(init=False, default=Factory(lambda self: _text_of(self.family.turn_end, self.tokenizer), takes_self=True))
+    _ends: "re.Pattern[str]" = field(init=False, default=Factory(lambda self: _any_of(self._end_texts()), takes_self=True))
 
     def whole(self, conversation: Conversation) -> Rendered:
         """A conversation from its head, asking for the next turn."""
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
-        return self._render(messages_shape(conversation.messages), tools_shape(conversation.tools), conversation.thinking)
+        messages, tools = messages_shape(conversation.messages, manner=self.family.manner), tools_shape(conversation.tools)
+        rendered = self._render(messages, tools, conversation.thinking)
+        check_present(messages, tools, rendered.text, rendered.guard)
+        return rendered
 
-    def following(self, new: Sequence[Message], *, calls: Sequence[ToolCall], thinking: bool | None) -> Rendered:
-        """What stands between an assistant's turn end and the next turn of its own. `calls` are those of the turn that is extended."""
-        answered = {message.call_id for message in new if message.role == "tool"}
-        answer: Shape = {"role": "assistant", "content": _MARK}
-        asked = [call_shape(call, {}) for call in calls if call.id in answered]  # a template may look a name up; the arguments are behind us
-        if asked:
-            answer["tool_calls"] = asked
-        rendered = self._render([_QUESTION, answer, *messages_shape(new, earlier=calls)], [], thinking)
-        return Rendered(self.after(_MARK, rendered.text), rendered.guard)
+    def following(self, new: Sequence[Message], *, answered: Answered, thinking: bool | None) -> Rendered:
+        """What stands between an assistant's turn and the next of its own. A call without a result is not shown to the template."""
+        earlier = answered.earlier(self.family)
+        asked = {message.call_id for message in new if message.role == "tool"}
+        shown = [earlier.calls[call.id] for call in answered.calls if call.id in asked]
+        messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
+        rendered = self._render([_QUESTION, self._answer(shown), *messages], [], thinking)
+        ended, text = self.after(_MARK, rendered.text)
+        check_present(messages, [], text, rendered.guard)
+        return Rendered(text, rendered.guard, ended)
 
-    def after(self, mark: str, text: str) -> str:
-        """What stands behind the first turn end after a mark."""
+    def after(self, mark: str, text: str) -> tuple[str, str]:
+        """The turn end behind a mark, empty where the next header is one, and what stands behind it."""
         at = text.find(mark)
-        end = text.find(self._turn_end, at) if at >= 0 else -1
-        if end < 0:
+        end = self._ends.search(text, at) if at >= 0 else None
+        if end is None:
             raise ModelError("this chat template does not write an assistant's text and its turn end, so turns can not be extended faithfully")
-        return text[end + len(self._turn_end) :]
+        if self._goes_on(end[0]):
+            return "", text[end.start() :]
+        return end[0], text[end.end() :]
+
+    def _answer(self, shown: Sequence[Shown]) -> Shape:
+        """The made-up answer. Arguments are behind us, but a template may look a name up."""
+        if not shown:
+            return {"role": "assistant", "content": _MARK}
+        manner = self.family.manner
+        several = self.family.refuses.get("several results") if len(shown) > 1 else None
+        if several is not None:
+            raise Refused(f"this model's chat template {several}", path="$.messages")
+        nothing, mark = ToolCall(id="", name="", arguments=""), ToolCall(id="", name="", arguments=f'{{"mark": "{_MARK}"}}')
+        calls = [call_shape(call, arguments_shape(nothing, manner)) for call in shown[:-1] if not manner.one_call]
+        return {"role": "assistant", "content": "", "tool_calls": [*calls, call_shape(shown[-1], arguments_shape(mark, manner))]}
+
+    def _end_texts(self) -> Iterable[str]:
+        family = self.family
+        tokens = family.turn_ends | family.boundaries | family.turn_starts
+        return (self.tokenizer.token_bytes(token).decode() for token in tokens)
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether a control string begins what follows a turn, and does not end the turn itself."""
+        token = self.tokenizer.control[text]
+        return token in self.family.boundaries or token not in self.family.turn_ends
 
     def _render(self, messages: list[Shape], tools: list[Shape], thinking: bool | None) -> Rendered:
         guard = Guard.over(self.letters, [*messages, *tools])
-        text = self.tokenizer.render(
-            [_guarded(message, guard) for message in messages],
-            tools=[_guarded(tool, guard) for tool in tools],
-            generation_prompt=True,
-            thinking=thinking,
-        )
+        hidden, hidden_tools = ([_guarded(shape, guard) for shape in shapes] for shapes in (messages, tools))
+        text = self.tokenizer.render(hidden, tools=hidden_tools, generation_prompt=True, thinking=thinking)
         return Rendered(text, guard)
 
 
@@ -89,5 +137,5 @@ def _first_letters(tokenizer: Tokenizer) -> str:
     return "".join(letters)
 
 
-def _text_of(token: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token).decode()
+def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))

@@ -56,6 +56,7 @@ _SEP, _EOS, _USER = "<｜tool▁sep｜>", "<｜end▁of▁sentence｜>", "<｜Us
 _ASKED: Final = ("<｜Assistant｜>", "<｜Assistant｜><think>\n", "<｜Assistant｜><think>", "<｜Assistant｜></think>")
 _OBJECT: Final = '{"b": 1, "a": "x"}'
 
+_ONE: Final = "the template shows one call a message, so that several of one turn are shown one after another, each with its result"
 _ONCE: Final = "the template opens the results of a conversation's first calls only; here the results of every turn are opened and closed alike"
 
 ROWS: Final = (
@@ -101,6 +102,7 @@ ROWS: Final = (
         stops=("<|eom_id|>", "<|end_of_text|>"),
         syntax="bare_json",
         manner=Manner(arguments="either", text_apart=True, one_call=True),
+        known={"two tool": _ONE},
     ),
     Row(
         name="llama3_plain",  # the first Llama 3, whose template knows no tools
@@ -139,6 +141,7 @@ ROWS: Final = (
         harmony={"start": "<|start|>", "channel": "<|channel|>", "message": "<|message|>", "constrain": "<|constrain|>", "end": "<|end|>"},
         syntax="harmony",
         manner=Manner(arguments="either", thinking="thinking", text_apart=True, one_call=True),
+        refuses={"several results": "shows a result under the name of the last call, so that several calls of one turn can not be answered"},
     ),
     Row(
         name="deepseek",  # V3 and R1

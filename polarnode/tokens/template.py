@@ -11,21 +11,28 @@ from collections.abc import Mapping, Sequence
 
 from attrs import Factory, field, frozen
 
-from polarnode.conversation import Conversation, Message, ToolCall
+from polarnode.conversation import Conversation, Message
 from polarnode.ports import Tokenizer
 from polarnode.records import ids
-from polarnode.tokens.audit import audit
-from polarnode.tokens.family import Family, Mode
+from polarnode.tokens.audit import audit, drops_thinking
+from polarnode.tokens.family import Family
+from polarnode.tokens.limits import Limits
+from polarnode.tokens.parse import mode_at_end, spoken_ids
 from polarnode.tokens.pieces import SHORTEST, Pieces
-from polarnode.tokens.rendering import Rendered, Renderer
+from polarnode.tokens.rendering import Answered, Rendered, Renderer
+from polarnode.tokens.seams import Closing, differences, joined
 
 
 @frozen(kw_only=True)
 class Suffix:
-    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was cut."""
+    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was cut.
+
+    `notes`: where what the model sees differs from what its template would show, because sampled ids are kept as they are.
+    """
 
     ids: "array[int]"
     close_length: int
+    notes: tuple[str, ...] = ()
 
 
 @frozen(eq=False)
@@ -38,6 +45,7 @@ class Template:
     tokenizer: Tokenizer
     family: Family
     _renderer: Renderer = field(init=False, default=Factory(lambda self: Renderer(self.tokenizer, self.family), takes_self=True))
+    _limits: Limits = field(init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True))
     _control: "re.Pattern[str]" = field(init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True))
     _pieces: Pieces = field(init=False, factory=Pieces)
 
@@ -48,42 +56,52 @@ class Template:
 
     def root(self, conversation: Conversation) -> "array[int]":
         """The whole conversation, asking for the next turn: int32. Refused for one that the template does not take."""
+        self._limits.check(conversation.messages, conversation.tools)
         return self._encoded(self._renderer.whole(conversation), again=True)
 
     def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
         """What follows a sampled turn so that the model is asked again with `new` messages.
 
         `conversation` is the whole new request, `sampled` the ids of the turn it extends (or all ids so far: only the last turn is looked at;
-        needed where a thought may have been cut twice). A sample without turn end is closed first: an open thought, then the turn.
-        With nothing new a cut sample goes on exactly where it ended (no ids), and an ended one is followed by the next turn's opening.
+        needed where a thought may have been cut twice). A sample without turn end is closed first: an open thought, then the turn; a call
+        that was cut stays open, for a made-up end would make it look whole. With nothing new a cut sample goes on exactly where it ended (no
+        ids), and an ended one is followed by the next turn's opening. A boundary that the sample ends with is not written twice.
         """
-        close = ids() if _ends_with(sampled, self.family.turn_ends) else self._close(sampled, conversation)
-        if close and not new:
+        if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
-        rendered = self._renderer.following(new, calls=_calls_before(new, conversation), thinking=conversation.thinking)
-        return Suffix(ids=close + self._encoded(rendered), close_length=len(close))
+        self._limits.check(new, follows=True)
+        rendered = self._renderer.following(new, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking)
+        opening = self._encoded(rendered)
+        close = ids() if sampled and sampled[-1] in self.family.turn_ends else self._close(sampled, conversation, opening)
+        notes = differences(sampled, opening, rendered.ended, self.tokenizer, self.family)
+        return Suffix(ids=close + joined(sampled, opening, self.family), close_length=len(close), notes=notes)
 
     def opens_thinking(self, prompt: "array[int]") -> bool:
         """Whether a prompt ends inside a thought: the template opened it, or a cut thought goes on."""
-        return self._mode(prompt, "text") == "thinking"
+        return mode_at_end(prompt, self.tokenizer, self.family) == "thinking"
+
+    def drops_thinking_before(self, new: Sequence[Message]) -> bool:
+        """Whether the template would leave out thoughts of earlier turns when these messages follow. Not whether we do: sampled ids stay."""
+        return drops_thinking(self._renderer, new)
 
     def audit(self) -> tuple[str, ...]:
         """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else what is worth knowing."""
-        return audit(self._renderer)
+        return audit(self._renderer, self._limits)
 
-    def _close(self, sampled: "array[int]", conversation: Conversation) -> "array[int]":
-        opening = self._encoded(self._renderer.following((), calls=(), thinking=conversation.thinking))
-        started: Mode = "thinking" if self.opens_thinking(opening) else "text"
-        thought = self.family.think_close if self._mode(sampled, started) == "thinking" else None
-        return ids(token for token in (thought, self.family.turn_end) if token is not None)
+    def _answered(self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]") -> Answered:
+        """The turn that `new` follows, as the client echoed it."""
+        at = len(conversation.messages) - len(new) - 1
+        if at < 0:
+            return Answered()
+        before = sum(len(message.calls) for message in conversation.messages[:at])
+        calls = conversation.messages[at].calls
+        return Answered(calls=calls, spoken=spoken_ids(sampled, self.tokenizer, self.family) if calls else (), calls_before=before)
 
-    def _mode(self, written: "array[int]", started: Mode) -> Mode:
-        """What is being written at the end of some ids. `started`: at their beginning, unless a turn starts in them."""
-        size = next((back for back, token in enumerate(reversed(written)) if token in self.family.turn_starts), None)
-        mode = started if size is None else "text"
-        for token in written if size is None else written[len(written) - size :]:
-            mode = self.family.after(mode, token)
-        return mode
+    def _close(self, sampled: "array[int]", conversation: Conversation, opening: "array[int]") -> "array[int]":
+        """What ends a cut sample."""
+        asked = self._encoded(self._renderer.following((), answered=Answered(), thinking=conversation.thinking))
+        started = mode_at_end(asked, self.tokenizer, self.family)
+        return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
     def _encoded(self, rendered: Rendered, *, again: bool = False) -> "array[int]":
         """Split on control strings while client text is inert, give the text back, encode what stands between.
@@ -103,13 +121,3 @@ class Template:
 def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
     """Control strings, the longest first: what transformers finds too."""
     return re.compile("(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")")
-
-
-def _ends_with(written: "array[int]", tokens: frozenset[int]) -> bool:
-    return bool(written) and written[-1] in tokens
-
-
-def _calls_before(new: Sequence[Message], conversation: Conversation) -> tuple[ToolCall, ...]:
-    """The calls of the turn that `new` follows, as the client echoed them."""
-    at = len(conversation.messages) - len(new) - 1
-    return conversation.messages[at].calls if at >= 0 else ()

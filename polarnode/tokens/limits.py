@@ -1,0 +1,119 @@
+"""What a chat template can not be asked, found by trying it once at load: a role it moves or refuses, tools or calls it leaves out.
+
+A request that holds such a thing is refused with a sentence, because otherwise the model would answer without having seen it, or seen it in
+another place. Whoever adds a way for templates to lose something adds a probe here; its texts are ones that no template writes by itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+from attrs import frozen
+
+from polarnode.conversation import Conversation, Message, Tool, ToolCall
+from polarnode.errors import ModelError, Refused
+from polarnode.tokens.rendering import Answered, Renderer
+
+Kind = Literal["tools", "calls", "tool", "late system", "two systems"]
+
+_NAME, _SAID, _VALUE, _LATER = "qzprobe", "Qzsaid", "Qzvalue", "Qzlater"
+_TOOL: Final = Tool(name=_NAME, description=_SAID, parameters={"type": "object", "properties": {"a": {"type": "string", "description": _VALUE}}})
+_CALL: Final = ToolCall(id="c0", name=_NAME, arguments=f'{{"a": "{_VALUE}"}}')
+_ASK: Final = Message(role="user", text="first")
+_ANSWER: Final = Message(role="assistant", text="Qzanswer")
+_CALLING: Final = Message(role="assistant", calls=(_CALL,))
+_RESULT: Final = Message(role="tool", text=_SAID, call_id="c0")
+_SYSTEM: Final = Message(role="system", text=_SAID)
+_WHAT: Final[Mapping[Kind, str]] = {
+    "tools": "does not show tools",
+    "calls": "does not show calls of tools",
+    "tool": "does not show results of tools",
+    "late system": "does not leave a system message where it stands among the others",
+    "two systems": "does not show two system messages at the head",
+}
+
+
+@frozen
+class Limits:
+    """What is refused, and with which sentence."""
+
+    sentences: Mapping[Kind, str]
+
+    @classmethod
+    def of(cls, renderer: Renderer) -> "Limits":
+        """Try a template. What its family's row refuses is not tried."""
+        found: dict[Kind, str] = {}
+        for kind, probe in _PROBES.items():
+            why = renderer.family.refuses.get(kind)
+            fault = why if why is not None else _fault(kind, probe, renderer)
+            if fault is not None:
+                found[kind] = f"this model's chat template {fault}: put a template into the model's folder that does, or send none"
+        return cls(found)
+
+    def check(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False) -> None:
+        """Refused for what the template can not be asked. `follows`: the messages come after others."""
+        for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
+            if kind in self.sentences:
+                raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
+
+    def allow(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False) -> bool:
+        """Whether none of it is refused."""
+        return self.sentences.keys().isdisjoint(_kinds(messages, tools, follows=follows))
+
+
+def _kinds(messages: Sequence[Message], tools: Sequence[Tool], *, follows: bool) -> Iterator[Kind]:
+    if tools:
+        yield "tools"
+    head = 0 if follows else next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    if head > 1:
+        yield "two systems"
+    for message in messages[head:]:
+        if message.role == "system":
+            yield "late system"
+        if message.role == "tool":
+            yield "tool"
+        if message.calls:
+            yield "calls"
+
+
+def _fault(kind: Kind, probe: Callable[[Renderer], bool], renderer: Renderer) -> str | None:
+    try:
+        return None if probe(renderer) else _WHAT[kind]
+    except (Refused, ModelError):  # it says so itself, or leaves the text out, or fails on it
+        return _WHAT[kind]
+
+
+def _text(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+    return renderer.whole(Conversation(messages=messages, tools=tools)).text
+
+
+def _tools(renderer: Renderer) -> bool:
+    return _NAME in _text(renderer, _ASK, tools=(_TOOL,))
+
+
+def _calls(renderer: Renderer) -> bool:
+    return _VALUE in _text(renderer, _ASK, _CALLING, _ASK)
+
+
+def _tool(renderer: Renderer) -> bool:
+    following = renderer.following((_RESULT,), answered=Answered(calls=(_CALL,) if renderer.family.call_syntax != "none" else ()), thinking=None)
+    return _SAID in following.text
+
+
+def _late(renderer: Renderer) -> bool:
+    text = _text(renderer, _ASK, _ANSWER, _SYSTEM, Message(role="user", text=_LATER))
+    after = renderer.following((_SYSTEM,), answered=Answered(), thinking=None).text
+    return text.index(_ANSWER.text) < text.index(_SAID) < text.index(_LATER) and _SAID in after
+
+
+def _two(renderer: Renderer) -> bool:
+    text = _text(renderer, _SYSTEM, Message(role="system", text=_LATER), _ASK)
+    return text.index(_SAID) < text.index(_LATER)
+
+
+_PROBES: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
+    "tools": _tools,
+    "calls": _calls,
+    "tool": _tool,
+    "late system": _late,
+    "two systems": _two,
+}
