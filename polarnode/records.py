@@ -112,7 +112,8 @@ class RoutedExperts:
 
     def between(self, start: int, end: int) -> "RoutedExperts":
         """The rows of positions [start, end), as far as they are here."""
-        first, last = max(start, self.start), max(start, min(end, self.end))
+        first = min(max(start, self.start), self.end)
+        last = max(first, min(end, self.end))
         if (first, last) == (self.start, self.end):
             return self
         data = self.data[(first - self.start) * self.width : (last - self.start) * self.width]
@@ -173,6 +174,8 @@ class Turn:
     notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity: whatever a reader should know
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
+    matched: int | None = None  # of the request's `messages`, so many are the parent's path; None in journals of 0.1
+    messages: int | None = None
 
 
 @frozen(kw_only=True)

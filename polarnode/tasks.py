@@ -130,5 +130,6 @@ class TaskSpec:
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)
+    thinking: Literal["keep", "template"] = "keep"  # what a later prompt shows of sampled thoughts: all, or what the model's template would
     carry: CarrySpec = field(factory=CarrySpec)
     metadata: Mapping[str, Json] = field(factory=dict)

@@ -7,6 +7,7 @@ import pytest
 from attrs import evolve
 
 from polarnode.merge.checks import check
+from polarnode.merge.figures import lineage_figures
 from polarnode.merge.trajectory import Identity, Result, assemble, broken_laws, without_traces
 from polarnode.records import Built, Outcome, Timing, Trajectory, Turn, Verdict, floats
 from polarnode.tasks import BuilderSpec, HarnessSpec, TaskSpec
@@ -45,7 +46,8 @@ def test_everything_a_trainer_reads() -> None:
     assert [trace.reward for trace in found.traces] == [0.5]
     sampled = sum(len(turn.sampled) for turn in turns)
     counts = {"sampled_tokens": sampled, "trainable_tokens": sampled, "turns": 3, "traces": 1}
-    assert found.metrics == counts | {"refusals": {}, "evaluation": {"passed": 3}}
+    lineage = lineage_figures(turns, (), thinking="keep")
+    assert found.metrics == counts | {"refusals": {}, "evaluation": {"passed": 3}, "lineage": lineage}
     assert check(found.turns, Built(traces=found.traces, left_out=found.left_out)).trainable == sampled
     assert broken_laws(found) is None
 

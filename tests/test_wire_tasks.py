@@ -209,3 +209,18 @@ def test_toml_that_is_no_task_is_refused(text: str, path: str | None, words: str
 def test_without_a_reader_files_are_unknown_fields() -> None:
     with pytest.raises(Refused, match="instruction_file is not a known field: did you mean instruction"):
         read_task_toml(TOML)
+
+
+@pytest.mark.parametrize("policy", ["keep", "template"])
+def test_a_task_says_what_a_prompt_shows_of_thoughts(policy: str) -> None:
+    assert read_task(LEAST).thinking == "keep"
+    assert read_task({**LEAST, "thinking": policy}).thinking == policy
+    assert task_json(read_task({**LEAST, "thinking": policy}))["thinking"] == policy
+    assert read_task_toml(f'instruction = "x"\nthinking = "{policy}"\n[harness]\nname = "pi"').thinking == policy
+
+
+@pytest.mark.parametrize("policy", ["drop", "", None, True])
+def test_another_thinking_policy_is_refused_at_its_path(policy: Json) -> None:
+    with pytest.raises(Refused) as refused:
+        read_task({**LEAST, "thinking": policy})
+    assert refused.value.path == "$.thinking"

@@ -59,6 +59,8 @@ def turns(draw: st.DrawFn, *, index: int = 0, session_id: str = "s", logprob: st
         prompt_delta=draw(IDS),
         prompt_length=draw(st.integers(0, 99)),
         close_length=draw(st.integers(0, 3)),
+        matched=draw(st.none() | st.integers(0, 9)),
+        messages=draw(st.none() | st.integers(0, 9)),
         sampled=sampled,
         logprobs=floats(draw(st.lists(logprob, min_size=len(sampled), max_size=len(sampled)))),
         version_spans=draw(SPANS),

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from polarnode.exchange.events import Asked
 from polarnode.exchange.sample import Sample
+from polarnode.merge.carried import held_of
 from polarnode.ports import GenerateOrder
 from polarnode.records import Turn, TurnState
 
@@ -31,19 +32,21 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> Gen
         affinity=affinity,
         constraint=sample.request.constraint,
         constraint_after=sample.constraint_after,
-        top_logprobs=sample.request.logprobs or 0,
+        top_logprobs=max(sample.request.logprobs or 0, sample.carry.top_logprobs),
+        routed_from=sample.carry.routed_from,
     )
 
 
 def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, at: float) -> Turn:
     """The turn of a sample that ended. An answer nobody could have seen a token of is none, so that no request attaches to it.
 
-    Its logprobs are not kept beside the answer: the turn has those of every token, and alternatives are for the client alone.
+    Its logprobs are not kept beside the answer: the turn has those of every token, and alternatives where its task asked for them.
     """
     plan, answer = sample.plan, sample.answer
     if answer is None:
         raise ValueError(f"turn {plan.index} is told of before its sample ended")
     shown = evolve(answer, logprobs=()) if sample.ids else None
+    held = held_of(sample.carry, sampled=len(sample.ids), top=sample.top, routed=sample.routed)
     return Turn(
         session_id=session_id,
         index=plan.index,
@@ -57,6 +60,8 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         prompt_delta=sample.rendered.delta,
         prompt_length=len(sample.rendered.prompt),
         close_length=sample.rendered.close_length,
+        matched=plan.matched,
+        messages=plan.total,
         sampled=sample.ids,
         logprobs=sample.logprobs,
         version_spans=sample.spans,
@@ -71,7 +76,9 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         started=asked.wall,
         first_token_s=None if sample.first_at is None else sample.first_at - asked.at,
         ended_s=at - asked.at,
-        notes=(*plan.notes, *_notes(sample)),
+        notes=(*plan.notes, *_notes(sample), *held.notes),
+        top=held.top,
+        routed=held.routed,
     )
 
 

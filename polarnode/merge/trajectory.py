@@ -12,6 +12,7 @@ from polarnode.conversation import Json
 from polarnode.errors import LawBroken, PolarnodeError, Refused, boundary
 from polarnode.merge.builders import build, read_settings
 from polarnode.merge.checks import check, check_lengths
+from polarnode.merge.figures import lineage_figures
 from polarnode.merge.roles import recast
 from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.tasks import BuilderSpec, TaskSpec
@@ -85,7 +86,7 @@ def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], resul
         traces=tuple(evolve(trace, reward=reward) for trace in built.traces),
         turns=tuple(turns),
         left_out=built.left_out,
-        metrics={**counts, **result.metrics, **evaluation},
+        metrics={**counts, **result.metrics, **evaluation, "lineage": lineage_figures(turns, built.left_out, thinking=spec.thinking)},
         timing=result.timing,
         harness=identity.harness,
         harness_version=identity.harness_version,

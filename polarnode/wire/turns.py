@@ -83,6 +83,8 @@ def turn_row(turn: Turn, *, prompt_sha256: str | None, left_out: str | None) -> 
         "finish_reason": turn.finish_reason,
         "prompt_length": turn.prompt_length,
         "close_length": turn.close_length,
+        "matched": turn.matched,
+        "messages": turn.messages,
         "sampled_length": len(turn.sampled),
         "prompt_sha256": prompt_sha256,
         "sampling": {"asked": plain(turn.asked), "used": plain(turn.used)},
@@ -187,6 +189,8 @@ class TurnShape:
     timing: TurnTimingShape
     notes: tuple[str, ...] = ()
     close_length: int = 0
+    matched: int | None = None
+    messages: int | None = None
     prompt_delta: Json = None
     sampled: Json = None
     logprobs: Json = None
@@ -214,6 +218,8 @@ def turn_of(shape: TurnShape, session_id: str, path: str) -> Turn:
         prompt_delta=read_ids(shape.prompt_delta, f"{path}.prompt_delta"),
         prompt_length=shape.prompt_length,
         close_length=shape.close_length,
+        matched=shape.matched,
+        messages=shape.messages,
         sampled=read_ids(shape.sampled, f"{path}.sampled"),
         logprobs=read_floats(shape.logprobs, f"{path}.logprobs"),
         version_spans=shape.version_spans,
