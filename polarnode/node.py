@@ -187,6 +187,7 @@ async def _open_sessions(
         context_length=engines.context_length,
         log_dir=log_dir,
         ensure_image=images.ensure,
+        drops_thinking=model.template.drops_thinking_before,
         allowed_imports=config.import_paths,
     )
     async with trio.open_nursery() as nursery:

@@ -161,6 +161,7 @@ async def town(
         context_length=4096,
         log_dir=tmp_path,
         ensure_image=_ensure_image,
+        drops_thinking=lambda new: any(message.role == "user" for message in new),
         allowed_imports=ALLOWED,
     )
     async with trio.open_nursery() as nursery:

@@ -299,7 +299,7 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
     full = attrs.evolve(
         turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", request_key="r",
         before_key="b", message_key="m", answer=Answer(parts=(TextPart("x"),), finish_reason="length"), asked=Sampling(top_k=3),
-        used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
+        matched=1, messages=2, used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
         top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),
         routed=RoutedExperts(start=4, layers=2, top_k=1, dtype="int16", data=bytes(8)),
     )  # fmt: skip

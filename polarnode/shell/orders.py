@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from polarnode.evaluators.evaluator import Evaluator
 from polarnode.harnesses.harness import Harness
+from polarnode.merge.thoughts import DropsThinking
 from polarnode.merge.trajectory import Identity
 from polarnode.ports import Endpoint, HarnessOrder
 from polarnode.records import Trajectory
@@ -73,4 +74,5 @@ class House:
     context_length: int
     log_dir: Path
     ensure_image: Callable[[str], Awaitable[None]]
+    drops_thinking: DropsThinking  # the model's template
     allowed_imports: tuple[str, ...] = ()

@@ -160,10 +160,11 @@ class Scheduler:
 
     def _live(self, order: SessionOrder) -> LiveSession:
         session_id = order.identity.session_id
+        drops = self.house.drops_thinking if order.spec.thinking == "template" else None
         return LiveSession(
             session_id=session_id,
             key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
-            lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32)),
+            lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
             sampling=order.spec.sampling,
             budgets=order.spec.budgets,
             record=self.record.turn,
