@@ -32,6 +32,8 @@ class NodeConfig:
     simulated: Simulation = field(factory=Simulation)  # how fast a simulated engine is
     context_length: int | None = None  # tokens; None: what the checkpoint says
     mem_fraction: float | None = None  # share of GPU memory for weights and KV cache; None: SGLang's choice
+    routed_experts: bool = False  # the engine remembers which experts of a mixture read each token: 4 bytes each for every token of its KV cache
+    carried_mb: int = 256  # MiB a session may carry beside ids and logprobs: 5 times the experts of 128k tokens on 48 layers of 8
     host: str = "127.0.0.1"
     port: int = 8080
     token: str | None = None
@@ -108,7 +110,7 @@ def _check(config: NodeConfig) -> None:
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):
         raise ConfigError(f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them")
     _check_simulated(config.simulated)
-    for name in ("init_limit", "run_limit", "post_limit"):
+    for name in ("init_limit", "run_limit", "post_limit", "carried_mb"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1")
     if config.token is None and not _is_loopback(config.host):

@@ -21,7 +21,7 @@ from polarnode.engine_host.protocol import Marks
 from polarnode.errors import ConfigError
 from polarnode.merge.trajectory import Result, assemble
 from polarnode.records import Outcome
-from polarnode.shell.engine import Engines, EngineSettings, Simulated, open_engines
+from polarnode.shell.engine import Engines, EngineSettings, Simulated, open_engines, unrouted
 from polarnode.shell.gates import Gate
 from polarnode.shell.journal import Journal, UnfinishedSession, open_journal
 from polarnode.shell.live import LiveSessions
@@ -189,6 +189,8 @@ async def _open_sessions(
         ensure_image=images.ensure,
         drops_thinking=model.template.drops_thinking_before,
         allowed_imports=config.import_paths,
+        carried_limit=config.carried_mb << 20,
+        unrouted=None if engines.routes else _unrouted(config, model),
     )
     async with trio.open_nursery() as nursery:
         yield Scheduler(
@@ -234,8 +236,15 @@ def _engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Eng
         context_length=config.context_length,
         mem_fraction=config.mem_fraction,
         state_dir=state,
+        routed_experts=config.routed_experts,
         simulated=_simulated(config, model) if config.engine == "simulated" else None,
     )
+
+
+def _unrouted(config: NodeConfig, model: LoadedModel) -> str:
+    """Why the engine of this node tells no routed experts, and what to do about it."""
+    settings = _engine_settings(config, Path(config.state_dir), model)
+    return unrouted(settings) or "the engine was started without them; start the node with --routed-experts"
 
 
 def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:

@@ -8,7 +8,7 @@ from typing import Protocol
 from attrs import field, frozen
 
 from polarnode.conversation import Constraint, FinishReason, Json, Sampling
-from polarnode.records import VersionSpan
+from polarnode.records import RoutedExperts, TopLogprobs, VersionSpan
 from polarnode.tasks import McpServerSpec
 
 
@@ -52,7 +52,8 @@ class GenerateOrder:
     """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names the session whose prefix is cached.
 
     `top_logprobs`: how many alternatives to show with each token. `constraint_after`: the id behind which `constraint` begins, the end of a
-    thought that the prompt left open; None begins with the first token.
+    thought that the prompt left open; None begins with the first token. `routed_from`: the first position of the prompt whose experts are to
+    be told, of all from there on; None tells none.
     """
 
     request_id: str
@@ -64,14 +65,15 @@ class GenerateOrder:
     top_logprobs: int = 0
     steering: Steering | None = None
     constraint_after: int | None = None
+    routed_from: int | None = None
 
 
 @frozen(kw_only=True)
 class Chunk:
     """Some tokens of a sample, in order. The last chunk has `finish_reason`; `version_spans` index into the whole sample so far.
 
-    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`), "length" or "abort". `top_logprobs` is
-    empty unless it was asked for, else for each of `ids` its alternatives as (id, logprob in nats), likeliest first.
+    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`), "length" or "abort". `top_logprobs`
+    has a row for each of `ids` where it was asked for. `routed` comes with the last chunk where it was asked for, unless that is an "abort".
     """
 
     ids: "array[int]"
@@ -79,7 +81,8 @@ class Chunk:
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
 
 
 class Engine(Protocol):

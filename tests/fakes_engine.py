@@ -17,7 +17,7 @@ from attrs import define, field
 from polarnode.conversation import Constraint, FinishReason, Sampling
 from polarnode.errors import ContextTooLong, EngineError
 from polarnode.ports import Chunk, Engine, GenerateOrder, Steering
-from polarnode.records import VersionSpan, floats, ids
+from polarnode.records import RoutedExperts, TopLogprobs, VersionSpan, floats, ids
 from polarnode.shell.engine.calls import check_order, to_generate
 from polarnode.shell.engine.statistics import EngineStatistics, HostStatistics
 
@@ -35,12 +35,19 @@ def counting(order: GenerateOrder) -> Sequence[int]:
     return [(order.prompt[-1] + step) % 997 for step in range(1, 5000)]
 
 
+def routes(start: int, end: int, layers: int) -> RoutedExperts:
+    """Rows that tell their position."""
+    data = b"".join(bytes([place % 251]) * layers for place in range(start, end))
+    return RoutedExperts(start=start, layers=layers, top_k=1, dtype="uint8", data=data)
+
+
 @define(eq=False)
 class ScriptedEngine:
     """Answers with `reply(order)`, `chunk` tokens at a time, every logprob -0.5, until a stop id, `max_tokens`, or the reply's end ("stop").
 
     `orders` are all orders taken, `ended` counts how each ended ("abort" when its block was left early). `hold`: wait for it before the
-    second chunk, to catch a generation half-way. `fail`: raise it instead of the second chunk.
+    second chunk, to catch a generation half-way. `fail`: raise it instead of the second chunk. `layers`: how many layers of experts it has,
+    each of which reads the token at a position p with expert p % 251.
     """
 
     reply: Reply = counting
@@ -50,13 +57,14 @@ class ScriptedEngine:
     chunk: int = 4
     hold: trio.Event | None = None
     fail: EngineError | None = None
+    layers: int = 0
     orders: list[GenerateOrder] = field(factory=list)
     ended: "Counter[str]" = field(factory=Counter)
     _running: int = 0
 
     @asynccontextmanager
     async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
-        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length)
+        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.layers > 0)
         await trio.lowlevel.checkpoint()
         self.orders.append(order)
         self._running += 1
@@ -102,12 +110,18 @@ class _Stream:
             logprobs=floats([-0.5] * len(part)),
             finish_reason=self.finish,
             version_spans=(VersionSpan(version=self._engine.weight_version, start=0, end=self._given),),
-            top_logprobs=tuple(map(self._alternatives, part)) if self._order.top_logprobs else (),
+            top_logprobs=self._alternatives(part) if self._order.top_logprobs else None,
+            routed=self._routed() if self.finish is not None and self._order.routed_from is not None else None,
         )
 
-    def _alternatives(self, token: int) -> tuple[tuple[int, float], ...]:
-        """The token itself, and its neighbours after it, each less likely than the one before."""
-        return tuple(((token + step) % self._engine.vocab_size, -0.5 * (step + 1)) for step in range(self._order.top_logprobs))
+    def _alternatives(self, part: Sequence[int]) -> TopLogprobs:
+        """Each token itself, and its neighbours after it, each less likely than the one before."""
+        steps = range(self._order.top_logprobs)
+        others = ids([(token + step) % self._engine.vocab_size for token in part for step in steps])
+        return TopLogprobs(k=len(steps), ids=others, logprobs=floats([-0.5 * (step + 1) for _ in part for step in steps]))
+
+    def _routed(self) -> RoutedExperts:
+        return routes(self._order.routed_from or 0, len(self._order.prompt) + self._given - 1, self._engine.layers)
 
     async def _interfere(self) -> None:
         if self._engine.hold is not None:
@@ -190,13 +204,14 @@ async def _alternatives_are_the_likeliest(engine: WatchedEngine) -> None:
     """At temperature 0 the token itself is the first of them, at every length of a chunk."""
     chunks = await sample(engine, order(max_tokens=9, top_logprobs=3))
     for chunk in chunks:
-        assert len(chunk.top_logprobs) == len(chunk.ids)
-        for token, logprob, others in zip(chunk.ids, chunk.logprobs, chunk.top_logprobs, strict=True):
-            assert len(others) == 3
+        assert chunk.top_logprobs is not None
+        assert (chunk.top_logprobs.k, chunk.top_logprobs.rows) == (3, len(chunk.ids))
+        for place, (token, logprob) in enumerate(zip(chunk.ids, chunk.logprobs, strict=True)):
+            others = chunk.top_logprobs.row(place)
             assert others[0][0] == token
             assert others[0][1] == pytest.approx(logprob, abs=1e-5)
             assert sorted((each[1] for each in others), reverse=True) == [each[1] for each in others]
-    assert not any(chunk.top_logprobs for chunk in await sample(engine, order(max_tokens=9)))
+    assert not any(chunk.top_logprobs or chunk.routed for chunk in await sample(engine, order(max_tokens=9)))
 
 
 async def _bad_orders_are_refused(engine: WatchedEngine) -> None:

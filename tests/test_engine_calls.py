@@ -8,10 +8,10 @@ from attrs import evolve
 from fakes_engine import order
 
 from polarnode.conversation import Constraint, Sampling
-from polarnode.engine_host.protocol import Piece
+from polarnode.engine_host.protocol import Piece, Routed
 from polarnode.errors import ContextTooLong, EngineError
 from polarnode.ports import Chunk, GenerateOrder, Steering
-from polarnode.records import VersionSpan, floats, ids
+from polarnode.records import RoutedExperts, TopLogprobs, VersionSpan, floats, ids
 from polarnode.shell.engine.calls import Call, check_order, sampling_parameters, to_generate
 
 RID = "0" * 32
@@ -91,7 +91,32 @@ async def test_alternatives_are_given_to_their_tokens() -> None:
     call = Call(rid=RID)
     others: dict[str, Any] = {"alternative_ids": ids([1, 5, 2, 6]).tobytes(), "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes()}
     chunks = await read(call, piece([1, 2], **others), piece([3], finish="stop"))
-    assert [chunk.top_logprobs for chunk in chunks] == [(((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))), ()]
+    top = chunks[0].top_logprobs
+    assert top is not None
+    assert [top.row(place) for place in range(top.rows)] == [((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))]
+    assert chunks[1].top_logprobs is None
+
+
+async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> None:
+    call = Call(rid=RID)
+    call.take(piece([1]))
+    first = await call.__anext__()
+    for start, wide in ((2, b"\1\0\2\0"), (3, b"\3\0\4\1")):
+        call.take(Routed(rid=RID, start=start, layers=2, top_k=1, wide=True, data=wide))
+    assert not call.over
+    call.take(piece([2], finish="stop"))
+    last = await call.__anext__()
+    assert first.routed is None
+    assert last.routed == RoutedExperts(start=2, layers=2, top_k=1, dtype="int16", data=b"\1\0\2\0\3\0\4\1")
+    assert (await read(Call(rid=RID), piece([1], finish="stop")))[0].routed is None
+
+
+async def test_what_waits_is_one_chunk_with_all_of_its_alternatives() -> None:
+    call = Call(rid=RID)
+    for token in (1, 2):
+        call.take(piece([token], alternative_ids=ids([token, 9]).tobytes(), alternative_logprobs=floats([-0.5, -token]).tobytes()))
+    chunk = await call.__anext__()
+    assert chunk.top_logprobs == TopLogprobs(k=2, ids=ids([1, 9, 2, 9]), logprobs=floats([-0.5, -1, -0.5, -2]))
 
 
 def test_no_default_of_an_engine_decides() -> None:

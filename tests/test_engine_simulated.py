@@ -256,8 +256,13 @@ async def test_it_serves_and_ends_and_leaves_nothing(model: LoadedModel, tmp_pat
         assert chunks[-1].finish_reason == "stop"
         assert chunks[-1].version_spans == (VersionSpan(version="0", start=0, end=256),)
         for chunk in chunks:
-            told = zip(chunk.ids, chunk.logprobs, chunk.top_logprobs, strict=True)
-            assert all(len(others) == 2 and others[0] == (token, logprob) and others[1][1] < logprob for token, logprob, others in told)
+            top = chunk.top_logprobs
+            assert top is not None
+            assert (top.k, top.rows) == (2, len(chunk.ids))
+            told = zip(chunk.ids, chunk.logprobs, map(top.row, range(top.rows)), strict=True)
+            assert all(others[0] == (token, logprob) and others[1][1] < logprob for token, logprob, others in told)
+        with pytest.raises(EngineError, match="--routed-experts"):
+            await sample(engines, order([1], routed_from=0))
         with pytest.raises(EngineError, match="keep no regex") as caught:
             await sample(engines, order([1], constraint=Constraint(kind="regex", text="a")))
         assert not caught.value.retryable

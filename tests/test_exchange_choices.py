@@ -34,7 +34,7 @@ from polarnode.exchange.speaking import silence, speak
 from polarnode.exchange.told import request_ids
 from polarnode.merge.builders import build
 from polarnode.providers.dialect import Reply
-from polarnode.records import VersionSpan
+from polarnode.records import TopLogprobs, VersionSpan, floats, ids
 from polarnode.tasks import BuilderSpec
 
 BODY = b'{"name": "go", "arguments": {}}'
@@ -177,9 +177,9 @@ def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
 def test_alternatives_are_bytes_likeliest_first() -> None:
     scene = Scene(LINES, logprobs=2, stream=False)
     assert orders(scene.to_generation())[0].top_logprobs == 2
-    top = (((ord("x"), -0.1), (CALL, -2.5)), ((END, -0.2),))
+    top = TopLogprobs(k=2, ids=ids([ord("x"), CALL, END, 0]), logprobs=floats([-0.1, -2.5, -0.2, -9]))
     commands = scene.play((sampled([ord("x"), END], "stop", top_logprobs=top), [Record, Answered, Reply]))
-    alternatives = (Alternative(data=b"x", logprob=-0.1), Alternative(data=b"<257>", logprob=-2.5))
+    alternatives = (Alternative(data=b"x", logprob=pytest.approx(-0.1)), Alternative(data=b"<257>", logprob=-2.5))  # float32, as everywhere
     assert answered(commands).logprobs == (TokenLogprob(data=b"x", logprob=-0.5, top=alternatives),)
 
 
@@ -341,7 +341,7 @@ def test_however_a_sample_is_cut_into_chunks_its_answer_and_turn_are_the_same(
         commands: list[Command] = []
         for start, end in pairwise(bounds):
             logprobs = [-place / 8 for place in range(start, end)]
-            top = tuple(((token, -0.25),) for token in tokens[start:end])
+            top = TopLogprobs(k=1, ids=ids(tokens[start:end]), logprobs=floats([-0.25] * (end - start)))
             finish = "stop" if end == len(tokens) else None
             commands += scene.exchange.receive(sampled(tokens[start:end], finish, start=start, logprobs=logprobs, top_logprobs=top))
         turn = scene.turn(commands)

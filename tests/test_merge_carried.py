@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.merge import carried
-from polarnode.merge.carried import CUT, LIMIT, Carriage, Carrier, Carry, carried_of, note, routed_of, top_of, versions_of
+from polarnode.merge.carried import CUT, LIMIT, Carriage, Carrier, Carry, Held, carried_of, held_of, note, routed_of, top_of, versions_of
 from polarnode.records import RoutedExperts, TopLogprobs, Trace, Turn, TurnSpan, VersionSpan, floats, ids
 from polarnode.tasks import CarrySpec
 
@@ -158,4 +157,28 @@ def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None
     assert asked.notes == (f"not carried: top_logprobs: {LIMIT}", f"not carried: routed_experts: {LIMIT}")
     carrier.add(turn(2, 1, 1, 1, before=10, notes=asked.notes))
     assert carrier.metrics()["uncarried_turns"] == 1
-    assert carried.size_of(line()[0]) == 56
+
+
+# ── a turn ────────────────────────────────────────────────────────────────────
+
+
+def test_a_turn_holds_what_the_engine_told() -> None:
+    carry = Carry(top_logprobs=2, routed_from=0, room=100)
+    whole = held_of(carry, sampled=2, top=[likely(0, 1), likely(2, 1)], routed=experts(0, 4))
+    assert whole.top is not None
+    assert whole.top.ids.tolist() == [0, 1, 2, 3]
+    assert (whole.routed, whole.notes) == (experts(0, 4), ())
+    assert held_of(carry, sampled=0, top=[], routed=None) == Held()
+    assert held_of(Carry(), sampled=2, top=[], routed=None) == Held()
+
+
+def test_a_turn_says_what_it_does_not_hold() -> None:
+    carry = Carry(top_logprobs=2, routed_from=0, room=100)
+    assert held_of(carry, sampled=2, top=[likely(0, 2)], routed=None) == Held(top=likely(0, 2), notes=(note("routed_experts", CUT),))
+    short = held_of(carry, sampled=2, top=[likely(0, 1)], routed=experts(0, 4))
+    assert (short.top, short.routed) == (None, experts(0, 4))
+    assert "fewer tokens" in short.notes[0]
+    full = held_of(Carry(top_logprobs=2, routed_from=0, room=55), sampled=2, top=[likely(0, 2)], routed=experts(0, 4))
+    assert full == Held(notes=(note("top_logprobs", LIMIT), note("routed_experts", LIMIT)))
+    before = held_of(Carry(notes=(note("top_logprobs", LIMIT),)), sampled=2, top=[], routed=None)
+    assert before == Held(notes=(note("top_logprobs", LIMIT),))

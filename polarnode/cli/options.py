@@ -36,6 +36,7 @@ def node_options(command: Command) -> Command:
         click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
         click.option("--context-length", type=int, help="Tokens a prompt and its answer may have. [default: the checkpoint's]"),
+        click.option("--routed-experts", is_flag=True, default=None, help="Remember which experts read each token, for tasks that carry them."),
         click.option("--run-limit", type=int, help="Harnesses running at once. [default: 64]"),
         click.option("--record-requests", metavar="FOLDER", help="Write every request of a harness as it came, for polarnode replay."),
         click.option("--base-image", help="Public Debian image to build runtimes on. [default: one that can be had, else built here]"),

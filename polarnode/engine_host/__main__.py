@@ -68,7 +68,7 @@ def _serve(connection: socket.socket, tag: str) -> None:
 
     async def run() -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
-        serving = Serving(engine=engine, reader=reader, writer=writer, decoder=decoder, version=ready.weight_version)
+        serving = Serving(engine=engine, reader=reader, writer=writer, decoder=decoder, version=ready.weight_version, experts=ready.experts)
         serving.say(ready)
         await serving.run()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from polarnode.conversation import Json
 from polarnode.engine_host import scheduling
-from polarnode.engine_host.protocol import Ready
+from polarnode.engine_host.protocol import EXPERT_COUNTS, Experts, Ready
 
 STUBS = Path(__file__).parent / "stubs"
 
@@ -44,7 +44,14 @@ def describe(engine: Any) -> Ready:
         max_total_tokens=int(info["max_total_num_tokens"]),
         weight_version=str(engine.server_args.weight_version),
         sglang_version=sglang.__version__,
+        experts=_experts(manager.model_config.hf_text_config) if engine.server_args.enable_return_routed_experts else None,
     )
+
+
+def _experts(config: Any) -> Experts:
+    """The shape of what SGLang's capturer keeps: a row for every layer, those without experts too."""
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    return Experts(layers=int(config.num_hidden_layers), top_k=int(config.num_experts_per_tok), number=next(int(each) for each in counts if each))
 
 
 def _name_semaphores(tag: str) -> None:

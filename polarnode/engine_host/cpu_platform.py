@@ -28,9 +28,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
 
     def init_backend(self) -> None:
         """SGLang calls it once in each worker, before a model is made."""
-        from polarnode.engine_host.cpu_attention import install
+        from polarnode.engine_host import cpu_attention, cpu_experts
 
-        install()
+        cpu_attention.install()
+        cpu_experts.install()
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -8,7 +8,7 @@ others import, so nothing here waits and nothing here is sglang's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 import msgpack  # type: ignore[import-untyped]
 from attrs import define, field, fields, frozen
@@ -17,7 +17,10 @@ from polarnode.conversation import Json
 
 MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
 CHUNKS_A_FRAME = 1024  # chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
+BYTES_A_FRAME = 4 << 20  # of arrays: one more message of the largest kind still fits a frame
 _HEAD = 4
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")  # a config.json has one of these where the model is a mixture
 
 PauseMode = Literal["in_place", "retract", "abort"]
 HostFinish = Literal["stop", "length", "abort"]
@@ -66,7 +69,7 @@ class Generate:
     """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
 
     `top_logprobs` alternatives are told with each token; `processor` is a logit processor in SGLang's spelling; the constraint among the
-    sampling parameters begins behind `constraint_after`, where that is said.
+    sampling parameters begins behind `constraint_after`, where that is said. `routed_from`: the first position whose experts are told.
     """
 
     rid: str
@@ -75,6 +78,7 @@ class Generate:
     top_logprobs: int = 0
     processor: str | None = None
     constraint_after: int | None = None
+    routed_from: int | None = None
 
 
 @frozen(kw_only=True)
@@ -115,9 +119,24 @@ class Shutdown:
 # ── host to node ──────────────────────────────────────────────────────────────
 
 
+class Experts(NamedTuple):
+    """What a row of routed experts is: `top_k` numbers below `number` for each of `layers`."""
+
+    layers: int
+    top_k: int
+    number: int
+
+
+def _row(said: Sequence[int] | None) -> Experts | None:
+    return None if said is None else Experts(*said)
+
+
 @frozen(kw_only=True)
 class Ready:
-    """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together."""
+    """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
+
+    `experts` is there where the engine remembers which experts read each token.
+    """
 
     vocab_size: int
     context_length: int
@@ -125,6 +144,7 @@ class Ready:
     max_total_tokens: int
     weight_version: str
     sglang_version: str
+    experts: Experts | None = field(default=None, converter=_row)
 
 
 def _spans(said: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
@@ -149,6 +169,21 @@ class Piece:
     cached_tokens: int = 0
     alternative_ids: bytes = b""
     alternative_logprobs: bytes = b""
+
+
+@frozen(kw_only=True)
+class Routed:
+    """Some rows of a sample's routed experts, from position `start` on: uint8, or little-endian int16 where `wide`.
+
+    They come in order before the sample's last piece, in several messages where there are many.
+    """
+
+    rid: str
+    start: int
+    layers: int
+    top_k: int
+    wide: bool
+    data: bytes
 
 
 @frozen(kw_only=True)
@@ -187,26 +222,13 @@ class Fatal:
 
 
 ToHost = Start | Generate | Abort | Pause | Continue | UpdateWeights | Shutdown
-ToNode = Ready | Piece | Failed | Done | Load | Fatal
+ToNode = Ready | Piece | Routed | Failed | Done | Load | Fatal
 Message = ToHost | ToNode
 
-_CLASSES: tuple[type[Message], ...] = (
-    Start,
-    Generate,
-    Abort,
-    Pause,
-    Continue,
-    UpdateWeights,
-    Shutdown,
-    Ready,
-    Piece,
-    Failed,
-    Done,
-    Load,
-    Fatal,
-)
+_CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))
 _CODES = {kind: code for code, kind in enumerate(_CLASSES)}
 _FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
+_ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes) for kind in _CLASSES}
 
 
 class FrameError(ValueError):
@@ -222,13 +244,16 @@ def encode(*messages: Message) -> bytes:
 
 
 def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
-    """Frames for any number of messages, CHUNKS_A_FRAME at most in each."""
+    """Frames for any number of messages, CHUNKS_A_FRAME at most in each, and fewer where they are large."""
     waiting: list[Message] = []
+    size = 0
     for message in messages:
         waiting.append(message)
-        if len(waiting) == CHUNKS_A_FRAME:
+        size += sum(len(value) for name in _ARRAYS[type(message)] if isinstance(value := getattr(message, name), bytes))
+        if len(waiting) == CHUNKS_A_FRAME or size > BYTES_A_FRAME:
             yield encode(*waiting)
             waiting.clear()
+            size = 0
     if waiting:
         yield encode(*waiting)
 

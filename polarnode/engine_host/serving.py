@@ -7,7 +7,7 @@ a kind and a late answer would go to the next caller.
 
 import asyncio
 import multiprocessing
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, assert_never
 
 from attrs import define, field
@@ -16,6 +16,7 @@ from polarnode.engine_host.protocol import (
     Abort,
     Continue,
     Done,
+    Experts,
     Failed,
     Fatal,
     FrameDecoder,
@@ -30,7 +31,7 @@ from polarnode.engine_host.protocol import (
     UpdateWeights,
     encode_all,
 )
-from polarnode.engine_host.words import piece, request
+from polarnode.engine_host.words import piece, request, routed
 
 LOAD_INTERVAL = 0.25  # seconds between looks at the scheduler's load: a shared-memory read of some 20 us; routing needs no finer
 READ_SIZE = 1 << 16
@@ -47,6 +48,7 @@ class Serving:
     _writer: asyncio.StreamWriter
     _decoder: FrameDecoder
     _version: str
+    _experts: Experts | None = None
     _outbox: list[ToNode] = field(factory=list)
     _wake: asyncio.Event = field(factory=asyncio.Event)
     _resumed: asyncio.Event = field(factory=asyncio.Event)
@@ -129,10 +131,24 @@ class Serving:
     async def _stream(self, order: Generate) -> None:
         if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
             raise ValueError("this engine takes no logit processor: start it with the extra engine argument enable_custom_logit_processor = true")
+        if order.routed_from is not None and self._experts is None:
+            raise ValueError("this engine does not remember which experts read a token: start the node with --routed-experts")
         # cached keys and values of other weights must not be found: the version is their salt
         chunks = await self._engine.async_generate(**request(order), cache_salt=self._version)
+        length = len(order.prompt) // 4
         async for chunk in chunks:
-            self.say(piece(order.rid, chunk["output_ids"], chunk["meta_info"], top_logprobs=order.top_logprobs))
+            sampled, meta = chunk["output_ids"], chunk["meta_info"]
+            length += len(sampled)
+            said = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs)
+            for message in self._with_experts(order, said, length, meta):
+                self.say(message)
+
+    def _with_experts(self, order: Generate, said: Piece | Failed, length: int, meta: Mapping[str, Any]) -> Sequence[ToNode]:
+        """A piece, and before the last one the experts that were asked for; an aborted request tells none."""
+        if order.routed_from is None or self._experts is None or not isinstance(said, Piece) or said.finish in (None, "abort"):
+            return (said,)
+        rows = routed(order, self._experts, length, meta)
+        return (rows,) if isinstance(rows, Failed) else (*rows, said)
 
     # ── control ───────────────────────────────────────────────────────────────
 

@@ -4,12 +4,17 @@ Rule for whoever edits it: whatever SGLang gives in another shape than the one w
 """
 
 from array import array
+from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any
 
-from polarnode.engine_host.protocol import Failed, Generate, HostFinish, Piece
+import numpy
+from attrs import evolve
+
+from polarnode.engine_host.protocol import Experts, Failed, Generate, HostFinish, Piece, Routed
 
 AFTER = "polarnode_constraint_after"  # among a request's custom_params, for `grammars`: the id behind which its constraint begins
+SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
 IMPOSSIBLE = -9999.0  # nats, in place of float32's least: what OpenAI shows for a token that can not be sampled
 
 
@@ -25,6 +30,8 @@ def request(order: Generate) -> dict[str, Any]:
         "logprob_start_len": -1,
         "top_logprobs_num": order.top_logprobs,
         "custom_logit_processor": order.processor,
+        "return_routed_experts": order.routed_from is not None,
+        "routed_experts_start_len": order.routed_from or 0,
         "stream": True,
     }
 
@@ -52,6 +59,40 @@ def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: in
         alternative_ids=array("i", [entry[1] for entry in others]).tobytes(),
         alternative_logprobs=array("f", [max(entry[0], IMPOSSIBLE) for entry in others]).tobytes(),
     )
+
+
+def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, Any]) -> list[Routed] | Failed:
+    """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and sample, as its last chunk tells them.
+
+    SGLang sends int32, and the last token has no row. A build that ignores where to start sends all rows, and is understood.
+    """
+    told = meta.get("routed_experts")
+    if told is None:
+        return _unrouted(order, "the engine gave no routed experts, which it was asked for")
+    start, width = order.routed_from or 0, experts.layers * experts.top_k
+    given = numpy.frombuffer(b64decode(told), dtype="<i4")
+    wanted = max(0, length - 1 - start)
+    if given.size not in (wanted * width, (length - 1) * width):
+        numbers = f"{given.size} numbers for {wanted} positions of {experts.layers} layers with {experts.top_k} experts each"
+        return _unrouted(order, f"the engine gave routed experts in another shape: {numbers}")
+    rows = given[given.size - wanted * width :]
+    if rows.size and not rows.view("<u4").max() < experts.number:  # in one pass: what is below 0 is above everything so
+        return _unrouted(order, f"the engine named experts from {rows.min()} to {rows.max()}, this model has 0 to {experts.number - 1}")
+    wide = experts.number > 256
+    data = rows.astype("<i2" if wide else "u1").tobytes()
+    return _slabs(Routed(rid=order.rid, start=start, layers=experts.layers, top_k=experts.top_k, wide=wide, data=data))
+
+
+def _slabs(whole: Routed) -> list[Routed]:
+    """In messages that fit a frame, cut between rows."""
+    width = whole.layers * whole.top_k * (2 if whole.wide else 1)
+    rows = max(1, SLAB // width)
+    places = range(0, max(1, len(whole.data) // width), rows)
+    return [evolve(whole, start=whole.start + first, data=whole.data[first * width : (first + rows) * width]) for first in places]
+
+
+def _unrouted(order: Generate, message: str) -> Failed:
+    return Failed(rid=order.rid, message=message, retryable=True)
 
 
 def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:

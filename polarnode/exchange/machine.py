@@ -18,6 +18,7 @@ from polarnode.exchange.commands import Abandon, Abort, Answered, Break, Command
 from polarnode.exchange.events import Asked, ClientLeft, EngineFailed, Event, Produced, Quiet, Rendered, SessionEnded, Unrenderable
 from polarnode.exchange.sample import AnswerParser, Sample
 from polarnode.exchange.told import order_of, request_ids, turn_of
+from polarnode.merge.carried import Carry
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
 from polarnode.providers.dialect import JSON_TYPE, Call, Dialect, Fault, LastWords, Reply, StreamWriter
@@ -29,7 +30,10 @@ CANCELLED: Final = Fault(kind="cancelled", message="the generation was ended for
 
 @frozen(kw_only=True)
 class Terms:
-    """What one exchange is held to. `sampling` is the task's and wins; `token_room` is what the session may still sample (None: no limit)."""
+    """What one exchange is held to. `sampling` is the task's and wins; `token_room` is what the session may still sample (None: no limit).
+
+    `carry` is what its turns carry.
+    """
 
     session_id: str
     dialect: Dialect
@@ -40,6 +44,7 @@ class Terms:
     stop_ids: tuple[int, ...]
     new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"  # for a plan's answer, its prompt and the stop strings
     token_bytes: Callable[[int], bytes]
+    carry: Carry = field(factory=Carry)
 
 
 @define(eq=False)
@@ -106,6 +111,7 @@ class Exchange:
                 parser=self.terms.new_parser(plan, before, used.stop),
                 token_bytes=self.terms.token_bytes,
                 spoken=ask.spoken,
+                carry=self.terms.carry,
             )
             self._samples.append(sample)
         for choice, sample in enumerate(self._samples):

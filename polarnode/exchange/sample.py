@@ -11,9 +11,10 @@ from attrs import define, evolve, field
 
 from polarnode.conversation import Alternative, Answer, Delta, FinishReason, ModelRequest, Sampling, TokenLogprob, Usage
 from polarnode.exchange.events import Rendered
+from polarnode.merge.carried import Carry
 from polarnode.merge.lineage import Plan
 from polarnode.ports import Chunk
-from polarnode.records import VersionSpan, floats, ids
+from polarnode.records import RoutedExperts, TopLogprobs, VersionSpan, floats, ids
 from polarnode.tokens.flow import joined
 from polarnode.tokens.parse import Finished
 
@@ -53,9 +54,12 @@ class Sample:
     parser: AnswerParser
     token_bytes: Callable[[int], bytes]
     spoken: "array[int]" = field(factory=ids)
+    carry: Carry = field(factory=Carry)
     ids: "array[int]" = field(factory=ids, init=False)
     logprobs: "array[float]" = field(factory=floats, init=False)
     spans: tuple[VersionSpan, ...] = field(default=(), init=False)
+    top: list[TopLogprobs] = field(factory=list, init=False)  # a chunk each, where they are carried
+    routed: RoutedExperts | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)
     first_at: float | None = field(default=None, init=False)
     answer: Answer | None = field(default=None, init=False)
@@ -84,9 +88,17 @@ class Sample:
         self.logprobs.extend(chunk.logprobs[:kept])
         self.spans = _within(chunk.version_spans, len(self.ids))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        self._keep(chunk, kept)
         if self._unshown:
             deltas, self._unshown = joined([*self._unshown, *deltas]), []
         return deltas
+
+    def _keep(self, chunk: Chunk, kept: int) -> None:
+        """What the turn carries of a chunk; the last token kept has no experts, for nothing was computed from it."""
+        if self.carry.top_logprobs and chunk.top_logprobs is not None and kept:
+            self.top.append(chunk.top_logprobs.until(kept).narrowed(self.carry.top_logprobs))
+        if chunk.routed is not None:
+            self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
 
     def finish(self, reason: FinishReason) -> list[Delta]:
         """Read no more. What was not shown yet."""
@@ -118,7 +130,7 @@ class Sample:
     def _told(self, chunk: Chunk, place: int) -> tuple[TokenLogprob, ...]:
         if self.request.logprobs is None:
             return ()
-        likely = chunk.top_logprobs[place] if chunk.top_logprobs else ()
+        likely = () if chunk.top_logprobs is None else chunk.top_logprobs.row(place)[: self.request.logprobs]
         top = tuple(Alternative(data=self.token_bytes(token), logprob=logprob) for token, logprob in likely)
         return (TokenLogprob(data=self.token_bytes(chunk.ids[place]), logprob=chunk.logprobs[place], top=top),)
 

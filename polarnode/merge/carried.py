@@ -110,6 +110,32 @@ class Carry:
     notes: tuple[str, ...] = ()
 
 
+@frozen(kw_only=True)
+class Held:
+    """What a turn carries: the fields of `Turn` of the same names, and its notes of what is not there."""
+
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    notes: tuple[str, ...] = ()
+
+
+def held_of(carry: Carry, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None) -> Held:
+    """What a turn of `sampled` tokens carries of what the engine told. A sample that was cut has no experts: SGLang tells them at its end."""
+    if not sampled:
+        return Held()
+    rows, notes = TopLogprobs.joined(top), list(carry.notes)
+    if carry.top_logprobs and (rows is None or rows.rows != sampled):
+        rows = None
+        notes.append(note("top_logprobs", "the engine told of fewer tokens than it sampled"))
+    if carry.routed_from is not None and routed is None:
+        notes.append(note("routed_experts", CUT))
+    if size_of(rows, routed) > carry.room:
+        lost: tuple[Carried, ...] = () if rows is None else ("top_logprobs",)
+        lost = lost if routed is None else (*lost, "routed_experts")
+        return Held(notes=(*notes, *(note(what, LIMIT) for what in lost)))
+    return Held(top=rows, routed=routed, notes=tuple(notes))
+
+
 @define(eq=False)
 class Carrier:
     """What one session's turns carry, and how much that is. `limit` bytes are the most; beyond it turns say that they carry nothing."""
@@ -139,7 +165,7 @@ class Carrier:
         if turn.routed is not None and turn.routed.start <= have:
             have = max(have, turn.routed.end)
         self._covered[turn.index] = have
-        self.carried += size_of(turn)
+        self.carried += size_of(turn.top, turn.routed)
         self.without += any(each.startswith(NOT_CARRIED) for each in turn.notes)
 
     def metrics(self) -> Mapping[str, Json]:
@@ -152,6 +178,6 @@ class Carrier:
         return (*top, "routed_experts") if self.spec.routed_experts else top
 
 
-def size_of(turn: Turn) -> int:
-    """Bytes that a turn carries."""
-    return (0 if turn.top is None else turn.top.size) + (0 if turn.routed is None else len(turn.routed.data))
+def size_of(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
+    """Bytes."""
+    return (0 if top is None else top.size) + (0 if routed is None else len(routed.data))

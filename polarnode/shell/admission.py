@@ -28,8 +28,13 @@ class Admitted:
     evaluator: Evaluator
 
 
-def admitted(spec: TaskSpec, *, model: str, context_length: int, allowed_imports: tuple[str, ...]) -> Admitted:
-    """What the task named. Refused, with the field's path, when it can not be had or does not take its settings."""
+def admitted(spec: TaskSpec, *, model: str, context_length: int, allowed_imports: tuple[str, ...], unrouted: str | None = None) -> Admitted:
+    """What the task named. Refused, with the field's path, when it can not be had or does not take its settings.
+
+    `unrouted` is why this node's engine tells no routed experts, None when it does.
+    """
+    if spec.carry.routed_experts and unrouted is not None:
+        raise Refused(f"carry.routed_experts can not be had here: {unrouted}", path="$.carry.routed_experts")
     with boundary(Refused, "the harness can not be launched with these settings"):
         harness = harnesses.find(spec.harness, allowed_imports=allowed_imports)
         _try_launch(harness, spec, model, context_length)

@@ -15,13 +15,14 @@ from attrs import define, field, frozen
 
 from polarnode.conversation import Json, Sampling
 from polarnode.exchange import SESSION_OVER
+from polarnode.merge.carried import Carrier
 from polarnode.merge.lineage import RESUMED, Lineages
 from polarnode.providers.dialect import Fault
 from polarnode.records import Clock, Turn
 from polarnode.shell.recent import remember
 from polarnode.shell.retries import Retries
 from polarnode.shell.tally import Tally
-from polarnode.tasks import Budgets
+from polarnode.tasks import Budgets, CarrySpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class LiveSession:
     budgets: Budgets
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    carrier: Carrier = field(factory=lambda: Carrier(CarrySpec(), limit=0), kw_only=True)
     tally: Tally = field(factory=Tally, kw_only=True)  # the node's: what all its sessions did
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
@@ -130,6 +132,7 @@ class LiveSession:
     def commit(self, turn: Turn) -> None:
         """Keep a turn that ended, however it ended: first where the next call finds it, then in the journal."""
         self.lineages.commit(turn)
+        self.carrier.add(turn)
         self.counters.turns += 1
         self.counters.failed += turn.state == "failed"
         self.counters.partial += turn.state == "partial"
@@ -162,6 +165,7 @@ class LiveSession:
             "prewarmed": counters.prewarmed,
             "sampled_tokens": counters.sampled_tokens,
             "refusals": refusals,
+            **self.carrier.metrics(),
         }
 
     def _spent(self, samples: int) -> Clock | None:

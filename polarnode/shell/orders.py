@@ -76,3 +76,5 @@ class House:
     ensure_image: Callable[[str], Awaitable[None]]
     drops_thinking: DropsThinking  # the model's template
     allowed_imports: tuple[str, ...] = ()
+    carried_limit: int = 0  # bytes a session may carry beside ids and logprobs
+    unrouted: str | None = None  # why no task can have its routed experts; None when it can

@@ -13,6 +13,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.errors import Refused
+from polarnode.merge.carried import Carrier
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Trajectory, Turn
@@ -117,7 +118,7 @@ class Scheduler:
 
     def _orders(self, spec: TaskSpec) -> tuple[SessionOrder, ...]:
         house, model = self.house, self.who.model
-        found = admitted(spec, model=model, context_length=house.context_length, allowed_imports=house.allowed_imports)
+        found = admitted(spec, model=model, context_length=house.context_length, allowed_imports=house.allowed_imports, unrouted=house.unrouted)
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
         return tuple(
             SessionOrder(
@@ -168,6 +169,7 @@ class Scheduler:
             sampling=order.spec.sampling,
             budgets=order.spec.budgets,
             record=self.record.turn,
+            carrier=Carrier(order.spec.carry, limit=self.house.carried_limit),
             tally=self.tally,
         )
 

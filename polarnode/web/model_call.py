@@ -174,6 +174,7 @@ class ModelCall:
                 prompt, stop, partial(references.call_id, plan.index), asked.request.conversation.tools
             ),
             token_bytes=self.model.tokenizer.token_bytes,
+            carry=session.carrier.carry(asked.plans[0].parent),
         )
 
     async def _tell(self, exchange: Exchange, event: Event) -> None:

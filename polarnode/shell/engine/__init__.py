@@ -6,7 +6,7 @@ module that waits.
 """
 
 from polarnode.shell.engine.engines import Engines, WeightUpdate, open_engines
-from polarnode.shell.engine.settings import EngineSettings, Simulated
+from polarnode.shell.engine.settings import EngineSettings, Simulated, unrouted
 from polarnode.shell.engine.statistics import EngineStatistics, HostStatistics
 
-__all__ = ["EngineSettings", "EngineStatistics", "Engines", "HostStatistics", "Simulated", "WeightUpdate", "open_engines"]
+__all__ = ["EngineSettings", "EngineStatistics", "Engines", "HostStatistics", "Simulated", "WeightUpdate", "open_engines", "unrouted"]

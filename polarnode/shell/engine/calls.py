@@ -12,16 +12,16 @@ import trio
 from attrs import define, field
 
 from polarnode.conversation import FinishReason, Json, Sampling
-from polarnode.engine_host.protocol import Generate, Piece
+from polarnode.engine_host.protocol import Generate, Piece, Routed
 from polarnode.errors import ContextTooLong, EngineError
 from polarnode.ports import Chunk, GenerateOrder
-from polarnode.records import VersionSpan, floats, ids
+from polarnode.records import RoutedExperts, TopLogprobs, VersionSpan, floats, ids
 
 TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -> None:
+def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False) -> None:
     """Raises ContextTooLong, or EngineError for what would end the engine's own process: an id outside the vocabulary, an ambiguous name."""
     if not _REQUEST_ID.fullmatch(order.request_id):
         raise EngineError(f"request id {order.request_id!r} is not 32 hex digits: the engine matches aborts by prefix", retryable=False)
@@ -36,6 +36,10 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int) -
         raise EngineError(f"max_tokens {order.sampling.max_tokens} asks for nothing: give 1 or more", retryable=False)
     if not 0 <= order.top_logprobs <= min(TOP_LOGPROBS, vocab_size):
         raise EngineError(f"top_logprobs {order.top_logprobs}: give 0 to {min(TOP_LOGPROBS, vocab_size)}", retryable=False)
+    if order.routed_from is not None and not routes:
+        raise EngineError("this engine does not remember which experts read a token: start the node with --routed-experts", retryable=False)
+    if order.routed_from is not None and not 0 <= order.routed_from <= len(order.prompt):
+        raise EngineError(f"routed_from {order.routed_from}: give 0 to {len(order.prompt)}, the length of the prompt", retryable=False)
     if order.constraint is not None and not order.constraint.text:
         raise EngineError(f"the constraint's {order.constraint.kind} is empty: leave it out, or say what the answer must match", retryable=False)
     if order.steering is not None and order.constraint is not None:  # the grammar would refuse what the processor chose
@@ -53,6 +57,7 @@ def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
         top_logprobs=order.top_logprobs,
         processor=None if order.steering is None else order.steering.processor,
         constraint_after=None if order.constraint is None else order.constraint_after,
+        routed_from=order.routed_from,
     )
 
 
@@ -98,7 +103,9 @@ class Call:
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
     _logprobs: "array[float]" = field(factory=floats, init=False)
-    _alternatives: list[tuple[tuple[int, float], ...]] = field(factory=list, init=False)
+    _alternatives: bytearray = field(factory=bytearray, init=False)  # their ids, and
+    _likelihoods: bytearray = field(factory=bytearray, init=False)
+    _routed: list[Routed] = field(factory=list, init=False)
     _cached: int = field(default=0, init=False)
     _finish: FinishReason | None = field(default=None, init=False)
     _error: EngineError | None = field(default=None, init=False)
@@ -106,10 +113,13 @@ class Call:
     _length: int = field(default=0, init=False)
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
-    def take(self, piece: Piece) -> None:
-        """A piece came from the host."""
-        self.over = piece.finish is not None
+    def take(self, piece: Piece | Routed) -> None:
+        """A piece came from the host, or some of the experts that are told with the last one."""
+        self.over = isinstance(piece, Piece) and piece.finish is not None
         if self._left:
+            return
+        if isinstance(piece, Routed):
+            self._routed.append(piece)
             return
         sampled = ids(piece.ids)
         self._grow(len(sampled), piece.version)
@@ -117,7 +127,8 @@ class Call:
             self._spans = [VersionSpan(version=version, start=start, end=end) for version, start, end in piece.spans if end > start]
         self._ids += sampled
         self._logprobs += floats(piece.logprobs)
-        self._alternatives += _alternatives(piece, len(sampled))
+        self._alternatives += piece.alternative_ids
+        self._likelihoods += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
         self._finish = piece.finish
         self._arrived.set()
@@ -151,9 +162,11 @@ class Call:
             finish_reason=self._finish,
             version_spans=tuple(self._spans),
             cached_tokens=self._cached,
-            top_logprobs=tuple(self._alternatives),
+            top_logprobs=_top(len(self._ids), self._alternatives, self._likelihoods),
+            routed=_experts(self._routed) if self._finish is not None else None,
         )
-        self._ids, self._logprobs, self._alternatives, self._finish, self._cached = ids(), floats(), [], None, 0
+        self._ids, self._logprobs, self._finish, self._cached = ids(), floats(), None, 0
+        self._alternatives, self._likelihoods = bytearray(), bytearray()
         if not self.over:
             self._arrived = trio.Event()
         return chunk
@@ -168,10 +181,16 @@ class Call:
         self._length = end
 
 
-def _alternatives(piece: Piece, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Each token's own, of a piece that holds them one token after the other."""
-    if not piece.alternative_ids:
-        return ()
-    pairs = list(zip(ids(piece.alternative_ids), floats(piece.alternative_logprobs), strict=True))
-    size = len(pairs) // count
-    return tuple(tuple(pairs[first : first + size]) for first in range(0, len(pairs), size))
+def _top(count: int, alternatives: bytearray, logprobs: bytearray) -> TopLogprobs | None:
+    """The alternatives of `count` tokens, equally many for each."""
+    if not alternatives:
+        return None
+    return TopLogprobs(k=len(alternatives) // (4 * count), ids=ids(bytes(alternatives)), logprobs=floats(bytes(logprobs)))
+
+
+def _experts(parts: list[Routed]) -> RoutedExperts | None:
+    """All rows, which came in order."""
+    if not parts:
+        return None
+    first, data = parts[0], b"".join(part.data for part in parts)
+    return RoutedExperts(start=first.start, layers=first.layers, top_k=first.top_k, dtype="int16" if first.wide else "uint8", data=data)

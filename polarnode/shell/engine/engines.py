@@ -74,6 +74,11 @@ class Engines:
         """Tokens one request may hold, prompt and sample together: the model's context or the KV cache of the smallest host."""
         return min(host.ready.capacity for host in self._hosts if host.ready is not None)
 
+    @property
+    def routes(self) -> bool:
+        """Whether the experts that read each token can be told."""
+        return self._first().experts is not None
+
     def statistics(self) -> EngineStatistics:
         hosts = tuple(host.statistics() for host in self._hosts)
         serving = [each for each in hosts if each.state == "ready"] or list(hosts)
@@ -93,7 +98,7 @@ class Engines:
         Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary and when no host serves within
         WAIT_FOR_HOST; iterating raises EngineError as soon as the host that serves this call dies.
         """
-        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length)
+        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.routes)
         host = await self._choose(order.affinity)
         call = host.begin(to_generate(order, context_length=self.context_length))
         try:

@@ -27,6 +27,7 @@ from polarnode.engine_host.protocol import (
     PauseMode,
     Piece,
     Ready,
+    Routed,
     Shutdown,
     Start,
     ToHost,
@@ -225,10 +226,10 @@ class Host:
 
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
-            case Piece(rid=rid, finish=finish):
-                if rid in self._calls:
-                    self._calls[rid].take(message)
-                    if finish is not None:
+            case Piece(rid=rid) | Routed(rid=rid):
+                if (call := self._calls.get(rid)) is not None:
+                    call.take(message)
+                    if call.over:
                         del self._calls[rid]
             case Failed(rid=rid, message=text, retryable=retryable):
                 if rid in self._calls:

@@ -12,7 +12,7 @@ from typing import Literal
 from attrs import asdict, field, frozen
 
 from polarnode.conversation import Json
-from polarnode.engine_host.protocol import Marks, Simulation
+from polarnode.engine_host.protocol import EXPERT_COUNTS, Marks, Simulation
 from polarnode.errors import EngineError
 
 CPU_RUNNING = 16  # requests decoded together: torch's own attention loops over them, so more only makes each slower
@@ -27,6 +27,7 @@ RESERVED = frozenset(
     {
         "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init", "incremental_streaming_output", "weight_version",
         "nccl_port", "context_length", "dtype", "mem_fraction_static", "max_total_tokens", "max_running_requests",
+        "enable_return_routed_experts",
     }
 )  # fmt: skip
 
@@ -45,7 +46,8 @@ class EngineSettings:
     """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens` bounds the KV cache of one host.
 
     `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine` as it is. A `simulated` engine
-    has a host for each of `gpus` (or per `tp` of them) too, but needs none of them to be there.
+    has a host for each of `gpus` (or per `tp` of them) too, but needs none of them to be there. `routed_experts`: remember which experts
+    of a mixture read each token, in main memory: layers * experts a token * 4 bytes for each token of the KV cache.
     """
 
     model_path: Path
@@ -60,6 +62,7 @@ class EngineSettings:
     max_running_requests: int | None = None
     weight_version: str = "0"
     simulated: Simulated | None = None
+    routed_experts: bool = False
     extra: Mapping[str, Json] = field(factory=dict)
 
     def log_path(self, index: int) -> Path:
@@ -72,12 +75,26 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face checkpoint")
     if taken := sorted(RESERVED & set(settings.extra)):
         raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
+    if settings.routed_experts and (reason := unrouted(settings)):
+        raise _wrong(f"--routed-experts: {reason}")
     if settings.simulated is not None:
         return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
         raise _wrong("--cpu takes neither --gpus nor --tp: leave them out")
     if settings.device == "cuda" and (not settings.gpus or settings.tp < 1 or len(settings.gpus) % settings.tp):
         raise _wrong(f"--gpus names {len(settings.gpus)} GPUs and --tp {settings.tp} takes that many for each engine: change one of them")
+
+
+def unrouted(settings: EngineSettings) -> str | None:
+    """Why no engine of these settings can tell routed experts, whatever it is told; None when it can."""
+    if settings.simulated is not None:
+        return "the simulated engine's answers are random, and no experts read them; leave it out, or start a real engine"
+    config = json.loads((settings.model_path / "config.json").read_text())
+    text = config.get("text_config")
+    told = {**config, **text} if isinstance(text, dict) else config
+    if any(_whole(told, name, 0) for name in EXPERT_COUNTS):
+        return None
+    return f"the model {settings.model_path.name} is dense: it has no experts; leave it out"
 
 
 def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
@@ -110,6 +127,7 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, J
         "max_running_requests": settings.max_running_requests,
     }
     wanted.update({name: value for name, value in said.items() if value is not None})
+    wanted.update(_routed_arguments(settings))
     return {**wanted, **settings.extra}
 
 
@@ -123,6 +141,14 @@ def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict
         "simulation": asdict(simulated.simulation),
         "marks": asdict(simulated.marks),
     }
+
+
+def _routed_arguments(settings: EngineSettings) -> dict[str, Json]:
+    """SGLang sizes what it keeps of one pass by the largest chunk of a prompt, which -1 does not say; this one still takes a prompt in one pass."""
+    if not settings.routed_experts:
+        return {}
+    chunk: dict[str, Json] = {"chunked_prefill_size": CPU_MAX_TOKENS} if settings.device == "cpu" else {}
+    return {"enable_return_routed_experts": True, **chunk}
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
