@@ -45,7 +45,7 @@ class Template:
     tokenizer: Tokenizer
     family: Family
     _renderer: Renderer = field(init=False, default=Factory(lambda self: Renderer(self.tokenizer, self.family), takes_self=True))
-    _limits: Limits = field(init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True))
+    limits: Limits = field(init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True))
     _control: "re.Pattern[str]" = field(init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True))
     _pieces: Pieces = field(init=False, factory=Pieces)
 
@@ -56,7 +56,7 @@ class Template:
 
     def root(self, conversation: Conversation) -> "array[int]":
         """The whole conversation, asking for the next turn: int32. Refused for one that the template does not take."""
-        self._limits.check(conversation.messages, conversation.tools)
+        self.limits.check(conversation.messages, conversation.tools)
         return self._encoded(self._renderer.whole(conversation), again=True)
 
     def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
@@ -69,7 +69,7 @@ class Template:
         """
         if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
-        self._limits.check(new, follows=True)
+        self.limits.check(new, follows=True)
         rendered = self._renderer.following(new, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking)
         opening = self._encoded(rendered)
         close = ids() if sampled and sampled[-1] in self.family.turn_ends else self._close(sampled, conversation, opening)
@@ -86,7 +86,7 @@ class Template:
 
     def audit(self) -> tuple[str, ...]:
         """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else what is worth knowing."""
-        return audit(self._renderer, self._limits)
+        return audit(self._renderer, self.limits)
 
     def _answered(self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]") -> Answered:
         """The turn that `new` follows, as the client echoed it."""
