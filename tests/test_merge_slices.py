@@ -14,7 +14,7 @@ from polarnode.merge.builders.rows import line_to, row, rows
 from polarnode.merge.builders.slices import Slice, slices
 from polarnode.merge.checks import check, check_lengths
 from polarnode.merge.checks.parts import check_parts
-from polarnode.records import Built, FinishReason, Trace, Turn, TurnRole, TurnState, VersionSpan, floats, ids
+from polarnode.records import Built, FinishReason, RoutedExperts, TopLogprobs, Trace, Turn, TurnRole, TurnState, VersionSpan, floats, ids
 from polarnode.tasks import BuilderSpec
 
 
@@ -215,6 +215,44 @@ def test_thousands_of_parts_are_cut_in_time_linear_in_the_row() -> None:
         made = built(tree, 5, name)
         assert len(made.traces) == 3000
         assert sum(len(trace.token_ids) for trace in made.traces) == 15_000
+
+
+# ── what rows carry ───────────────────────────────────────────────────────────
+
+
+def carrying(*lengths: tuple[int, int]) -> Tree:
+    """A line whose turns carry two alternatives a token and one expert a position, each telling which token it is of."""
+    tree = line(*lengths)
+    for place, turn in enumerate(tree.turns):
+        start = max(turn.prompt_length - len(turn.prompt_delta) - 1, 0)
+        end = turn.prompt_length + len(turn.sampled) - 1
+        top = TopLogprobs(
+            k=2, ids=ids(token + more for token in turn.sampled for more in (0, 500)), logprobs=floats([-0.5] * (2 * len(turn.sampled)))
+        )
+        routed = RoutedExperts(start=start, layers=1, top_k=1, dtype="uint8", data=bytes(range(start, end)))
+        tree.turns[place] = evolve(turn, top=top, routed=routed)
+    return tree
+
+
+@pytest.mark.parametrize("name", ["prefix_merging", "per_request"])
+@pytest.mark.parametrize("limit", [None, 10, 4])
+def test_a_part_carries_the_rows_of_its_own_tokens(name: str, limit: int | None) -> None:
+    for trace in built(carrying((3, 2), (1, 4), (2, 2), (1, 1), (5, 5)), limit, name).traces:
+        assert trace.lacks == ()
+        assert trace.top is not None
+        assert trace.routed is not None
+        tokens = [token for token, mask in zip(trace.token_ids, trace.loss_mask, strict=True) if mask]
+        assert trace.top.ids.tolist() == [token + more for token in tokens for more in (0, 500)]
+        assert (trace.routed.start, list(trace.routed.data)) == (trace.offset, list(trace.token_ids[:-1]))
+
+
+def test_what_a_trace_carries_is_its_turns() -> None:
+    tree = carrying((3, 2), (1, 4), (2, 2))
+    made = built(tree, 10)
+    check(tree.turns, part(0, lambda trace: evolve(trace, top=None, routed=None))(made))
+    for name in ("top", "routed"):
+        with pytest.raises(LawBroken, match="law 3: the"):
+            check(tree.turns, part(0, lambda trace, name=name: evolve(trace, **{name: getattr(made.traces[1], name)}))(made))
 
 
 # ── whatever comes ────────────────────────────────────────────────────────────

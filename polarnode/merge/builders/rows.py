@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from polarnode.merge import ledger
 from polarnode.merge.builders.slices import Slice, ends_at, slices, starts_at
+from polarnode.merge.carried import carried_of
 from polarnode.records import Trace, Turn, TurnSpan, VersionSpan
 
 
@@ -56,6 +57,7 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
                 mask[start:end] = b"\x01" * len(turn.sampled)
     shown = [turn for turn in line if turn.sampled and turn.prompt_length >= cut.start]
     first = next((turn.prompt_length for turn in shown), cut.end) if prompt_length is None else prompt_length
+    carried = carried_of(line, trained, offset=cut.start)
     return Trace(
         lineage=leaf.lineage,
         token_ids=token_ids,
@@ -70,6 +72,9 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
         part=cut.part,
         parts=cut.parts,
         over_long=cut.over_long,
+        top=carried.top,
+        routed=carried.routed,
+        lacks=carried.lacks,
     )
 
 

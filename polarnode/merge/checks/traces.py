@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from polarnode.errors import LawBroken
+from polarnode.merge.carried import routed_of, top_of
 from polarnode.merge.checks.turns import check_sample
 from polarnode.merge.ledger import chain
 from polarnode.records import Trace, Turn, TurnSpan, ids
@@ -24,6 +25,7 @@ def check_trace(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_
     _check_mask(name, trace)
     _check_logprobs(name, trace, by_index)
     _check_versions(name, trace, line)
+    _check_carried(name, trace, line)
 
 
 def _check_spans(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_failed: bool) -> None:
@@ -116,6 +118,15 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     if found != expected:
         wrong = next((pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), (len(found), len(expected)))
         raise LawBroken(f"law 3: {name} has the weight versions {wrong[0]} where the engine said {wrong[1]}")
+
+
+def _check_carried(name: str, trace: Trace, line: Sequence[Turn]) -> None:
+    """The alternatives and the experts of a trace are its turns', row for row; it may have none."""
+    trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
+    if trace.top is not None and trace.top != top_of(line, trained):
+        raise LawBroken(f"law 3: the {trace.top.rows} rows of alternatives that {name} carries are not those of its trained turns")
+    if trace.routed is not None and trace.routed != routed_of(line, offset=trace.offset):
+        raise LawBroken(f"law 3: the experts of {name}, from position {trace.routed.start} to {trace.routed.end}, are not those its turns carry")
 
 
 def _span(turn: Turn, offset: int) -> TurnSpan:
