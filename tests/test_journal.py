@@ -1,6 +1,7 @@
 """The journal: order, numbers, positions, and what outlives the process."""
 
 import sqlite3
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -13,9 +14,10 @@ import trio
 from journal_samples import make_identity, make_spec, make_trajectory, make_turn
 
 from polarnode.errors import JournalError, Refused
-from polarnode.records import Trajectory
+from polarnode.records import RoutedExperts, TopLogprobs, Trajectory, floats, ids
 from polarnode.shell.journal import Filters, Journal, Retention, check_consumer, open_journal
 from polarnode.shell.journal.entries import Entry
+from polarnode.shell.journal.schema import VERSION
 from polarnode.wire import trajectory_json
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
@@ -47,6 +49,26 @@ def record(journal: Journal, trajectory: Trajectory) -> None:
 async def listed(journal: Journal, after: int = 0, **filters: Any) -> list[tuple[int, str]]:
     page = await journal.events(after, filters=Filters(**filters))
     return [(event.seq, event.key) for event in page.events]
+
+
+# What the polarnode before version 2 packed of `make_trajectory("s", turns=2)`: its turns and the trajectory itself.
+OLD_TURNS = (
+    (
+        "AY2qc2Vzc2lvbl9pZKFzpWluZGV4AKhwcm92aWRlcqlhbnRocm9waWOnbGluZWFnZQCmcGFyZW50wKRraW5kpHJvb3SmcmVhc29uoKxwcm9tcHRfZGVsdGHEEAAAAAABAAAAAgAA"
+        "AAMAAACtcHJvbXB0X2xlbmd0aASnc2FtcGxlZMQM6AMAAOkDAADqAwAAqGxvZ3Byb2JzxAwAAAC/AAAAvwAAAL+tdmVyc2lvbl9zcGFuc5GDp3ZlcnNpb26idjGlc3RhcnQAo2Vu"
+        "ZAOmYW5zd2VygqVwYXJ0c5GlaGVsbG+tZmluaXNoX3JlYXNvbqRzdG9w"
+    ),
+    (
+        "AY2qc2Vzc2lvbl9pZKFzpWluZGV4Aahwcm92aWRlcqlhbnRocm9waWOnbGluZWFnZQCmcGFyZW50AKRraW5kpmV4dGVuZKZyZWFzb26grHByb21wdF9kZWx0YcQQCgAAAAsAAAAM"
+        "AAAADQAAAK1wcm9tcHRfbGVuZ3RoBKdzYW1wbGVkxAzoAwAA6QMAAOoDAACobG9ncHJvYnPEDAAAAL8AAAC/AAAAv612ZXJzaW9uX3NwYW5zkYOndmVyc2lvbqJ2MaVzdGFydACj"
+        "ZW5kA6ZhbnN3ZXKCpXBhcnRzkaVoZWxsb61maW5pc2hfcmVhc29upHN0b3A="
+    ),
+)
+OLD_TRAJECTORY = (
+    "AYiqc2Vzc2lvbl9pZKFzp3Rhc2tfaWShdKhncm91cF9pZKFnrHNhbXBsZV9pbmRleACnb3V0Y29tZYGmc3RhdHVzqWNvbXBsZXRlZKZyZXdhcmTLP/AAAAAAAACmdHJhY2VzkYen"
+    "bGluZWFnZQCpdG9rZW5faWRzAKlsb3NzX21hc2uTBwQHqGxvZ3Byb2JzwK1wcm9tcHRfbGVuZ3RoBKp0dXJuX3NwYW5zkYOkdHVybgClc3RhcnQEo2VuZAetdmVyc2lvbl9zcGFu"
+    "c5GDp3ZlcnNpb26idjGlc3RhcnQEo2VuZAeldHVybnPA"
+)
 
 
 # ── what is written is read ───────────────────────────────────────────────────
@@ -284,6 +306,33 @@ async def test_a_journal_is_one_processs_own(opened: Open) -> None:
         with pytest.raises(JournalError, match="in use by another process"):
             async with opened():
                 pytest.fail("two writers would share numbers")
+
+
+async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: Open, tmp_path: Path) -> None:
+    old = make_trajectory("s", turns=2)
+    async with opened() as journal:
+        record(journal, make_trajectory("s", turns=2))
+        await journal.flushed()
+    db = sqlite3.connect(tmp_path / "state" / "journal.sqlite")
+    for index, body in enumerate(OLD_TURNS):
+        db.execute("UPDATE turns SET body = ? WHERE turn = ?", (b64decode(body), index))
+    db.execute("UPDATE trajectories SET body = ?", (b64decode(OLD_TRAJECTORY),))
+    db.execute("PRAGMA user_version = 1")
+    db.commit()
+    db.close()
+    async with opened() as journal:
+        assert await journal.trajectory("s") == old
+        carried = attrs.evolve(
+            make_turn("new"),
+            top=TopLogprobs(k=1, ids=ids([1, 2, 3]), logprobs=floats([-0.5] * 3)),
+            routed=RoutedExperts(start=0, layers=2, top_k=1, dtype="uint8", data=bytes(12)),
+        )
+        journal.turn(carried)
+        await journal.flushed()
+        assert await journal.turns("new") == (carried,)
+    with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
+    db.close()
 
 
 async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) -> None:

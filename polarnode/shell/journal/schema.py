@@ -1,20 +1,22 @@
 """The tables, and how a connection is opened.
 
 The rule for whoever edits it: a file that is in use by people is never misread; a change of the tables raises VERSION and brings the step
-from the version before. `events.seq` is AUTOINCREMENT because a number must never be given twice, even when its row was pruned.
+from the version before. So does a new field in what is packed into a blob: this polarnode reads the old blobs, but the one before can not
+read the new. `events.seq` is AUTOINCREMENT because a number must never be given twice, even when its row was pruned.
 
 synchronous=FULL: in WAL mode NORMAL loses nothing when the process is killed, but a power cut may roll back the last commits, and a trainer
 that has already read those events would then miss others that get the same numbers. Group commit makes the difference one fsync a batch.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from polarnode.errors import JournalError
 
-VERSION = 1
+VERSION = 2
+STEPS: Mapping[int, str] = {1: ""}  # by version: the statements that make the next of it. 2: turns and traces that carry more than ids and logprobs
 
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -104,7 +106,12 @@ def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
         for statement in TABLES.split(";\n"):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {VERSION}")
-    elif version != VERSION:
+        return
+    for before in range(version, VERSION):
+        for statement in filter(None, STEPS[before].split(";\n")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {before + 1}")
+    if version > VERSION:
         raise JournalError(f"the journal {path} has version {version} and this polarnode knows {VERSION}: use the polarnode that wrote it")
 
 
