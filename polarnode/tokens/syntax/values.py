@@ -13,7 +13,7 @@ from polarnode.tokens.calls import SPACE, read_value
 
 _ALIASES: Final = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # Qwen3-Coder's own template writes these where a schema has a truth value
-_DEEP: Final = 8  # references to references: more are a circle
+_DEEP: Final = 32  # branches within branches: no tool has so many, and Python's stack must hold them
 
 
 def arguments_json(pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool) -> str | None:
@@ -84,52 +84,51 @@ def _string(text: str) -> str:
 
 
 class _Schemas:
-    """A tool's parameters, asked for one by one. References are followed within the tool's own schema."""
+    """A tool's parameters, asked for one by one. References are followed within the tool's own schema, each once a question."""
 
     def __init__(self, root: Mapping[str, Json]) -> None:
         self._root = root
-        self._properties = self._of(dict(root), 0)
+        self._properties = self._of(dict(root), 0, set())
 
     def kinds(self, key: str) -> tuple[str, ...]:
         """What kinds of value a parameter may have, in the schema's order; none if nobody says."""
         schema = self._properties.get(key, self._root.get("additionalProperties"))
-        return tuple(dict.fromkeys(self._kinds(schema, 0)))
+        return tuple(dict.fromkeys(self._kinds(schema, 0, set())))
 
-    def _of(self, schema: Json, depth: int) -> dict[str, Json]:
-        found = self._resolved(schema, depth)
+    def _of(self, schema: Json, depth: int, seen: set[str]) -> dict[str, Json]:
+        """The properties of a schema, or those of its branches where it has none itself."""
+        found = self._resolved(schema, seen)
         properties = found.get("properties")
-        if isinstance(properties, dict) or depth > _DEEP:
-            return properties if isinstance(properties, dict) else {}
+        if isinstance(properties, dict):
+            return properties
         merged: dict[str, Json] = {}
-        for branch in self._branches(found):
-            merged = self._of(branch, depth + 1) | merged
+        for branch in self._branches(found, depth):
+            merged = self._of(branch, depth + 1, seen) | merged
         return merged
 
-    def _kinds(self, schema: Json, depth: int) -> Iterable[str]:
-        found = self._resolved(schema, depth)
+    def _kinds(self, schema: Json, depth: int, seen: set[str]) -> list[str]:
+        found = self._resolved(schema, seen)
         said = found.get("type")
         values = found.get("enum", [found["const"]] if "const" in found else None)
         if isinstance(said, str | list):
             return [_normal(kind) for kind in ([said] if isinstance(said, str) else said) if isinstance(kind, str)]
         if isinstance(values, list):
             return [_kind_of(value).replace("whole", "number") for value in values]
-        if depth <= _DEEP and (branches := self._branches(found)):
-            return [kind for branch in branches for kind in self._kinds(branch, depth + 1)]
+        if branches := self._branches(found, depth):
+            return [kind for branch in branches for kind in self._kinds(branch, depth + 1, seen)]
         return ["object"] if "properties" in found else ["array"] if "items" in found else []
 
-    def _branches(self, schema: Mapping[str, Json]) -> list[Json]:
-        lists = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")]
+    def _branches(self, schema: Mapping[str, Json], depth: int) -> list[Json]:
+        lists = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")] if depth < _DEEP else []
         return [branch for branches in lists if isinstance(branches, list) for branch in branches]
 
-    def _resolved(self, schema: Json, depth: int) -> Mapping[str, Json]:
-        for _ in range(_DEEP - min(depth, _DEEP) + 1):
-            if not isinstance(schema, Mapping):
+    def _resolved(self, schema: Json, seen: set[str]) -> Mapping[str, Json]:
+        while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
+            if reference in seen:
                 return {}
-            reference = schema.get("$ref")
-            if not isinstance(reference, str):
-                return schema
+            seen.add(reference)
             schema = self._at(reference)
-        return {}
+        return schema if isinstance(schema, Mapping) else {}
 
     def _at(self, reference: str) -> Json:
         found: Json = dict(self._root)
