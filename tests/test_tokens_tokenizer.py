@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tokens_kit as kit
+import vocabulary_kit
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from qwen3_fixture import qwen3_folder  # noqa: F401
@@ -100,6 +101,8 @@ def refusal(folder: Path, vocab_size: int | None = None) -> str:
 
 def test_a_folder_that_is_not_there_or_holds_nothing(tmp_path: Path) -> None:
     assert "there is no model folder" in refusal(tmp_path / "none")
+    assert "there is no tokenizer.json" in refusal(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
     assert "can not be loaded" in refusal(tmp_path)
 
 
@@ -113,16 +116,29 @@ def test_an_embedding_smaller_than_the_vocabulary() -> None:
     assert "knows 2304 ids and the model only 2303" in refusal(kit.TINY, 2303)
 
 
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
-def test_a_control_token_that_changes_what_is_beside_it(tmp_path: Path, flag: str) -> None:
-    def change(tokenizer: dict[str, Any]) -> None:
-        tokenizer["added_tokens"][3][flag] = True
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_a_control_token_that_swallows_what_is_beside_it(tmp_path: Path, flag: str) -> None:
+    assert "'<|im_start|>' swallows or changes text beside it" in refusal(flagged(tmp_path, "<|im_start|>", flag))
 
-    folder = kit.variant(tmp_path, tokenizer=change)
+
+def test_one_that_would_swallow_and_is_never_written(tmp_path: Path) -> None:
+    folder = flagged(tmp_path, "<|endoftext|>", "rstrip")
+    assert load_tokenizer(folder).control == kit.model().tokenizer.control
+
+
+def flagged(to: Path, text: str, flag: str) -> Path:
+    """The tiny tokenizer with a flag on one of its control tokens."""
+
+    def change(tokenizer: dict[str, Any]) -> None:
+        (token,) = (each for each in tokenizer["added_tokens"] if each["content"] == text)
+        token[flag] = True
+
+    folder = kit.variant(to, tokenizer=change)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["added_tokens_decoder"]["2298"][flag] = True
+    (told,) = (each for each in config["added_tokens_decoder"].values() if each["content"] == text)
+    told[flag] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert "'<think>'" in refusal(folder)
+    return folder
 
 
 def test_a_vocabulary_that_spells_a_control_token(tmp_path: Path) -> None:
@@ -142,7 +158,7 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert "is not a byte-level one" in refusal(folder)
+    assert "neither a byte-level one nor SentencePiece" in refusal(folder)
 
 
 def test_a_vocabulary_with_a_letter_that_is_no_byte(tmp_path: Path) -> None:
@@ -155,12 +171,46 @@ def test_a_vocabulary_with_a_letter_that_is_no_byte(tmp_path: Path) -> None:
     assert "stands for no byte" in refusal(folder)
 
 
-def test_a_tokenizer_that_adds_to_texts(tmp_path: Path) -> None:
-    """A normaliser that changes text would break the identity of bytes, so it is met at load time."""
-
+@pytest.mark.parametrize(
+    ("normalizer", "wrong"),
+    [
+        ({"type": "Lowercase"}, "changes texts before it encodes them (Lowercase)"),
+        ({"type": "Prepend", "prepend": "x"}, "puts a space before every text"),
+    ],
+)
+def test_a_tokenizer_that_changes_texts(tmp_path: Path, normalizer: dict[str, str], wrong: str) -> None:
     def change(tokenizer: dict[str, Any]) -> None:
-        tokenizer["normalizer"] = {"type": "Lowercase"}
+        tokenizer["normalizer"] = normalizer
 
     folder = kit.variant(tmp_path, tokenizer=change)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert "does not give back the bytes" in refusal(folder)
+    assert wrong in refusal(folder)
+
+
+def test_a_vocabulary_that_takes_a_text_for_its_byte_token(tmp_path: Path) -> None:
+    """Found by trying: no part of it loses text, together they make an A of a client's `<0x41>`."""
+    told = vocabulary_kit.bpe()
+    told["model"]["ignore_merges"] = True
+    assert "does not give back the bytes of a text" in refusal(vocabulary_kit.write_folder(tmp_path, told))
+
+
+# ── SentencePiece's spelling ──────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_tokenizer(tmp_path: Path, kind: str) -> None:
+    told = getattr(vocabulary_kit, kind)()
+    loaded = load_tokenizer(vocabulary_kit.write_folder(tmp_path, told))
+    assert tuple(loaded.control) == vocabulary_kit.CONTROL, "runs of newlines and tags are text"
+    assert loaded.kind == f"SentencePiece {'BPE' if kind == 'bpe' else 'Unigram'}"
+    text = " a  b\n\n\n<table>\u65e5 \U0001f642 <eos><0x41> "
+    assert b"".join(map(loaded.token_bytes, loaded.encode_plain(text))).decode() == text
+    prompt = loaded.render(({"role": "user", "content": "x"},), tools=(), generation_prompt=True, thinking=None)
+    assert prompt == "<bos><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
+
+
+def test_its_plain_ids_are_the_models_own(tmp_path: Path) -> None:
+    told = vocabulary_kit.bpe()
+    reference, loaded = Tokenizer.from_str(json.dumps(told)), load_tokenizer(vocabulary_kit.write_folder(tmp_path, told))
+    for text in (vocabulary_kit.TEXT, "<table>\n\n\n  x", "\n\n\n\n[multimodal]"):
+        assert loaded.encode_plain(text) == reference.encode(text, add_special_tokens=False).ids

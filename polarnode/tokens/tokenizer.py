@@ -25,7 +25,7 @@ from polarnode.tokens.spelling import kind_of, spell
 # Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends, letters that compatibility forms
 # would change, a tag and brackets; normalised already (NFC).
 _SAMPLE: Final = ' Plain text, caf\u00e9: 12 < 34\r\n\n\t{"a": [\u65e5\u672c, \U0001f642]}\u00a0\u00bd \uff21\ufb01 </p>   end '
-_BYTE_NAMES: Final = "<0x41> <0x0A>"  # of SentencePiece's byte tokens, in a client's text
+_BYTE_NAME: Final = "<0x41>"  # one of SentencePiece's byte tokens, in a client's text
 _PROBES: Final[tuple[tuple[dict[str, Json], ...], ...]] = (
     ({"role": "user", "content": "x"},),
     ({"role": "system", "content": "s"}, {"role": "user", "content": "x"}),
@@ -169,7 +169,7 @@ def _vocab_size(asked: int | None, spelled: Mapping[int, bytes]) -> int:
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:
     """Try what the rest of the room relies on, once: plain ids are the model's own, bytes come back, control strings stay text."""
     ids = loaded.encode_plain(_SAMPLE)
-    if b"".join(map(loaded.token_bytes, [*ids, *loaded.encode_plain(_BYTE_NAMES)])) != (_SAMPLE + _BYTE_NAMES).encode():
+    if b"".join(map(loaded.token_bytes, [*ids, *loaded.encode_plain(_BYTE_NAME)])) != (_SAMPLE + _BYTE_NAME).encode():
         raise ModelError("it does not give back the bytes of a text")
     marks = [token.content for token in control.values() if not (token.lstrip or token.rstrip or token.single_word)][:1]
     whole = backend.encode(_SAMPLE.join([*marks, *marks]) or _SAMPLE, add_special_tokens=False).ids
