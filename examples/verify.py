@@ -2,6 +2,8 @@
 
 For each trace: one forward pass in float32, log-softmax of the logits over each turn's temperature, compared at the trainable tokens; for each
 turn in it: the trace up to the turn's sample is the prompt whose SHA-256 was recorded. Exit code 1 when anything is off, or nothing was there.
+A trace with an offset (the task set max_row_tokens) is looked at behind what the session's other traces show of its row. Where context was cut
+away it can not be judged from this file: such traces are counted, and said.
 
     python examples/verify.py out/demo/trajectories.jsonl [--model polarnode/models/tiny] [--tolerance 0.02]
 """
@@ -29,17 +31,52 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=2e-2)
     given = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    traces = tokens = 0
+    traces = tokens = cut = 0
     worst, wrong = 0.0, []
     for line in given.file.read_text().splitlines():
         trajectory = json.loads(line)
         for number, trace in enumerate(trajectory["traces"]):
-            off, said = check(model, trajectory, trace, given.tolerance)
+            row = put_together(trajectory, trace)
+            if row is None:
+                cut += 1
+                continue
+            off, said = check(model, trajectory, row, given.tolerance)
             worst, traces, tokens = max(worst, off), traces + 1, tokens + sum(trace["loss_mask"])
             wrong += [f"{trajectory['session_id']} trace {number}: {sentence}" for sentence in said]
     print(f"{traces} traces, {tokens} trainable tokens, largest difference of a logprob {worst:.2e}")
+    if cut:
+        print(f"{cut} traces are not judged: max_row_tokens cut away what their samples were conditioned on")
     print("\n".join(wrong) or ("every turn's prompt is an exact prefix of its trace" if traces else "there is nothing to check"))
     return int(bool(wrong) or not traces)
+
+
+def put_together(trajectory: Trajectory, trace: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of a slice from its first token on, as one trace; None when no trace shows some of what came before the slice."""
+    offset = trace.get("offset", 0)
+    if not offset:
+        return trace
+    turns = {turn["index"]: turn for turn in trajectory["turns"]}
+    known: dict[int, list[int]] = {}  # what each turn brought, prompt and sample
+    for other in trajectory["traces"]:
+        for index, start, end in brought(turns, other["turn_spans"][-1]["turn"]):
+            if start >= other.get("offset", 0):
+                known[index] = other["token_ids"][start - other.get("offset", 0) : end - other.get("offset", 0)]
+    line = brought(turns, trace["turn_spans"][-1]["turn"])
+    if any(index not in known for index, start, _ in line if start < offset):
+        return None
+    before = [token for index, start, _ in line if start < offset for token in known[index]][:offset]
+    moved = [span | {"start": span["start"] + offset, "end": span["end"] + offset} for span in trace["turn_spans"]]
+    whole = {"token_ids": before + trace["token_ids"], "turn_spans": moved}
+    return trace | whole | {name: [0] * offset + trace[name] for name in ("loss_mask", "logprobs")}
+
+
+def brought(turns: dict[int, Any], last: int) -> list[tuple[int, int, int]]:
+    """The turns from a root to `last`, and from where to where in their row lie the tokens that each brought."""
+    line = [turns[last]]
+    while line[-1].get("parent") is not None:
+        line.append(turns[line[-1]["parent"]])
+    ends = [turn["prompt_length"] + turn["sampled_length"] for turn in line]
+    return [(turn["index"], start, end) for turn, start, end in zip(line, [*ends[1:], 0], ends, strict=True)][::-1]
 
 
 def check(model: Any, trajectory: Trajectory, trace: dict[str, Any], tolerance: float) -> tuple[float, list[str]]:

@@ -152,6 +152,45 @@ def test_what_it_can_not_check_it_does_not_pass(honest: dict[str, Any], model: A
         script.check(model, value, value["traces"][0], 0.02)
 
 
+# ── slices ────────────────────────────────────────────────────────────────────
+
+
+def sliced(value: dict[str, Any], at: int, *, until: int = 7) -> dict[str, Any]:
+    """The same session in two traces: the first turn's, and what follows token `at`. Its table says which turn extends which."""
+    [trace] = value["traces"]
+    names = ("token_ids", "loss_mask", "logprobs")
+    first = {name: trace[name][:until] for name in names} | {"turn_spans": trace["turn_spans"][:1], "offset": 0, "part": 0, "parts": 2}
+    second = {name: trace[name][at:] for name in names} | {"offset": at, "part": 1, "parts": 2}
+    second["turn_spans"] = [span | {"start": span["start"] - at, "end": span["end"] - at} for span in trace["turn_spans"][1:]]
+    turns = [turn | {"parent": parent, "sampled_length": length} for turn, parent, length in zip(value["turns"], (None, 0), (3, 2), strict=True)]
+    return value | {"traces": [first, second], "turns": turns}
+
+
+def test_a_slice_is_judged_behind_what_the_others_show_of_its_row(tmp_path: Path, honest: dict[str, Any], script: Any) -> None:
+    value = sliced(honest, 7)
+    assert script.put_together(value, value["traces"][1])["token_ids"] == honest["traces"][0]["token_ids"]
+    done = verify(tmp_path, value)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 traces, 5 trainable tokens, ")
+    assert "not judged" not in done.stdout
+
+
+@pytest.mark.parametrize(("trace", "place", "sentence"), [(0, 2, "trace 1: the prompt of turn 1"), (1, 0, "trace 1: the prompt of turn 1")])
+def test_a_slice_behind_other_tokens_is_found(tmp_path: Path, honest: dict[str, Any], trace: int, place: int, sentence: str) -> None:
+    value = sliced(json.loads(json.dumps(honest)), 7)
+    value["traces"][trace]["token_ids"][place] += 1
+    done = verify(tmp_path, value)
+    assert (done.returncode, sentence in done.stdout) == (1, True), done.stdout
+
+
+def test_a_slice_whose_context_was_cut_away_is_not_judged_and_that_is_said(tmp_path: Path, honest: dict[str, Any], script: Any) -> None:
+    value = sliced(honest, 8)
+    assert script.put_together(value, value["traces"][1]) is None
+    done = verify(tmp_path, value)
+    assert (done.returncode, done.stdout[:30]) == (0, "1 traces, 3 trainable tokens, "), done.stdout
+    assert "1 traces are not judged: max_row_tokens cut away" in done.stdout
+
+
 def test_nothing_to_check_is_no_success(tmp_path: Path) -> None:
     done = verify(tmp_path)
     assert done.returncode == 1
