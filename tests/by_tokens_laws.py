@@ -47,7 +47,9 @@ def _broken_row(row: Json, said: dict[Any, Json], trained: dict[Any, int]) -> It
         elif trained[key] == 0:
             yield f"turn {key} is context here and trained in no row before"
         if call.get("weight_version") is not None:
-            versions.append({"version": str(call["weight_version"]), "start": start, "end": end})
+            same = bool(versions) and versions[-1]["end"] == start and versions[-1]["version"] == str(call["weight_version"])
+            begin = versions.pop()["start"] if same else start
+            versions.append({"version": str(call["weight_version"]), "start": begin, "end": end})
         at = end
     if mask != expected_mask:
         yield "the mask is 1 on whole samples and 0 elsewhere"

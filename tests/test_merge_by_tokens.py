@@ -61,6 +61,16 @@ def test_a_session_that_is_only_appended_to_is_one_row() -> None:
     assert counts == Counts(records=3, sessions=1, rows=1, sampled=4, trainable=4, first=1)
 
 
+def test_weights_are_said_once_for_samples_that_touch() -> None:
+    calls = [call(1, [1], [2, 3], weight_version="w"), call(2, [1, 2, 3], [4], weight_version="w"), call(3, [1, 2, 3, 4], [5], weight_version="x")]
+    (row,), _ = merged(*calls, call(4, [1, 2, 3, 4, 5, 6], [7], weight_version="x"))
+    assert row["version_spans"] == [
+        {"version": "w", "start": 1, "end": 4},
+        {"version": "x", "start": 4, "end": 5},
+        {"version": "x", "start": 6, "end": 7},
+    ]
+
+
 def test_a_reply_that_came_back_in_other_tokens_begins_a_row_and_is_counted() -> None:
     rows, counts = merged(call(1, [1, 2], [3, 4]), call(2, [1, 2, 34, 5], [6]), call(3, [1, 2, 34, 5, 6, 7], [8]))
     assert ends(rows) == [[1], [2, 3]]

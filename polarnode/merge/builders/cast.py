@@ -11,7 +11,7 @@ from attrs import frozen
 from polarnode.conversation import Json
 from polarnode.merge.builders.settings import Settings, read_settings
 from polarnode.merge.checks import is_whole
-from polarnode.merge.lineage import CHOICE
+from polarnode.merge.plan import CHOICE
 from polarnode.records import LeftOut, Turn
 
 

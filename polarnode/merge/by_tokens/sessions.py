@@ -122,9 +122,20 @@ def _row(session_id: str | int, trace: Trace, names: list[Name]) -> bytes:
         "loss_mask": numpy.frombuffer(trace.loss_mask, dtype=numpy.uint8),
         "logprobs": numpy.frombuffer(trace.logprobs, dtype=numpy.float32),
         "turn_spans": [{"turn": names[span.turn], "start": span.start, "end": span.end} for span in trace.turn_spans],
-        "version_spans": [{"version": span.version, "start": span.start, "end": span.end} for span in trace.version_spans if span.version],
+        "version_spans": _versions(trace),
     }
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def _versions(trace: Trace) -> list[dict[str, Json]]:
+    """Which weights sampled what, where they were named; stretches that touch and are of the same weights are one."""
+    found: list[dict[str, Json]] = []
+    for span in trace.version_spans:
+        if found and (found[-1]["version"], found[-1]["end"]) == (span.version, span.start):
+            found[-1]["end"] = span.end
+        elif span.version:
+            found.append({"version": span.version, "start": span.start, "end": span.end})
+    return found
 
 
 def _json(value: Name) -> str:
