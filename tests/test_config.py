@@ -39,6 +39,7 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
         ({"cpu": True, "gpus": [0]}, "not both"),
         ({"gpus": [0, 1, 2], "tp": 2}, "must divide"),
         ({"run_limit": 0}, "run_limit must be at least 1"),
+        ({"carried_mb": 0}, "carried_mb must be at least 1"),
         ({"host": "0.0.0.0"}, "bearer token"),
         ({"host": "example.org"}, "bearer token"),
         ({"prot": 1}, "prot"),

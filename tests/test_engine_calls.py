@@ -33,6 +33,7 @@ def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
         (GenerateOrder(request_id="A" * 32, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
         (order([1], top_logprobs=11), "0 to 10"),
         (order([1], top_logprobs=-1), "top_logprobs -1"),
+        (order([1], routed_from=0), "start the node with --routed-experts"),
         (order([1], constraint=Constraint(kind="regex", text="")), "regex is empty"),
         (order([1], constraint=SCHEMA, steering=STEERING), "not both"),
         (GenerateOrder(request_id="a" * 33, prompt=ids([1]), sampling=Sampling(), stop_ids=()), "32 hex digits"),
@@ -95,6 +96,14 @@ async def test_alternatives_are_given_to_their_tokens() -> None:
     assert top is not None
     assert [top.row(place) for place in range(top.rows)] == [((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))]
     assert chunks[1].top_logprobs is None
+
+
+def test_experts_are_asked_for_from_a_position_of_the_prompt() -> None:
+    check_order(order([1, 2], routed_from=2), vocab_size=10, context_length=9, routes=True)
+    assert to_generate(order([1, 2], routed_from=2), context_length=9).routed_from == 2
+    for wrong in (-1, 3):
+        with pytest.raises(EngineError, match=f"routed_from {wrong}: give 0 to 2"):
+            check_order(order([1, 2], routed_from=wrong), vocab_size=10, context_length=9, routes=True)
 
 
 async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> None:

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.engine_host.protocol import (
+    BYTES_A_FRAME,
     CHUNKS_A_FRAME,
     MAX_FRAME,
     Abort,
     Continue,
     Done,
+    Experts,
     Failed,
     Fatal,
     FrameDecoder,
@@ -23,6 +25,7 @@ from polarnode.engine_host.protocol import (
     Pause,
     Piece,
     Ready,
+    Routed,
     Shutdown,
     Start,
     UpdateWeights,
@@ -33,13 +36,15 @@ from polarnode.engine_host.protocol import (
 EVERY_KIND: list[Message] = [
     Start(arguments={"model_path": "/m", "tp_size": 2, "context_length": None}),
     Generate(rid="0" * 32, prompt=array("i", [1, 2, 70_000]).tobytes(), sampling={"temperature": 0.7, "stop_token_ids": [5], "top_k": -1}),
-    Generate(rid="3" * 32, prompt=b"", sampling={"json_schema": "{}"}, top_logprobs=3, processor="{}", constraint_after=7),
+    Generate(rid="3" * 32, prompt=b"", sampling={"json_schema": "{}"}, top_logprobs=3, processor="{}", constraint_after=7, routed_from=5),
     Abort(rid="0" * 32),
     Pause(call=1, mode="retract"),
     Continue(call=2),
     UpdateWeights(call=3, path="/w", version="7", mode="in_place"),
     Shutdown(),
     Ready(vocab_size=9, context_length=8, capacity=7, max_total_tokens=6, weight_version="0", sglang_version="0.5.23"),
+    Ready(vocab_size=9, context_length=8, capacity=7, max_total_tokens=6, weight_version="0", sglang_version="x", experts=Experts(48, 8, 128)),
+    Routed(rid="1" * 32, start=7, layers=2, top_k=3, wide=True, data=bytes(12)),
     Piece(rid="1" * 32, ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", version="0"),
     Piece(rid="1" * 32, ids=b"", logprobs=b"", version="1", finish="stop", spans=(("0", 0, 4), ("1", 4, 9)), cached_tokens=3),
     Piece(rid="1" * 32, ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", version="0", alternative_ids=b"\2\0\0\0", alternative_logprobs=b"\0\0\0\0"),
@@ -60,7 +65,9 @@ messages = st.one_of(
         top_logprobs=st.integers(0, 20),
         processor=st.none() | texts,
         constraint_after=st.none() | counts,
+        routed_from=st.none() | counts,
     ),
+    st.builds(Routed, rid=texts, start=counts, layers=counts, top_k=counts, wide=st.booleans(), data=st.binary(max_size=64)),
     st.builds(Abort, rid=texts),
     st.builds(Pause, call=counts, mode=st.sampled_from(["in_place", "retract", "abort"])),
     st.builds(
@@ -123,6 +130,17 @@ def test_many_messages_are_split_over_frames() -> None:
     assert len(frames) == 3
     assert FrameDecoder().feed(b"".join(frames)) == many
     assert list(encode_all([])) == []
+
+
+def test_large_messages_have_frames_of_their_own() -> None:
+    """A thousand prompts of a hundred thousand tokens are a frame each ten; all in one would end the host."""
+    rows = Routed(rid="1", start=0, layers=1, top_k=1, wide=False, data=bytes(BYTES_A_FRAME))
+    prompt = Generate(rid="2", prompt=bytes(400_000), sampling={})
+    many: list[Message] = [rows, *[prompt] * 25, Abort(rid="3"), rows, rows]
+    frames = list(encode_all(many))
+    assert max(map(len, frames)) < 3 * BYTES_A_FRAME < MAX_FRAME
+    assert len(frames) == 5
+    assert FrameDecoder().feed(b"".join(frames)) == many
 
 
 def test_a_message_too_large_is_refused_before_it_is_sent() -> None:

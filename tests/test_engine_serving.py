@@ -3,15 +3,17 @@
 import subprocess
 import sys
 from array import array
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from attrs import evolve
 
-from polarnode.engine_host import building, lifeline
-from polarnode.engine_host.protocol import Failed, Generate, Piece
-from polarnode.engine_host.words import AFTER, IMPOSSIBLE, piece, request
+from polarnode.engine_host import building, lifeline, words
+from polarnode.engine_host.protocol import Experts, Failed, Generate, Piece, Routed
+from polarnode.engine_host.words import AFTER, IMPOSSIBLE, piece, request, routed
 
 RID = "0" * 32
 
@@ -90,9 +92,76 @@ def test_an_order_is_spelled_for_sglang() -> None:
     assert (said["input_ids"], said["rid"], said["top_logprobs_num"], said["custom_logit_processor"]) == ([7, 8], RID, 2, "{}")
     assert said["sampling_params"] == {"regex": "a", "top_k": -1}
     assert not said["require_reasoning"]
+    assert not said["return_routed_experts"]
+    carried = request(evolve(order, routed_from=1))
+    assert (carried["return_routed_experts"], carried["routed_experts_start_len"]) == (True, 1)
     late = request(evolve(order, constraint_after=9))
     assert late["sampling_params"]["custom_params"] == {AFTER: 9}
     assert late["require_reasoning"]
+
+
+# ── routed experts, as SGLang 0.5.23 sends them: int32 in base64, [positions, layers, experts a token] ──
+
+MIXTURE = Experts(layers=3, top_k=2, number=8)
+CARRIED = Generate(rid=RID, prompt=array("i", range(5)).tobytes(), sampling={}, routed_from=3)
+# Recorded of a Qwen3-MoE of 3 layers and 8 experts, asked from position 3 on: positions 3 to 7.
+RECORDED = "AgAAAAcAAAAEAAAAAAAAAAEAAAAFAAAABAAAAAYAAAAFAAAAAQAAAAIAAAAFAAAABAAAAAcAAAABAAAABAAAAAYAAAACAAAAAAAAAAUAAAAFAAAAAAAAAAIAAAAGAAAABQAAAAAAAAAFAAAABAAAAAYAAAAFAAAA"
+
+
+def experts(rows: Any) -> dict[str, Any]:
+    return {"routed_experts": b64encode(numpy.array(rows, "<i4").tobytes()).decode()}
+
+
+def test_routed_experts_are_bytes_from_where_they_were_asked_for() -> None:
+    found = routed(CARRIED, MIXTURE, 9, {"routed_experts": RECORDED})
+    assert found == [
+        Routed(rid=RID, start=3, layers=3, top_k=2, wide=False, data=bytes([2, 7, 4, 0, 1, 5, 4, 6, 5, 1, 2, 5, 4, 7, 1, 4, 6, 2, 0, 5, 5, 0, 2, 6, 5, 0, 5, 4, 6, 5]))
+    ]  # fmt: skip
+
+
+def test_a_build_that_ignores_where_to_start_is_understood() -> None:
+    rows = [[[place % 8] * 2] * 3 for place in range(8)]
+    assert routed(CARRIED, MIXTURE, 9, experts(rows)) == routed(CARRIED, MIXTURE, 9, experts(rows[3:]))
+    whole = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
+    assert isinstance(whole, list)
+    assert (whole[0].start, len(whole[0].data)) == (0, 8 * 6)
+
+
+def test_many_experts_take_two_bytes() -> None:
+    found = routed(CARRIED, Experts(layers=1, top_k=2, number=384), 6, experts([[383, 2], [0, 256]]))
+    assert isinstance(found, list)
+    assert (found[0].wide, array("h", found[0].data).tolist()) == (True, [383, 2, 0, 256])
+
+
+@pytest.mark.parametrize(
+    ("meta", "sentence"),
+    [
+        ({}, "gave no routed experts"),
+        (experts([[[1, 2]] * 3] * 4), "24 numbers for 5 positions of 3 layers with 2 experts each"),
+        (experts([[[1, 2]] * 3] * 6), "36 numbers for 5 positions"),
+        (experts([1] * 29), "29 numbers for 5 positions"),
+        (experts([[[1, 8]] * 3] * 5), "experts from 1 to 8, this model has 0 to 7"),
+        (experts([[[-1, 2]] * 3] * 5), "experts from -1 to 2"),
+    ],
+)
+def test_experts_in_another_shape_are_a_failure_in_numbers(meta: dict[str, Any], sentence: str) -> None:
+    found = routed(CARRIED, MIXTURE, 9, meta)
+    assert isinstance(found, Failed)
+    assert sentence in found.message
+
+
+def test_many_rows_are_several_messages_cut_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "SLAB", 14)
+    rows = [[[place % 8] * 2] * 3 for place in range(8)]
+    found = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
+    assert isinstance(found, list)
+    assert [(each.start, len(each.data)) for each in found] == [(0, 12), (2, 12), (4, 12), (6, 12)]
+    assert b"".join(each.data for each in found) == bytes(place for place in range(8) for _ in range(6))
+
+
+def test_a_sample_of_one_token_behind_a_whole_prompt_has_no_new_row() -> None:
+    found = routed(evolve(CARRIED, routed_from=5), MIXTURE, 6, experts([]))
+    assert found == [Routed(rid=RID, start=5, layers=3, top_k=2, wide=False, data=b"")]
 
 
 def test_leftovers_are_what_bears_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

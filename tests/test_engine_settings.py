@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from polarnode.engine_host.protocol import Marks, Simulation
 from polarnode.errors import EngineError
 from polarnode.shell.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,
     EngineSettings,
+    Simulated,
     check,
     cpu_tokens,
     engine_arguments,
@@ -53,6 +55,31 @@ def test_a_setting_that_can_not_work_is_named(model: Path, changes: dict[str, An
     with pytest.raises(EngineError, match=remedy) as caught:
         check(make(model, **changes))
     assert not caught.value.retryable
+
+
+MIXTURE = {**TINY, "num_experts": 128, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize("config", [MIXTURE, {**TINY, "n_routed_experts": 256}, {**TINY, "text_config": {"num_local_experts": 8}}])
+def test_a_mixture_can_tell_its_experts(model: Path, config: dict[str, Any]) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    asked = make(model, routed_experts=True)
+    check(asked)
+    arguments = engine_arguments(asked, nccl_port=1)
+    assert arguments["enable_return_routed_experts"] is True
+    assert arguments["chunked_prefill_size"] == CPU_MAX_TOKENS  # a prompt in one pass still, but SGLang sizes its buffer by it
+    on_gpu = engine_arguments(make(model, routed_experts=True, device="cuda", gpus=(0,)), nccl_port=1)
+    assert on_gpu["enable_return_routed_experts"] is True
+    assert "chunked_prefill_size" not in on_gpu
+    assert "enable_return_routed_experts" not in engine_arguments(make(model), nccl_port=1)
+
+
+def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:
+    with pytest.raises(EngineError, match="--routed-experts: the model model is dense"):
+        check(make(model, routed_experts=True))
+    simulated = Simulated(simulation=Simulation(), marks=Marks(turn_end=1), vocab_size=9)
+    with pytest.raises(EngineError, match="--routed-experts: the simulated engine's answers are random"):
+        check(make(model, routed_experts=True, simulated=simulated))
 
 
 def test_one_host_per_gpu_or_per_tp_group(model: Path) -> None:
