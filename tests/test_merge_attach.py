@@ -235,3 +235,42 @@ def test_the_labels_name_what_comes_first() -> None:
     assert changed[:3] == one[:3]
     assert changed[3] != one[3]
     assert changed[4] != one[4]
+
+
+# ── where a request leaves an earlier one ─────────────────────────────────────
+
+
+def diverged(*messages: Message) -> tuple[str, ...]:
+    """The notes of a request of these messages, in a session whose one conversation went on for two turns."""
+    session = Session()
+    _, one = session.say(ask(system(), user()), "one", [("bash", "{}")])
+    result = told(one.calls[0], "a.txt")
+    _, two = session.say(ask(system(), user(), one, result), "two")
+    session.say(ask(system(), user(), one, result, two, user("more")), "three")
+    known = {"one": one, "result": result, "two": two}
+    return session.begin(ask(*(known.get(message.text, message) if message.role == "assistant" else message for message in messages))).plan.notes
+
+
+@pytest.mark.parametrize(
+    ("messages", "note"),
+    [
+        ((system(), user(), said("one"), told("x", "[cleared]"), said("two"), user("on")), "diverged: message 3 (tool) is not"),
+        ((system(), user(), said("one"), told("x", "a.txt"), said("two"), user("else")), "diverged: message 5 (user) is not"),
+        ((system(), user(), said("one"), user("interrupted")), "diverged: message 3 (user) is not"),
+    ],
+)
+def test_the_first_message_that_is_another_is_told(messages: tuple[Message, ...], note: str) -> None:
+    assert any(found.startswith(note) for found in diverged(*messages))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (system(), user("another task")),
+        (system("other"), user()),
+        (system(), user(), said("one"), told("x", "a.txt")),
+        (system(), user(), said("one"), told("x", "a.txt"), said("rewritten"), user("on")),
+    ],
+)
+def test_what_is_no_change_of_a_clients_message_is_not_told_as_one(messages: tuple[Message, ...]) -> None:
+    assert not any(found.startswith("diverged") for found in diverged(*messages))

@@ -1,7 +1,6 @@
 """The thinking policy `template` against a real Qwen3 template: every prompt is what transformers makes of the conversation with its thoughts."""
 
 from array import array
-from collections.abc import Sequence
 
 import pytest
 from attrs import define, evolve, field
@@ -25,15 +24,11 @@ def qwen3() -> Model:
     return model(family_folder("qwen3"))
 
 
-def new_user(new: Sequence[Message]) -> bool:
-    return any(message.role == "user" for message in new)
-
-
 @define(eq=False)
 class Talk:
     """A session whose harness drops thoughts: `truth` is the conversation with them, `echo` what the harness sends."""
 
-    drops: DropsThinking | None = new_user
+    drops: DropsThinking | None = field(factory=lambda: qwen3().template.drops_thinking_before)
     truth: list[Message] = field(factory=list)
     echo: list[Message] = field(factory=list)
     prompts: dict[int, "array[int]"] = field(factory=dict)
@@ -238,7 +233,7 @@ def test_a_restored_session_plans_the_same() -> None:
     talk.add(system())
     for name in ("one", "two"):
         cycle(talk, name)
-    again = Lineages.restore(session_id="s", secret=SECRET, turns=talk.lineages.turns, drops_thinking=new_user)
+    again = Lineages.restore(session_id="s", secret=SECRET, turns=talk.lineages.turns, drops_thinking=talk.drops)
     for more in (user("three"), told("x", "r")):
         assert again.plan(ask(*talk.echo, more)) == talk.lineages.plan(ask(*talk.echo, more))
 

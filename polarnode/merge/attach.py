@@ -56,6 +56,7 @@ class _Pass:
     stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
+    diverged: int | None = None  # the first message that the earlier request this one goes longest with had otherwise
     follows: int | None = None  # the last turn after `best` whose answer stands here, but not the user message it answered
 
     def recall(self, trail: Trail, length: int) -> int:
@@ -127,7 +128,7 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
-    said = [*walk.edits, *_strayed(walk, conversation)]
+    said = [*walk.edits, *_diverged(walk), *_strayed(walk, conversation)]
     parent = None
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
@@ -140,6 +141,7 @@ def _walk(root: str, walk: _Pass) -> _Pass:
     numbers = numbers_of(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
+    walk.diverged = length if trail is not None and length < min(len(numbers), len(trail.numbers)) else None
     known = walk.recall(trail, length) if trail is not None else 0
     for position in range(known, len(walk.messages)):
         walk.read(position)
@@ -189,6 +191,16 @@ def _located(references: References, message: Message) -> list[Located | None]:
 
 def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
     return f"{notes.EDITED}: message {position} differs from turn {index}'s answer in {_difference(ours, echoed)}; {notes.KEPT}"
+
+
+def _diverged(walk: _Pass) -> list[str]:
+    """Where the request leaves the path of an earlier one of its conversation, if that is a message the client wrote."""
+    place, messages = walk.diverged, walk.messages
+    if place is None or place < walk.best or walk.follows is not None or messages[place].role == "assistant":
+        return []
+    if all(message.role == "system" for message in messages[:place]):
+        return []  # another conversation under the same head
+    return [f"{notes.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had there"]
 
 
 def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
