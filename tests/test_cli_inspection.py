@@ -47,7 +47,7 @@ def turn(tokenizer: LoadedTokenizer, index: int, parent: Turn | None, prompt: st
 def session(tokenizer: LoadedTokenizer) -> Trajectory:
     """Two turns that extend one another, and one the engine failed."""
     first = turn(tokenizer, 0, None, "Read it.\n", "I read\n")
-    second = turn(tokenizer, 1, first, "a file\x1b[31m\n", "Done.")
+    second = turn(tokenizer, 1, first, "a file\x1b[31m\n", "Done.", matched=2, messages=3)
     failed = turn(tokenizer, 2, None, "Again.", "", state="failed", finish_reason="error")
     built = prefix_merging((first, second, failed), {})
     return Trajectory(
@@ -94,8 +94,19 @@ def test_each_turn_says_what_it_extends_and_why_it_was_left_out(session: Traject
     assert lines[0] == "session 4f1c09aa72be3d55  pi 1  timeout  its budget is spent  reward 0.5"
     assert lines[1].split() == [*inspection.COLUMNS[:-1], "left", "out"]
     first, second = session.turns[:2]
-    assert lines[2].split() == ["0", "0", "–", "root", "first", "main", "complete", *map(str, lengths(first, first.prompt_length)), "stop"]
-    assert lines[3].split() == ["1", "0", "0", "extend", "appended", "main", "complete", *map(str, lengths(second, len(second.prompt_delta))), "stop"]
+    assert lines[2].split() == ["0", "0", "–", "root", "first", "main", "complete", "–", *map(str, lengths(first, first.prompt_length)), "stop"]
+    assert lines[3].split() == [
+        "1",
+        "0",
+        "0",
+        "extend",
+        "appended",
+        "main",
+        "complete",
+        "2/3",
+        *map(str, lengths(second, len(second.prompt_delta))),
+        "stop",
+    ]
     reason = session.left_out[0].reason
     assert lines[4].rstrip().endswith(f"error   {reason}")
     assert f"turn 2 is left out: {reason}" in lines

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode import wire
+from polarnode.cli.lineages import Counted, figures_of, lineage_text, note_lines, summary, totals
 from polarnode.cli.printing import fitted, harmless, open_console
 from polarnode.cli.remote import Where
 from polarnode.config import TINY_MODEL
@@ -24,10 +25,22 @@ from polarnode.tokens.tokenizer import load_tokenizer
 
 TRAINABLE = "black on green"
 CONTEXT = "dim"
-FIGURES = ("turn", "lineage", "parent", "prompt", "new", "sampled")
-COLUMNS = ("turn", "lineage", "parent", "kind", "reason", "role", "state", "prompt", "new", "sampled", "finish", "left out")
+FIGURES = ("turn", "lineage", "parent", "matched", "prompt", "new", "sampled")
+COLUMNS = ("turn", "lineage", "parent", "kind", "reason", "role", "state", "matched", "prompt", "new", "sampled", "finish", "left out")
 
 Row = dict[str, Any]  # a row of the turns table, as JSON
+
+
+def summarise(file: Path) -> None:
+    """Print what the lineages of a file's sessions came to, and their sums."""
+    found = [(str(value.get("session_id")), figures_of(value)) for value in _lines(file)]
+    counted = [Counted(session, figures) for session, figures in found if figures is not None]
+    if not counted:
+        raise Refused(f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION of it")
+    console = open_console()
+    console.print(summary(counted, fitted(console, lambda narrow: totals(counted, narrow=narrow))), soft_wrap=not console.is_terminal)
+    if len(counted) < len(found):
+        console.print(f"{len(found) - len(counted)} more have no lineage figures: they were written before there were any")
 
 
 def inspect(session: str, source: Path | Where, model: Path | None, *, plain: bool) -> None:
@@ -65,7 +78,10 @@ def _from_node(session: str, node: Where) -> tuple[Trajectory, Sequence[Row]]:
 def shown(trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool) -> RenderableType:
     """A session as rich text; without a tokenizer the traces show ids instead of words."""
     parts: list[RenderableType] = [_head(trajectory), fitted(console, lambda narrow: turn_table(rows, narrow=narrow))]
+    parts += note_lines(rows)
     parts += [Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow") for left in trajectory.left_out]
+    figures = figures_of({"metrics": dict(trajectory.metrics)})
+    parts += [] if figures is None else [Text(""), lineage_text(figures)]
     parts.append(Text(_legend(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
         facts = f"lineage {trace.lineage}, {len(trace.token_ids)} tokens, {trace.loss_mask.count(1)} trainable"
@@ -101,11 +117,12 @@ def turn_table(rows: Sequence[Row], *, narrow: bool = False) -> Table:
 
 
 def _cells(row: Row, *, before: int) -> tuple[str, ...]:
-    """A row's cells; `before` are the tokens of its prompt that its parent already had."""
+    """A row's cells; `before` are the tokens of its prompt that its parent already had. `matched`: of the request's messages."""
     parent = "–" if row["parent"] is None else str(row["parent"])
     words = tuple(str(row[name]) for name in ("kind", "reason", "role", "state"))
+    matched = "–" if row.get("matched") is None else f"{row['matched']}/{row['messages']}"
     lengths = (str(row["prompt_length"]), str(row["prompt_length"] - before), str(row["sampled_length"]))
-    return (str(row["index"]), str(row["lineage"]), parent, *words, *lengths, str(row["finish_reason"]), row["left_out"] or "")
+    return (str(row["index"]), str(row["lineage"]), parent, *words, matched, *lengths, str(row["finish_reason"]), row["left_out"] or "")
 
 
 def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Text:

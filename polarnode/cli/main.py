@@ -136,20 +136,30 @@ def export(output: Path | None, turns: str, url: str, token: str | None, **filte
 
 
 @main.command(short_help="Show one session's turns and traces, trainable tokens marked.")
-@click.argument("session")
-@click.option("--from", "file", type=task_file(), help="A trajectories.jsonl instead of a node; a beginning of SESSION is then enough.")
+@click.argument("session", required=False)
+@click.option(
+    "--from", "file", type=task_file(), help="A trajectories.jsonl instead of a node; a beginning of SESSION is then enough, and none shows all."
+)
 @click.option("--model", type=FOUND, help="Checkpoint folder to decode with.")
 @click.option("--plain", is_flag=True, help="Trainable tokens between « and » instead of in colour, as where there is no terminal.")
 @node_address
-def inspect(session: str, file: Path | None, model: Path | None, plain: bool, url: str, token: str | None) -> None:
+def inspect(session: str | None, file: Path | None, model: Path | None, plain: bool, url: str, token: str | None) -> None:
     """Show SESSION: its turns and what each extends, why turns were left out, and its traces with the trainable tokens marked.
+
+    Without one: what the lineages of a file's sessions came to, and their sums.
 
     \b
     polarnode inspect --from out/run/trajectories.jsonl 4f
     polarnode inspect 4f1c09aa72be3d55 --model /models/Qwen3-8B
+    polarnode inspect --from out/run/trajectories.jsonl
     """
     from polarnode.cli import inspection, remote
 
+    if session is None:
+        if file is None:
+            raise click.UsageError("say which SESSION of the node, or --from FILE for the sums of a file")
+        inspection.summarise(file)
+        return
     inspection.inspect(session, file if file is not None else remote.Where(url=url, token=token), model, plain=plain)
 
 
