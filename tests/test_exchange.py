@@ -126,9 +126,9 @@ def test_the_tasks_sampling_wins_and_both_are_recorded(task: dict[str, Any], ask
 def test_a_reader_learns_what_was_not_obeyed() -> None:
     conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
     scene = Scene(conversation=conversation, ignored=("$.response_format",))
-    scene.play((scene.asked, [Render]), (rendered(close_length=1), [Generate]))
+    scene.play((scene.asked, [Render]), (evolve(rendered(close_length=1), notes=("seam: it ends with another token",)), [Generate]))
     notes = scene.turn(scene.play((chunk("x", "stop"), [Record, Answered, Send, Done]))).notes
-    assert [note.split(":")[0].split(" ")[0] for note in notes] == ["closed", "tool_choice", "ignored"]
+    assert [note.split(":")[0].split(" ")[0] for note in notes] == ["closed", "seam", "tool_choice", "ignored"]
 
 
 # ── stop strings ──────────────────────────────────────────────────────────────

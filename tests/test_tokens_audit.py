@@ -8,6 +8,7 @@ from qwen3_fixture import qwen3_folder  # noqa: F401
 
 from polarnode.errors import ModelError
 from polarnode.tokens.audit import audit
+from polarnode.tokens.limits import Limits
 from polarnode.tokens.rendering import Renderer
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import load_tokenizer
@@ -18,7 +19,8 @@ USER = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|
 
 def audited(to: Path, before: str, after: str) -> tuple[str, ...]:
     tokenizer = load_tokenizer(kit.variant(to, template=lambda text: text.replace(before, after)))
-    return audit(Renderer(tokenizer, kit.model().family))
+    renderer = Renderer(tokenizer, kit.model().family)
+    return audit(renderer, Limits.of(renderer))
 
 
 def test_the_tiny_model_has_nothing_to_note() -> None:
@@ -41,7 +43,6 @@ def test_a_template_that_opens_the_thought_passes(tmp_path: Path) -> None:
         pytest.param(RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)"), "tool", id="results are numbered"),
         pytest.param(RESULT, RESULT.replace("message.content", "((tools or []) | length ~ message.content)"), "tool", id="results know the tools"),
         pytest.param(USER, USER.replace("message.content", "(messages[0].content ~ message.content)"), "user", id="the system is repeated"),
-        pytest.param(USER, "{%- if message.role == 'user' or loop.index > 4 %}" + USER + "{%- endif %}", "system", id="late systems only"),
         pytest.param(
             "{%- if add_generation_prompt %}",
             "{%- if add_generation_prompt %}{{- '\\n' if messages[0].role == 'system' else '' }}",
@@ -58,8 +59,12 @@ def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, afte
 def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
     late = "{%- if message.role == 'system' %}{{- raise_exception('system first') }}{%- endif %}"
     notes = audited(tmp_path, USER, f"{{%- if not loop.first %}}{late}{{%- endif %}}{USER}")
-    assert len(notes) == 1
-    assert "system messages after an answer are refused: the model's chat template refuses this conversation: system first" in notes[0]
+    assert any("does not leave a system message where it stands among the others" in note for note in notes)
+
+
+def test_a_template_that_leaves_a_late_system_out_refuses_it(tmp_path: Path) -> None:
+    notes = audited(tmp_path, USER, "{%- if message.role == 'user' or loop.index < 3 %}" + USER + "{%- endif %}")
+    assert any("does not leave a system message where it stands among the others" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +76,11 @@ def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_that_changes_a_clients_text_is_refused(tmp_path: Path, before: str, after: str) -> None:
-    with pytest.raises(ModelError, match="as it is: it is not served"):
+    with pytest.raises(ModelError, match="it is not served"):
         audited(tmp_path, before, after)
 
 
 def test_the_audit_is_the_templates(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(RESULT, "{{- loop.index }}")))
+    tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)"))))
     with pytest.raises(ModelError, match="depending on what came before"):
         Template(tokenizer, kit.model().family).audit()

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from polarnode.conversation import Json, Message, Tool, ToolCall
-from polarnode.tokens.shape import call_shape, messages_shape, tools_shape
+from polarnode.errors import Refused
+from polarnode.tokens.family import Manner
+from polarnode.tokens.shape import Earlier, Shown, call_shape, messages_shape, tools_shape
 
 
 def test_roles_and_texts() -> None:
@@ -39,7 +41,7 @@ def test_an_assistant_with_thinking_and_calls() -> None:
 )
 def test_arguments_are_an_object_where_they_are_one(text: str, value: Json) -> None:
     (shape,) = messages_shape([Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))])
-    assert shape["tool_calls"] == [call_shape(ToolCall(id="c", name="f", arguments=""), value)]
+    assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), value)]
 
 
 def test_a_result_has_the_name_of_the_call_it_answers() -> None:
@@ -49,7 +51,9 @@ def test_a_result_has_the_name_of_the_call_it_answers() -> None:
         {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"},
         {"role": "tool", "content": "q", "tool_call_id": "other"},
     ]
-    assert messages_shape(said[1:2], earlier=(call,)) == [{"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}]
+    assert messages_shape(said[1:2], earlier=Earlier(calls={"c1": Shown(name="f", id="c1")}, count=1)) == [
+        {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}
+    ]
 
 
 def test_tools_have_every_key_in_one_order() -> None:
@@ -60,3 +64,48 @@ def test_tools_have_every_key_in_one_order() -> None:
             {"type": "function", "function": {"name": "g", "description": "d", "parameters": {}}},
         ]
     )
+
+
+# ── the manners of families ───────────────────────────────────────────────────
+
+ONE, TWO = (ToolCall(id=f"c{number}", name=f"f{number}", arguments='{"a": 1}') for number in (1, 2))
+
+
+def test_arguments_as_text_are_the_very_text() -> None:
+    manner = Manner(arguments="text")
+    for text, shown in (('{ "a":1.0}', '{ "a":1.0}'), ("", "{}"), ("nonsense", "nonsense")):
+        (shape,) = messages_shape([Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))], manner=manner)
+        assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), shown)]
+
+
+def test_arguments_that_only_an_object_can_be_are_refused_when_they_are_none() -> None:
+    with pytest.raises(Refused, match="are no JSON object") as caught:
+        messages_shape([Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments="nonsense"),))], manner=Manner())
+    assert caught.value.path == "$.messages"
+
+
+def test_a_text_beside_a_call_is_a_message_of_its_own_where_a_template_drops_it() -> None:
+    said = [Message(role="assistant", text="I look.", thinking="hm", calls=(ONE,))]
+    text, call = messages_shape(said, manner=Manner(text_apart=True, thinking="thinking"))
+    assert text == {"role": "assistant", "content": "I look."}
+    assert (call["content"], call["thinking"], len(call["tool_calls"])) == ("", "hm", 1)  # type: ignore[arg-type]
+
+
+def test_several_calls_are_shown_one_after_another_each_with_its_result() -> None:
+    results = [Message(role="tool", text=f"r{number}", call_id=f"c{number}") for number in (2, 9, 1)]
+    said = [Message(role="assistant", thinking="hm", calls=(ONE, TWO)), *results, Message(role="user", text="q")]
+    shapes = messages_shape(said, manner=Manner(one_call=True))
+    assert [shape.get("tool_call_id") or shape["role"] for shape in shapes] == ["assistant", "c1", "assistant", "c2", "c9", "user"]
+    assert [shape["name"] for shape in shapes if "name" in shape] == ["f1", "f2"]
+    assert ["reasoning_content" in shape for shape in shapes] == [True, False, False, False, False, False]
+
+
+def test_calls_are_counted_through_a_conversation_where_their_ids_are_shown() -> None:
+    said = [
+        Message(role="assistant", calls=(ONE, TWO)),
+        Message(role="tool", text="r", call_id="c2"),
+        Message(role="assistant", calls=(ONE,)),
+        Message(role="tool", text="r", call_id="c1"),
+    ]
+    shapes = messages_shape(said, manner=Manner(spoken_ids=True), earlier=Earlier(count=3))
+    assert [shape["tool_call_id"] for shape in shapes if shape["role"] == "tool"] == ["functions.f2:4", "functions.f1:5"]

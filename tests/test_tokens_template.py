@@ -219,7 +219,7 @@ NEXT = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 def test_a_sample_without_turn_end_is_closed_first(model: kit.Model, pieces: tuple[str, ...], close: list[str]) -> None:
     said = extend(HI, Message(role="assistant", text="cut"), *USER)
     suffix = model.template.suffix(USER, conversation=said, sampled=model.spelled(*pieces))
-    assert suffix == Suffix(
+    assert evolve(suffix, notes=()) == Suffix(
         ids=model.spelled(*close, "\n", "<|im_start|>", "user\ngo on", kit.END, "\n", "<|im_start|>", "assistant\n"), close_length=len(close)
     )
     assert model.text(suffix.ids) == "".join(close) + NEXT
@@ -283,6 +283,7 @@ def test_a_suffix_encodes_only_what_is_new() -> None:
     tiny = kit.model()
     watched = kit.Watched(tiny.tokenizer)
     template = Template(watched, tiny.family)
+    watched.rendered.clear()  # what was tried at load
     long = "word " * 20_000
     call = ToolCall(id="c", name="look", arguments=json.dumps({"file": long}))
     said = (Message(role="system", text=long), Message(role="user", text=long), Message(role="assistant", text=long, calls=(call,)))

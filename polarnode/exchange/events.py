@@ -30,11 +30,15 @@ class Asked:
 
 @frozen(kw_only=True)
 class Rendered:
-    """The prompt is there, int32. Its last ids are `delta`, the first `close_length` of which close the parent's cut sample."""
+    """The prompt is there, int32. Its last ids are `delta`, the first `close_length` of which close the parent's cut sample.
+
+    `notes`: where it differs from what the template would show, because sampled ids are kept as they are.
+    """
 
     prompt: "array[int]"
     delta: "array[int]"
     close_length: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

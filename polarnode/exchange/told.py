@@ -87,6 +87,7 @@ def _notes(sample: Sample) -> Iterator[str]:
     request, rendered = sample.request, sample.rendered
     if rendered.close_length:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"
+    yield from rendered.notes
     if request.conversation.tool_choice != "auto":
         yield f"tool_choice {request.conversation.tool_choice!r} was asked: nothing makes the model obey it"
     yield from request.notes

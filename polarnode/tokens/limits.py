@@ -95,8 +95,7 @@ def _calls(renderer: Renderer) -> bool:
 
 
 def _tool(renderer: Renderer) -> bool:
-    following = renderer.following((_RESULT,), answered=Answered(calls=(_CALL,) if renderer.family.call_syntax != "none" else ()), thinking=None)
-    return _SAID in following.text
+    return _SAID in renderer.following((_RESULT,), answered=Answered(calls=(_CALL,)), thinking=None).text
 
 
 def _late(renderer: Renderer) -> bool:

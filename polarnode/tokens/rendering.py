@@ -78,7 +78,8 @@ class Renderer:
         """What stands between an assistant's turn and the next of its own. A call without a result is not shown to the template."""
         earlier = answered.earlier(self.family)
         asked = {message.call_id for message in new if message.role == "tool"}
-        shown = [earlier.calls[call.id] for call in answered.calls if call.id in asked]
+        known = answered.calls if self.family.call_syntax != "none" else ()  # its template would show neither the call nor the mark in it
+        shown = [earlier.calls[call.id] for call in known if call.id in asked]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
         rendered = self._render([_QUESTION, self._answer(shown), *messages], [], thinking)
         ended, text = self.after(_MARK, rendered.text)

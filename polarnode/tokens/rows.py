@@ -57,7 +57,7 @@ _ASKED: Final = ("<｜Assistant｜>", "<｜Assistant｜><think>\n", "<｜Assista
 _OBJECT: Final = '{"b": 1, "a": "x"}'
 
 _ONE: Final = "the template shows one call a message, so that several of one turn are shown one after another, each with its result"
-_ONCE: Final = "the template opens the results of a conversation's first calls only; here the results of every turn are opened and closed alike"
+_ONCE: Final = "the template opens the results of a conversation's first calls only; here those of every turn are opened"
 
 ROWS: Final = (
     Row(

@@ -58,7 +58,7 @@ class Model:
             root = await self.root(evolve(conversation, messages=new))  # with the thoughts that the client did not show
             return Rendered(prompt=root, delta=root)
         suffix = await self._rendered(lambda: self.template.suffix(new, conversation=conversation, sampled=history), long=_is_long(new))
-        return Rendered(prompt=history + suffix.ids, delta=suffix.ids, close_length=suffix.close_length)
+        return Rendered(prompt=history + suffix.ids, delta=suffix.ids, close_length=suffix.close_length, notes=suffix.notes)
 
     def parser(self, prompt: "array[int]", stop: tuple[str, ...], call_id: Callable[[int], str], tools: Sequence[Tool]) -> Parser:
         """What reads the sample that follows a prompt; `tools` are those it showed."""
