@@ -247,6 +247,8 @@ def test_a_stop_string_is_no_part_of_a_call_and_ends_what_is_none() -> None:
         ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", (TEXT("{}"),)),
         ("<|message|>hello<|return|>", (TEXT("hello"),)),
         ("hello<|return|>", (TEXT("hello"),)),
+        ("<|start|> to=functions.look", (TEXT("<|start|> to=functions.look"),)),
+        (" to=" + "a" * 400 + "<|channel|>", (TEXT(" to=" + "a" * 400 + "<|channel|>"),)),
         ("together<|message|>x<|return|>", (TEXT("together<|message|>x"),)),
         ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", (THINK("a\n\nb"),)),
         ("<|channel|>commentary<|message|>a<|end|>\n<|start|>assistant<|channel|>final<|message|>b<|return|>", (TEXT("a\n\nb"),)),

@@ -59,7 +59,8 @@ class Writing:
             case "header":
                 self._region.add(text, told)
                 if not harmony.may_be_header(self._body(0)):
-                    self._show_header()
+                    self.mode = "text"
+                    self._show_region()
             case "between":
                 self._write_between(text, told)
             case "thinking" if self._label:
