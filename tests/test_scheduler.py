@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import trio
+from attrs import evolve
 from session_kit import agent, task, town
 from trio.abc import Clock
 
 from polarnode.errors import JournalError, Refused
+from polarnode.merge.carried import Carry
 from polarnode.shell import scheduler as scheduler_module
 from polarnode.shell.admission import admitted
 from polarnode.shell.demand import Demand
-from polarnode.tasks import BuilderSpec, EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec
+from polarnode.tasks import BuilderSpec, CarrySpec, EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec
 
 PROGRAMS = {"agent": agent(turns=2, each=10.0)}
 
@@ -65,6 +67,29 @@ async def test_what_can_not_run_is_refused_with_its_path(
         assert (caught.value.path or "").startswith(path or "")
         assert sentence is None or sentence in str(caught.value)
         assert (place.notes.tasks, place.notes.started, place.scheduler.sessions()) == ([], [], ())
+
+
+async def test_experts_are_refused_where_the_engine_can_not_tell_them(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.scheduler.house = evolve(place.scheduler.house, unrouted="the model tiny is dense; leave it out")
+        with pytest.raises(Refused, match="can not be had here: the model tiny is dense; leave it out") as caught:
+            place.submit(carry=CarrySpec(routed_experts=True))
+        assert caught.value.path == "$.carry.routed_experts"
+        place.submit(carry=CarrySpec(top_logprobs=3))
+
+
+async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.scheduler.house = evolve(place.scheduler.house, carried_limit=5)
+        place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
+        await place.until("run")
+        (session,) = place.scheduler._sessions.values()
+        assert session.live.carrier.carry(None) == Carry(top_logprobs=3, routed_from=0, room=5)
+        await place.over()
+        plain = await place.one()
+    carrying = place.published[0]
+    assert (carrying.metrics["carried_bytes"], carrying.metrics["uncarried_turns"]) == (0, 0)  # this harness calls no engine
+    assert "carried_bytes" not in plain.metrics
 
 
 def test_every_harness_of_ours_passes_its_dry_run() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polarnode.conversation import Json, Sampling
 from polarnode.errors import Refused
-from polarnode.tasks import Budgets, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.tasks import Budgets, CarrySpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.wire import dump_json, read_json
 from polarnode.wire.laws import first_broken, sampling_laws
 from polarnode.wire.tasks import file_bytes, read_task, read_task_toml, task_json
@@ -115,6 +115,10 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("runtime.files", [{"path": "a", "text": "", "mode": 4096}], "$.runtime.files[0].mode", "permission bits"),
         ("runtime.prepare", [{"argv": []}], "$.runtime.prepare[0].argv", "is empty"),
         ("runtime.eval_prepare", [{"argv": ["a\0"]}], "$.runtime.eval_prepare[0].argv", "NUL"),
+        ("carry.top_logprobs", -1, "$.carry.top_logprobs", "0 to 20, not -1"),
+        ("carry.top_logprobs", 21, "$.carry.top_logprobs", "0 to 20, not 21"),
+        ("carry.routed_experts", 1, "$.carry.routed_experts", "true or false"),
+        ("carry.routed_expert", True, "$.carry.routed_expert", "did you mean routed_experts?"),
         ("sampling.temperature", -0.1, "$.sampling.temperature", "0 to 100"),
         ("sampling.top_p", 0, "$.sampling.top_p", "at most 1"),
         ("sampling.top_k", 0, "$.sampling.top_k", "-1 for all"),
@@ -141,6 +145,7 @@ SPECS = st.builds(
     instruction=TEXTS,
     task_id=st.none() | NAMES,
     num_samples=st.integers(1, 4096),
+    carry=st.builds(CarrySpec, top_logprobs=st.integers(0, 20), routed_experts=st.booleans()),
     priority=st.integers(0, 100),
     harness=st.builds(
         HarnessSpec, name=st.just("shell"), command=st.lists(TEXTS, min_size=1, max_size=3).map(tuple), env=st.dictionaries(st.just("A"), TEXTS)
