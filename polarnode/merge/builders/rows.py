@@ -46,7 +46,8 @@ def rows(line: Sequence[Turn], trained: Collection[int], *, limit: int | None = 
 
 def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
     leaf, length = line[-1], cut.end - cut.start
-    token_ids, logprobs, mask = array("i", [0]) * length, array("f", [0.0]) * length, bytearray(length)
+    mask = _mask(line, trained, cut)  # first, while the arrays that are eight times as large are not there: it is copied once
+    token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
     with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
         for turn in line:
             start, end = turn.prompt_length - cut.start, ends_at(turn) - cut.start
@@ -54,14 +55,13 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
             _copy(tokens, turn.sampled, end=end)
             if turn.index in trained:
                 chances[start:end] = memoryview(turn.logprobs)
-                mask[start:end] = b"\x01" * len(turn.sampled)
     shown = [turn for turn in line if turn.sampled and turn.prompt_length >= cut.start]
     first = next((turn.prompt_length for turn in shown), cut.end) if prompt_length is None else prompt_length
     carried = carried_of(line, trained, offset=cut.start)
     return Trace(
         lineage=leaf.lineage,
         token_ids=token_ids,
-        loss_mask=bytes(mask),
+        loss_mask=mask,
         logprobs=logprobs,
         prompt_length=first - cut.start,
         turn_spans=tuple(TurnSpan(turn=turn.index, start=turn.prompt_length - cut.start, end=ends_at(turn) - cut.start) for turn in shown),
@@ -76,6 +76,14 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
         routed=carried.routed,
         lacks=carried.lacks,
     )
+
+
+def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
+    mask = bytearray(cut.end - cut.start)
+    for turn in line:
+        if turn.index in trained:
+            mask[turn.prompt_length - cut.start : ends_at(turn) - cut.start] = b"\x01" * len(turn.sampled)
+    return bytes(mask)
 
 
 def _copy(tokens: "memoryview[int]", given: "array[int]", *, end: int) -> None:
