@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokens_kit as kit
 import trio
 from attrs import evolve
 from click.testing import CliRunner
+from family_fixtures import family_folder
+from rich.table import Table
 
 from polarnode.cli import doctor
 from polarnode.cli import main as command
@@ -131,24 +136,50 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_model_is_loaded_and_audited_and_its_notes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = doctor.model(TINY_MODEL)
+    finding, table = doctor.model(TINY_MODEL)
+    assert isinstance(finding, Finding)
     assert finding.ok
     assert finding.what.startswith("polarnode-tiny, embedded: family qwen3, ")
+    assert isinstance(table, Table)
     loaded = doctor.load_model(TINY_MODEL)
     monkeypatch.setattr(doctor, "load_model", lambda path: evolve(loaded, notes=("it drops thinking from earlier turns",)))
-    assert [each.what for each in doctor.model(tmp_path)][1:] == ["it drops thinking from earlier turns"]
+    told = [each.what for each in doctor.model(tmp_path) if isinstance(each, Finding)]
+    assert told[1:] == ["it drops thinking from earlier turns"]
 
 
 def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
     (finding,) = doctor.model(tmp_path)
+    assert isinstance(finding, Finding)
     assert not finding.ok
     assert "config.json can not be read" in finding.what
     assert "--model" in finding.remedy
 
 
+def test_what_a_model_speaks_stands_in_a_table_behind_the_machines_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = examined(evolve(CPU, model=str(family_folder("glm4"))), capsys)
+    told = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines if line.startswith("  ") and "→" not in line and "  " in line.strip())
+    assert told["family"] == "glm4"
+    assert told["ends a turn"].startswith("<|user|> (")
+    assert told["calls"].startswith("name<arg_key>")
+    assert next(place for place, line in enumerate(lines) if "family glm4" in line) < next(
+        place for place, line in enumerate(lines) if "<arg_key>" in line
+    )
+
+
+def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = kit.variant(tmp_path, template=lambda text: text.replace("'\\n<tool_response>\\n' +", "loop.index ~"))
+    shutil.copy(kit.TINY / "config.json", folder)
+    code, lines = examined(evolve(CPU, model=str(folder)), capsys)
+    assert code == 1
+    place = next(place for place, line in enumerate(lines) if line.startswith("✗ model: "))
+    assert "depending on what came before" in lines[place]
+    assert lines[place + 1].startswith("  → give --model another folder")
+
+
 def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
     settings = RuntimesSettings(state_dir=tmp_path, node_id="n", warm=0)
     assert trio.run(probe_machine, settings.state_dir).findings
-    names = [each.name for each in doctor.findings(NodeConfig(cpu=True, podman_dir=str(tmp_path / "podman")))]
+    found = doctor.findings(NodeConfig(cpu=True, podman_dir=str(tmp_path / "podman")))
+    names = [each.name for each in found if isinstance(each, Finding)]
     assert names.index("disk") < names.index("model")
     assert os.listdir(tmp_path) == []

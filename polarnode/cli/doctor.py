@@ -12,8 +12,10 @@ from pathlib import Path
 
 import trio
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from polarnode.cli.language import language
 from polarnode.cli.printing import harmless, open_console
 from polarnode.config import TINY_MODEL, NodeConfig
 from polarnode.errors import ConfigError, ModelError
@@ -28,6 +30,9 @@ def examine(config: NodeConfig) -> int:
     """Print every finding as it is made; returns 0 when a node would start here."""
     console, faults = open_console(), 0
     for finding in findings(config):
+        if isinstance(finding, Table):
+            console.print(finding)
+            continue
         show(console, finding)
         faults += not finding.ok
     if faults:
@@ -41,8 +46,8 @@ def _where(config: NodeConfig) -> str:
     return "--engine simulated" if config.engine == "simulated" else "--gpus 0" if config.gpus else "--cpu"
 
 
-def findings(config: NodeConfig) -> Iterator[Finding]:
-    """Everything, the quick first. The model takes seconds: its tokenizer is loaded and its template audited."""
+def findings(config: NodeConfig) -> Iterator[Finding | Table]:
+    """Everything, the quick first. The model takes seconds: its tokenizer is loaded and its template audited, and a table says what it speaks."""
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
     yield from trio.run(probe, state_dir).findings
     yield disk(state_dir)
@@ -125,8 +130,8 @@ def _carried(found: Recipes) -> str:
     )
 
 
-def model(path: Path) -> Iterator[Finding]:
-    """Whether the checkpoint's tokenizer and template can be served token-faithfully, and what the audit found worth knowing."""
+def model(path: Path) -> Iterator[Finding | Table]:
+    """Whether the checkpoint's tokenizer and template can be served token-faithfully, what it speaks, and what the audit found worth knowing."""
     try:
         loaded = load_model(path)
     except ModelError as error:
@@ -135,5 +140,6 @@ def model(path: Path) -> Iterator[Finding]:
     known = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
     size = loaded.tokenizer.vocab_size
     yield Finding(name="model", ok=True, what=f"{known}: family {loaded.family.name}, {size} ids; the template audit passes")
+    yield language(loaded)
     for note in loaded.notes:
         yield Finding(name="model", ok=True, what=note)
