@@ -46,8 +46,11 @@ def _said(messages: Sequence[Shape], tools: Sequence[Shape]) -> Iterator[tuple[s
 
 def _place(wanted: str, text: str, at: int) -> int:
     """Where a text stands, -1 if nowhere: mostly behind the one before it, so that a conversation is looked through once."""
-    spellings = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1])
-    places = (text.find(spelling, start) for start in (at, 0) for spelling in spellings)
+    found = text.find(wanted, at)
+    if found >= 0:
+        return found
+    escaped = json.dumps(wanted, ensure_ascii=False)[1:-1]
+    places = (text.find(spelling, start) for start in (at, 0) for spelling in (escaped, wanted))
     return next((place for place in places if place >= 0), -1)
 
 

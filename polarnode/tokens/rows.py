@@ -173,7 +173,7 @@ ROWS: Final = (
         manner=Manner(arguments="text"),
     ),
     Row(
-        name="deepseek_r1_distill",  # calls are shown beside no text at all, and a single one is never ended: it can not be told a result
+        name="deepseek_r1_distill",  # and V3, R1 as first published: calls are shown beside no text at all, and a single one is never ended
         written=(f"<｜Assistant｜>{_EOS}{_USER}",),
         prompts=_ASKED,
         turn_end=_EOS,
