@@ -75,7 +75,8 @@ class _Pass:
                 self.keys[place:] = [found]
                 length = place
                 break
-        self.ours = sorted([*trail.ours[: bisect_right(trail.ours, length)], *self.ours])
+        known = trail.ours[: bisect_right(trail.ours, length)]
+        self.ours = sorted([*known, *self.ours]) if self.ours else list(known)
         self._reach(trail.last_ours(length))
         return length
 

@@ -18,7 +18,7 @@ from polarnode.conversation import Message
 # The harnesses seen interleave up to four agents beside side calls of one request each; a thousand messages are some 100 KB.
 _TRAILS: Final = 8
 
-_said = attrgetter("role", "text", "calls")
+_call = attrgetter("id", "name", "arguments")
 
 
 @frozen(kw_only=True)
@@ -68,8 +68,11 @@ class Trails:
 
 
 def numbers_of(messages: Sequence[Message]) -> "array[int]":
-    """A number for each message, int64: of all that its key holds."""
-    return array("q", map(hash, map(_said, messages)))
+    """A number for each message, int64: of all that its key holds. Most of a plan's price, so no call of Python's own stands in it."""
+    return array(
+        "q",
+        [hash((message.role, message.text, *map(_call, message.calls)) if message.calls else (message.role, message.text)) for message in messages],
+    )
 
 
 def _shared(one: "array[int]", other: "array[int]") -> int:
