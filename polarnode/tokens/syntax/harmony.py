@@ -18,7 +18,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 _ROLE: Final = "assistant"
 _CHANNELS: Final = ("analysis", "commentary", "final")
 _TO: Final = "to="
-_LONGEST: Final = 300  # letters before a channel: four times OpenAI's longest name
+_LONGEST: Final = 500  # letters of a header that may still become one: OpenAI's longest name is 64, and what grows is read again
 _PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
 _BEGINNINGS: Final = tuple(f"{start}{CHANNEL}{channel}{MESSAGE}" for start in ("", START + _ROLE) for channel in _CHANNELS)
 
@@ -50,12 +50,12 @@ def read(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
 def may_be_header(body: Body) -> bool:
     """Whether a text may still become a header: before its channel there is only the role, and who is spoken to."""
     text, started = body.text, body.has(START, 0)
-    if body.find(CHANNEL, 0) >= 0:
-        return True
+    if len(text) > _LONGEST or body.find(CHANNEL, 0) >= 0:
+        return len(text) <= _LONGEST
     if started and not text.startswith(START + _ROLE):
         return (START + _ROLE).startswith(text)
     words = (text.removeprefix(START + _ROLE) if started else text).strip(SPACE)
-    return len(words) <= _LONGEST and (words.startswith(_TO) or _TO.startswith(words))
+    return words.startswith(_TO) or _TO.startswith(words)
 
 
 def says_nothing(text: str) -> bool:
