@@ -2,7 +2,8 @@
 
 It checks, on one GPU: a start on the real kernels with CUDA graphs and overlap scheduling; greedy tokens and logprobs against transformers;
 weights updated from disk under requests frozen in place and retracted; ids refused before they reach the device; a killed scheduler's memory
-given back; a killed node's engine gone; aborts under load; deterministic sampling; a bystander process that survives the shutdown. Not here:
+given back; a killed node's engine gone; aborts under load; deterministic sampling; the experts of a mixture; a bystander process that
+survives the shutdown. Not here:
 updates from tensors and over NCCL and released memory (the node has no such calls yet), several GPUs, tensor parallelism, hours of soak.
 """
 
@@ -18,6 +19,7 @@ from uuid import uuid4
 
 import pytest
 import trio
+from engine_mixture import a_conversation_tells_each_position_once, experts_of, make_mixture
 from engine_reference import Reference, a_node, difference, host_pid, nothing_is_left, scheduler_of, settings, shared_memory_of, temporary
 from fakes_engine import contract, joined, order, sample, until_idle
 
@@ -30,6 +32,7 @@ from polarnode.shell.processes import group_members
 __all__ = ["temporary"]  # a fixture, asked for by name
 
 NEAR = 0.06  # nats at bfloat16 against float32, on a model whose logits spread over some 3: rounding of 8 bits of mantissa through two layers
+NEAR_EXPERTS = 0.5  # of two experts' logits, which spread over some 20: at bfloat16 the other may be chosen
 MANY = 64  # requests at once: several decode batches of a CUDA graph's sizes
 
 
@@ -167,6 +170,17 @@ async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Refe
                     nursery.start_soon(one, engines, seed)
     assert found[7] == alone
     assert found[8] != alone
+
+
+async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Path) -> None:
+    """On the real kernels, with CUDA graphs and overlap: (prompt + sample - 1) x layers x experts a token, each position once."""
+    mixture = make_mixture(tmp_path / "mixture", head_dim=64, device="cuda")
+    with trio.fail_after(900):
+        async with open_engines(on_gpu(mixture, tmp_path, routed_experts=True)) as engines:  # type: ignore[arg-type]  # it reads the path alone
+            await a_conversation_tells_each_position_once(engines, mixture, near=NEAR_EXPERTS)
+            prompt = [(11 * step) % 900 for step in range(6000)]  # more than one of SGLang's chunks
+            chunks = await sample(engines, order(prompt, max_tokens=40, routed_from=5990))
+            assert (experts_of(chunks).start, experts_of(chunks).end) == (5990, 6039)
 
 
 async def test_a_killed_node_leaves_no_engine_on_the_gpu(reference: Reference, tmp_path: Path, temporary: Path) -> None:
