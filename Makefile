@@ -1,5 +1,5 @@
 # Two commands: `make demo` runs the main job on the embedded model, `make test` passes the tests. Each sets up what it needs.
-.PHONY: demo test setup check gpu-test harness-matrix clean
+.PHONY: demo test setup check gpu-test harness-matrix meaning clean
 
 PY := .venv/bin/python
 
@@ -19,6 +19,10 @@ gpu-test: setup
 # Every harness in every API it speaks, and the table of docs/harnesses.md: half an hour and some 8 GB of images the first time.
 harness-matrix: setup
 	$(PY) tools/harness_matrix.py
+
+# Sessions of every harness, their rows through transformers, and the tables of docs/token-fidelity.md: half an hour on two quiet cores.
+meaning: setup
+	$(PY) tools/meaning.py
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache
