@@ -218,6 +218,12 @@ def keep_row(row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def meaning_folder() -> Path | None:
+    """Where `make meaning` wants the trajectories and the requests of steered sessions."""
+    named = os.environ.get("POLARNODE_MEANING_OUT")
+    return None if named is None else Path(named)
+
+
 # ── what runs on this machine ─────────────────────────────────────────────────
 
 

@@ -29,11 +29,12 @@ class Call:
 
 @frozen
 class Step:
-    """One turn of the script: an optional thought, text, calls."""
+    """One turn of the script: an optional thought, text, calls. `free`: the policy says what it will, from here on."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
     thought: str = ""
+    free: bool = False
 
 
 @frozen(kw_only=True)
@@ -320,4 +321,13 @@ HELPED: tuple[Helped, ...] = (
     ),
 )
 
-EXTRA: tuple[Case, ...] = (LONG, *(case for helped in HELPED for case in (helped.main, helped.helper)))
+# ── a script that leads a harness into its work, and lets go ──────────────────
+
+FREE = Step(free=True)
+LED: tuple[Case, ...] = tuple(
+    evolve(case, name=f"{case.name}.led", steps=(*case.steps[:2], FREE), in_ci=case.harness["name"] in ("claude_code", "codex", "qwen_code"))
+    for case in PLAIN
+    if not case.harness.get("settings")
+)
+
+EXTRA: tuple[Case, ...] = (LONG, *LED, *(case for helped in HELPED for case in (helped.main, helped.helper)))

@@ -10,8 +10,9 @@ Rule for whoever edits it: the node is the program people run; only its engine i
 import json
 import re
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Script:
     cases: Mapping[str, Case] = field(factory=lambda: {case.name: case for case in (*CASES, *EXTRA)})
 
     def answer(self, prompt: "array[int]") -> Said | None:
-        """What to say; None where no case is named, and the policy is free."""
+        """What to say; None where no case is named or its script lets go, and the policy is free."""
         text = decoded(prompt, self.model.tokenizer)
         named = _NAMED.search(text)
         case = self.cases.get(named[1]) if named else None
@@ -58,7 +59,7 @@ class Script:
         if case.shell_tool is not None and f'"name": "{case.shell_tool}"' not in text:
             return Said(case=case.name, step=None, ids=self._written(Step(BESIDE), prompt))
         step = min(turns_so_far(prompt, self.model, calling=not case.by_text), len(case.steps) - 1)
-        return Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
+        return None if case.steps[step].free else Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
 
     def _written(self, step: Step, prompt: "array[int]") -> tuple[int, ...]:
         """A step, less what of it the prompt already ends with: an answer that was cut is gone on with."""
@@ -100,16 +101,21 @@ def turns_so_far(prompt: Sequence[int], model: LoadedModel, *, calling: bool) ->
 def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: bool) -> list[int]:
     """A step in the model's own ids, as its family writes thoughts, calls and the end of a turn."""
     assert None not in (family.think_open, family.think_close, family.call_open, family.call_close)
-    plain = tokenizer.encode_plain
-    ids: list[Any] = []
+    pieces: list[int | str | None] = []
     if step.thought or in_thought:
-        ids += [] if in_thought else [family.think_open]
-        ids += [*plain(f"\n{step.thought}\n"), family.think_close, *plain("\n\n")]
-    ids += plain(step.text)
+        pieces += [None if in_thought else family.think_open, f"\n{step.thought}\n", family.think_close, "\n\n"]
+    pieces.append(step.text)
     for place, call in enumerate(step.calls):
         body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-        ids += [*(plain("\n") if step.text or place else ()), family.call_open, *plain(f"\n{body}\n"), family.call_close]
-    return [*ids, family.turn_end]
+        pieces += ["\n" if step.text or place else "", family.call_open, f"\n{body}\n", family.call_close]
+    return [*spelled(pieces, tokenizer), family.turn_end]
+
+
+def spelled(pieces: Sequence[int | str | None], tokenizer: Tokenizer) -> Iterator[int]:
+    """Control ids, and between them text that is encoded in one: the spelling that decoding and encoding would give back."""
+    for control, group in groupby((piece for piece in pieces if piece is not None), key=lambda piece: isinstance(piece, int)):
+        found = list(group)
+        yield from (found if control else tokenizer.encode_plain("".join(map(str, found))))  # type: ignore[misc]
 
 
 # ── the node around it ────────────────────────────────────────────────────────

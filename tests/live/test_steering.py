@@ -4,7 +4,7 @@ import json
 from array import array
 
 import pytest
-from matrix_cases import CASES, LONG, Case, Step
+from matrix_cases import CASES, LED, LONG, Case, Step
 from steering import BESIDE, Said, Script, decoded
 
 from polarnode.config import TINY_MODEL
@@ -73,6 +73,19 @@ def test_a_call_without_the_tools_is_beside(script: Script) -> None:
 
 def test_who_names_no_case_is_left_free(script: Script) -> None:
     assert script.answer(script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))) is None
+
+
+@pytest.mark.parametrize("case", LED, ids=lambda case: case.name)
+def test_a_script_lets_go_of_its_harness(script: Script, case: Case) -> None:
+    """Behind the scripted turns the policy is free, and stays so."""
+    prompt = script.model.template.root(opening(case))
+    for step in case.steps[:-1]:
+        said, answer = told(script, prompt)
+        assert [call.name for call in answer.calls] == [call.name for call in step.calls]
+        prompt = after(script, prompt, said)
+    assert script.answer(prompt) is None
+    called = script._written(case.steps[0], prompt)
+    assert script.answer(after(script, prompt, Said(case=case.name, step=None, ids=called))) is None
 
 
 def test_an_answer_that_was_cut_is_gone_on_with(script: Script) -> None:
