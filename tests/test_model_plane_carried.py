@@ -1,6 +1,7 @@
 """Sessions that carry, through the model plane: what a harness does to its conversation leaves no position of a row without its experts."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -8,8 +9,10 @@ from fakes_engine import ScriptedEngine, routes
 from plane_kit import CONTEXT, Asgi, Stage, answers, stage
 from tokens_kit import model
 
+from polarnode.config import NodeConfig
 from polarnode.merge.carried import CUT, LIMIT, Carrier, carried_of, note
 from polarnode.merge.ledger import chain
+from polarnode.node import _unrouted
 from polarnode.records import Turn
 from polarnode.tasks import CarrySpec
 from polarnode.web.model_plane import ModelPlane
@@ -141,3 +144,11 @@ async def test_a_session_that_carries_nothing_asks_for_nothing() -> None:
     assert (engine.orders[0].routed_from, engine.orders[0].top_logprobs) == (None, 0)
     assert (made.turns[0].top, made.turns[0].routed, made.turns[0].notes) == (None, None, ())
     assert "carried_bytes" not in made.s1.metrics()
+
+
+def test_a_node_says_why_its_engine_tells_no_experts(tmp_path: Path) -> None:
+    simulated = _unrouted(NodeConfig(engine="simulated", gpus=(0,)), model())
+    assert simulated == "the simulated engine's answers are random, and no experts read them; leave it out, or start a real engine"
+    assert _unrouted(NodeConfig(cpu=True), model()) == "the model tiny is dense: it has no experts; leave it out"
+    (tmp_path / "config.json").write_text('{"num_experts": 128}')
+    assert _unrouted(NodeConfig(cpu=True, model=str(tmp_path)), model()).endswith("start the node with --routed-experts")
