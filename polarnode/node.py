@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from polarnode.config import NodeConfig
 from polarnode.conversation import Json
 from polarnode.engine_host.protocol import Marks
-from polarnode.errors import ConfigError
+from polarnode.errors import ConfigError, ModelError
 from polarnode.merge.trajectory import Result, assemble
 from polarnode.records import Outcome
 from polarnode.shell.engine import Engines, EngineSettings, Simulated, open_engines, unrouted
@@ -29,6 +29,7 @@ from polarnode.shell.orders import House, Stages
 from polarnode.shell.podman import Images, Runtimes, RuntimesSettings, default_state_dir, open_runtimes
 from polarnode.shell.scheduler import Scheduler, Who
 from polarnode.tasks import HarnessSpec, TaskSpec
+from polarnode.tokens.family import Family
 from polarnode.tokens.model import LoadedModel, load_model
 from polarnode.web.control_plane import Conflict, DiskFull, Submitted, create_app
 from polarnode.web.control_plane.metrics import Figures
@@ -248,17 +249,20 @@ def _unrouted(config: NodeConfig, model: LoadedModel) -> str:
 
 
 def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
-    family = model.family
-    return Simulated(
-        simulation=config.simulated,
-        vocab_size=model.tokenizer.vocab_size,
-        marks=Marks(
-            turn_end=family.stop_ids[0],
-            think_open=family.think_open,
-            think_close=family.think_close,
-            call_open=family.call_open,
-            call_close=family.call_close,
-        ),
+    return Simulated(simulation=config.simulated, vocab_size=model.tokenizer.vocab_size, marks=simulated_marks(model.family))
+
+
+def simulated_marks(family: Family) -> Marks:
+    """What random answers are written with. ModelError for a family that writes calls otherwise than as JSON between marks."""
+    if family.call_syntax not in ("json", "none"):
+        how = f"the simulated engine writes calls as JSON between marks, the family {family.name} writes them otherwise ({family.call_syntax})"
+        raise ModelError(f"{how}: leave --model out, or name a Qwen3; a node's load hardly depends on it")
+    return Marks(
+        turn_end=family.stop_ids[0],
+        think_open=family.think_open,
+        think_close=family.think_close,
+        call_open=family.call_open,
+        call_close=family.call_close,
     )
 
 

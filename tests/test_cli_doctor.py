@@ -176,6 +176,13 @@ def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(tmp_p
     assert lines[place + 1].startswith("  → give --model another folder")
 
 
+def test_the_simulated_engine_can_not_speak_every_family() -> None:
+    (finding,) = doctor.model(family_folder("gptoss"), simulated=True)
+    assert isinstance(finding, Finding)
+    assert not finding.ok
+    assert "writes them otherwise (harmony)" in finding.what
+
+
 def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
     settings = RuntimesSettings(state_dir=tmp_path, node_id="n", warm=0)
     assert trio.run(probe_machine, settings.state_dir).findings

@@ -15,19 +15,21 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_engine import joined, order, sample, until_idle
+from family_fixtures import family_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.config import TINY_MODEL
 from polarnode.conversation import Constraint, Conversation, Message, TextPart, Tool, ToolCall
-from polarnode.engine_host.protocol import Generate, Marks, Simulation
+from polarnode.engine_host.protocol import Generate, Simulation
 from polarnode.engine_host.simulated import __main__ as program
 from polarnode.engine_host.simulated.answers import HEADS, Answers
 from polarnode.engine_host.simulated.examples import COMMANDS, tool_call, value
 from polarnode.engine_host.simulated.prefixes import BLOCK, KEPT, Prefixes
 from polarnode.engine_host.simulated.serving import Serving
 from polarnode.engine_host.simulated.vocabulary import load_vocabulary
-from polarnode.errors import EngineError
+from polarnode.errors import EngineError, ModelError
+from polarnode.node import simulated_marks
 from polarnode.ports import Steering
 from polarnode.records import VersionSpan
 from polarnode.shell.engine import Engines, EngineSettings, Simulated, open_engines
@@ -46,15 +48,15 @@ def model() -> LoadedModel:
     return load_model(TINY_MODEL)
 
 
-def marks(model: LoadedModel) -> Marks:
-    family = model.family
-    return Marks(
-        turn_end=family.turn_end, think_open=family.think_open, think_close=family.think_close, call_open=family.call_open, call_close=family.call_close
-    )  # fmt: skip
+def test_a_family_that_writes_calls_otherwise_is_refused() -> None:
+    """Its answers would hold calls that nothing reads."""
+    assert simulated_marks(load_model(family_folder("smollm2")).family).call_open is None
+    with pytest.raises(ModelError, match=r"the family gptoss writes them otherwise \(harmony\): leave --model out"):
+        simulated_marks(load_model(family_folder("gptoss")).family)
 
 
 def answers(model: LoadedModel, **changed: Any) -> Answers:
-    return Answers(vocabulary=load_vocabulary(TINY_MODEL), marks=marks(model), settings=evolve(AT_ONCE, **changed))
+    return Answers(vocabulary=load_vocabulary(TINY_MODEL), marks=simulated_marks(model.family), settings=evolve(AT_ONCE, **changed))
 
 
 def prompt(model: LoadedModel, *tools: Tool, text: str = "Look around.") -> "array[int]":
@@ -220,7 +222,7 @@ def test_the_prefixes_of_long_ago_are_forgotten() -> None:
 
 
 def settings(model: LoadedModel, state_dir: Path, simulation: Simulation = AT_ONCE, **more: Any) -> EngineSettings:
-    simulated = Simulated(simulation=simulation, marks=marks(model), vocab_size=model.tokenizer.vocab_size)
+    simulated = Simulated(simulation=simulation, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size)
     return EngineSettings(**{"model_path": TINY_MODEL, "device": "cpu", "state_dir": state_dir, "simulated": simulated, **more})
 
 

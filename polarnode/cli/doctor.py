@@ -19,6 +19,7 @@ from polarnode.cli.language import language
 from polarnode.cli.printing import harmless, open_console
 from polarnode.config import TINY_MODEL, NodeConfig
 from polarnode.errors import ConfigError, ModelError
+from polarnode.node import simulated_marks
 from polarnode.shell.podman import Finding, Recipes, default_runtimes_dir, default_state_dir, probe, read_recipes
 from polarnode.tokens.model import load_model
 
@@ -57,7 +58,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     else:
         yield sglang(config)
         yield gpus(config)
-    yield from model(Path(config.model))
+    yield from model(Path(config.model), simulated=config.engine == "simulated")
 
 
 def show(console: Console, finding: Finding) -> None:
@@ -130,10 +131,12 @@ def _carried(found: Recipes) -> str:
     )
 
 
-def model(path: Path) -> Iterator[Finding | Table]:
+def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:
     """Whether the checkpoint's tokenizer and template can be served token-faithfully, what it speaks, and what the audit found worth knowing."""
     try:
         loaded = load_model(path)
+        if simulated:
+            simulated_marks(loaded.family)
     except ModelError as error:
         yield Finding(name="model", ok=False, what=str(error), remedy="give --model another folder, or leave it out for the embedded model")
         return
