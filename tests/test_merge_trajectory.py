@@ -6,6 +6,7 @@ import merge_toys as toys
 import pytest
 from attrs import evolve
 
+from polarnode.merge.builders import prefix_merging
 from polarnode.merge.checks import check
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.trajectory import Identity, Result, assemble, broken_laws, without_traces
@@ -55,6 +56,32 @@ def test_everything_a_trainer_reads() -> None:
 def test_the_builder_the_task_names_is_the_one() -> None:
     found = assemble(WHO, task(name="per_request"), session().turns, Result(outcome=DONE))
     assert (len(found.traces), found.reward, [trace.reward for trace in found.traces]) == (3, None, [None] * 3)
+
+
+def test_rows_are_as_long_as_the_task_says() -> None:
+    turns = session(4).turns
+    [whole] = assemble(WHO, task(), turns, Result(outcome=DONE)).traces
+    found = assemble(WHO, task(config={"max_row_tokens": len(whole.token_ids) // 2}), turns, Result(outcome=DONE, verdict=Verdict(reward=1.0)))
+    assert (found.outcome, len(found.traces) > 1, {trace.reward for trace in found.traces}) == (DONE, True, {1.0})
+    assert [(trace.part, trace.parts) for trace in found.traces] == [(part, len(found.traces)) for part in range(len(found.traces))]
+    assert found.metrics["trainable_tokens"] == found.metrics["sampled_tokens"] == sum(trace.loss_mask.count(1) for trace in found.traces)
+
+
+def test_what_an_engine_failed_on_is_trained_when_the_task_says_so() -> None:
+    made = session(2)
+    made.say(toys.ask(toys.user("again")), "a broken answer", state="failed")
+    assert left(assemble(WHO, task(), made.turns, Result(outcome=DONE))) == [(2, "failed")]
+    found = assemble(WHO, task(config={"train_failed": True}), made.turns, Result(outcome=DONE))
+    assert (found.outcome, left(found), len(found.traces)) == (DONE, [], 2)
+
+
+def test_a_row_longer_than_the_task_says_is_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(turns: Any, config: Any) -> Built:
+        return prefix_merging(turns, {})
+
+    monkeypatch.setattr("polarnode.merge.builders._BUILDERS", {"prefix_merging": bug})
+    found = assemble(WHO, task(config={"max_row_tokens": 5}), session().turns, Result(outcome=DONE))
+    assert "5 are the most, and it is not marked as over long" in (broken_laws(found) or "")
 
 
 def test_a_session_that_never_called_its_model_is_a_trajectory_too() -> None:
