@@ -2,6 +2,7 @@
 
 import json
 import sys
+from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -120,3 +121,15 @@ def test_an_item_leads_to_its_answer() -> None:
         with pytest.raises(Refused, match="send the item itself") as caught:
             referenced(memory, name, "$.input[0]")
         assert caught.value.path == "$.input[0]"
+
+
+REFERENCE = "00000a0123456789"
+
+
+@pytest.mark.parametrize(
+    ("signature", "expected"),
+    [(b64encode(REFERENCE.encode()).decode(), f"msg_ab12_3_{REFERENCE}"), ("c2ln", "msg_ab12_3"), ("", "msg_ab12_3"), ("é", "msg_ab12_3")],
+)
+def test_an_items_id_carries_the_answers_reference(signature: str, expected: str) -> None:
+    assert history.item_id("msg", "ab12", 3, signature) == expected
+    assert len(history.item_id("msg", "f" * 32, 99, signature)) <= 64

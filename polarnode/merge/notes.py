@@ -16,7 +16,8 @@ VOLATILE: Final = "volatile"  # the user message that a turn answered is gone or
 RESUMED: Final = "resumed"  # it goes on with the cut sample of another turn
 CLOSED: Final = "closed"  # the parent's sample had no end, and was given one
 THINKING: Final = "thinking"  # which thoughts the model was shown, where its task lets the template decide
-WORDS: Final = (EDITED, AMBIGUOUS, REWRITTEN, FOREIGN, DIVERGED, VOLATILE, RESUMED, CLOSED, THINKING)
+REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
+WORDS: Final = (EDITED, AMBIGUOUS, REGROUPED, REWRITTEN, FOREIGN, DIVERGED, VOLATILE, RESUMED, CLOSED, THINKING)
 
 KEPT: Final = "its tokens are kept"  # how a note of an edit ends
 AS_SHOWN: Final = "the model sees it as the request shows it"  # and how where the prompt is rendered anew

@@ -17,7 +17,8 @@ from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallabl
 from polarnode.conversation import ModelRequest
 from polarnode.errors import Refused
 from polarnode.exchange import SESSION_OVER, as_kept
-from polarnode.providers.dialect import JSON_TYPE, Envelope, Fault, Memory, Reply, Route, missed, route, session_keys
+from polarnode.merge.regroup import regrouped
+from polarnode.providers.dialect import JSON_TYPE, Envelope, Fault, Reply, Route, missed, route, session_keys
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
@@ -124,7 +125,7 @@ class ModelPlane:
         if session.over:
             return dialect.error(SESSION_OVER)
         try:
-            read, _ = await self._read(request, session.memory)
+            read, _ = await self._read(request, session)
             history, new = session.lineages.look(read.conversation, hints=read.hints)
             body = dialect.count(len((await self.model.prompt(read.conversation, new, history)).prompt))
         except Refused as error:
@@ -138,7 +139,7 @@ class ModelPlane:
         if isinstance(session, Fault):
             return dialect.error(session)
         try:
-            read, key = await self._read(request, session.memory)
+            read, key = await self._read(request, session)
         except Refused as error:
             fault = Fault.of(error)
             session.refused(fault)
@@ -154,19 +155,20 @@ class ModelPlane:
         ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
         return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
 
-    async def _read(self, request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
+    async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
-            return _read(request, memory)
-        return await trio.to_thread.run_sync(_read, request, memory, limiter=self._readers, abandon_on_cancel=True)
+            return _read(request, session)
+        return await trio.to_thread.run_sync(_read, request, session, limiter=self._readers, abandon_on_cancel=True)
 
 
-def _read(request: _Request, memory: Memory) -> tuple[ModelRequest, str]:
+def _read(request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
     found = request.route
     envelope = Envelope(
-        headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=memory
+        headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=session.memory
     )
-    return as_kept(found.dialect.read(request.body, envelope)), blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
+    read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
+    return as_kept(read), blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 
 def _json(body: bytes) -> Reply:

@@ -5,6 +5,8 @@ time, and kept whole a session of a thousand turns would hold gigabytes; so a ke
 """
 
 import re
+from base64 import b64decode
+from binascii import Error as NotBase64
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final, cast
@@ -21,7 +23,8 @@ from polarnode.wire import dump_json, read_json
 _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
 _MOST_HEADS: Final = 16  # inputs a next one may begin with: one an agent, and two or three agents ask at once where there are sub-agents
-_OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+")
+_OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
+_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # what an answer's signature is base64 of
 
 
 def response_id(call_id: str) -> str:
@@ -29,9 +32,20 @@ def response_id(call_id: str) -> str:
     return _ANSWER + call_id
 
 
-def item_id(prefix: str, call_id: str, index: int) -> str:
-    """The id of an answer's item, [A-Za-z0-9_]."""
-    return f"{prefix}_{call_id}_{index}"
+def item_id(prefix: str, call_id: str, index: int, signature: str = "") -> str:
+    """The id of an item, [A-Za-z0-9_], 64 characters at most.
+
+    `signature` is the answer's: it proves the turn when the item comes back, which for a text without thoughts and calls nothing else does.
+    """
+    return "_".join((prefix, call_id, str(index), *_reference(signature)))
+
+
+def _reference(signature: str) -> list[str]:
+    try:
+        said = b64decode(signature, validate=True)
+    except (NotBase64, ValueError):
+        return []
+    return [said.decode()] if _REFERENCE.fullmatch(said) else []
 
 
 def previous(memory: Memory, name: str) -> list[Object]:

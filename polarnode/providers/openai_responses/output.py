@@ -81,7 +81,7 @@ def _item(call: Call, part: Part, index: int, logprobs: Sequence[TokenLogprob], 
 
 def message_json(call: Call, text: str, index: int, *, logprobs: Sequence[Json], ended: str) -> Object:
     part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-    return {"id": item_id("msg", call.id, index), "type": "message", "status": ended, "role": "assistant", "content": [part]}
+    return {"id": item_id("msg", call.id, index, call.signature), "type": "message", "status": ended, "role": "assistant", "content": [part]}
 
 
 def reasoning_json(call: Call, text: str, index: int) -> Object:
@@ -89,13 +89,13 @@ def reasoning_json(call: Call, text: str, index: int) -> Object:
     signature, which tells answers with the same words apart when they come back."""
     sealed = seal(Sealed(signature=call.signature, thinking=text if call.request.extras.get("seals") else ""))
     summary: list[Json] = [{"type": "summary_text", "text": text}]
-    return {"id": item_id("rs", call.id, index), "type": "reasoning", "summary": summary, "encrypted_content": sealed}
+    return {"id": item_id("rs", call.id, index, call.signature), "type": "reasoning", "summary": summary, "encrypted_content": sealed}
 
 
 def compaction_json(call: Call, answer: Answer) -> Object:
     """The one item of a compaction."""
     sealed = seal(Sealed(signature=call.signature, summary=answer.text))
-    return {"id": item_id("cmp", call.id, 0), "type": "compaction", "encrypted_content": sealed}
+    return {"id": item_id("cmp", call.id, 0, call.signature), "type": "compaction", "encrypted_content": sealed}
 
 
 # ── calls ─────────────────────────────────────────────────────────────────────
@@ -108,13 +108,18 @@ def call_json(call: Call, made: ToolCall, index: int) -> Object:
     name: Object = {"name": spelling.get("name", made.name)} | ({"namespace": spelling["namespace"]} if "namespace" in spelling else {})
     match spelling.get("kind"):
         case "custom":
-            return {"id": item_id("ctc", call.id, index), "type": "custom_tool_call"} | head | name | {"input": freeform.text_of(made.arguments)}
+            return (
+                {"id": item_id("ctc", call.id, index, call.signature), "type": "custom_tool_call"}
+                | head
+                | name
+                | {"input": freeform.text_of(made.arguments)}
+            )
         case "local_shell" | "shell" | "apply_patch" | "tool_search" as kind:
             known = _by_kind(kind, made.arguments)
             if known is not None:
                 prefix = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "tool_search": "tsc"}[kind]
-                return {"id": item_id(prefix, call.id, index), "type": f"{kind}_call"} | head | known
-    return {"id": item_id("fc", call.id, index), "type": "function_call"} | head | name | {"arguments": made.arguments or "{}"}
+                return {"id": item_id(prefix, call.id, index, call.signature), "type": f"{kind}_call"} | head | known
+    return {"id": item_id("fc", call.id, index, call.signature), "type": "function_call"} | head | name | {"arguments": made.arguments or "{}"}
 
 
 def _spelling(call: Call, name: str) -> Mapping[str, Json]:

@@ -209,7 +209,7 @@ class ResponseStream:
         return self._event("response.output_item.done", output_index=index, item=item)
 
     def _of_item(self, kind: str, prefix: str, index: int, **fields: Json) -> bytes:
-        return self._event(kind, item_id=item_id(prefix, self.call.id, index), output_index=index, **fields)
+        return self._event(kind, item_id=item_id(prefix, self.call.id, index, self.call.signature), output_index=index, **fields)
 
     def _event(self, kind: str, **fields: Json) -> bytes:
         number, self.sequence = self.sequence, self.sequence + 1
