@@ -10,7 +10,10 @@ from merge_toys import Session, ask, system, told, user
 from polarnode.conversation import Json, Message
 from polarnode.errors import LawBroken, Refused
 from polarnode.merge.builders import build, per_request, prefix_merging, prompt_ids
+from polarnode.merge.builders.cast import select
+from polarnode.merge.builders.settings import NAMES, Settings, read_settings
 from polarnode.merge.checks import check
+from polarnode.merge.checks.turns import is_whole
 from polarnode.records import Built, LeftOut, Trace, Turn, TurnSpan
 from polarnode.tasks import BuilderSpec
 
@@ -332,6 +335,32 @@ def test_answers_whose_client_left_are_left_out_when_asked_for() -> None:
     session.say(ask(*messages), "hal", state="partial")
     assert both(session, {}) == {}
     assert both(session, {"train_partial": False}) == {1: "partial"}
+
+
+def test_a_setting_that_is_not_said_has_its_default_and_every_one_can_be_said() -> None:
+    assert read_settings({}) == Settings()
+    said: dict[str, Json] = {"train_roles": ["main"], "max_row_tokens": 8192} | dict.fromkeys(NAMES[1:5], True)
+    expected = Settings(train_roles=frozenset(["main"]), train_superseded=True, train_failed=True, max_row_tokens=8192)
+    assert read_settings(said) == read_settings(said | {"train_auxiliary": False}) == expected
+    assert read_settings({"max_row_tokens": None}).max_row_tokens is None
+
+
+def test_a_builder_of_ones_own_is_told_who_is_trained_and_where_lines_end() -> None:
+    session, messages = grown(2)
+    session.say(ask(*messages, user("or")), "other end")
+    session.say(ask(*messages), "broken", state="failed")
+    cast = select(session.turns[::-1], {"train_cut": False})
+    assert ([turn.index for turn in cast.trained], [turn.index for turn in cast.leaves]) == ([0, 1, 2], [2])
+    assert cast.left_out == (LeftOut(turn=3, reason="failed"),)
+    assert cast.settings == Settings(train_cut=False)
+
+
+def test_a_turn_is_whole_with_a_logprob_and_weights_for_each_token() -> None:
+    session, _ = grown(1)
+    turn = session.turns[0]
+    assert is_whole(turn)
+    assert not is_whole(evolve(turn, logprobs=turn.logprobs[1:]))
+    assert not is_whole(evolve(turn, version_spans=()))
 
 
 # ── per request ───────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from polarnode.merge.builders.rows import line_to, row, rows
 from polarnode.merge.builders.slices import Slice, slices
 from polarnode.merge.checks import check, check_lengths
 from polarnode.merge.checks.parts import check_parts
+from polarnode.merge.checks.traces import check_trace
 from polarnode.records import Built, FinishReason, RoutedExperts, TopLogprobs, Trace, Turn, TurnRole, TurnState, VersionSpan, floats, ids
 from polarnode.tasks import BuilderSpec
 
@@ -403,6 +404,15 @@ def test_every_mutant_of_parts_is_caught(law: str, mutant: Callable[[Built], Bui
     check(tree.turns, made)
     with pytest.raises(LawBroken, match=law):
         check(tree.turns, mutant(made))
+
+
+def test_a_part_is_looked_at_on_its_own_too() -> None:
+    tree, made = sliced()
+    by_index = {turn.index: turn for turn in tree.turns}
+    for number, trace in enumerate(made.traces):
+        check_trace(f"trace {number}", trace, by_index, train_failed=False)
+    with pytest.raises(LawBroken, match="law 1: it, from token 0 on, has the samples"):
+        check_trace("it", evolve(made.traces[1], offset=0), by_index, train_failed=False)
 
 
 def test_parts_are_of_one_line() -> None:
