@@ -208,14 +208,11 @@ class Writing:
 
     def _write_between(self, text: str, told: _Told) -> None:
         """Real text is shown wherever it stands; blanks at its edges are not."""
-        self._region.add(text, told)
-        held = self._region.text
-        size = len(held.rstrip(SPACE))
+        size = len(text.rstrip(SPACE))
+        self._region.add(text[:size], told)
         if size:
-            told = self._region.told
-            self._region.clear()
-            self._say("text", held[:size], told)
-            self._region.add(held[size:], [])
+            self._show_region()
+        self._region.add(text[size:], [])
 
     def _write_label(self, text: str) -> None:
         self._region.add(text, [])
