@@ -6,8 +6,9 @@
 
 `text` is a session of our own model plane: each request echoes its agent's whole history, as harnesses do, and is planned, known and kept by
 `Lineages`. `tokens` is the same session as another gateway would have recorded it, merged as `polarnode merge` does: prompt ids, a line of
-JSON a call (writing the line is not counted, reading it is; building is with checking, and its rows are JSON). Times are of the CPU, so a busy
-machine raises them less than its clock, but does. `build peak` is what building holds at its most over what it made. Exit code 1 when rows or trained tokens are not as due.
+JSON a call. Writing the line is not counted, reading it is; building is with checking, and its rows are JSON. Times are of the CPU, so a busy
+machine raises them less than its clock, but does. `build peak` is what building holds at its most over what it made. Exit code 1 when rows or
+trained tokens are not as due.
 """
 
 import argparse
