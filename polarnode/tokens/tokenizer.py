@@ -103,7 +103,8 @@ def _with_template(path: Path) -> tuple[Any, bool]:
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"there is no tokenizer.json in {path}: load the tokenizer once with transformers and save it there (save_pretrained)")
     with boundary(ModelError, f"the tokenizer in {path} can not be loaded"):
-        chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        # The last is said because transformers otherwise warns of a wrong pattern in whatever folder does not name its version.
+        chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)
     if not chat.chat_template:
         raise ModelError(f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the folder")
     return chat, False
