@@ -14,6 +14,7 @@ from polarnode.tokens.family import CallSyntax
 from polarnode.tokens.syntax import READERS, arg_xml, bare_json, braces, fenced, function_xml, harmony, invoke_xml, none, numbered, separated
 from polarnode.tokens.syntax import json as json_syntax
 from polarnode.tokens.syntax.body import Body
+from polarnode.tokens.syntax.tagged import is_name
 
 # ── json ──────────────────────────────────────────────────────────────────────
 
@@ -243,6 +244,11 @@ def test_every_syntax_has_its_module() -> None:
     modules = (json_syntax, arg_xml, bare_json, braces, fenced, function_xml, harmony, invoke_xml, none, numbered, separated)
     assert {module.__name__.rpartition(".")[2]: module.read for module in modules} == dict(READERS)
     assert set(READERS) == set(get_args(CallSyntax))
+
+
+def test_a_name_has_no_tag_and_no_blank_edge_in_it() -> None:
+    assert all(map(is_name, ("look", "a.look-2", "two words", "\u00e9")))
+    assert not any(map(is_name, ("", " look", "look\n", "a\nb", "<look", "look>", 'lo"ok')))
 
 
 # ── an answer that may be a call ──────────────────────────────────────────────
