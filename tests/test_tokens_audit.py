@@ -81,6 +81,8 @@ def test_a_template_that_changes_a_clients_text_is_refused(tmp_path: Path, befor
 
 
 def test_the_audit_is_the_templates(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)"))))
+    tokenizer = load_tokenizer(
+        kit.variant(tmp_path, template=lambda text: text.replace(RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)")))
+    )
     with pytest.raises(ModelError, match="depending on what came before"):
         Template(tokenizer, kit.model().family).audit()
