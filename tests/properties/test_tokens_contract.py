@@ -67,17 +67,18 @@ def held(desk: Desk) -> None:
 @given(turns=TURNS)
 def test_p1_a_prompt_starts_with_the_turn_it_extends(wire: Wire, turns: Any) -> None:
     desk = Desk()
-    talk, before, shown = Talk(desk, wire), ids(), False
+    talk, before, shown, added = Talk(desk, wire), ids(), False, "Go."
     for sample, text, stream, pieces in turns:
         asking = talk.say(sample, stream=stream, pieces=pieces)
         turn = desk.turns[-1]
+        assert added in desk.text(asking.prompt[len(before) :] if shown else asking.prompt)
         if shown:
             assert asking.prompt[: len(before)] == before
             assert turn.kind == "extend"
             assert desk.controls(turn.prompt_delta) == desk.controls(asking.prompt[len(before) :])
         assert list(turn.sampled) == list(sample)
         assert turn.logprobs == logprobs_of(sample, 0, turn.index)
-        before, shown = asking.prompt + sample, told(wire, asking)
+        before, shown, added = asking.prompt + sample, told(wire, asking), text
         talk.go_on(text)
     held(desk)
 
@@ -122,10 +123,11 @@ def test_p3_a_benign_echo_changes_no_prompt(wire: Wire, echo: Echo, turns: Any, 
         talk.go_on(text)
     ask = wire.ask(talk.history, stream=stream)
     changed = echo(wire, json.loads(json.dumps(ask.body)))
+    mutated, found = desk.peek(wire_ask(ask, changed))  # first, so that nothing of it is remembered
     verbatim, prompt = desk.peek(ask)
-    mutated, found = desk.peek(wire_ask(ask, changed))
     assert verbatim.parent == len(turns) - 1
     assert (mutated.parent, mutated.matched, mutated.kind) == (verbatim.parent, verbatim.matched, "extend")
+    assert mutated.notes == verbatim.notes  # nothing was edited: it is the same message
     assert found == prompt
 
 
