@@ -209,11 +209,11 @@ TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
     "an infinite logprob": ("law 3: turn 1 has a logprob that is not a number", {"logprobs": "inf"}),
     "no version": ("law 3: turn 1 sampled .* cover", {"version_spans": ()}),
     "a version too short": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=0, end=1),)}),
-    "a version that starts late": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=1, end=6),)}),
-    "versions with a gap": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=0, end=2), VersionSpan(version="w", start=3, end=6))}),
+    "a version that starts late": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=1, end=5),)}),
+    "versions with a gap": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=0, end=2), VersionSpan(version="w", start=3, end=5))}),
     "versions overlapping": (
         "law 3: turn 1",
-        {"version_spans": (VersionSpan(version="v", start=0, end=4), VersionSpan(version="w", start=3, end=6))},
+        {"version_spans": (VersionSpan(version="v", start=0, end=4), VersionSpan(version="w", start=3, end=5))},
     ),
     "a prompt of another length": ("law 1: turn 1 has a prompt of 3 tokens", {"prompt_length": 3}),
     "no parent": ("law 1: turn 1 has a prompt", {"parent": None}),
@@ -227,6 +227,7 @@ TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
 @pytest.mark.parametrize(("law", "changes"), TURN_MUTANTS.values(), ids=TURN_MUTANTS.keys())
 def test_turns_that_are_not_whole_are_caught(turns: tuple[Turn, ...], law: str, changes: dict[str, object]) -> None:
     check_turns(turns)
+    assert len(turns[1].sampled) == 5  # where the spans below end, so that nothing but their order is wrong
     if isinstance(changes.get("logprobs"), str):
         changes = {"logprobs": patched(turns[1].logprobs, 2, float(str(changes["logprobs"])))}
     broken = [evolve(turn, **changes) if turn.index == 1 else turn for turn in turns]
