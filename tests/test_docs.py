@@ -24,7 +24,7 @@ from polarnode.harnesses.registry import HARNESSES
 from polarnode.providers.dialect import Fault, FaultKind, Operation, route
 from polarnode.records import Clock, Outcome, Status, Timing, TurnKind, TurnRole, TurnState
 from polarnode.shell.journal import EventKind, Journal, Retention, open_journal
-from polarnode.tasks import Budgets, BuilderSpec, EvaluatorSpec, FileSpec, HarnessSpec, McpServerSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.tasks import Budgets, BuilderSpec, CarrySpec, EvaluatorSpec, FileSpec, HarnessSpec, McpServerSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.web.control_plane import create_app
 from polarnode.web.control_plane.app import BODY_BYTES
 from polarnode.web.control_plane.errors import SENTENCES
@@ -34,7 +34,20 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 API = (ROOT / "docs" / "api.md").read_text()
 README = (ROOT / "README.md").read_text()
-SPECS = (TaskSpec, HarnessSpec, McpServerSpec, RuntimeSpec, FileSpec, PrepareStep, BuilderSpec, EvaluatorSpec, CommandConfig, Budgets, Sampling)
+SPECS = (
+    TaskSpec,
+    HarnessSpec,
+    McpServerSpec,
+    RuntimeSpec,
+    FileSpec,
+    PrepareStep,
+    BuilderSpec,
+    EvaluatorSpec,
+    CommandConfig,
+    Budgets,
+    Sampling,
+    CarrySpec,
+)
 
 
 def section(title: str, page: str = API) -> str:
@@ -161,7 +174,7 @@ def test_every_setting_of_the_simulated_engine_is_told() -> None:
 async def test_what_is_said_not_to_be_there_is_not(journal: Journal) -> None:
     app = create_app(TaskTaker(journal=journal), token=None, journal=journal)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
-    assert not rules & {"/v1/weights", "/v1/capture", "/metrics", "/", "/rollout/task/submit"}
+    assert not rules & {"/v1/weights", "/v1/capture", "/", "/rollout/task/submit"}
     assert not {field.name for field in attrs.fields(TaskSpec)} & {"callback_url", "group"}
 
 

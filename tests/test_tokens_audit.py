@@ -59,12 +59,12 @@ def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, afte
 def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
     late = "{%- if message.role == 'system' %}{{- raise_exception('system first') }}{%- endif %}"
     notes = audited(tmp_path, USER, f"{{%- if not loop.first %}}{late}{{%- endif %}}{USER}")
-    assert any("does not leave a system message where it stands among the others" in note for note in notes)
+    assert any("system message behind the head" in note and "the model sees a user's message there" in note for note in notes)
 
 
-def test_a_template_that_leaves_a_late_system_out_refuses_it(tmp_path: Path) -> None:
+def test_a_template_that_leaves_a_late_system_out_is_shown_a_users_message(tmp_path: Path) -> None:
     notes = audited(tmp_path, USER, "{%- if message.role == 'user' or loop.index < 3 %}" + USER + "{%- endif %}")
-    assert any("does not leave a system message where it stands among the others" in note for note in notes)
+    assert any("system message behind the head" in note and "the model sees a user's message there" in note for note in notes)
 
 
 @pytest.mark.parametrize(

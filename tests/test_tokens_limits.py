@@ -6,6 +6,7 @@ from family_fixtures import FAMILIES, family_folder
 
 from polarnode.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.errors import Refused
+from polarnode.records import ids
 from polarnode.tokens.limits import Kind, Limits
 
 CALL = ToolCall(id="c", name="look", arguments="{}")
@@ -38,11 +39,10 @@ def test_what_a_family_refuses(name: str) -> None:
         ("calls", Conversation(messages=(ASK, Message(role="assistant", calls=(CALL,)), ASK)), "$.messages"),
         ("tool", Conversation(messages=(ASK, Message(role="tool", text="r", call_id="c"))), "$.messages"),
         ("late system", Conversation(messages=(ASK, ANSWER, Message(role="system", text="s"), ASK)), "$.messages"),
-        ("two systems", Conversation(messages=(Message(role="system", text="s"), Message(role="system", text="s"), ASK)), "$.messages"),
     ],
 )
 def test_a_request_with_it_is_refused(kind: Kind, conversation: Conversation, path: str) -> None:
-    template = kit.model(family_folder("deepseek_r1_distill")).template
+    template = kit.model(family_folder("gemma3")).template
     with pytest.raises(Refused) as caught:
         template.root(conversation)
     assert (str(caught.value), caught.value.path) == (template.limits.sentences[kind], path)
@@ -60,10 +60,37 @@ def test_a_system_message_after_a_turn_is_a_late_one() -> None:
 
 
 def test_a_suffix_is_refused_like_a_root() -> None:
-    model = kit.model(family_folder("minimax_m2"))
+    model = kit.model(family_folder("gemma3"))
     new = (Message(role="system", text="s"),)
     with pytest.raises(Refused, match="does not leave a system message where it stands"):
-        model.template.suffix(new, conversation=Conversation(messages=(ASK, ANSWER, *new)), sampled=model.spelled("a", "[e~["))
+        model.template.suffix(new, conversation=Conversation(messages=(ASK, ANSWER, *new)), sampled=model.spelled("a", "<end_of_turn>"))
+
+
+@pytest.mark.parametrize("name", [name for name, kinds in REFUSED.items() if "late system" in kinds and name != "gemma3"])
+def test_a_late_system_message_is_a_users_where_the_template_has_no_place_for_it(name: str) -> None:
+    """Claude Code and others put reminders there, and a refusal would end the run."""
+    model = kit.model(family_folder(name))
+    late, users = Message(role="system", text="s"), Message(role="user", text="s")
+    said, shown = ((ASK, ANSWER, message, ASK) for message in (late, users))
+    assert model.template.root(Conversation(messages=said)) == model.template.root(Conversation(messages=shown))
+    (note,) = model.template.limits.notes(said)
+    assert "the model sees a user's message there" in note
+    sampled = model.spelled("a", model.text(ids([model.family.stop_ids[0]])))
+    after, plain = (
+        model.template.suffix((message,), conversation=Conversation(messages=(ASK, ANSWER, message)), sampled=sampled) for message in (late, users)
+    )
+    assert after.ids == plain.ids
+    assert after.notes == (*plain.notes, note)
+
+
+@pytest.mark.parametrize("name", [name for name, kinds in REFUSED.items() if "two systems" in kinds])
+def test_two_system_messages_at_the_head_are_one_where_the_template_takes_one(name: str) -> None:
+    template = kit.model(family_folder(name)).template
+    one, other = (Message(role="system", text=text) for text in "st")
+    both = Message(role="system", text="s\n\nt")
+    assert template.root(Conversation(messages=(one, other, ASK))) == template.root(Conversation(messages=(both, ASK)))
+    assert [note for note in template.limits.notes((one, other, ASK)) if "one of both" in note]
+    assert template.limits.notes((both, ASK)) == ()
 
 
 def test_gemma_does_not_lose_a_result_without_its_call() -> None:

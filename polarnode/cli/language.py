@@ -62,8 +62,9 @@ def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
     yield "thinking", _thinking(model, names)
     if family.harmony is not None or family.think_open is not None:
         yield "earlier thinking", _earlier(model)
-    refused = [_REFUSED.get(kind, kind) for kind in dict.fromkeys((*model.template.limits.sentences, *family.refuses))]
-    yield "refuses", ", ".join(refused) or "nothing: every role and tools are taken as they come"
+    limits = model.template.limits
+    refused = [_REFUSED.get(kind, kind) for kind in dict.fromkeys((*limits.sentences, *family.refuses)) if kind not in limits.otherwise]
+    yield "refuses", ", ".join(refused) or "nothing: every role and tools are taken"
 
 
 def _calls(family: Family, names: Mapping[int, str]) -> str:

@@ -32,7 +32,7 @@ class Asked:
 class Rendered:
     """The prompt is there, int32. Its last ids are `delta`, the first `close_length` of which close the parent's cut sample.
 
-    `notes`: where it differs from what the template would show, because sampled ids are kept as they are.
+    `notes`: where it differs from what the template would show, or from what the client said.
     """
 
     prompt: "array[int]"

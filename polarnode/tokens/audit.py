@@ -42,7 +42,7 @@ _DROPPED: Final = "the template leaves out earlier thinking; sampled thinking is
 
 def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
     """What is worth knowing of a template. ModelError where a turn's extension would differ from a full render."""
-    notes = dict.fromkeys(limits.sentences.values())
+    notes = dict.fromkeys(limits.otherwise.get(kind, sentence) for kind, sentence in limits.sentences.items())
     for name, thinking in product(_CASES, (None, True, False)):
         calls, new = _CASES[name]
         if limits.allow((*new, Message(role="assistant", calls=calls)), follows=True):

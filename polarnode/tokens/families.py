@@ -36,8 +36,9 @@ def fits(row: Row, tokenizer: Tokenizer) -> bool:
 
 
 def _needed(row: Row) -> tuple[str, ...]:
-    single = (text for text in (row.turn_end, row.separator) if text is not None)
-    return (*single, *row.turn_starts, *row.boundaries, *(row.call or ()), *(row.section or ()), *(row.harmony or {}).values())
+    maybe = (row.turn_end, row.separator, *(row.call or ()))
+    single = (text for text in maybe if text is not None)
+    return (*single, *row.turn_starts, *row.boundaries, *(row.section or ()), *(row.harmony or {}).values())
 
 
 def _probe(row: Row) -> list[dict[str, Json]]:
@@ -49,8 +50,8 @@ def _probe(row: Row) -> list[dict[str, Json]]:
 def _family(row: Row, tokenizer: Tokenizer) -> Family:
     number = tokenizer.control
 
-    def mark(pair: tuple[str, str] | None, place: int) -> int | None:
-        return None if pair is None else number.get(pair[place])
+    def mark(pair: tuple[str, str | None] | None, place: int) -> int | None:
+        return None if pair is None else number.get(pair[place] or "")
 
     def known(*texts: str | None) -> tuple[int, ...]:
         return tuple(dict.fromkeys(number[text] for text in texts if text is not None and text in number))

@@ -34,7 +34,7 @@ class Row:
     boundaries: tuple[str, ...] = ()
     think: Pair | None = None
     think_label: str = ""
-    call: Pair | None = None
+    call: tuple[str, str | None] | None = None  # without a close, a call goes on to the turn's end
     section: Pair | None = None
     separator: str | None = None
     harmony: Mapping[str, str] | None = None
@@ -100,6 +100,7 @@ ROWS: Final = (
         ends=("<|eom_id|>",),
         turn_starts=("<|start_header_id|>",),
         stops=("<|eom_id|>", "<|end_of_text|>"),
+        call=("<|python_tag|>", None),  # before code for tools of Llama's own too, which no harness offers: that is text
         syntax="bare_json",
         manner=Manner(arguments="either", text_apart=True, one_call=True),
         known={"two tool": _ONE},

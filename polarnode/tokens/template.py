@@ -9,7 +9,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from polarnode.conversation import Conversation, Message
 from polarnode.ports import Tokenizer
@@ -27,7 +27,7 @@ from polarnode.tokens.seams import Closing, differences, joined
 class Suffix:
     """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was cut.
 
-    `notes`: where what the model sees differs from what its template would show, because sampled ids are kept as they are.
+    `notes`: where what the model sees differs from what its template would show, or from what the client said.
     """
 
     ids: "array[int]"
@@ -56,8 +56,9 @@ class Template:
 
     def root(self, conversation: Conversation) -> "array[int]":
         """The whole conversation, asking for the next turn: int32. Refused for one that the template does not take."""
-        self.limits.check(conversation.messages, conversation.tools)
-        return self._encoded(self._renderer.whole(conversation), again=True)
+        messages = self.limits.settled(conversation.messages)
+        self.limits.check(messages, conversation.tools)
+        return self._encoded(self._renderer.whole(evolve(conversation, messages=messages)), again=True)
 
     def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
         """What follows a sampled turn so that the model is asked again with `new` messages.
@@ -69,11 +70,12 @@ class Template:
         """
         if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
-        self.limits.check(new, follows=True)
-        rendered = self._renderer.following(new, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking)
+        messages = self.limits.settled(new, follows=True)
+        self.limits.check(messages, follows=True)
+        rendered = self._renderer.following(messages, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking)
         opening = self._encoded(rendered)
         close = ids() if sampled and sampled[-1] in self.family.turn_ends else self._close(sampled, conversation, opening)
-        notes = differences(sampled, opening, rendered.ended, self.tokenizer, self.family)
+        notes = (*differences(sampled, opening, rendered.ended, self.tokenizer, self.family), *self.limits.notes(new, follows=True))
         return Suffix(ids=close + joined(sampled, opening, self.family), close_length=len(close), notes=notes)
 
     def opens_thinking(self, prompt: "array[int]") -> bool:

@@ -56,7 +56,7 @@ class Model:
         """
         if history is None:
             root = await self.root(evolve(conversation, messages=new))  # with the thoughts that the client did not show
-            return Rendered(prompt=root, delta=root)
+            return Rendered(prompt=root, delta=root, notes=self.template.limits.notes(new))
         suffix = await self._rendered(lambda: self.template.suffix(new, conversation=conversation, sampled=history), long=_is_long(new))
         return Rendered(prompt=history + suffix.ids, delta=suffix.ids, close_length=suffix.close_length, notes=suffix.notes)
 
