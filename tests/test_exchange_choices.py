@@ -251,6 +251,12 @@ def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(conversation:
     assert [note.split(":")[0] for note in asked.notes[1:]] == ([] if kept else ["constraint"])
 
 
+def test_a_constraint_would_forbid_the_headers_of_a_models_messages() -> None:
+    asked = as_kept(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
+    assert (asked.constraint, asked.conversation) == (None, HI)
+    assert "headers of their own" in asked.notes[-1]
+
+
 def test_a_request_without_constraint_is_left_as_it_is() -> None:
     request = a_call(conversation=evolve(HI, tools=(TOOL,))).request
     assert as_kept(request) is request

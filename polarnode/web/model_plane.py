@@ -158,17 +158,18 @@ class ModelPlane:
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
-            return _read(request, session)
-        return await trio.to_thread.run_sync(_read, request, session, limiter=self._readers, abandon_on_cancel=True)
+            return _read(request, session, self.model)
+        return await trio.to_thread.run_sync(_read, request, session, self.model, limiter=self._readers, abandon_on_cancel=True)
 
 
-def _read(request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
+def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelRequest, str]:
     found = request.route
     envelope = Envelope(
         headers=request.headers, model=found.model, stream=found.stream, operation=found.operation, query=request.query, memory=session.memory
     )
     read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
-    return as_kept(read), blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
+    asked = as_kept(read, headers=model.family.harmony is not None)
+    return asked, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 
 def _json(body: bytes) -> Reply:
