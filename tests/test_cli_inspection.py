@@ -82,6 +82,15 @@ def test_without_colour_what_is_trained_stands_between_marks(session: Trajectory
     assert "\x1b" not in said
 
 
+def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+    (trace,) = session.traces
+    lacks = ("routed_experts: turn 1 has none: the sample was cut before its end",)
+    sliced = evolve(trace, part=1, parts=3, offset=40, over_long=True, lacks=lacks)
+    said = printed(evolve(session, traces=(sliced,)), tokenizer, plain=True)
+    assert "part 2 of 3, behind 40 tokens not shown here, longer than its task's max_row_tokens, routed_experts: turn 1 has none" in said
+    assert "part" not in printed(session, tokenizer, plain=True)
+
+
 def test_in_colour_there_are_no_marks(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     said = printed(session, tokenizer, plain=False, colour=True)
     assert "«" not in said

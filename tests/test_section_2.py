@@ -543,6 +543,13 @@ async def chat_twin(here: Agent, at: int) -> list[Any]:
     return [message["tool_calls"][0]["id"] for message in told]
 
 
+async def openrouter_twin(here: Agent, at: int) -> list[Any]:
+    """A chat turn without calls, before a client of OpenRouter's dialect."""
+    told = [await here.chat(USER, include_reasoning=True) for _ in range(2)]
+    await here.chat(USER, told[at], USER, include_reasoning=True)
+    return [message["reasoning_details"][0]["data"] for message in told]
+
+
 async def claude_twin(here: Agent, at: int) -> list[Any]:
     told = [await here.claude(USER) for _ in range(2)]
     await here.claude(USER, told[at], USER)
@@ -582,6 +589,7 @@ async def item_twin(here: Agent, at: int) -> list[Any]:
     ("twin", "sampled"),
     [
         (chat_twin, LOOK),
+        (openrouter_twin, THOUGHT + "One."),
         (claude_twin, THOUGHT + "One."),
         (redacted_twin, THOUGHT + "One."),
         (gemini_twin, THOUGHT + "One."),

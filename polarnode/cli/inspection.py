@@ -84,9 +84,21 @@ def shown(trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | No
     parts += [] if figures is None else [Text(""), lineage_text(figures)]
     parts.append(Text(_legend(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
-        facts = f"lineage {trace.lineage}, {len(trace.token_ids)} tokens, {trace.loss_mask.count(1)} trainable"
-        parts += [Text(f"\ntrace {number}: {facts}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
+        parts += [Text(f"\ntrace {number}: {', '.join(_facts(trace))}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
     return Group(*parts)
+
+
+def _facts(trace: Trace) -> Iterator[str]:
+    yield f"lineage {trace.lineage}"
+    yield f"{len(trace.token_ids)} tokens"
+    yield f"{trace.loss_mask.count(1)} trainable"
+    if trace.parts > 1:
+        yield f"part {trace.part + 1} of {trace.parts}"
+    if trace.offset:
+        yield f"behind {trace.offset} tokens not shown here"
+    if trace.over_long:
+        yield "longer than its task's max_row_tokens"
+    yield from map(harmless, trace.lacks)
 
 
 def _head(trajectory: Trajectory) -> Text:

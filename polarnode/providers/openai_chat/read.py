@@ -9,6 +9,7 @@ from typing import assert_never
 
 from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.providers.openai_chat.constraints import constraint
+from polarnode.providers.openai_chat.details import DETAILS, asked, detail_refs
 from polarnode.providers.openai_chat.shapes import (
     AssistantMessage,
     ChatRequest,
@@ -50,6 +51,7 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
         one_call=request.parallel_tool_calls is False,
         ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if volatile else ())),
         notes=listed.notes,
+        extras={DETAILS: True} if asked(request) else {},
     )
 
 
@@ -77,7 +79,7 @@ def _assistant(shape: AssistantMessage) -> Message:
         text="".join(_texts(shape.content)) + (shape.refusal or ""),  # our own answer's parts, so joined as `Answer.text` joins them
         calls=calls,
         thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
-        refs=tuple(call.id for call in calls if call.id) + tuple(_detail_refs(shape.reasoning_details)),
+        refs=tuple(call.id for call in calls if call.id) + tuple(detail_refs(shape.reasoning_details)),
     )
 
 
@@ -100,13 +102,6 @@ def _texts(content: Content | ResultContent) -> Iterator[str]:
 
 def _spoken(value: Json) -> str:
     return value if isinstance(value, str) else ""  # some clients keep an object of their own here
-
-
-def _detail_refs(details: Json) -> Iterator[str]:
-    """Opaque fields of OpenRouter's `reasoning_details`, which a client echoes."""
-    for detail in details if isinstance(details, list) else ():
-        if isinstance(detail, dict):
-            yield from (found for name in ("id", "data", "signature") if isinstance(found := detail.get(name), str) and found)
 
 
 # ── settings ──────────────────────────────────────────────────────────────────

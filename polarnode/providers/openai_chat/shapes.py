@@ -194,6 +194,7 @@ class ChatRequest:
     structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningShape | None = None
+    include_reasoning: bool | None = None
     thinking: ThinkingShape | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None

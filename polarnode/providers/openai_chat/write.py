@@ -12,6 +12,7 @@ from attrs import define, field
 
 from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, TokenLogprob, ToolCall, Usage
 from polarnode.providers.contract import STREAM_TYPE, Call, Fault
+from polarnode.providers.openai_chat.details import details
 from polarnode.providers.openai_chat.tools import call_json
 from polarnode.providers.sse import DONE, event
 from polarnode.wire import dump_json
@@ -50,7 +51,7 @@ def message_json(call: Call, answer: Answer) -> Json:
     if answer.calls:
         tools = call.request.conversation.tools
         message["tool_calls"] = [call_json(made, tools) for made in answer.calls]
-    return message
+    return message | details(call)
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
@@ -107,7 +108,7 @@ class ChatStream:
         return self._opening() or self._chunk({}, 0)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        last = b"".join(self._chunk({}, choice, finish=finish_reason(answer)) for choice, answer in enumerate(answers))
+        last = b"".join(self._chunk(details(self.call), choice, finish=finish_reason(answer)) for choice, answer in enumerate(answers))
         counts = event(self._chunk_head() | {"choices": [], "usage": usage_json(usage)}) if self.call.request.include_usage else b""
         return self._opening() + last + counts + DONE
 
