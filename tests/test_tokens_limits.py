@@ -89,7 +89,7 @@ def test_two_system_messages_at_the_head_are_one_where_the_template_takes_one(na
     one, other = (Message(role="system", text=text) for text in "st")
     both = Message(role="system", text="s\n\nt")
     assert template.root(Conversation(messages=(one, other, ASK))) == template.root(Conversation(messages=(both, ASK)))
-    assert [note for note in template.limits.notes((one, other, ASK)) if "one of both" in note]
+    assert [note for note in template.limits.notes((one, other, ASK)) if "both as one" in note]
     assert template.limits.notes((both, ASK)) == ()
 
 

@@ -37,7 +37,7 @@ _WHAT: Final[Mapping[Kind, str]] = {
 _SO: Final = "this model's chat template has no place for it, so the model sees"
 _OTHERWISE: Final[Mapping[Kind, str]] = {
     "late system": f"system message behind the head: {_SO} a user's message there",
-    "two systems": f"second system message at the head: {_SO} one of both",
+    "two systems": f"second system message at the head: {_SO} both as one",
 }
 
 
