@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from polarnode.conversation import Answer, Conversation, FinishReason, Message, TextPart, ThinkingPart, Tool, ToolCall
 from polarnode.merge.lineage import Lineages, Plan
+from polarnode.merge.notes import DIVERGED
 from polarnode.records import Turn, TurnState, VersionSpan, floats, ids
 
 SECRET = b"merge toys, thirty-two bytes ok."
@@ -159,3 +160,8 @@ def versions(length: int, turn: int) -> tuple[VersionSpan, ...]:
 def renamed(message: Message, old: str, new: str) -> Message:
     """A message whose call ids are spelled otherwise."""
     return evolve(message, calls=tuple(evolve(call, id=call.id.replace(old, new)) for call in message.calls))
+
+
+def of_turns(notes: Sequence[str]) -> tuple[str, ...]:
+    """A plan's notes but for what only requests that are still remembered tell."""
+    return tuple(note for note in notes if not note.startswith(f"{DIVERGED}:"))

@@ -154,8 +154,8 @@ class Asking:
                 self.sent += data
             case Reply(body=body, status=status):
                 self.sent, self.ended, self.broken = body, status == 200, status != 200
-            case Done():
-                self.ended = True
+            case Done():  # Google's stream ends so too where its answer never came
+                self.ended = bool(self.answers)
             case Break():
                 self.broken = True
             case _:

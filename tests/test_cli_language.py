@@ -41,7 +41,8 @@ def test_a_turn_without_a_mark_of_its_own_and_calls_of_several_marks() -> None:
 
 
 def test_what_a_template_can_not_be_asked() -> None:
-    assert told("gptoss")["refuses"] == "system messages after the head, two system messages at the head, results of several calls of one turn"
+    assert told("gptoss")["refuses"] == "results of several calls of one turn"
+    assert "system messages after the head" in told("gemma3")["refuses"]
     plain = told("llama3")
     assert plain["calls"] == "none: it has no way to call tools"
     assert plain["thinking"] == "none: it has no marks for thoughts"

@@ -2,7 +2,7 @@
 
 Synchronous and without a clock. A plan reserves a turn's number before anything is generated and remembers its parent, so requests in
 flight at once become siblings without a lock. Whoever edits this keeps the contract: a prompt is the parent's exact ids and then what is
-new, or a root; and all that a plan depends on can be rebuilt from the turns (`restore`).
+new, or a root; and all that a prompt depends on can be rebuilt from the turns (`restore`).
 """
 
 from array import array

@@ -83,10 +83,15 @@ def provider_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in HARNESSES if "claude" not in name and "gemini" not in name])
 def test_an_undisturbed_session_is_one_lineage(trajectories: dict[str, Trajectory], name: str) -> None:
-    """They send what they were told, and nothing else: each turn extends the one before, and one sequence holds them all."""
+    """They send what they were told, and nothing else: each turn extends the one before, and one sequence holds them all.
+
+    But mini-swe-agent: it takes an answer without a call back out, and asks anew.
+    """
     turns = [turn for turn in trajectories[name].turns if turn.state == "complete"]
-    assert [turn.kind for turn in turns] == ["root"] + ["extend"] * (len(turns) - 1)
-    assert len(trajectories[name].traces) == 1
+    after_calls = [later for earlier, later in pairwise(turns) if earlier.answer is not None and earlier.answer.calls]
+    assert [turn.kind for turn in after_calls] == ["extend"] * len(after_calls)
+    if len(after_calls) == len(turns) - 1:
+        assert len(trajectories[name].traces) == 1
 
 
 @pytest.mark.parametrize("name", ["claude_code", "claude_code cut short"])

@@ -82,7 +82,7 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(path: str,
             assert [(span.start, span.end) for span in turn.version_spans] == ([(0, len(turn.sampled))] if pieces else [])
             assert (turn.answer is None) is (pieces == 0)
         assert not asgi.whole or asgi.status == 410  # a stream that was cut never looks like one that ended
-        assert here.s1.lineages._plans == {}  # no plan is left under way
+        assert here.s1.lineages._tree.plans == {}  # no plan is left under way
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -208,7 +208,7 @@ def test_however_often_a_client_leaves_no_token_is_sampled_twice(path: str, stre
         counts = held_by(here.turns)
         assert counts.trainable == counts.sampled == len(spelled(*WHOLE)) * max(1, sum(turn.state == "complete" for turn in here.turns))
         assert sum(turn.state == "complete" for turn in here.turns) <= delivered  # a new sample only after an answer that arrived
-        assert here.s1.lineages._plans == {}
+        assert here.s1.lineages._tree.plans == {}
         assert here.s1.retries._asking == {}
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
