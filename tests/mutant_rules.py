@@ -91,7 +91,7 @@ ATTACHING = rules(
         "an attached message is passed over",
         "        key = advance(before, message, canonical=self.memo.canonical)\n        if",
         "        key = before if not message.text else advance(before, message)\n        if",
-        (P5, SESSIONS),
+        ("tests/test_merge_attach.py",),
     ),
 )
 LEDGER = rules(
@@ -100,7 +100,7 @@ LEDGER = rules(
         "the engine's failures can be extended",
         'return turn.state != "failed" and turn.answer is not None',
         "return turn.answer is not None",
-        (SESSIONS,),
+        ("tests/test_merge_ledger.py", LINEAGE),
     ),
     ("a history lacks its samples", "        yield memoryview(turn.sampled)\n", "        yield memoryview(turn.sampled[:0])\n", (P1,)),
     ("a sibling takes the place of its twin", "self._after.setdefault(key, []).append(turn.index)", "self._after[key] = [turn.index]", (P6,)),

@@ -144,6 +144,18 @@ def test_a_changed_client_message_attaches_strictly_above_it(place: int) -> None
     assert (pending.plan.parent, pending.plan.reason) != (None, "rewrite") or place < 2
 
 
+def test_a_message_without_text_is_one_too() -> None:
+    """An empty result, and a turn that was only a call: without it the path is another."""
+    session = Session()
+    _, answer = session.say(ask(system(), user()), "", [("bash", "{}")])
+    result = told(answer.calls[0], "")
+    _, after = session.say(ask(system(), user(), answer, result), "done")
+    assert session.begin(ask(system(), user(), answer, result, after, user("next"))).plan.parent == 1
+    for left_out in (answer, result):
+        kept = [message for message in (system(), user(), answer, result, after, user("next")) if message is not left_out]
+        assert session.begin(ask(*kept)).plan.parent != 1
+
+
 def test_references_never_override_a_changed_client_message() -> None:
     session, messages = two_steps()
     changed = [messages[0], user("do something else"), *messages[2:]]
