@@ -1,5 +1,5 @@
 # Two commands: `make demo` runs the main job on the embedded model, `make test` passes the tests. Each sets up what it needs.
-.PHONY: demo test setup check gpu-test harness-matrix meaning clean
+.PHONY: demo test setup check gpu-test harness-matrix meaning learn learn-ablations learn-trl clean
 
 PY := .venv/bin/python
 
@@ -23,6 +23,18 @@ harness-matrix: setup
 # Sessions of every harness, their rows through transformers, and the tables of docs/token-fidelity.md: half an hour on two quiet cores.
 meaning: setup
 	$(PY) tools/meaning.py
+
+# The loop that learns, on a node of its own, with the figures and tables of docs/learning.md: OUT/report.json, curve.svg, log.jsonl.
+learn: setup
+	$(PY) -m examples.grpo --out out/grpo --stop-at 0.85 --expect 0.8
+
+learn-ablations: setup
+	$(PY) -m examples.grpo.ablations --out out/grpo-ablations
+
+# TRL stands in an environment of its own, over the node's.
+learn-trl: setup
+	$(PY) tools/trl_environment.py
+	TRL_EXPERIMENTAL_SILENCE=1 .venv/trl/bin/python -m examples.grpo.with_trl --out out/grpo-trl
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache

@@ -4,8 +4,10 @@ Pure: texts and mappings in, a frozen value out, or a sentence naming the settin
 """
 
 import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Literal, get_origin
 
@@ -15,9 +17,25 @@ from polarnode import wire
 from polarnode.conversation import Json
 from polarnode.engine_host.protocol import Simulation
 from polarnode.errors import ConfigError, Refused
+from polarnode.wire.laws import HOST, address
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
+MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"
+
+
+@frozen(kw_only=True)
+class JudgeConfig:
+    """A model behind an OpenAI Chat endpoint. The key is read from the node's environment, so that it stands in no file and no task."""
+
+    base_url: str  # with its version path: http://127.0.0.1:9000/v1
+    model: str
+    key_env: str | None = None  # the environment variable that holds its key
+    at_once: int = 16  # questions under way: judges are shared by all sessions in POST
+    answer_s: float = 120.0  # for one answer; a judge that thinks takes a minute
+    attempts: int = 3  # of a question that failed for a reason that passes: a cut connection, no answer in time, 429, 5xx
+    structured: Literal["schema", "object", "text"] = "schema"  # how it is asked for JSON: by its schema, as any JSON object, in words alone
+    body: Mapping[str, Json] = field(factory=dict)  # laid over each request: what this endpoint needs besides; null takes a field out
 
 
 @frozen(kw_only=True)
@@ -33,20 +51,36 @@ class NodeConfig:
     context_length: int | None = None  # tokens; None: what the checkpoint says
     mem_fraction: float | None = None  # share of GPU memory for weights and KV cache; None: SGLang's choice
     routed_experts: bool = False  # the engine remembers which experts of a mixture read each token: 4 bytes each for every token of its KV cache
+    memory_saver: Literal["off", "discard", "backup"] = "off"  # whether GPU memory is lent to a trainer, and what becomes of the weights in it
+    resume_weights: bool = True  # begin with the weights that were served last, where a disk still has them; false: with those of the model
     carried_mb: int = 256  # MiB a session may carry beside ids and logprobs: 5 times the experts of 128k tokens on 48 layers of 8
     host: str = "127.0.0.1"
     port: int = 8080
+    capture_limit: int = 64  # captures open at once: each a harness somewhere on this machine, about 3 connections of the 256 their socket takes
+    capture_port: int = 0  # on 127.0.0.1, where their harnesses find the model; 0: any that is free
     token: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     podman_dir: str | None = None  # images and containers; None: one per user, shared by nodes so that images are built once
     record_requests: str | None = None  # folder where every request of a harness is written as it came, for `polarnode replay`
     runtimes_dir: str | None = None  # image recipes; None: the checkout's own `runtimes/`
     node_id: str = "node-0"
+    pending_limit: int = 20_000  # sessions that are not over, those that wait too: 11 kB each, and a trainer gains nothing by a longer queue
     init_limit: int = 4  # containers prepared at once: Podman serves 4-8 calls on two cores before they only queue
     run_limit: int = 64  # harnesses at once: one GPU serves about as many agents before each waits on the others
     ready_limit: int = 4  # prepared and waiting for a run slot: hides INIT behind RUN, each costs a container (about 1 MB idle)
     post_limit: int = 8  # evaluations at once: they are CPU work beside the harnesses
-    warm: int = 2  # started containers kept for each shape of runtime in demand
+    warm: int = 8  # started containers kept of a shape at most, fewer where few are taken: as many as INIT and READY hold; about 1 MB each
+    volumes: tuple[str, ...] = ()  # folders of this machine below which tasks may mount; none unless the person who runs the node says so
+    egress: tuple[str, ...] = ()  # names tasks may ask to reach, `*.example.org` for all below one, `*` for any; none unless said
+    egress_networks: tuple[str, ...] = ()  # networks such as 10.1.0.0/16 those names may lead to; public addresses alone unless said
+    judges: Mapping[str, JudgeConfig] = field(factory=dict)  # models that judge, by the name evaluators call them
+    memory_reserve_mb: int = 1024  # MiB of the machine's memory left free: less, and no session is begun until there is more
+    keep_acknowledged_mb: int = 8192  # MiB of the journal: above, the oldest events that all consumers acknowledged go; a day of a busy node
+    keep_acknowledged_hours: float = 72.0  # and what they all had acknowledged so long ago: a mistake seen on Monday is read again from Friday
+    keep_mb: int = 65536  # MiB of the journal: above, the oldest events go whoever still wants them; a trainer that is away for a weekend
+    consumer_hours: float = 168.0  # without a word from a consumer, and nothing is kept for it any more: a week is longer than any pause
+    disk_reserve_mb: int = 4096  # MiB of the containers' disk left free: less, and no session is begun; half of it left, and the largest is ended
+    prepared: int = 32  # prepared workspaces kept as images, the least lately used go first: tasks of a batch are prepared once each
     import_paths: tuple[str, ...] = ()  # module prefixes tasks may name code from; none unless the person who runs the node says so
     base_image: str | None = None  # a public Debian image to build on; None: look for one, else build it from the Debian archive
 
@@ -110,11 +144,25 @@ def _check(config: NodeConfig) -> None:
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):
         raise ConfigError(f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them")
     _check_simulated(config.simulated)
-    for name in ("init_limit", "run_limit", "post_limit", "carried_mb"):
+    _check_egress(config)
+    for name, judge in config.judges.items():
+        _check_judge(name, judge)
+    for name in ("pending_limit", "init_limit", "run_limit", "post_limit", "carried_mb"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1")
-    if config.token is None and not _is_loopback(config.host):
+    if config.capture_limit < 0:
+        raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
+    _check_retention(config)
+    if config.token is None and not is_loopback(config.host):
         raise ConfigError(f"--host {config.host} can be reached from outside: set a bearer token with POLARNODE_TOKEN, or serve on 127.0.0.1")
+
+
+def _check_retention(config: NodeConfig) -> None:
+    if not 1 <= config.keep_acknowledged_mb <= config.keep_mb:
+        raise ConfigError(f"keep_acknowledged_mb must be 1 to keep_mb ({config.keep_mb}): what all have acknowledged goes first")
+    for name in ("keep_acknowledged_hours", "consumer_hours"):
+        if not 0 < getattr(config, name) < inf:
+            raise ConfigError(f"{name} must be more than 0 hours")
 
 
 def _check_simulated(told: Simulation) -> None:
@@ -126,7 +174,37 @@ def _check_simulated(told: Simulation) -> None:
             raise ConfigError(f"simulated.{name} must be 0 or more")
 
 
-def _is_loopback(host: str) -> bool:
+def _check_judge(name: str, told: JudgeConfig) -> None:
+    where, url = f"judges.{name}", address(told.base_url)
+    laws = (
+        (re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name), where, "needs a name of letters, digits, '.', '_' or '-': tasks write it"),
+        (url.scheme in ("http", "https") and url.hostname, f"{where}.base_url", "must be an http or https address with its version path"),
+        (not (url.username or url.password or url.query), f"{where}.base_url", "must hold no key: name its variable in key_env"),
+        (told.model, f"{where}.model", "is empty"),
+        (told.key_env is None or re.fullmatch(r"[A-Za-z_]\w*", told.key_env), f"{where}.key_env", "must be a variable's name, never a key itself"),
+        (told.at_once >= 1, f"{where}.at_once", "must be at least 1"),
+        (0 < told.answer_s < float("inf"), f"{where}.answer_s", "must be more than 0 seconds"),
+        (1 <= told.attempts <= MAX_ATTEMPTS, f"{where}.attempts", f"must be 1 to {MAX_ATTEMPTS}"),
+        (not set(told.body) & {"messages", "stream", "n"}, f"{where}.body", "must leave messages, stream and n alone"),
+    )
+    for holds, setting, sentence in laws:
+        if not holds:
+            raise ConfigError(f"{setting} {sentence}")
+
+
+def _check_egress(config: NodeConfig) -> None:
+    for name in config.egress:
+        if name != "*" and not HOST.fullmatch(name.removesuffix(".")):
+            raise ConfigError(f"egress: {name!r} is no host's name: write it as pypi.example, *.pypi.example or *, without scheme, port and path")
+    for network in config.egress_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ConfigError(f"egress_networks: {network!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
     if host == "localhost":
         return True
     try:

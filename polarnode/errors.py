@@ -34,6 +34,28 @@ class ContextTooLong(Refused):
         self.limit = limit
 
 
+class Conflict(PolarnodeError):
+    """The id, key or place of another; the text names it."""
+
+    boundary = "client"
+
+
+class Busy(PolarnodeError):
+    """No room now; asking again after `retry_after` seconds can help."""
+
+    boundary = "node"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DiskFull(PolarnodeError):
+    """The journal's disk has no room for what a new session would make."""
+
+    boundary = "journal"
+
+
 class ConfigError(PolarnodeError):
     """A setting of the node that can not work, named with its remedy."""
 

@@ -130,6 +130,28 @@ class Runtime(Protocol):
 
 
 @frozen(kw_only=True)
+class Question:
+    """What a judge is asked: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer is to be JSON of that shape."""
+
+    messages: tuple[Mapping[str, Json], ...]
+    schema: Mapping[str, Json] | None = None
+    temperature: float = 0.0
+    max_tokens: int = 2048  # a rubric's answer with its reasons; a judge that thinks aloud needs more
+
+
+class Judge(Protocol):
+    """A model that judges, at an endpoint of the node's own config."""
+
+    async def ask(self, question: Question) -> str:
+        """Its answer's text. EvaluatorError when it gives none after its retries."""
+        ...
+
+    async def ask_each(self, questions: Sequence[Question]) -> list[str]:
+        """Several at once, as many as the judge takes; their answers in order. One that fails fails them all."""
+        ...
+
+
+@frozen(kw_only=True)
 class Launch:
     """How to start a harness: a program with its environment, the files it reads (all absolute paths) and its standard input.
 

@@ -1,7 +1,7 @@
 """A control plane on a real socket over a real journal. The node behind it is a stand-in that only takes tasks; its tests have the real one."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from polarnode.shell.journal import Journal, Retention, open_journal
 from polarnode.shell.tally import Tally
 from polarnode.tasks import TaskSpec
 from polarnode.web.control_plane import Conflict, Submitted, create_app
+from polarnode.web.control_plane.app import RouteRow
+from polarnode.web.control_plane.captures import CaptureRoutes
 from polarnode.web.control_plane.metrics import Figures
+from polarnode.web.control_plane.weights import WeightsRoutes
+from polarnode.web.polar_api import PolarFace, PolarHouse
 from polarnode.web.server import Address, open_server
 
 
@@ -67,6 +71,32 @@ class TaskTaker:
         return self.is_ready
 
 
+@define(eq=False)
+class NoWeights:
+    """Stands where the node's weights do; its routes are all that is looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+@define(eq=False)
+class NoCaptures:
+    """Stands where the node's captures do; their routes are all that is looked at."""
+
+
+def polar_face(service: TaskTaker, **more: Any) -> PolarFace:
+    """Polar's routes over the stand-in."""
+    said: dict[str, Any] = {"generation": NoWeights(), "captures": NoCaptures(), "sessions": tuple, "end_session": service.live.__contains__}
+    return PolarFace(house=PolarHouse(service=service, journal=service.journal, node_id="n0", model="tiny", **(said | more)))
+
+
+def other_rows(journal: Journal) -> Iterator[RouteRow]:
+    """The rows of other rooms, for what looks at every route of the control plane."""
+    yield from WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows()  # type: ignore[arg-type]
+    yield from CaptureRoutes(captures=NoCaptures()).rows()  # type: ignore[arg-type]
+    yield from polar_face(TaskTaker(journal=journal)).rows()
+
+
 @frozen(kw_only=True)
 class Answer:
     """A whole answer."""
@@ -74,6 +104,7 @@ class Answer:
     status: int
     headers: dict[str, str]
     text: str
+    body: bytes = b""
 
     def json(self) -> Any:
         return json.loads(self.text)
@@ -102,7 +133,7 @@ class Exchange:
         while isinstance(part := await self.part(), h11.Data):
             body += part.data
         headers = {name.decode(): value.decode() for name, value in head.headers}
-        return Answer(status=head.status_code, headers=headers, text=body.decode())
+        return Answer(status=head.status_code, headers=headers, text=body.decode(errors="replace"), body=body)
 
 
 @asynccontextmanager
@@ -201,5 +232,7 @@ class Plane:
 async def open_plane(path: Path, *, token: str | None = "secret", port: int = 0, retention: Retention | None = None) -> AsyncIterator[Plane]:
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
-        async with open_server(create_app(service, token=token, journal=journal), Address(host="127.0.0.1", port=port)) as address:
+        async with open_server(
+            create_app(service, token=token, journal=journal, sessions_dir=path.parent), Address(host="127.0.0.1", port=port)
+        ) as address:
             yield Plane(url=f"http://127.0.0.1:{address.port}", journal=journal, service=service)

@@ -25,9 +25,9 @@ from polarnode.engine_host.protocol import (
     Ready,
     Shutdown,
     Start,
-    UpdateWeights,
     encode,
 )
+from polarnode.engine_host.updates import BeginUpdate, CheckUpdate, CommitUpdate, LoadDisk, LoadTensors, RollBack
 
 
 def main() -> None:
@@ -49,17 +49,28 @@ def serve(connection: socket.socket) -> None:
                     generate(connection, rid, array("i", prompt).tolist(), version)
                 case Abort(rid=rid):
                     say(connection, Piece(rid=rid, ids=b"", logprobs=b"", version=version, finish="abort"))
-                case UpdateWeights(call=call, path=path, version=wanted):
-                    ok = "bad" not in path
-                    version = wanted if ok else version
+                case LoadDisk(call=call, path=path):
                     print("update", path, flush=True)
-                    say(connection, Done(call=call, ok=ok, message=path))
-                case Pause(call=call) | Continue(call=call):
+                    update(connection, call, path)
+                case LoadTensors(call=call, payloads=payloads):
+                    update(connection, call, payloads[0].decode())
+                case CommitUpdate(call=call, version=wanted):
+                    version = wanted
+                    say(connection, Done(call=call, ok=True))
+                case Pause(call=call) | Continue(call=call) | BeginUpdate(call=call) | CheckUpdate(call=call) | RollBack(call=call):
                     print(type(message).__name__, flush=True)
                     say(connection, Done(call=call, ok=True))
                 case Shutdown():
                     print("asked to end", flush=True)
                     return
+
+
+def update(connection: socket.socket, call: int, words: str) -> None:
+    """Weights whose name has `bad` do not load, `deadly` ones end the program, `endless` ones never come."""
+    if "deadly" in words:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "endless" not in words:
+        say(connection, Done(call=call, ok="bad" not in words, message=words))
 
 
 def start(connection: socket.socket, script: str, counter: Path) -> None:

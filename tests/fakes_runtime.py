@@ -3,19 +3,24 @@
 Its programs are Python functions: `programs["pi"] = my_harness`. A few of the usual ones are there, because tests of sessions use them.
 """
 
+import io
 import math
 import socket
+import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 from attrs import define, field
 
-from polarnode.errors import RuntimeFault
+from polarnode.errors import Refused, RuntimeFault
 from polarnode.ports import Ended
 from polarnode.shell.podman import RuntimesStatistics
+from polarnode.shell.podman.artifacts import Collected
+from polarnode.shell.podman.prepared import Workspace, Workspaces, workspace_of
 from polarnode.tasks import RuntimeSpec
 
 KILLED = 137
@@ -52,12 +57,18 @@ class MemoryRuntime:
     modes: dict[str, int] = field(factory=dict)
     links: set[str] = field(factory=set)
     door: socket.socket = field(init=False)
+    network: int = field(init=False)
     alive: bool = True
+    ended_because: str | None = None
+    ended_for_room: bool = False
+    ooms: int = 0
+    sealed: tuple[str, ...] | None = None  # the writable places
     _running: set[trio.CancelScope] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.door = socket.create_server(("127.0.0.1", 0))
         self.door.setblocking(False)
+        self.network = self.door.fileno()
 
     @property
     def base_url(self) -> str:
@@ -94,11 +105,41 @@ class MemoryRuntime:
                 raise RuntimeFault(f"{path!r} is no path in a container: give an absolute one without ..")
             if path in self.links:
                 raise RuntimeFault(f"writing {path}: a link is in the way")
+            if self.sealed is not None and not any(path.startswith(f"{place}/") for place in self.sealed):
+                raise RuntimeFault(f"writing {path}: it is read-only")
             self.files[path], self.owners[path], self.modes[path] = content, user or self.user, mode
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         await trio.lowlevel.checkpoint()
         return None if path in self.links or path not in self.files else self.files[path][:limit]
+
+    def oom_kills(self) -> int:
+        return self.ooms
+
+    async def seal(self, spec: RuntimeSpec) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sealed = (self.workdir, self.home, "/tmp", "/var/tmp", *spec.writable) if spec.read_only else None
+
+    async def unseal(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sealed = None
+
+    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+        await trio.lowlevel.checkpoint()
+        left_out, kept = [], {}
+        for path in paths:
+            whole = (path if path.startswith("/") else f"{self.workdir}/{path}").rstrip("/")
+            found = {name: content for name, content in self.files.items() if name == whole or name.startswith(f"{whole}/")}
+            kept |= {path.strip("/") + name.removeprefix(whole): content for name, content in found.items()}
+            left_out += [] if found else [f"{path}: No such file or directory"]
+        _write_tar(to, kept)
+        return Collected(path=to, files=len(kept), bytes=sum(map(len, kept.values())), left_out=tuple(left_out))
+
+    async def copy_workdir(self, target: "MemoryRuntime") -> None:
+        await trio.lowlevel.checkpoint()
+        here, there = f"{self.workdir}/", f"{target.workdir}/"
+        target.files = {name: content for name, content in target.files.items() if not name.startswith(there)}
+        target.files |= {there + name.removeprefix(here): content for name, content in self.files.items() if name.startswith(here)}
 
     async def end_processes(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -109,6 +150,12 @@ class MemoryRuntime:
         self.alive = False
         self.door.close()
         await trio.lowlevel.checkpoint()
+
+    def copied(self) -> "MemoryRuntime":
+        """Its files, in one that never ran."""
+        other = MemoryRuntime(alive=False, files=dict(self.files), owners=dict(self.owners), modes=dict(self.modes), links=set(self.links))
+        other.door.close()
+        return other
 
     def _call(self, argv: Sequence[str], env: Mapping[str, str] | None, user: str | None, workdir: str | None, stdin: bytes) -> Call:
         if not self.alive:
@@ -133,6 +180,44 @@ class MemoryRuntime:
 
 
 @define(eq=False, kw_only=True)
+class MemoryCopies:
+    """Copies of prepared runtimes in memory. `faults` are raised by the next copies, one each."""
+
+    images: dict[str, MemoryRuntime] = field(factory=dict)
+    faults: list[RuntimeFault] = field(factory=list)
+
+    async def find(self, workspace: Workspace) -> str | None:
+        await trio.lowlevel.checkpoint()
+        name = workspace.digest("memory")
+        return name if name in self.images else None
+
+    async def make(self, workspace: Workspace, runtime: MemoryRuntime) -> str:
+        await trio.lowlevel.checkpoint()
+        if runtime._running:
+            raise Refused("one of its steps left a process running")
+        if self.faults:
+            raise self.faults.pop(0)
+        name = workspace.digest("memory")
+        self.images[name] = runtime.copied()
+        return name
+
+    async def exists(self, image: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return image in self.images
+
+    async def remove(self, image: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return self.images.pop(image, None) is not None
+
+    def put(self, image: str, runtime: MemoryRuntime) -> None:
+        """Begin as the copy was."""
+        if image not in self.images:
+            raise RuntimeFault(f"no image {image}")
+        made = self.images[image]
+        runtime.files, runtime.owners, runtime.modes, runtime.links = dict(made.files), dict(made.owners), dict(made.modes), set(made.links)
+
+
+@define(eq=False, kw_only=True)
 class MemoryRuntimes:
     """`polarnode.shell.podman.Runtimes` in memory. `faults` are raised by the next openings, one each; `opened` are all there ever were."""
 
@@ -141,6 +226,12 @@ class MemoryRuntimes:
     opened: list[MemoryRuntime] = field(factory=list)
     wanted: dict[str, int] = field(factory=dict)
     lifetimes: list[float] = field(factory=list)
+    held: bool = False
+    copies: MemoryCopies = field(factory=MemoryCopies)
+    workspaces: "Workspaces[MemoryRuntime]" = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.workspaces = Workspaces(copies=self.copies, most=32)
 
     @asynccontextmanager
     async def open(self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float) -> AsyncIterator[MemoryRuntime]:
@@ -156,6 +247,36 @@ class MemoryRuntimes:
             with trio.CancelScope(shield=True):
                 await runtime.close()
 
+    @asynccontextmanager
+    async def open_prepared(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Callable[[MemoryRuntime], Awaitable[None]], shared: bool
+    ) -> AsyncIterator[MemoryRuntime]:
+        """The house's own `Workspaces`, on copies in memory."""
+        async with AsyncExitStack() as stack:
+
+            async def start(image: str | None) -> MemoryRuntime:
+                runtime = await stack.enter_async_context(self.open(spec, session_id=session_id, lifetime_s=lifetime_s))
+                if image is not None:
+                    self.copies.put(image, runtime)
+                return runtime
+
+            workspace = workspace_of(spec, spec.image)
+            if workspace is not None and self.workspaces.pays(workspace, shared=shared):
+                yield await self.workspaces.obtain(workspace, start, prepare)
+            else:
+                runtime = await start(None)
+                await prepare(runtime)
+                yield runtime
+
+    def preparing(self, spec: RuntimeSpec) -> bool:
+        return self.workspaces.busy(workspace_of(spec, spec.image))
+
+    async def wait_prepared(self, spec: RuntimeSpec) -> None:
+        await self.workspaces.wait_settled(workspace_of(spec, spec.image))
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+
     def want(self, spec: RuntimeSpec, count: int) -> None:
         self.wanted[spec.image] = count
 
@@ -166,6 +287,15 @@ class MemoryRuntimes:
 
 def _write(log: Path, content: bytes) -> None:
     log.write_bytes(content)
+
+
+def _write_tar(to: Path, files: Mapping[str, bytes]) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(to, "w") as archive:
+        for name, content in files.items():
+            told = tarfile.TarInfo(name)
+            told.size = len(content)
+            archive.addfile(told, io.BytesIO(content))
 
 
 # ── the usual programs ────────────────────────────────────────────────────────
@@ -301,6 +431,36 @@ async def contract_end_processes_ends_what_runs(runtime: MemoryRuntime) -> None:
         await runtime.end_processes()
     assert [each.exit_code for each in ended] == [KILLED]
     assert (await runtime.run(["true"])).exit_code == 0
+
+
+async def contract_a_seal_keeps_the_workspace_writable(runtime: MemoryRuntime) -> None:
+    for _ in range(2):
+        await runtime.seal(RuntimeSpec(writable=("/opt/cache",)))
+        await runtime.put({"/work/a": b"1", "/tmp/b": b"1", f"{runtime.home}/c": b"1"})
+        with pytest.raises(RuntimeFault, match="read-only"):
+            await runtime.put({"/etc/d": b"1"})
+        await runtime.unseal()
+        await runtime.put({"/etc/d": b"1"})
+    await runtime.seal(RuntimeSpec(read_only=False))
+    await runtime.put({"/etc/d": b"2"})
+    await runtime.unseal()
+
+
+async def contract_what_is_to_be_kept_is_kept(runtime: MemoryRuntime) -> None:
+    await runtime.put({"/work/out/a": b"one", "/work/out/b/c": b"two", "/srv/log": b"three", "/work/other": b"no"})
+    with tempfile.TemporaryDirectory() as folder:
+        kept = await runtime.collect(["out", "/srv/log", "none"], Path(folder) / "deep" / "kept.tar")
+        with tarfile.open(kept.path) as archive:
+            found = {each.name: archive.extractfile(each).read() for each in archive if each.isfile()}  # type: ignore[union-attr]
+    assert found == {"out/a": b"one", "out/b/c": b"two", "srv/log": b"three"}
+    assert (kept.files, kept.bytes, kept.left_out) == (3, 11, ("none: No such file or directory",))
+    assert kept.metrics()["files"] == 3
+
+
+async def contract_nothing_was_ended(runtime: MemoryRuntime) -> None:
+    assert runtime.ended_because is None
+    assert not runtime.ended_for_room
+    assert runtime.oom_kills() == 0
 
 
 CONTRACT = [found for name, found in list(globals().items()) if name.startswith("contract_")]

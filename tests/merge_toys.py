@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from zlib import crc32
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.conversation import Answer, Conversation, FinishReason, Message, TextPart, ThinkingPart, Tool, ToolCall
 from polarnode.merge.lineage import Lineages, Plan
-from polarnode.merge.notes import DIVERGED
-from polarnode.records import Turn, TurnState, VersionSpan, floats, ids
+from polarnode.merge.notes import DIVERGED, word_of
+from polarnode.merge.transcript import heard_of
+from polarnode.records import Heard, Turn, TurnState, VersionSpan, floats, ids
 
 SECRET = b"merge toys, thirty-two bytes ok."
 HEAD, START, END, ASK = 1, 2, 3, 4
@@ -68,6 +69,7 @@ class Pending:
     plan: Plan
     prompt: "array[int]"
     delta: "array[int]"
+    heard: Heard = field(factory=Heard)
 
 
 class Session:
@@ -87,7 +89,7 @@ class Session:
         plan = self.lineages.plan(conversation, request_key=request_key, hints=hints or {})
         history = self.lineages.history(plan)
         delta = ids(full(conversation) if plan.parent is None else self.close(plan) + suffix(plan.new))
-        return Pending(plan=plan, prompt=history + delta, delta=delta)
+        return Pending(plan=plan, prompt=history + delta, delta=delta, heard=heard_of(plan, conversation))
 
     def close(self, plan: Plan) -> list[int]:
         parent = next(turn for turn in self.turns if turn.index == plan.parent)
@@ -127,6 +129,7 @@ class Session:
             before_key=plan.before_key,
             message_key=plan.after(answer) if answer is not None and state != "failed" else "",
             answer=answer,
+            heard=pending.heard,
             notes=plan.notes,
         )
 
@@ -164,4 +167,4 @@ def renamed(message: Message, old: str, new: str) -> Message:
 
 def of_turns(notes: Sequence[str]) -> tuple[str, ...]:
     """A plan's notes but for what only requests that are still remembered tell."""
-    return tuple(note for note in notes if not note.startswith(f"{DIVERGED}:"))
+    return tuple(note for note in notes if word_of(note) != DIVERGED)

@@ -188,7 +188,9 @@ PROMPTS = (
         "tokens.seams",
         ("an open thought is not closed", 'thought = self.family.think_close if mode == "thinking" else None', "thought = None", (P10,)),
     ),
-    *rules("tokens.rendering", ("client text reaches the template as it is", "[_guarded(shape, guard) for shape in shapes]", "list(shapes)", (P7,))),
+    *rules(
+        "tokens.rendering", ("client text reaches the template as it is", "[_guarded(shape, guard) for shape in messages]", "list(messages)", (P7,))
+    ),
     *rules(
         "tokens.tokenizer",
         (
@@ -309,14 +311,14 @@ TRAINING = (
         ),
         (
             "the last prompt token is trained",
-            "mask[turn.prompt_length - cut.start : ends_at(turn) - cut.start]",
-            "mask[turn.prompt_length - cut.start - 1 : ends_at(turn) - cut.start - 1]",
+            "mask[turn.prompt_length - cut.start : turn.end - cut.start]",
+            "mask[turn.prompt_length - cut.start - 1 : turn.end - cut.start - 1]",
             (LAWS,),
         ),
         (
             "a row's prompt is too long",
             "first = next((turn.prompt_length for turn in shown), cut.end)",
-            "first = next((ends_at(turn) for turn in shown), cut.end)",
+            "first = next((turn.end for turn in shown), cut.end)",
             (LAWS,),
         ),
     ),
@@ -345,7 +347,7 @@ CHECKING = (
             "        pass\n",
             (LAWS,),
         ),
-        ("spans are not compared", "if trace.offset < 0 or list(trace.turn_spans) != expected:", "if trace.offset < 0:", (LAWS,)),
+        ("spans are not compared", "if trace.offset < 0 or places != expected:", "if trace.offset < 0:", (LAWS,)),
         ("the mask may lie outside samples", "    if ones != sampled:\n", "    if ones < sampled:\n", (LAWS,)),
         ("logprobs are not compared", "    if found != expected:\n        place", "    if len(found) != len(expected):\n        place", (LAWS,)),
         ("versions are not compared", "    if found != expected:\n        wrong", "    if len(found) > 99:\n        wrong", (LAWS,)),
@@ -423,19 +425,22 @@ PARTS = (
         "merge.builders.rows",
         (
             "a part's spans are those of the row",
-            "start=turn.prompt_length - cut.start, end=ends_at(turn) - cut.start)",
-            "start=turn.prompt_length, end=ends_at(turn))",
+            "start=turn.prompt_length - cut.start, end=turn.end - cut.start)",
+            "start=turn.prompt_length, end=turn.end)",
             (SLICES,),
         ),
     ),
     *rules(
-        "merge.carried",
+        "wire.carried",
         (
             "alternatives that are missing are passed over",
-            "TopLogprobs.joined(found) if len(found) == len(sampled) else None",
+            "TopLogprobs.joined(found) if len(found) == len(trained) else None",
             "TopLogprobs.joined(found)",
             (CARRIED, SLICES),
         ),
+    ),
+    *rules(
+        "merge.carried",
         ("a session carries without end", "        if self.carried >= self.limit:\n", "        if self.carried < 0:\n", (CARRIED,)),
     ),
     *rules(

@@ -3,12 +3,12 @@
 Where Podman can not start containers the tests that need it are skipped with doctor's own words.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import trio
 
-from polarnode.shell.podman import Runtimes, RuntimesSettings, default_state_dir, ensure_images, open_runtimes, probe
+from polarnode.shell.podman import PodmanRuntime, Runtimes, RuntimesSettings, default_state_dir, ensure_images, open_runtimes, probe
 from polarnode.tasks import RuntimeSpec
 
 SMALL = RuntimeSpec(memory_mb=256, pids=64)
@@ -17,6 +17,22 @@ LIFETIME_S = 900.0  # of containers in tests: nothing here takes minutes, and wh
 
 def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
     return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm)
+
+
+async def cancelled_at(runtime: PodmanRuntime, sign: str, program: Callable[[], Awaitable[object]]) -> bool:
+    """Cancel a program once a file says that it is where it should be; whether it was still running."""
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at, runtime, sign, scope)
+            await program()
+            nursery.cancel_scope.cancel()
+    return scope.cancelled_caught
+
+
+async def _cancel_at(runtime: PodmanRuntime, sign: str, scope: trio.CancelScope) -> None:
+    while await runtime.read(sign) is None:  # noqa: ASYNC110 (a container has no events)
+        await trio.sleep(0.05)
+    scope.cancel()
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +52,9 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
 async def runtimes(podman: None) -> AsyncIterator[Runtimes]:
     async with open_runtimes(settings()) as opened:
         yield opened
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(300):
+        while not holds():  # noqa: ASYNC110 (what it waits for has no event)
+            await trio.sleep(0.01)

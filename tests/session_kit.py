@@ -16,6 +16,7 @@ import trio
 from attrs import define, evolve, field
 from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
 
+from polarnode import ports
 from polarnode.conversation import Json, Message
 from polarnode.errors import EvaluatorError
 from polarnode.evaluators.evaluator import Evaluator, Finished
@@ -43,7 +44,8 @@ class Notebook:
     tasks: list[str] = field(factory=list)
     started: list[Identity] = field(factory=list)
     turns: list[Turn] = field(factory=list)
-    published: list[Trajectory] = field(factory=list)
+    published: list[Trajectory] = field(factory=list)  # replaced ones too
+    cancelled: list[str] = field(factory=list)
     refuse: list[Exception] = field(factory=list)
     refuse_task: Exception | None = None
 
@@ -62,6 +64,13 @@ class Notebook:
         if self.refuse:
             raise self.refuse.pop(0)
         self.published.append(trajectory)
+
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
+        self.publish(trajectory)
+        self.started.append(successor)
+
+    def task_cancelled(self, task_id: str) -> None:
+        self.cancelled.append(task_id)
 
 
 # ── containers that take time, or never come ──────────────────────────────────
@@ -162,6 +171,7 @@ async def town(
         log_dir=tmp_path,
         ensure_image=_ensure_image,
         drops_thinking=lambda new: any(message.role == "user" for message in new),
+        judge=no_judge,
         allowed_imports=ALLOWED,
     )
     async with trio.open_nursery() as nursery:
@@ -187,12 +197,16 @@ async def _ensure_image(name: str) -> None:
     await trio.lowlevel.checkpoint()
 
 
+def no_judge(name: str) -> ports.Judge:
+    raise EvaluatorError(f"no judge is called {name}")
+
+
 def task(*, budgets: Mapping[str, Any] | None = None, evaluator: str | EvaluatorSpec | None = None, **more: Any) -> TaskSpec:
-    """A task whose harness is the program `agent`, judged by an evaluator of this module by name."""
+    """A task whose harness is the program `agent`, judged by an evaluator of this module by name. Nothing is tried again unless `retries` says so."""
     said: dict[str, Any] = {"instruction": "do it", "harness": HarnessSpec(name="shell", command=("agent",))} | more
     if isinstance(evaluator, str):
         evaluator = EvaluatorSpec(import_path=f"session_kit:{evaluator}")
-    return TaskSpec(**said, budgets=Budgets(**(budgets or {})), **({"evaluator": evaluator} if evaluator else {}))
+    return TaskSpec(**said, budgets=Budgets(**({"retries": 0} | dict(budgets or {}))), **({"evaluator": evaluator} if evaluator else {}))
 
 
 # ── harnesses ─────────────────────────────────────────────────────────────────
@@ -307,7 +321,13 @@ def _gives(value: Any) -> Evaluator:
 
 async def _reads(finished: Finished) -> Verdict:
     found = await finished.runtime.read(f"{finished.runtime.workdir}/answer")
-    return Verdict(reward=float(found == b"42"), metrics={"runtime": finished.runtime.id})
+    left = finished.left is finished.runtime
+    return Verdict(reward=float(found == b"42"), metrics={"runtime": finished.runtime.id, "left": left})
+
+
+async def _takes(finished: Finished) -> Verdict:
+    found = await finished.left.read(f"{finished.left.workdir}/answer")
+    return Verdict(reward=float(found == b"42"), metrics={"runtime": finished.runtime.id, "left": finished.left is not finished.runtime})
 
 
 def _refuses(config: Mapping[str, Json]) -> None:
@@ -321,6 +341,7 @@ WHOLE = _gives(Verdict(reward=2**70))
 OBJECTS = _gives(Verdict(reward=1.0, metrics={"who": object()}))  # type: ignore[dict-item]
 LARGE = _gives(Verdict(reward=1.0, metrics={"count": 2**80}))
 ODD = _gives(Verdict(reward=1, metrics={"pair": (1, 2), "nan": float("nan"), 1: 2}))  # type: ignore[dict-item]
+TAKES = Evaluator(name="takes", evaluate=_takes, check=lambda config: None, fresh=True, copies=False)
 PICKY = Evaluator(name="picky", evaluate=_counts, check=_refuses)
 NO_EVALUATOR = "a word"
 

@@ -16,11 +16,12 @@ import trio
 from attrs import evolve
 from click.testing import CliRunner
 from family_fixtures import family_folder
+from judge_kit import Endpoint, error, says, serving
 from rich.table import Table
 
 from polarnode.cli import doctor
 from polarnode.cli import main as command
-from polarnode.config import TINY_MODEL, NodeConfig
+from polarnode.config import TINY_MODEL, JudgeConfig, NodeConfig
 from polarnode.shell.podman import Finding
 from polarnode.shell.podman import probe as probe_machine
 from polarnode.shell.podman.settings import RuntimesSettings
@@ -133,6 +134,25 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
     assert "polarnode[gpu]" in slim.remedy
     there.clear()
     assert "make setup" in doctor.sglang(CPU).remedy
+
+
+async def test_a_judge_is_asked_one_word_in_its_form() -> None:
+    async with serving(Endpoint([says('{"ready": true}'), says("Yes, I am."), error(401, "wrong key")])) as url:
+        told = JudgeConfig(base_url=url, model="strict", key_env="JUDGE_KEY")
+        found = [await doctor.judge("j", told, {"JUDGE_KEY": "sk-123"}) for _ in range(3)]
+    assert found[0] == Finding(name="judge j", ok=True, what=f"strict at {url} answers")
+    assert found[1].what.startswith("gives no answer in its form: the body is not JSON")
+    assert found[2].what.endswith("judge j refused the question: HTTP 401: wrong key")
+    assert [each.ok for each in found] == [True] * 3, "a node starts without an answer of its judges"
+    assert "`structured`" in found[1].remedy
+
+
+def test_a_judge_without_its_key_keeps_a_node_from_starting() -> None:
+    config = NodeConfig(cpu=True, judges={"j": JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", key_env="JUDGE_KEY")})
+    (found,) = doctor.judges(config, {})
+    assert not found.ok
+    assert "JUDGE_KEY, which is not in the node's environment" in found.what
+    assert list(doctor.judges(CPU, {})) == []
 
 
 def test_the_model_is_loaded_and_audited_and_its_notes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

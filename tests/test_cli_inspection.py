@@ -91,6 +91,19 @@ def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer:
     assert "part" not in printed(session, tokenizer, plain=True)
 
 
+def test_rewards_of_turns_and_of_a_lineage_are_shown_where_there_are_any(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+    (trace,) = session.traces
+    spans = (evolve(trace.turn_spans[0], reward=-0.25), *trace.turn_spans[1:])
+    lines = printed(evolve(session, traces=(evolve(trace, turn_spans=spans, reward=0.75),)), tokenizer, plain=True).splitlines()
+    assert lines[1].split()[-1] == "reward"
+    assert [line.split()[-1] for line in lines[2:4]] == ["-0.25", "–"]
+    (facts,) = [line for line in lines if line.startswith("trace 0")]
+    assert "reward 0.75" in facts
+    plain = printed(session, tokenizer, plain=True).splitlines()
+    assert "reward" not in plain[1]
+    assert not any("reward" in line for line in plain if line.startswith("trace 0"))
+
+
 def test_in_colour_there_are_no_marks(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     said = printed(session, tokenizer, plain=False, colour=True)
     assert "«" not in said

@@ -17,7 +17,7 @@ from polarnode.cli.main import Verbs
 from polarnode.config import NodeConfig
 from polarnode.errors import ConfigError, EngineError, PolarnodeError, Refused, RuntimeFault
 
-VERBS = ("run", "submit", "watch", "export", "inspect", "replay", "merge", "doctor")
+VERBS = ("run", "generate", "convert", "submit", "watch", "export", "inspect", "replay", "merge", "gym-agent", "doctor")
 HEAVY = ("torch", "transformers", "tokenizers", "sglang", "trio", "quart", "hypercorn", "podman", "rich", "polarnode.node")
 
 
@@ -58,7 +58,7 @@ def test_the_examples_are_of_options_that_exist() -> None:
         known = {name for each in command.commands[verb].params for name in each.opts}
         for line in (command.commands[verb].help or "").splitlines():
             if line.strip().startswith(f"polarnode {verb}"):
-                assert {word for word in line.split() if word.startswith("-") and word != "-1"} <= known
+                assert {word for word in line.split() if word.startswith("-") and word not in ("-1", "-")} <= known
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -125,13 +125,13 @@ def test_settings_before_the_verb_count_and_the_verbs_own_win() -> None:
     [
         ((), 2, "say where the model runs: --gpus 0-7, --gpus 0, or --cpu, such as: polarnode --cpu"),
         (("run", "FILE"), 2, "say where the model runs"),
-        (("run", "--cpu"), 2, "Missing argument 'TASKS...'"),
+        (("run", "--cpu"), 2, "Missing argument 'SOURCES...'"),
         (("run", "--cpu", "--samples", "0", "FILE"), 2, "0 is not in the range"),
         (("run", "--cpu", "FILE"), 1, "no harness is called po; there are: claude_code"),
         (("--gpus", "0-", "run", "FILE"), 1, "--gpus 0-: give numbers and ranges"),
         (("--cpu", "--host", "0.0.0.0"), 1, "set a bearer token with POLARNODE_TOKEN"),
         (("--config", "FILE", "doctor"), 1, "setting harness: harness is not a known field"),
-        (("submit", "gone.toml"), 2, "File 'gone.toml' does not exist"),
+        (("submit", "gone.toml"), 2, "Path 'gone.toml' does not exist"),
         (("submit", "FILE", "--url", "http://127.0.0.1:1"), 1, "http://127.0.0.1:1 does not answer"),
         (("watch", "--url", "http://127.0.0.1:1"), 1, "is the node running?"),
         (("export", "--url", "http://127.0.0.1:1"), 1, "is the node running?"),

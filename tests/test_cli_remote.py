@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import trio
 from attrs import evolve
 from click.testing import CliRunner, Result
 from control_plane_parts import Plane, open_plane
 from journal_samples import make_spec, make_trajectory
+from sources_kit import DATA, task
 
 from polarnode.cli import main as command
 from polarnode.cli import remote
@@ -93,7 +95,7 @@ async def test_watching_a_task_ends_with_it(tmp_path: Path) -> None:
     assert result[0].output.splitlines() == [
         "t-0 pi completed reward 1 turns 2 traces 1 trainable 3",
         "t-1 pi completed reward – turns 2 traces 1 trainable 3",
-        f"group {make_spec().group_id or 't'} is over: rewards 1 –",
+        f"group {make_spec().group_id or 't'} is over, partial (some are missing: 1 of 2 sessions are usable (1 no reward)): rewards 1 –",
         "task t is over: 2 completed",
     ]
 
@@ -140,6 +142,23 @@ async def test_export_writes_what_the_filters_let_through(tmp_path: Path) -> Non
     assert "outcome must be one of completed, timeout" in wrong.output
 
 
+async def test_export_in_another_shape(tmp_path: Path) -> None:
+    table, conversations = tmp_path / "rows.parquet", tmp_path / "sft.jsonl"
+    async with open_plane(tmp_path / "journal") as plane:
+        await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
+        await publish(plane, *of_task("t", 1.0, 0.0))
+        samples = await invoke(plane, "export", "--format", "slime", "--min-reward", "0.5")
+        rows = await invoke(plane, "export", "--format", "parquet", "-o", str(table))
+        said = await invoke(plane, "export", "--kind", "sft", "-o", str(conversations))
+        wrong = await invoke(plane, "export", "--format", "slim", "-o", str(table))
+    [line] = [json.loads(each) for each in samples.stdout.splitlines()]
+    assert (line["format"], line["session_id"], line["value"][0]["status"]) == ("slime", "t-0", "completed")
+    assert rows.stderr == f"token rows in {table}\n"
+    assert pq.read_table(table).column("session_id").to_pylist() == ["t-0", "t-1"]  # and is there still after what was refused
+    assert said.stderr == f"{len(conversations.read_text().splitlines())} conversations in {conversations}\n"
+    assert "format must be one of verl, slime" in wrong.output
+
+
 async def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     file.write_text("old")
@@ -161,3 +180,45 @@ async def test_a_session_of_a_node_is_inspected(tmp_path: Path, plain: tuple[str
     assert "0 1 2 3 «1000 1001 1002»" in result.output
     assert "give --model" in result.output
     assert "is not over yet" in pending.output
+
+
+# ── sources ───────────────────────────────────────────────────────────────────
+
+
+async def test_a_source_of_several_tasks_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    lines = [{"task_id": f"t-{number}", "instruction": "Do it.", "harness": {"name": "pi"}, "num_samples": 2} for number in range(3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    async with open_plane(tmp_path / "journal") as plane:
+        done = await invoke(plane, "submit", "--only", "t-[12]", str(file))
+        again = await invoke(plane, "submit", str(file))
+        file.write_text(file.read_text() + "{\n")
+        torn = await invoke(plane, "submit", "--samples", "5", str(file))
+    assert done.stdout == "t-1\nt-2\n"
+    assert done.stderr == "2 tasks, 4 sessions; follow them with: polarnode watch\n"
+    assert again.stderr == "3 tasks, 6 sessions (2 tasks were there before); follow them with: polarnode watch\n"
+    assert torn.exit_code == 1
+    assert torn.stdout == ""
+    assert "line 4: the line is not JSON" in torn.stderr
+
+
+async def test_a_source_is_submitted_for_a_harness_with_what_is_laid_over(tmp_path: Path) -> None:
+    (tmp_path / "with.toml").write_text("[budgets]\nrun_s = 33\n")
+    over = ("--harness", "codex", "--with", str(tmp_path / "with.toml"))
+    async with open_plane(tmp_path / "journal") as plane:
+        done = await invoke(plane, "submit", *over, "--only", "many", str(DATA / "harbor"))
+        known = await plane.journal.task(done.stdout.strip())
+    assert done.exit_code == 0, done.output
+    assert "· environment.skills_dir is not used" in done.stderr
+    assert known is not None
+    assert (known.spec.harness.name, known.spec.budgets.run_s, known.spec.runtime.image) == ("codex", 33, "quay.example/many:2")
+
+
+def test_a_node_elsewhere_is_told_which_image_it_must_have(capsys: pytest.CaptureFixture[str]) -> None:
+    found = task(DATA / "harbor" / "hello", harness="pi")
+    assert found.build is not None
+    remote._tell_images([found, found, task(DATA / "harbor" / "many", harness="pi")])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"· the node's machine must have {found.build.image}, built from {found.build.folder}: polarnode convert --build there")
+    assert remote.Where(url="http://127.0.0.1:8080", token=None).here
+    assert not remote.Where(url="http://gpu-7:8080", token=None).here

@@ -15,15 +15,28 @@ from attrs import evolve
 from journal_samples import make_trajectory
 from podman_parts import podman  # noqa: F401
 from rich.console import Console
+from sources_kit import DATA
 
 from polarnode import wire
 from polarnode.cli import run as running
-from polarnode.cli.files import read_task_file, written_whole
+from polarnode.cli.files import Sources, checked, written_whole
 from polarnode.config import NodeConfig
 from polarnode.errors import LawBroken, PolarnodeError, Refused
 from polarnode.records import Outcome, Trajectory
+from polarnode.sources import Overrides
+from polarnode.tasks import TaskSpec
 
 CONFIG = NodeConfig(cpu=True, import_paths=("*",))
+
+
+def only_task(file: Path, samples: int | None = None) -> TaskSpec:
+    [task] = Sources(paths=(file,), overrides=Overrides(samples=samples)).tasks()
+    return task.spec
+
+
+def checked_file(file: Path) -> TaskSpec:
+    [task] = Sources(paths=(file,)).tasks()
+    return checked(task, config=CONFIG, here=True).spec
 
 
 def report(*trajectories: Trajectory, expect_reward: bool = False, sessions: int | None = None) -> tuple[int, str]:
@@ -77,6 +90,7 @@ def test_a_session_that_was_stopped_or_lost_is_one() -> None:
     code, said = report(ended("cancelled", reason="cancelled in run"))
     assert code == 1
     assert "1 sessions were stopped before their end" in said
+    assert report(make_trajectory("a"), ended("cancelled", reason="early stop in run"))[0] == 0, "their task asked for it"
     code, said = report(make_trajectory("a"), sessions=3)
     assert code == 1
     assert "2 of 3 sessions have no trajectory" in said
@@ -136,7 +150,7 @@ def test_a_task_may_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "shared.bin").write_bytes(b"\xff\0")
     file = tmp_path / "task" / "task.toml"
     file.write_text('instruction_file = "words.md"\nharness = { name = "pi" }\n[[runtime.files]]\npath = "x"\nsource = "../shared.bin"\n')
-    spec = read_task_file(file, samples=5)
+    spec = only_task(file, samples=5)
     assert (spec.instruction, spec.num_samples) == ("Do it.", 5)
     assert wire.file_bytes(spec.runtime.files[0]) == b"\xff\0"
 
@@ -144,33 +158,35 @@ def test_a_task_may_be_a_folder(tmp_path: Path) -> None:
 def test_a_task_may_be_json(tmp_path: Path) -> None:
     file = tmp_path / "task.json"
     file.write_text('{"instruction": "Do it.", "harness": {"name": "pi"}, "num_samples": 2}')
-    assert read_task_file(file).num_samples == 2
+    assert only_task(file).num_samples == 2
 
 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("t.toml", b'instruction = "x"\nharness = { name = "pi" }\nbudget = 3', "t.toml: budget is not a known field: did you mean budgets"),
-        ("t.toml", b"instruction = ", "t.toml: the task is not TOML"),
+        ("t.toml", b"instruction = ", "t.toml: it is not TOML"),
         ("t.toml", b"\xff", "t.toml: it is not UTF-8 text"),
         ("t.toml", b'instruction_file = "gone.md"\nharness = { name = "pi" }', "gone.md can not be read: No such file or directory"),
-        ("t.json", b"{", "t.json: the body is not JSON"),
+        ("t.json", b"{", "t.json: it is not JSON"),
         ("t.toml", b'instruction = "x"\nharness = { name = "po" }', "t.toml: no harness is called po"),
         ("t.toml", b'instruction = "x"\nharness = { name = "pi" }\nevaluator = { name = "command" }', "needs either argv or script"),
         ("t.toml", b'instruction = "x"\nharness = { name = "pi" }\nbuilder = { name = "zz" }', "there is no builder 'zz'"),
+        ("t.toml", b'instruction = "x"\nharness = { name = "pi" }\nruntime = { egress = ["a.b"] }', "does not let tasks reach a.b"),
+        ("t.toml", b'instruction = "x"\nharness = { name = "pi" }\nruntime = { volumes = [{ source = "/x", target = "/x" }] }', "/x"),
     ],
 )
 def test_what_can_be_refused_is_refused_before_an_engine_starts(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Refused) as refused:
-        running.checked(tmp_path / name, samples=None, config=CONFIG)
+        checked_file(tmp_path / name)
     assert sentence in str(refused.value)
     assert str(refused.value).startswith(str(tmp_path))
 
 
 def test_a_task_that_is_well_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text('instruction = "x"\nharness = { name = "pi" }\nbuilder = { name = "per_request" }')
-    assert running.checked(tmp_path / "t.toml", samples=None, config=CONFIG).builder.name == "per_request"
+    assert checked_file(tmp_path / "t.toml").builder.name == "per_request"
 
 
 # ── for real ──────────────────────────────────────────────────────────────────
@@ -225,3 +241,41 @@ def wait_for(child: "subprocess.Popen[str]", words: str) -> None:
         if words in line:
             return
     pytest.fail(f"it ended before it said {words!r}: {''.join(said)}")
+
+
+# ── a Harbor directory as it is ───────────────────────────────────────────────
+
+
+@pytest.mark.podman
+@pytest.mark.usefixtures("podman")
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        ("getent passwd agent; echo 'Hello, world!' > hello.txt", 1.0),
+        (
+            "cat given.txt; test ! -e /tests; test ! -e /solution; echo 1 > reward.txt; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt",
+            0.0,
+        ),
+    ],
+    ids=["solved", "forged"],
+)
+def test_a_harbor_directory_is_run_as_it_is(tmp_path: Path, script: str, reward: float) -> None:
+    over = f'[harness]\nname = "shell"\ncommand = ["sh", "-c", {json.dumps(f"set -e; {script}")}]\n[runtime]\nadd_harness = true\n'
+    (tmp_path / "with.toml").write_text(over)
+    argv = [
+        sys.executable,
+        "-m",
+        "polarnode.cli",
+        "run",
+        "--engine",
+        "simulated",
+        "--with",
+        str(tmp_path / "with.toml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run([*argv, str(DATA / "harbor" / "hello")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [value] = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
+    assert (value["outcome"]["status"], value["reward"]) == ("completed", reward), value["outcome"]
+    assert value["outcome"]["exit_code"] == 0

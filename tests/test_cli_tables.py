@@ -10,7 +10,7 @@ from rich.table import Table
 
 from polarnode.cli import printing, tables
 from polarnode.records import Outcome, Trajectory
-from polarnode.shell.scheduler import SessionStatus
+from polarnode.shell.glances import SessionStatus
 
 
 def printed(table: Table, width: int) -> list[str]:
@@ -63,8 +63,8 @@ def test_a_session_without_traces_or_reward_has_dashes() -> None:
     row = printed(tables.result_table([bare]), 200)[1].split()
     assert row[3] == "–"
     assert row[-1] == "–"
-    assert tables.trainable_tokens(bare) == 0
-    assert tables.sampled_tokens(bare) == 3
+    assert bare.trainable_tokens == 0
+    assert bare.sampled_tokens == 3
 
 
 def test_the_summary_counts_what_the_table_shows() -> None:

@@ -1,88 +1,31 @@
-"""The client against a control plane in its own process: a node that is killed and comes again, cut streams, errors.
+"""The client against a control plane in its own process, which is killed and comes again; and what importing it takes of a trainer.
 
-The client is synchronous, so the node runs in a child; what the child writes it was told by the test, over HTTP or before it started.
+What the child writes it was told by the test, over HTTP or before it started. What holds for both clients is in test_client_contract.py.
 """
 
+import os
 import random
-import signal
-import socket
+import re
 import subprocess
 import sys
 import threading
 import time
+from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import attrs
 import pytest
 import trio
+from client_kit import TASK, Child, free_port
 from control_plane_parts import open_plane
 from journal_samples import make_spec, make_trajectory
 
-from polarnode import client as client_module
-from polarnode.client import ClientError, Event, PolarnodeClient, Unreachable
-from polarnode.errors import Refused
-from polarnode.shell.journal import Journal
-
-TASK = "t"
-
-
-# ── the node, in a child ──────────────────────────────────────────────────────
-
-
-async def serve(path: Path, port: int, sessions: int, pause_s: float) -> None:
-    """Serve, and publish sessions of the task until there are so many: one every `pause_s` while it serves, or, without a pause, all before.
-    Whatever a life before published stands."""
-    async with open_plane(path, port=port) as plane:
-        if not pause_s:
-            await publish_all(plane.journal, sessions, pause_s)
-        print(plane.url, flush=True)
-        if pause_s:
-            await publish_all(plane.journal, sessions, pause_s)
-        await trio.sleep_forever()
-
-
-async def publish_all(journal: Journal, sessions: int, pause_s: float) -> None:
-    for number in range(sessions):
-        publish(journal, number)
-        await journal.flushed()
-        await trio.sleep(pause_s)
-
-
-def publish(journal: Journal, number: int) -> None:
-    trajectory = make_trajectory(f"s{number}", task_id=TASK, sample_index=number, turns=2)
-    for turn in trajectory.turns:
-        journal.turn(turn)
-    journal.publish(trajectory)
-
-
-@attrs.define(eq=False)
-class Child:
-    """A node's process, on one port through all its lives."""
-
-    path: Path
-    port: int
-    process: "subprocess.Popen[str] | None" = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self, sessions: int = 0, pause_s: float = 0.0) -> None:
-        argv = [sys.executable, __file__, str(self.path), str(self.port), str(sessions), str(pause_s)]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == self.url
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.stdout is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process.stdout.close()
-        self.process = None
+import polarnode.client
+from polarnode.client import AsyncPolarnodeClient, CaptureSession, Event, PolarnodeClient, requests, tensors
+from polarnode.client.blocking_http import BlockingHttp
+from polarnode.client.commands import ask
+from polarnode.client.streams import pieces
 
 
 @pytest.fixture
@@ -92,75 +35,8 @@ def node(tmp_path: Path) -> Iterator[Child]:
     child.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def client_of(node: Child, **more: float) -> PolarnodeClient:
     return PolarnodeClient(node.url, token="secret", **more)
-
-
-# ── tasks and single answers ──────────────────────────────────────────────────
-
-
-def test_a_task_is_submitted_seen_and_cancelled(node: Child) -> None:
-    node.start()
-    client = client_of(node)
-    taken = client.submit(make_spec(task_id="mine-odd", num_samples=2))
-    assert (taken.task_id, taken.session_ids, taken.created) == ("mine-odd", ("mine-odd-0", "mine-odd-1"), True)
-    again = client.submit({"instruction": "do it", "harness": {"name": "pi"}}, idempotency_key="k")
-    assert client.submit({"instruction": "do it", "harness": {"name": "pi"}}, idempotency_key="k") == attrs.evolve(again, created=False)
-    assert client.task("mine-odd")["counts"] == {"pending": 2}
-    assert [task["task_id"] for task in client.tasks(limit=1)] == [again.task_id]
-    assert [task["task_id"] for task in client.tasks(before=again.task_id)] == ["mine-odd"]
-    assert (client.cancel("mine-odd"), client.cancel("mine-odd")) == (True, False)
-    assert client.status()["journal"]["last_seq"] == 0
-    assert client.session("mine-odd-1")["session"]["status"] == "pending"
-
-
-def test_trajectories_one_by_one_and_all(node: Child) -> None:
-    node.start(sessions=3)
-    client = client_of(node)
-    expected = [make_trajectory(f"s{number}", task_id=TASK, sample_index=number, turns=2) for number in range(3)]
-    events = list(client.trajectories(follow=False, turns="full"))
-    assert [event.trajectory for event in events] == expected
-    assert [(event.seq, event.key) for event in events] == [(1, "trajectory:s0"), (2, "trajectory:s1"), (3, "trajectory:s2")]
-    assert client.trajectory("s1", turns="full") == expected[1]
-    assert client.trajectory("s1", arrays="json").traces == expected[1].traces
-    assert [line["session_id"] for line in client.export(min_reward=0.5)] == ["s0", "s1", "s2"]
-    assert list(client.export(outcome="failed")) == []
-
-
-def test_an_error_is_the_nodes_sentence(node: Child) -> None:
-    node.start()
-    client = client_of(node)
-    with pytest.raises(ClientError, match="did you mean num_samples") as caught:
-        client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
-    assert (caught.value.status, caught.value.type, caught.value.path) == (400, "invalid_request", "$.nun_samples")
-    with pytest.raises(ClientError, match="no task 'none'") as missing:
-        client.task("none")
-    assert missing.value.status == 404
-    with pytest.raises(ClientError, match="token") as stranger:
-        next(PolarnodeClient(node.url, token="wrong").trajectories())
-    assert stranger.value.status == 401
-    assert "wrong" not in repr(PolarnodeClient(node.url, token="wrong"))
-
-
-def test_a_node_that_is_not_there_is_said(node: Child) -> None:
-    client = client_of(node, patience_s=0.3)
-    with pytest.raises(Unreachable, match="is the node running"):
-        client.status()
-    with pytest.raises(Unreachable):
-        next(client.trajectories())
-    with pytest.raises(Unreachable):
-        client.submit(make_spec())
-
-
-def test_who_acknowledges_needs_a_name(node: Child) -> None:
-    with pytest.raises(Refused, match="ack needs a consumer"):
-        client_of(node).trajectories(ack=True)
 
 
 # ── the stream through the node's deaths ──────────────────────────────────────
@@ -214,84 +90,110 @@ async def end_task(path: Path) -> None:
                 plane.journal.publish(make_trajectory(left.identity.session_id, task_id=TASK, turns=0, status="interrupted"))
 
 
-def test_what_was_worked_on_is_acknowledged_and_the_rest_comes_again(node: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ACK_EVERY_S", 0.0)
-    node.start(sessions=5)
-    client = client_of(node)
-    read = partial(client.trajectories, consumer="trainer", ack=True, follow=False)
-    stream = read()
-    assert [next(stream).seq for _ in range(3)] == [1, 2, 3]
-    assert position(client) == 2, "the third is still being worked on"
-    stream.close()  # type: ignore[attr-defined]
-    assert [event.seq for event in read()] == [3, 4, 5]
-    assert position(client) == 5
-    assert list(read()) == []
-    assert client.acknowledge("trainer", 1) == 5
-    assert [event.seq for event in client.trajectories(consumer="trainer", after=3, follow=False)] == [4, 5]
-
-
-def position(client: PolarnodeClient) -> int:
-    return int(client.status()["journal"]["positions"]["trainer"])
-
-
-# ── a stream that is cut anywhere ─────────────────────────────────────────────
-
-
-@contextmanager
-def cutting(answers: list[bytes]) -> Iterator[str]:
-    """A server that gives one raw answer a connection and hangs up; the requests are kept in `answers`' place."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    asked: list[bytes] = []
-
-    def answer() -> None:
-        for raw in tuple(answers):
-            connection, _ = listener.accept()
-            with connection:
-                asked.append(connection.recv(65536))
-                connection.sendall(raw)
-        answers[:] = asked
-
-    server = threading.Thread(target=answer)
-    server.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.join(30)
-    listener.close()
-
-
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def chunked(*parts: bytes, end: bool = False) -> bytes:
-    return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + (b"0\r\n\r\n" if end else b"")
-
-
-def event(seq: int) -> bytes:
-    return b'event: task\nid: %d\ndata: {"seq":%d,"key":"task:%d","task":{"n":%d}}\n\n' % (seq, seq, seq, seq)
-
-
-def test_a_cut_in_the_middle_of_an_event_is_asked_for_again() -> None:
-    answers = [
-        chunked(b": hello\n\n", event(1), event(2)[:25]),  # cut within an event
-        chunked(event(2)[:7], event(2)[7:]) + b"fff",  # cut within a chunk's size
-        b"",  # nothing at all
-        chunked(b'event: error\ndata: {"error":{"message":"damaged"}}\n\n', end=True),
-        chunked(b": hello\n\n", event(3), end=True),
-    ]
-    with cutting(answers) as url:
-        found = list(PolarnodeClient(url).trajectories(follow=False))
-    assert found == [Event(seq=n, kind="task", key=f"task:{n}", data={"n": n}) for n in (1, 2, 3)]
-    last_ids = [line for request in answers for line in request.split(b"\r\n") if line.startswith(b"Last-Event-ID")]
-    assert last_ids == [b"Last-Event-ID: 1", b"Last-Event-ID: 2", b"Last-Event-ID: 2", b"Last-Event-ID: 2"]
-
-
-def test_an_answer_that_is_no_polarnodes_is_said_so() -> None:
-    with cutting([b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\n<html"]) as url, pytest.raises(ClientError, match="502 Bad Gateway"):
-        PolarnodeClient(url + "/prefix/").status()
-
-
 def test_other_kinds_of_events_have_no_trajectory() -> None:
     assert Event(seq=1, kind="gap", key="gap", data={"after": 0, "oldest": 2}).trajectory is None
 
 
-if __name__ == "__main__":
-    trio.run(serve, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+def test_threads_may_share_a_client(node: Child) -> None:
+    node.start(sessions=3)
+    client, found = client_of(node), []
+
+    def read() -> None:
+        found.append([event.seq for event in client.trajectories(follow=False)])
+
+    readers = [threading.Thread(target=read) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert found == [[1, 2, 3]] * 8
+
+
+def test_nothing_stays_open_behind_a_request(node: Child) -> None:
+    node.start()
+    http = BlockingHttp(base_url=node.url, token="secret")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert http.run(ask(requests.status()))["node"] == "stand-in"
+        next(http.iterate(pieces(requests.export())))  # left in the middle
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "wrong" not in repr(PolarnodeClient("http://127.0.0.1:1", token="wrong")) + repr(AsyncPolarnodeClient("http://127.0.0.1:1", token="wrong"))
+
+
+# ── what importing it takes ───────────────────────────────────────────────────
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "trio",
+    "asyncio",
+    "quart",
+    "hypercorn",
+    "podman",
+    "numpy",
+    "httpx2",
+    "anyio",
+    "sqlite3",
+    "polarnode.sources",
+    "polarnode.shell",
+)
+
+
+def imported(what: str) -> set[str]:
+    """The modules that are there after it, in a process of its own."""
+    code = f"{what}\nimport sys; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_importing_the_client_brings_nothing_of_the_node() -> None:
+    found = imported("from polarnode.client import PolarnodeClient, Event, Submitted, ClientError, Unreachable")
+    assert "polarnode.client.blocking" in found
+    assert found.isdisjoint(HEAVY)
+
+
+def test_importing_the_asynchronous_client_brings_its_transport_and_no_more() -> None:
+    found = imported("from polarnode.client import AsyncPolarnodeClient; AsyncPolarnodeClient()")
+    assert {"httpx2", "anyio"} <= found
+    assert found.isdisjoint({"torch", "transformers", "quart", "hypercorn", "podman", "numpy", "sqlite3", "polarnode.sources", "polarnode.shell"})
+
+
+def test_there_is_nothing_else_in_the_package() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
+        _ = polarnode.client.Clinet
+
+
+# ── what the page says ────────────────────────────────────────────────────────
+
+PAGE = (Path(__file__).parent.parent / "docs" / "client.md").read_text()
+
+
+def test_the_page_calls_what_there_is() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) > 4
+    for block in blocks:
+        compile(block, "docs/client.md", "exec", flags=PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for owner, name in re.findall(r"\b(client|tensors|session)\.(\w+)", block):
+            assert hasattr({"client": PolarnodeClient, "tensors": tensors}.get(owner, CaptureSession), name), name
+
+
+def test_the_page_names_every_method_that_is_not_a_look() -> None:
+    looks = {
+        "task",
+        "task_status",
+        "tasks",
+        "cancel",
+        "session",
+        "status",
+        "metrics",
+        "artifacts",
+        "export",
+        "export_bytes",
+        "formatted",
+        "submit_source",
+    }
+    methods = {name for name in vars(PolarnodeClient) if not name.startswith("_") and callable(getattr(PolarnodeClient, name))}
+    silent = {name for name in methods - looks if not re.search(rf"\b{name}\b", PAGE)}
+    assert silent <= {"consumers", "forget_consumer", "leave_weights_group"}, "told in delivery.md and weights.md"

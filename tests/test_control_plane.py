@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from control_plane_parts import Answer, Caller, Plane, open_plane
-from journal_samples import make_trajectory, make_turn
+from journal_samples import make_identity, make_trajectory, make_turn
 
 from polarnode.errors import EngineError, Refused
 from polarnode.shell.journal import Retention
+from polarnode.shell.podman.artifacts import artifacts_path
 from polarnode.web.control_plane import Busy, DiskFull, app, errors, routes, service, streams
 from polarnode.web.control_plane.query import last_event_id, read_query
 from polarnode.wire import read_trajectory
@@ -140,7 +142,7 @@ async def test_a_task_that_is_none_is_refused_with_its_path(started: Started, bo
     ("refusal", "status", "kind"),
     [
         (Refused("no such harness", path="$.harness.name"), 400, "invalid_request"),
-        (Busy("the queue is full: try again later", retry_after=2.5), 503, "busy"),
+        (Busy("the queue is full: try again later", retry_after=2.5), 429, "busy"),
         (DiskFull("make room"), 507, "disk_full"),
         (EngineError("the engine died"), 500, "engine"),
     ],
@@ -227,6 +229,31 @@ async def test_a_stream_is_filtered(started: Started) -> None:
                 assert await stream.rest() == keys
 
 
+async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> None:
+    """Sessions that lost their place come to nobody who did not ask; they are read by their id like any other."""
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        lost = attrs.evolve(make_trajectory("t-0", task_id="t", status="interrupted", reward=None), retried_as="again")
+        for turn in lost.turns:
+            plane.journal.turn(turn)
+        plane.journal.replaced(lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
+        await publish(plane, "again", task_id="t")
+        for kinds, keys in (
+            (None, ["trajectory:again", "group:t", "task:t"]),
+            ("attempt", ["attempt:t-0"]),
+            ("attempt,trajectory", ["attempt:t-0", "trajectory:again"]),
+            ("group", ["group:t"]),
+        ):
+            async with client.stream(follow="false", **({} if kinds is None else {"kinds": kinds})) as stream:
+                assert await stream.rest() == keys
+        task = (await client.get("/v1/tasks/t")).json()
+        assert [(one["session_id"], one["attempt"]) for one in task["sessions"]] == [("again", 1)]
+        assert (await client.get("/v1/trajectories/t-0")).json()["retried_as"] == "again"
+        assert (await client.get("/v1/sessions/t-0")).json()["session"]["retried_as"] == "again"
+        status, _, _, path = error_of(await client.get("/v1/trajectories/stream", kinds="attempts"))
+        assert (status, path) == (400, "?kinds")
+
+
 async def test_without_follow_a_tasks_stream_ends_with_the_task(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
@@ -261,7 +288,8 @@ async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
         assert oldest > 1
         async with client.stream(after=0, follow="false") as stream:
             gap = await stream.event()
-            assert (gap["event"], gap["id"], gap["data"]) == ("gap", str(oldest - 1), {"gap": {"after": 0, "oldest": oldest}})
+            assert (gap["event"], gap["id"]) == ("gap", str(oldest - 1))
+            assert gap["data"] == {"seq": oldest - 1, "key": f"gap:0-{oldest}", "gap": {"after": 0, "oldest": oldest}}
             assert len(await stream.rest()) == 81 - oldest
 
 
@@ -269,7 +297,7 @@ async def test_a_number_of_another_journal_begins_again_with_a_gap(started: Star
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         async with client.stream(after=1000, follow="false") as stream:
-            assert (await stream.event())["data"] == {"gap": {"after": 1000, "oldest": 1}}
+            assert (await stream.event())["data"]["gap"] == {"after": 1000, "oldest": 1}
             assert await stream.rest() == ["trajectory:a"]
 
 
@@ -317,6 +345,29 @@ async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
         await publish(plane, "t-0", task_id="t")
         seen = (await client.get("/v1/sessions/t-0", arrays="base64")).json()
         assert (seen["session"]["status"], seen["trajectory"]["reward"], seen["trajectory"]["turns"]) == ("completed", 1.0, [])
+
+
+async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_path: Path) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        kept = b"not really a tar " * 200_000
+        artifacts_path(tmp_path, "a").write_bytes(kept)
+        found = await client.get("/v1/sessions/a/artifacts")
+        assert (found.status, found.headers["content-type"], found.headers["content-length"]) == (200, "application/x-tar", str(len(kept)))
+        assert found.text.encode() == kept
+        assert error_of(await client.get("/v1/sessions/a/artifacts", arrays="json"))[0] == 400
+
+
+async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_path: Path) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        (tmp_path / "secret.artifacts.tar").write_bytes(b"of nobody")
+        assert error_of(await client.get("/v1/sessions/a/artifacts"))[:3:2] == (
+            404,
+            "session 'a' has no artifacts: its task names none in runtime.artifacts, or its harness has not ended",
+        )
+        for unknown in ("secret", "..%2Fjournal", "none"):
+            assert (await client.get(f"/v1/sessions/{unknown}/artifacts")).status == 404
 
 
 async def test_the_export_is_every_trajectory_a_line(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

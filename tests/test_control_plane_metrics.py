@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from polarnode.shell.engine.statistics import EngineStatistics, HostStatistics
 from polarnode.shell.gates import GateStatistics
+from polarnode.shell.lag import LagStatistics
+from polarnode.shell.podman import RuntimesStatistics
 from polarnode.shell.tally import Tally
 from polarnode.web.control_plane.metrics import CONTENT_TYPE, Figures, exposition
 
@@ -35,8 +37,21 @@ def value(found: Samples, name: str, **labels: str) -> float:
 def figures(tally: Tally) -> Figures:
     hosts = (HOST, evolve(HOST, index=1, state="dead"))
     engine = EngineStatistics(hosts=hosts, vocab_size=10, context_length=10, weight_version="7", paused="for weights")
-    stages = {"run": GateStatistics(limit=8, inside=5, waiting=2)}
-    return Figures(tally=tally, engine=engine, stages=stages, live=7, journal_bytes=100, journal_backlog=9, pass_s=0.5)
+    stages = {"run": GateStatistics(limit=8, inside=5, waiting=2), "init": GateStatistics(limit=0, inside=0, waiting=1, held_back="memory")}
+    runtimes = RuntimesStatistics(live=4, warm=3, started=9, served_warm=6, failed=1, swept=0, service_restarts=0, prepared=2, copied=2, reused=5)
+    return Figures(tally=tally, engine=engine, stages=stages, live=7, journal_bytes=100, journal_backlog=9, pass_s=0.5, runtimes=runtimes)
+
+
+def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
+    found = samples(exposition(figures(Tally())).decode())
+    assert [value(found, "polarnode_stage_held_back", stage=stage) for stage in ("run", "init")] == [0, 1]
+    names = ("started_total", "served_warm_total", "reused_total", "failed_total", "live", "warm", "prepared")
+    assert [value(found, f"polarnode_runtimes_{name}") for name in names] == [9, 6, 5, 1, 4, 3, 2]
+
+
+def test_how_late_the_loop_was() -> None:
+    found = samples(exposition(evolve(figures(Tally()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))).decode())
+    assert [value(found, "polarnode_event_loop_lag_seconds", quantile=quantile) for quantile in ("0.5", "0.99", "1")] == [0.001, 0.04, 0.2]
 
 
 def busy() -> Tally:

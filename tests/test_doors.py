@@ -13,7 +13,7 @@ import trio
 
 from polarnode.errors import RuntimeFault
 from polarnode.shell import doors
-from polarnode.shell.doors import DOOR_HOST, DOOR_PORT, open_door
+from polarnode.shell.doors import DOOR_HOST, DOOR_PORT, EGRESS_PORT, open_door, open_listener
 
 ASK = f"""
 import socket
@@ -108,3 +108,45 @@ async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> No
 async def test_a_port_that_is_taken_is_refused(namespace: int) -> None:
     with await open_door(namespace), pytest.raises(RuntimeFault, match="in use"):
         await open_door(namespace)
+
+
+# ── another beside it ─────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def network(namespace: int) -> Iterator[int]:
+    """The namespace, open."""
+    opened = os.open(f"/proc/{namespace}/ns/net", os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+async def test_another_listens_beside_it_in_the_same_namespace(namespace: int, network: int) -> None:
+    with await open_door(namespace), await open_listener(network, EGRESS_PORT) as other:
+        assert other.getsockname() == (DOOR_HOST, EGRESS_PORT)
+        assert not other.getblocking()
+        inside = await trio.Path(f"/proc/{namespace}/net/tcp").read_text()
+        assert f" {os.fstat(other.fileno()).st_ino} " in inside
+        with pytest.raises(RuntimeFault, match="in use"):
+            await open_listener(network, DOOR_PORT)
+
+
+async def test_it_is_in_that_namespace_though_its_process_is_gone(namespace: int, network: int) -> None:
+    """The id of a container's first process may be somebody else's by then."""
+    os.kill(namespace, signal.SIGKILL)
+    with await open_listener(network, EGRESS_PORT) as other:
+        assert f" {os.fstat(other.fileno()).st_ino} " not in await trio.Path("/proc/self/net/tcp").read_text()
+
+
+async def test_there_is_none_in_this_machines_own() -> None:
+    ours = os.open("/proc/self/ns/net", os.O_RDONLY)
+    with pytest.raises(RuntimeFault, match="shares this machine's network"):
+        await open_listener(ours, EGRESS_PORT)
+    os.close(ours)
+
+
+async def test_no_descriptor_is_left_of_making_one(network: int) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        (await open_listener(network, EGRESS_PORT)).close()
+    assert set(os.listdir("/proc/self/fd")) == before

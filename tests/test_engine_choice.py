@@ -12,7 +12,8 @@ from polarnode.cli.options import node_serving
 from polarnode.config import TINY_MODEL, NodeConfig, read_config
 from polarnode.engine_host.protocol import Simulation
 from polarnode.errors import ConfigError
-from polarnode.node import _engine_settings, _load_model, rare_collections
+from polarnode.node import rare_collections
+from polarnode.node.settings import engine_settings, load_node_model
 from polarnode.shell.podman import Finding
 
 ON = NodeConfig(engine="simulated", simulated=Simulation(tokens_per_s=40), gpus=(0, 1, 2, 3), tp=2, context_length=9000)
@@ -49,17 +50,17 @@ def test_it_needs_no_word_on_where_the_model_runs() -> None:
 
 
 def test_its_model_bears_its_name_and_its_hosts_learn_the_language(tmp_path: Path) -> None:
-    model = _load_model(ON)
+    model = load_node_model(ON)
     assert model.name == "simulated:tiny"
     assert model.path == TINY_MODEL
-    settings = _engine_settings(ON, tmp_path, model)
+    settings = engine_settings(ON, tmp_path, model)
     assert settings.simulated is not None
     assert settings.simulated.simulation.tokens_per_s == 40
     assert settings.simulated.vocab_size == model.tokenizer.vocab_size
     assert settings.simulated.marks.turn_end == model.family.turn_end
     assert (settings.gpus, settings.tp, settings.context_length) == ((0, 1, 2, 3), 2, 9000)
-    assert _load_model(NodeConfig(cpu=True)).name == "tiny"
-    assert _engine_settings(NodeConfig(cpu=True), tmp_path, model).simulated is None
+    assert load_node_model(NodeConfig(cpu=True)).name == "tiny"
+    assert engine_settings(NodeConfig(cpu=True), tmp_path, model).simulated is None
 
 
 def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

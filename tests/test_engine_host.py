@@ -11,12 +11,16 @@ import trio
 import trio.testing
 from fakes_engine import joined, order, sample
 
-from polarnode.errors import EngineError
+from polarnode.engine_host.checkpoints import fingerprint
+from polarnode.engine_host.updates import LoadTensors
+from polarnode.errors import EngineError, Refused
+from polarnode.shell.engine import Loaded, routing
 from polarnode.shell.engine import host as host_module
-from polarnode.shell.engine import routing
+from polarnode.shell.engine import update as update_module
 from polarnode.shell.engine.engines import Engines, open_hosts
 from polarnode.shell.engine.routing import DEATHS
 from polarnode.shell.engine.settings import EngineSettings
+from polarnode.shell.engine.update import Make
 from polarnode.shell.processes import group_members
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("engine_program.py")))
@@ -141,12 +145,11 @@ async def test_leaving_the_block_is_told_to_the_host(tmp_path: Path) -> None:
 
 async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
-        update = await engines.update_weights_from_disk(Path("/weights/new"), "9", "retract")
-        assert update.ok
+        await engines.update_weights_from_disk(Path("/weights/new"), "9", "retract")
         await engines.pause("in_place")
         os.kill(pid_of(engines), 9)
         await until_state(engines, "ready", restarts=1)
-        assert engines.statistics().weight_version == "9"
+        assert engines.statistics().weight_version == engines.statistics().hosts[0].weight_version == "9"
         assert engines.statistics().paused == "in_place"
         assert (tmp_path / "state/engine-0.log").read_text().split("\n")[:2] == ["update /weights/new", "Pause"]
         await engines.resume()
@@ -154,16 +157,129 @@ async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Pa
         assert chunks[-1].version_spans[0].version == "9"
 
 
-async def test_weights_that_do_not_load_are_reported_and_not_remembered(tmp_path: Path) -> None:
+async def test_weights_that_do_not_load_are_refused_and_not_remembered(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
-        update = await engines.update_weights_from_disk(Path("/weights/bad"), "9")
-        assert not update.ok
-        assert update.hosts[0].message == "/weights/bad"
+        with pytest.raises(Refused, match="those before are served: engine host 0: /weights/bad"):
+            await engines.update_weights_from_disk(Path("/weights/bad"), "9")
+        assert (tmp_path / "state/engine-0.log").read_text().split() == ["Pause", "BeginUpdate", "update", "/weights/bad", "RollBack", "Continue"]
         os.kill(pid_of(engines), 9)
         await until_state(engines, "ready", restarts=1)
         assert engines.statistics().weight_version == "0"
-        with pytest.raises(EngineError, match="absolute"):
+        with pytest.raises(Refused, match="absolute"):
             await engines.update_weights_from_disk(Path("here"), "9")
+        assert engines.versions == ("0",)
+
+
+def sent(*words: str) -> Make:
+    """A payload for each host, which the program reads."""
+    return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
+
+
+async def test_one_host_that_takes_no_weights_leaves_all_with_the_old_ones(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        with pytest.raises(Refused, match="engine host 1: bad"):
+            async with engines.updating("retract") as update:
+                await update.load(sent("good", "bad"))
+        for index in range(2):
+            assert "RollBack\nContinue" in (tmp_path / f"state/engine-{index}.log").read_text()
+            assert engines.statistics().hosts[index].weight_version == "0"
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+
+
+async def test_a_host_that_dies_in_an_update_leaves_all_with_the_old_weights(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        await engines.update_weights_from_disk(Path("/weights/old"), "1")
+        with pytest.raises(EngineError, match="those before are served: engine host 1"):
+            async with engines.updating("retract") as update:
+                await update.load(sent("good", "deadly"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["1", "1"]
+        assert "update /weights/old" in (tmp_path / "state/engine-1.log").read_text()
+        assert "RollBack" in (tmp_path / "state/engine-0.log").read_text()
+
+
+async def test_a_host_that_dies_between_loading_and_serving_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    """Past `check` the version is the node's."""
+    async with opened(tmp_path, hosts=2) as engines:
+        async with engines.updating("in_place") as update:
+            await update.load(sent("good", "good"))
+            await update.check()
+            os.kill(pid_of(engines, 1), 9)
+            await engines.commit(update, Loaded(version="2", path="/weights/two"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["2", "2"]
+        assert engines.versions == ("0", "2")
+
+
+async def test_a_host_that_says_nothing_in_an_update_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        monkeypatch.setattr(update_module, "STEP_S", 0.5)
+        with pytest.raises(Refused, match="engine host 1: no answer"):
+            async with engines.updating("in_place") as update:
+                await update.load(sent("good", "endless"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["0", "0"]
+
+
+async def test_weights_that_no_disk_has_are_waited_for(tmp_path: Path) -> None:
+    """A host that lost a trainer's tensors must not serve other weights under their name; the next update brings it back."""
+    async with opened(tmp_path, hosts=2) as engines:
+        async with engines.updating("in_place") as update:
+            await update.load(sent("good", "good"))
+            await update.check()
+            await engines.commit(update, Loaded(version="1"))
+        os.kill(pid_of(engines, 1), 9)
+        await until_state(engines, "stale", restarts=1, index=1)
+        assert "serves again with the next update" in str(engines.statistics().hosts[1].last_error)
+        for _ in range(4):
+            assert (await sample(engines, order([1])))[-1].version_spans[0].version == "1"
+        await engines.update_weights_from_disk(Path("/weights/two"), "2")
+        assert [(host.state, host.weight_version) for host in engines.statistics().hosts] == [("ready", "2")] * 2
+
+
+async def test_a_folder_that_was_written_over_is_not_loaded_again(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    async with opened(tmp_path) as engines:
+        await engines.update_weights_from_disk(folder, "1", files=fingerprint(folder))
+        (folder / "config.json").write_text("{ }")
+        os.kill(pid_of(engines), 9)
+        await until_state(engines, "stale", restarts=1)
+        assert "whose files have changed" in str(engines.statistics().hosts[0].last_error)
+
+
+async def test_new_calls_wait_for_an_update_and_others_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path) as engines:
+        monkeypatch.setattr(update_module, "DRAIN_S", 0.3)
+        async with engines.generate(order([2])) as stream:  # it never ends, so it is retracted in the end
+            await stream.__anext__()
+            async with trio.open_nursery() as nursery:
+
+                async def late() -> None:
+                    assert (await sample(engines, order([1])))[-1].version_spans[-1].version == "1"
+
+                async with engines.updating("drain") as update:
+                    nursery.start_soon(late)
+                    await trio.testing.wait_all_tasks_blocked()
+                    assert engines.statistics().hosts[0].in_flight == 1
+                    await update.load(sent("good"))
+                    await update.check()
+                    await engines.commit(update, Loaded(version="1"))
+
+
+async def test_a_pause_of_before_outlasts_an_update(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        await engines.pause("retract")
+        await engines.update_weights_from_disk(Path("/weights/new"), "1", "drain")
+        assert engines.statistics().paused == "retract"
+        assert "Continue" not in (tmp_path / "state/engine-0.log").read_text()
+
+
+async def test_one_update_at_a_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, engines.updating("in_place"):
+        with pytest.raises(EngineError, match="one update at a time"):
+            await engines.update_weights_from_disk(Path("/weights/new"), "1")
 
 
 async def test_a_question_to_a_dying_host_is_answered(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from polarnode.engine_host.simulated.examples import COMMANDS, tool_call, value
 from polarnode.engine_host.simulated.prefixes import BLOCK, KEPT, Prefixes
 from polarnode.engine_host.simulated.serving import Serving
 from polarnode.engine_host.simulated.vocabulary import load_vocabulary
-from polarnode.errors import EngineError, ModelError
+from polarnode.errors import EngineError, ModelError, Refused
 from polarnode.node import simulated_marks
 from polarnode.ports import Steering
 from polarnode.records import VersionSpan
@@ -328,15 +328,14 @@ async def test_a_pause_holds_everything_and_weights_change_between(model: Loaded
                 await sample(engines, order([2]))
             assert quiet.cancelled_caught
             assert held.cancelled_caught
-            report = await engines.update_weights_from_disk(TINY_MODEL, "new", "in_place")
-            assert report.ok
+            await engines.update_weights_from_disk(TINY_MODEL, "new", "in_place")
             await engines.resume()
             chunks += [chunk async for chunk in stream]
         assert len(joined(chunks)) == 256
         assert [span.version for span in chunks[-1].version_spans] == ["0", "new"]
-        assert not (await engines.update_weights_from_disk(tmp_path / "nothing", "newer", "in_place")).ok
-        while engines.statistics().weight_version != "new":  # noqa: ASYNC110 - it is told with the next load
-            await trio.sleep(0.05)
+        with pytest.raises(Refused, match=r"no config\.json under"):
+            await engines.update_weights_from_disk(tmp_path / "nothing", "newer", "in_place")
+        assert engines.statistics().weight_version == "new"
 
 
 async def test_a_pause_can_abort(model: LoadedModel, tmp_path: Path) -> None:

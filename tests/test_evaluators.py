@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from session_kit import no_judge
 
 from polarnode.conversation import Json
 from polarnode.errors import EvaluatorError, Refused
@@ -65,7 +66,14 @@ def finished(runtime: Runtime, config: dict[str, Json], **outcome: Any) -> Finis
         logprobs=floats([-1]),
     )
     return Finished(
-        runtime=runtime, outcome=Outcome(**{"status": "completed", **outcome}), turns=(turn,), instruction="i", config=config, metadata={}
+        runtime=runtime,
+        left=runtime,
+        judge=no_judge,
+        outcome=Outcome(**{"status": "completed", **outcome}),
+        turns=(turn,),
+        instruction="i",
+        config=config,
+        metadata={},
     )
 
 
@@ -128,5 +136,5 @@ OWN = Evaluator(name="half", evaluate=half, check=lambda config: None)
 async def test_a_users_own_evaluator_comes_by_import_path() -> None:
     found = registry.find(EvaluatorSpec(import_path=f"{__name__}:OWN"), allowed_imports=("*",))
     assert (await found.evaluate(finished(Shelf(ends(0)), {}))).reward == 0.5
-    with pytest.raises(Refused, match="there are: command, session_completed"):
+    with pytest.raises(Refused, match=r"there are: command, harbor, .*session_completed"):
         registry.find(EvaluatorSpec(name="judge"))

@@ -85,3 +85,60 @@ def test_whatever_is_cancelled_the_stage_ends_empty(visits: list[tuple[int, floa
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_inside_finish(autojump_clock: trio.abc.Clock) -> None:
+    gate, entered = Gate(limit=3), list[int]()
+
+    async def visit(number: int) -> None:
+        async with gate.slot(priority=50):
+            entered.append(number)
+            await trio.sleep(10)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(visit, number)
+            await trio.testing.wait_all_tasks_blocked()
+        gate.adjust(1, "engine: it is full")
+        assert (gate.statistics().inside, gate.statistics().held_back) == (3, "engine: it is full")
+        await trio.sleep(15)
+        assert (len(entered), gate.statistics().inside) == (4, 1)
+        gate.adjust(0)
+        await trio.sleep(10)
+        assert (len(entered), gate.statistics().inside, gate.statistics().held_back) == (4, 0, None)
+        gate.adjust(2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(entered) == [0, 1, 2, 3, 4, 5], "the oldest of those that wait"
+        gate.adjust(9)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(entered) == list(range(8))
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+@given(
+    visits=st.lists(st.tuples(st.integers(-1, 100), st.floats(0.1, 3), st.floats(0.1, 5)), max_size=12),
+    limits=st.lists(st.tuples(st.floats(0.1, 2), st.integers(0, 4)), max_size=6),
+)
+def test_whatever_the_limits_do_the_stage_ends_empty(visits: list[tuple[int, float, float]], limits: list[tuple[float, int]]) -> None:
+    gate, most = Gate(limit=2), [2]
+
+    async def visit(priority: int, stay: float, patience: float) -> None:
+        with trio.move_on_after(patience):
+            async with gate.slot(priority=priority):
+                assert gate.statistics().inside <= max(most)
+                await trio.sleep(stay)
+
+    async def change() -> None:
+        for after, limit in limits:
+            await trio.sleep(after)
+            most.append(limit)
+            gate.adjust(limit)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change)
+            for each in visits:
+                nursery.start_soon(visit, *each)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)

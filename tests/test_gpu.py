@@ -3,8 +3,8 @@
 It checks, on one GPU: a start on the real kernels with CUDA graphs and overlap scheduling; greedy tokens and logprobs against transformers;
 weights updated from disk under requests frozen in place and retracted; ids refused before they reach the device; a killed scheduler's memory
 given back; a killed node's engine gone; aborts under load; deterministic sampling; the experts of a mixture; a bystander process that
-survives the shutdown. Not here:
-updates from tensors and over NCCL and released memory (the node has no such calls yet), several GPUs, tensor parallelism, hours of soak.
+survives the shutdown; weights of a trainer by CUDA IPC and, where there are two GPUs, over NCCL; memory lent and taken again. Not here:
+several engines, tensor parallelism, hours of soak.
 """
 
 import os
@@ -22,6 +22,7 @@ import trio
 from engine_mixture import a_conversation_tells_each_position_once, experts_of, make_mixture
 from engine_reference import Reference, a_node, difference, host_pid, nothing_is_left, scheduler_of, settings, shared_memory_of, temporary
 from fakes_engine import contract, joined, order, sample, until_idle
+from weights_kit import Plane, free_port, open_trainer, open_weights_plane
 
 from polarnode.conversation import Sampling
 from polarnode.errors import EngineError
@@ -126,9 +127,8 @@ async def weights_change_under_requests(engines: Engines, wanted: Reference, *, 
     chunks: list[Chunk] = []
     async with engines.generate(order(prompt, max_tokens=4000, temperature=1.0)) as stream:
         chunks.append(await stream.__anext__())
-        report = await engines.update_weights_from_disk(wanted.path, version, mode)  # type: ignore[arg-type]
+        await engines.update_weights_from_disk(wanted.path, version, mode)  # type: ignore[arg-type]
         chunks += [chunk async for chunk in stream]
-    assert report.ok, report
     old, new = chunks[-1].version_spans
     assert (old.version, old.start, new.version, new.end) == (before, 0, version, 4000)
     if mode == "retract":  # the cache was filled again by the new weights; frozen in place it is the old one's, by design
@@ -150,6 +150,86 @@ async def a_killed_scheduler_gives_its_memory_back(engines: Engines) -> None:
     assert engines.statistics().hosts[0].restarts == 1
     assert scheduler not in compute_processes()
     assert group_members(host) == []
+
+
+def gpu_bytes(index: int = 0) -> int:
+    """Of a GPU, in use by anybody."""
+    asked = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) << 20
+
+
+def gpus() -> int:
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+async def serves(plane: Plane, wanted: Reference, version: str) -> None:
+    chunks = await sample(plane.engines, order([7, 11], max_tokens=64, temperature=1.0))
+    assert chunks[-1].version_spans[0].version == version
+    assert difference(chunks, wanted.logprobs([7, 11], joined(chunks))) < NEAR
+
+
+async def test_weights_come_by_cuda_ipc(reference: Reference, updated: Reference, tmp_path: Path) -> None:
+    """A trainer's process on the same GPU; then half a model, which leaves the one before. CUDA graphs read what was copied back in place."""
+    with trio.fail_after(900), open_trainer(device="cuda") as trainer:
+        async with open_weights_plane(on_gpu(reference, tmp_path, mem_fraction=0.4), tmp_path / "journal") as plane:
+            names = await trainer.ask(do="load", path=str(updated.path))
+            payload = await trainer.ask(do="payload", names=names)
+            prompt, chunks = list(range(100, 200)), []
+            async with plane.engines.generate(order(prompt, max_tokens=4000, temperature=1.0)) as stream:
+                chunks.append(await stream.__anext__())
+                await plane.update("1", {"kind": "tensor", "buckets": [{"payloads": [payload]}]}, "retract")
+                chunks += [chunk async for chunk in stream]
+            assert difference(chunks, updated.logprobs(prompt, joined(chunks)), chunks[-1].version_spans[-1]) < NEAR
+            flat = await trainer.ask(do="payload", names=names, flat=True)
+            await plane.update("2", {"kind": "tensor", "buckets": [{"payloads": [flat], "layout": "flattened_bucket"}]})
+            await serves(plane, updated, "2")
+            names = await trainer.ask(do="load", path=str(reference.path))
+            half = await trainer.ask(do="payload", names=names[:-1])
+            refused = await plane.node.post("/v1/weights", {"version": "3", "source": {"kind": "tensor", "buckets": [{"payloads": [half]}]}})
+            assert (refused.status, "is missing" in refused.text) == (400, True), refused.text
+            await serves(plane, updated, "2")
+
+
+@pytest.mark.skipif(gpus() < 2, reason="NCCL joins no two processes on one GPU: this needs two")
+async def test_weights_come_over_nccl(reference: Reference, updated: Reference, tmp_path: Path) -> None:
+    with trio.fail_after(900), open_trainer(device="cuda:1") as trainer:
+        async with open_weights_plane(on_gpu(reference, tmp_path), tmp_path / "journal") as plane:
+            names, port = await trainer.ask(do="load", path=str(updated.path)), free_port()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: trainer.ask(do="join", port=port, backend="nccl"))
+                joining = {"address": "127.0.0.1", "port": port, "world_size": 2, "backend": "nccl"}
+                assert (await plane.node.post("/v1/weights/groups", joining)).status == 201
+            bucket = await trainer.ask(do="bucket", names=names)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: trainer.ask(do="send", names=names))
+                await plane.update("1", {"kind": "distributed", "buckets": [bucket]}, "retract")
+            await serves(plane, updated, "1")
+
+
+@pytest.mark.parametrize("kept", ["discard", "backup"])
+async def test_memory_is_lent_and_taken_again(kept: str, reference: Reference, tmp_path: Path) -> None:
+    if find_spec("torch_memory_saver") is None:
+        pytest.skip("torch_memory_saver is not installed: the engine can not lend memory without it")
+    with trio.fail_after(900):
+        async with open_weights_plane(on_gpu(reference, tmp_path, memory_saver=kept), tmp_path / "journal", keeps=kept == "backup") as plane:
+            node, before = plane.node, gpu_bytes()
+            async with plane.engines.generate(order([1, 2, 3], max_tokens=4000, temperature=1.0)) as stream:
+                await stream.__anext__()
+                await node.post("/v1/engine/pause", {"mode": "in_place"})
+                assert (await node.call("POST", "/v1/engine/memory/release")).status == 409
+                await node.post("/v1/engine/pause", {"mode": "retract"})
+                released = await node.call("POST", "/v1/engine/memory/release")
+                assert (released.status, len(released.json()["released"])) == (200, 3), released.text
+                assert gpu_bytes() < before * 0.5  # of what is left most is CUDA's own and the test's reference
+                assert (await node.call("POST", "/v1/engine/resume")).status == 409
+                assert (await node.post("/v1/weights", {"version": "1", "source": {"kind": "disk", "path": str(reference.path)}})).status == 409
+                assert (await node.call("POST", "/v1/engine/memory/resume")).json()["released"] == []
+                if kept == "discard":
+                    assert (await node.call("POST", "/v1/engine/resume")).status == 409  # there are no weights
+                    await plane.update("1", {"kind": "disk", "path": str(reference.path)}, "retract")
+                assert (await node.call("POST", "/v1/engine/resume")).status == 200
+                assert len([chunk async for chunk in stream]) > 1
+            await serves(plane, reference, "1" if kept == "discard" else "0")
 
 
 async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Reference, tmp_path: Path) -> None:

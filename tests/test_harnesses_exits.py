@@ -38,14 +38,17 @@ def turn(*, role: TurnRole = "main", state: TurnState = "complete", finish: Fini
         (0, [turn()], "completed", None),
         (0, [], "failed", "never called its model"),
         (0, [turn(role="auxiliary")], "failed", "never called its model"),
-        (0, [turn(), turn(state="failed")], "failed", "without a whole answer"),
+        (0, [turn(), turn(state="failed")], "error", "the engine failed the harness's last call"),
+        (0, [turn(state="failed"), turn(role="auxiliary")], "error", "the engine failed"),
         (0, [turn(), turn(state="partial")], "failed", "without a whole answer"),
         (0, [turn(state="failed"), turn()], "completed", None),
         (1, [turn(calls=True, finish="tool_calls"), turn(role="compaction"), turn()], "completed", "its work was done"),
         (1, [turn(finish="stop_string")], "completed", "its work was done"),
         (1, [turn(calls=True, finish="tool_calls")], "failed", "exit code 1"),
         (1, [turn(finish="length")], "failed", "exit code 1"),
-        (1, [turn(state="failed")], "failed", "exit code 1"),
+        (1, [turn(state="failed")], "error", "exit code 1"),
+        (1, [turn(state="failed"), turn(state="partial")], "failed", "exit code 1"),
+        (1, [turn(calls=True, finish="tool_calls"), turn(role="subagent", state="failed")], "failed", "exit code 1"),
         (1, [], "failed", "exit code 1"),
         (137, [turn(role="subagent")], "failed", "exit code 137"),
     ],
@@ -59,4 +62,12 @@ def test_a_lying_exit_code_is_judged_by_the_turns(exit_code: int, turns: list[Tu
 
 @pytest.mark.parametrize(("exit_code", "status"), [(0, "completed"), (1, "failed")])
 def test_an_honest_exit_code_is_believed_whatever_the_turns(exit_code: int, status: str) -> None:
-    assert {exit_outcome(HONEST, exit_code, turns).status for turns in ([], [turn()], [turn(state="failed")])} == {status}
+    assert {exit_outcome(HONEST, exit_code, turns).status for turns in ([], [turn()], [turn(state="partial")])} == {status}
+
+
+def test_who_fails_behind_a_dead_engine_did_not_fail() -> None:
+    """It may be tried again; who failed after the engine had answered again may not."""
+    lost = exit_outcome(HONEST, 1, [turn(), turn(state="failed")])
+    assert (lost.status, lost.boundary, lost.exit_code) == ("error", "engine", 1)
+    assert exit_outcome(HONEST, 1, [turn(state="failed"), turn()]).status == "failed"
+    assert exit_outcome(HONEST, 0, [turn(state="failed")]).status == "completed", "it knew what to do"

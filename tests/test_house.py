@@ -65,6 +65,11 @@ REEXPORTED = {
     "polarnode.shell.podman": "its names are imported from the package, whose tests are tests/test_podman_*.py",
     "polarnode.shell.journal": "its names are imported from the package, whose tests are tests/test_journal*.py",
     "polarnode.wire": "its names are imported from the package, whose tests are tests/test_wire_*.py",
+    "polarnode.web.control_plane.openapi": "one document, asked and compared as a whole by tests/test_openapi.py and tests/test_openapi_node.py",
+    "polarnode.shell.egress": "its names are imported from the package, whose tests are tests/test_egress*.py",
+    "polarnode.shell.pressure": "its names are imported from the package, whose tests are in tests/test_pressure.py",
+    "polarnode.node": "its names are imported from the package; whole nodes run in tests/test_cli_serve.py and tests/live",
+    "polarnode.cli.generate": "driven as a program in tests/test_cli_generate.py",
     "polarnode.cli": "driven as a program in tests/test_cli.py",
     "polarnode.engine_host": "a child process: driven through tests/test_engine_real.py",
 }

@@ -8,6 +8,7 @@ from attrs import evolve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from polarnode.conversation import FinishReason
 from polarnode.errors import LawBroken
 from polarnode.merge.builders import build, per_request, prefix_merging
 from polarnode.merge.builders.rows import line_to, row, rows
@@ -15,7 +16,7 @@ from polarnode.merge.builders.slices import Slice, slices
 from polarnode.merge.checks import check, check_lengths
 from polarnode.merge.checks.parts import check_parts
 from polarnode.merge.checks.traces import check_trace
-from polarnode.records import Built, FinishReason, RoutedExperts, TopLogprobs, Trace, Turn, TurnRole, TurnState, VersionSpan, floats, ids
+from polarnode.records import Built, RoutedExperts, TopLogprobs, Trace, Turn, TurnRole, TurnState, VersionSpan, floats, ids
 from polarnode.tasks import BuilderSpec
 
 

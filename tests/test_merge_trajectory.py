@@ -53,6 +53,31 @@ def test_everything_a_trainer_reads() -> None:
     assert broken_laws(found) is None
 
 
+def test_a_trace_has_its_lineages_reward_and_a_turn_its_own() -> None:
+    made, history = toys.Session(), [toys.user()]
+    for _ in range(2):
+        _, message = made.say(toys.ask(*history), "an answer")
+        history += [message, toys.user("more")]
+    made.say(toys.ask(toys.system("another agent"), toys.user("look it up")), "found")
+    verdict = Verdict(reward=0.5, lineage_rewards={1: -1.0}, turn_rewards={0: 0.25, 2: 0.0})
+    found = assemble(WHO, task(), made.turns, Result(outcome=DONE, verdict=verdict))
+    assert [(trace.lineage, trace.reward) for trace in found.traces] == [(0, 0.5), (1, -1.0)]
+    assert [[(span.turn, span.reward) for span in trace.turn_spans] for trace in found.traces] == [[(0, 0.25), (1, None)], [(2, 0.0)]]
+    assert (found.reward, broken_laws(found)) == (0.5, None)
+    check(found.turns, Built(traces=found.traces, left_out=found.left_out))  # a reward is no law of tokens
+    plain = assemble(WHO, task(), made.turns, Result(outcome=DONE, verdict=Verdict(reward=0.5)))
+    assert {span.reward for trace in plain.traces for span in trace.turn_spans} == {None}
+
+
+def test_every_slice_of_a_row_tells_its_turns_rewards() -> None:
+    turns = session(4).turns
+    [whole] = assemble(WHO, task(), turns, Result(outcome=DONE)).traces
+    verdict = Verdict(reward=1.0, turn_rewards={turn.index: turn.index / 4 for turn in turns})
+    found = assemble(WHO, task(config={"max_row_tokens": len(whole.token_ids) // 2}), turns, Result(outcome=DONE, verdict=verdict))
+    assert len(found.traces) > 1
+    assert all(span.reward == span.turn / 4 for trace in found.traces for span in trace.turn_spans)
+
+
 def test_the_builder_the_task_names_is_the_one() -> None:
     found = assemble(WHO, task(name="per_request"), session().turns, Result(outcome=DONE))
     assert (len(found.traces), found.reward, [trace.reward for trace in found.traces]) == (3, None, [None] * 3)

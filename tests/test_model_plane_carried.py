@@ -12,7 +12,7 @@ from tokens_kit import model
 from polarnode.config import NodeConfig
 from polarnode.merge.carried import CUT, LIMIT, Carrier, carried_of, note
 from polarnode.merge.ledger import chain
-from polarnode.node import _unrouted
+from polarnode.node.settings import why_unrouted
 from polarnode.records import Turn
 from polarnode.tasks import CarrySpec
 from polarnode.web.model_plane import ModelPlane
@@ -147,8 +147,8 @@ async def test_a_session_that_carries_nothing_asks_for_nothing() -> None:
 
 
 def test_a_node_says_why_its_engine_tells_no_experts(tmp_path: Path) -> None:
-    simulated = _unrouted(NodeConfig(engine="simulated", gpus=(0,)), model())
+    simulated = why_unrouted(NodeConfig(engine="simulated", gpus=(0,)), model())
     assert simulated == "the simulated engine's answers are random, and no experts read them; leave it out, or start a real engine"
-    assert _unrouted(NodeConfig(cpu=True), model()) == "the model tiny is dense: it has no experts; leave it out"
+    assert why_unrouted(NodeConfig(cpu=True), model()) == "the model tiny is dense: it has no experts; leave it out"
     (tmp_path / "config.json").write_text('{"num_experts": 128}')
-    assert _unrouted(NodeConfig(cpu=True, model=str(tmp_path)), model()).endswith("start the node with --routed-experts")
+    assert why_unrouted(NodeConfig(cpu=True, model=str(tmp_path)), model()).endswith("start the node with --routed-experts")

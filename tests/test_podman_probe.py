@@ -13,9 +13,10 @@ from polarnode.shell.podman import Finding, PodmanFindings, RuntimesSettings, op
 from polarnode.shell.podman import probe as probe_machine
 from polarnode.shell.podman.conf import containers_conf, storage_conf, write_configuration
 from polarnode.shell.podman.container import FIRST_SHIFT, INIT_INSIDE, Shape, container_spec, shape_of
-from polarnode.shell.podman.probe import closed_folder
+from polarnode.shell.podman.probe import closed_folder, mounted_at
 from polarnode.shell.podman.store import make_folders, store_at
-from polarnode.tasks import RuntimeSpec
+from polarnode.shell.podman.volumes import Volume
+from polarnode.tasks import RuntimeSpec, VolumeSpec
 
 PROBE = importlib.import_module("polarnode.shell.podman.probe")  # the package has a function of that name
 
@@ -31,9 +32,10 @@ FOUND = PodmanFindings(
     driver="overlay",
     mount_program=None,
     user_namespaces=True,
+    quotas=False,
     findings=(Finding(name="a", ok=True, what="well"),),
 )
-SHAPE = Shape(image="localhost/x", workdir="/work", user="agent", cpus=1.5, memory_mb=100, pids=7)
+SHAPE = Shape(image="localhost/x", workdir="/work", user="agent", cpus=1.5, memory_mb=100, pids=7, disk_mb=50)
 
 
 async def test_every_finding_says_what_and_every_lack_says_what_to_do(tmp_path: Path) -> None:
@@ -156,6 +158,39 @@ def test_a_container_is_confined() -> None:
     assert spec["idmappings"] == {"HostUIDMapping": False, "HostGIDMapping": False, "UIDMap": ids, "GIDMap": ids}
     (mount,) = spec["mounts"]  # type: ignore[misc]
     assert "ro" in mount["options"]  # type: ignore[index]
+    assert "storage_opts" not in spec, "only where the store has quotas"
+
+
+def test_every_limit_of_a_process_is_told_with_the_others() -> None:
+    """One that is given drops all that containers.conf names."""
+    spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0)
+    told = {limit["type"]: (limit["soft"], limit["hard"]) for limit in spec["r_limits"]}  # type: ignore[union-attr,call-overload,index]
+    assert told == {"nofile": (20000, 20000), "nproc": (4096, 4096), "fsize": (50 << 20, 50 << 20), "core": (0, 0)}
+
+
+def test_a_store_with_quotas_is_told_the_limit() -> None:
+    spec = container_spec(SHAPE, evolve(FOUND, quotas=True), name="n", labels={}, lifetime_s=1.0, shift=0)
+    assert spec["storage_opts"] == {"size": "50m"}
+
+
+def test_volumes_are_mounted_alone_and_without_rights_of_their_own() -> None:
+    volumes = (Volume(source="/srv/a", target="/a", write=False), Volume(source="/srv/b", target="/b", write=True))
+    spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0, volumes=volumes)
+    _, read, write = spec["mounts"]  # type: ignore[misc]
+    assert read == {"type": "bind", "source": "/srv/a", "destination": "/a", "options": ["ro", "bind", "nosuid", "nodev", "private"]}
+    assert write["options"][0] == "rw"  # type: ignore[index,call-overload]
+
+
+MOUNTS = """/dev/vda / ext4 rw,relatime 0 0
+/dev/vdb /data xfs rw,relatime,attr2,prjquota 0 0
+/dev/vdc /data/plain xfs rw,relatime,noquota 0 0
+"""
+
+
+def test_only_xfs_mounted_with_project_quotas_can_bound_a_layer() -> None:
+    assert mounted_at(Path("/data/podman/store"), MOUNTS) == ("xfs", ("rw", "relatime", "attr2", "prjquota"))
+    assert mounted_at(Path("/database"), MOUNTS)[0] == "ext4"
+    assert mounted_at(Path("/data/plain/x"), MOUNTS)[1][-1] == "noquota"
 
 
 def test_without_user_namespaces_there_is_no_map() -> None:
@@ -168,5 +203,8 @@ def test_without_user_namespaces_there_is_no_map() -> None:
 def test_what_makes_two_containers_interchangeable() -> None:
     plain = shape_of(RuntimeSpec(), "i")
     assert plain == shape_of(RuntimeSpec(env={"A": "b"}), "i")
+    assert plain == shape_of(RuntimeSpec(read_only=False, writable=("/opt",), artifacts=("out",)), "i"), "that comes after the start"
     assert plain != shape_of(RuntimeSpec(cpus=2.0), "i")
     assert plain != shape_of(RuntimeSpec(), "j")
+    assert plain != shape_of(RuntimeSpec(disk_mb=100), "i")
+    assert plain != shape_of(RuntimeSpec(volumes=(VolumeSpec(source="/srv", target="/data"),)), "i")

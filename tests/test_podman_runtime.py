@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 from fakes_runtime import CONTRACT
-from podman_parts import LIFETIME_S, SMALL, podman, runtimes  # noqa: F401
+from podman_parts import LIFETIME_S, SMALL, cancelled_at, podman, runtimes  # noqa: F401
 
 from polarnode.errors import RuntimeFault
 from polarnode.shell.podman import PodmanRuntime, Runtimes
@@ -113,6 +113,7 @@ if os.fork() == 0:
         time.sleep(1000)
 ' &
 echo up
+sleep 1; touch /work/up
 sleep 1000
 """
 
@@ -120,19 +121,16 @@ sleep 1000
 async def test_ending_leaves_no_process_however_it_hides(runtimes: Runtimes, tmp_path: Path) -> None:
     log = tmp_path / "harness.log"
     async with runtimes.open(SMALL, session_id="stubborn", lifetime_s=LIFETIME_S) as runtime:
-        with trio.move_on_after(3.0) as scope:
-            await runtime.run_logged(["sh", "-c", STUBBORN], env={}, log=log, limit=1000)
-        assert scope.cancelled_caught
+        assert await cancelled_at(runtime, "/work/up", lambda: runtime.run_logged(["sh", "-c", STUBBORN], env={}, log=log, limit=1000))
         assert log.read_bytes() == b"up\n"
         left = (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.decode().split()
         assert left == ["polarnode-init", "sh"]
 
 
 async def test_a_harness_may_say_goodbye(runtimes: Runtimes, tmp_path: Path) -> None:
-    polite = "trap 'echo bye > /work/bye; exit 0' TERM; echo ready; while :; do sleep 0.1; done"
+    polite = "trap 'echo bye > /work/bye; exit 0' TERM; touch /work/up; while :; do sleep 0.1; done"
     async with runtimes.open(SMALL, session_id="polite", lifetime_s=LIFETIME_S) as runtime:
-        with trio.move_on_after(2.0):
-            await runtime.run_logged(["sh", "-c", polite], env={}, log=tmp_path / "log", limit=1000)
+        assert await cancelled_at(runtime, "/work/up", lambda: runtime.run_logged(["sh", "-c", polite], env={}, log=tmp_path / "log", limit=1000))
         assert await runtime.read("/work/bye") == b"bye\n"
 
 
@@ -237,3 +235,18 @@ async def _containers(runtimes: Runtimes) -> list[str]:
     """Names of the containers this test's node has, by asking Podman."""
     listed = await runtimes._pool.starter.client.labelled(f"{LABEL_OWNER}={this_process().label()}")
     return [each.names[0] for each in listed]
+
+
+async def test_a_container_that_goes_while_it_is_cleared_harms_nobody(runtimes: Runtimes) -> None:
+    """The watch over the disk ends programs of a container that its session may just remove: its descriptors are somebody else's then."""
+    sleeper = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 &"]
+    async with runtimes.open(SMALL, session_id="neighbour", lifetime_s=LIFETIME_S) as neighbour:
+        await neighbour.run(sleeper)
+        async with runtimes.open(SMALL, session_id="goes", lifetime_s=LIFETIME_S) as runtime:
+            await runtime.run(sleeper)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.end_processes)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(runtime.close)
+        await runtime.end_processes()
+        assert await neighbour.busy()

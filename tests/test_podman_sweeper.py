@@ -3,12 +3,13 @@
 # ruff: noqa: F811 (fixtures come by import)
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -112,10 +113,52 @@ async def test_a_sweep_takes_what_a_removal_left(runtimes: Runtimes) -> None:
         assert runtimes.statistics().swept == 1
 
 
+WATCHES = "import subprocess, time; child = subprocess.Popen(['sleep', '434343']); print(child.pid, flush=True); time.sleep(434343)"
+
+
+@contextmanager
+def as_conmon(folder: Path, storage: Path, container: str, unit: str | None = None) -> Iterator[tuple[int, int]]:
+    """A process that looks like the conmon of a container, and its child: what is left of a container whose node was killed between two steps."""
+    script = folder / f"{unit or container}.py"
+    script.write_text(WATCHES)
+    bundle = storage / "overlay-containers" / container / "userdata"
+    words = ["/usr/bin/conmon", str(script), "-c", container, "-u", unit or container, "-b", str(bundle)]
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}  # which it finds by its name otherwise
+    process = subprocess.Popen(words, executable=sys.executable, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        yield process.pid, child
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_what_podman_has_forgotten_is_ended_and_nothing_else(runtimes: Runtimes, tmp_path: Path) -> None:
+    storage = runtimes._service.store.storage
+    async with runtimes.open(SMALL, session_id="known", lifetime_s=LIFETIME_S) as known:
+        assert (await known.run(["true"])).exit_code == 0, "its exec has a conmon too"
+        (container,) = (each.id for each in await of_node(runtimes, "test") if known.id in each.names)
+        with (
+            as_conmon(tmp_path, storage, secrets.token_hex(32)) as forgotten,
+            as_conmon(tmp_path, storage, container, secrets.token_hex(32)) as of_an_exec,
+            as_conmon(tmp_path, tmp_path, secrets.token_hex(32)) as of_another_store,
+        ):
+            await runtimes.sweep()
+            with trio.fail_after(60):
+                while any(map(running, forgotten)):  # noqa: ASYNC110 (other processes)
+                    await trio.sleep(0.05)
+            assert all(map(running, (*of_an_exec, *of_another_store)))
+        assert known.alive
+        assert (await known.run(["echo", "still"])).stdout == b"still\n"
+
+
 async def test_labels_say_whose_it_is(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="s-17", lifetime_s=LIFETIME_S) as runtime:
-        (found,) = await of_node(runtimes, "test")
-        assert found.names == (runtime.id,)
+        (found,) = [each for each in await of_node(runtimes, "test") if each.names == (runtime.id,)]  # others of that name may share the store
         assert found.labels[LABEL_SESSION] == "s-17"
         assert read_owner(found.labels[LABEL_OWNER]) == this_process()
 

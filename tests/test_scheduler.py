@@ -128,7 +128,8 @@ async def test_the_stages_hold_their_limits(autojump_clock: Clock, tmp_path: Pat
                 await trio.sleep(0.1)
 
         nursery.start_soon(watch)
-        place.submit(num_samples=12, runtime=RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "1")),)), evaluator="COUNTS")
+        each_its_own = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "1")),), reuse_prepared=False)
+        place.submit(num_samples=12, runtime=each_its_own, evaluator="COUNTS")
         await place.over()
         nursery.cancel_scope.cancel()
     assert most == {"live": 5, "init": 2, "run": 3, "post": 1}

@@ -15,6 +15,7 @@ from trio.abc import Clock
 from polarnode.errors import RuntimeFault
 from polarnode.merge.trajectory import broken_laws
 from polarnode.records import Outcome, Timing
+from polarnode.shell import containers, endings
 from polarnode.shell import session as session_module
 from polarnode.tasks import BuilderSpec, HarnessSpec, PrepareStep, RuntimeSpec
 
@@ -57,14 +58,14 @@ async def test_ready_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> N
 async def test_the_container_outlives_a_long_wait_in_ready(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         await place.one(budgets={"init_s": 10.0, "run_s": 100.0, "post_s": 20.0})
-    assert place.runtimes.lifetimes == [10 + session_module.READY_S + 100 + 40 + session_module.TEARDOWN_S]
+    assert place.runtimes.lifetimes == [10 + containers.READY_S + 100 + 40 + containers.TEARDOWN_S]
 
 
 async def test_a_container_that_grew_too_old_in_ready_gives_way_to_a_fresh_one(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit()
-            await trio.sleep(session_module.READY_S + 600)
+            await trio.sleep(containers.READY_S + 600)
         await place.over()
         assert place.of(session_id).outcome.status == "completed"
         assert len(place.runtimes.opened) == 2
@@ -164,7 +165,7 @@ async def test_a_harness_that_fails_shows_its_last_words_and_is_judged(autojump_
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 7)
     tail = found.outcome.log_tail or ""
     assert tail.endswith("\nTraceback: é\n")
-    assert len(tail) == session_module.LOG_TAIL
+    assert len(tail) == endings.LOG_TAIL
     assert (found.reward, len(found.traces)) == (2.0, 1)
 
 

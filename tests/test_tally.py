@@ -8,7 +8,7 @@ from polarnode.conversation import Sampling
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.naming import REASONS
 from polarnode.providers.dialect import Fault
-from polarnode.records import LeftOut
+from polarnode.records import LeftOut, Outcome
 from polarnode.shell.live import LiveSession
 from polarnode.shell.tally import LEFT_OUT, OTHER, Tally
 from polarnode.tasks import Budgets
@@ -42,6 +42,14 @@ def test_an_ended_session_is_counted_with_its_rows() -> None:
     assert tally.left_out_turns == {"superseded": 1, OTHER: 1}
     assert tally.left_out_tokens == {"superseded": 3, OTHER: 3}
     assert OTHER not in LEFT_OUT
+
+
+def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowhere_else() -> None:
+    tally = Tally()
+    for outcome in (Outcome(status="error", boundary="runtime"), Outcome(status="interrupted", boundary="node"), Outcome(status="interrupted")):
+        tally.lost(outcome)
+    assert tally.replaced == {"runtime": 1, "node": 1, OTHER: 1}
+    assert (tally.sessions, tally.traces) == ({}, 0)
 
 
 def test_a_live_session_counts_into_its_nodes_tally() -> None:

@@ -10,7 +10,8 @@ from polarnode.tokens.presence import check_present
 
 def check(text: str, *messages: dict[str, Json], tools: tuple[dict[str, Json], ...] = ()) -> None:
     guard = Guard.over("<", [*messages, *tools])
-    check_present(messages, tools, str(guard.hide(text)), guard)
+    inert, inert_tools = ([{name: guard.hide(value) for name, value in shape.items()} for shape in shapes] for shapes in (messages, tools))
+    check_present(inert, inert_tools, str(guard.hide(text)), guard)
 
 
 def user(text: str) -> dict[str, Json]:

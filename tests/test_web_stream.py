@@ -13,7 +13,7 @@ from polarnode.exchange.commands import Break, Done, Outgoing, Send
 from polarnode.providers.dialect import Reply
 from polarnode.web import stream
 from polarnode.web.server import Address, open_server
-from polarnode.web.stream import Left, Pace, Responder, TooLarge, deliver, header_map, read_body, wait_left
+from polarnode.web.stream import Crowded, Left, Pace, Responder, Room, TooLarge, deliver, header_map, read_body, wait_left
 
 PACE = Pace(opening_s=1.0, quiet_s=10.0)
 
@@ -54,27 +54,46 @@ def parts(*bodies: bytes, left: bool = False) -> Callable[[], Any]:
 # ── bodies ────────────────────────────────────────────────────────────────────
 
 
+async def read(receive: Any, *, limit: int = stream.BODY_BYTES, room: Room | None = None) -> object:
+    """A body, read through a door of its own."""
+    with (room or Room()).hold() as hold:
+        return await read_body(receive, hold=hold, limit=limit)
+
+
+async def test_bodies_of_one_door_have_a_room_together() -> None:
+    room = Room(free=10)
+    with room.hold() as first:
+        assert await read_body(parts(b"x" * 6), hold=first) == b"x" * 6
+        receive = parts(b"x" * 4, b"x")
+        assert await read(receive, room=room) == Crowded()
+        assert (await receive())["type"] == "http.disconnect"  # a client that still sends would not read its refusal
+        assert await read(parts(b"x" * 4), room=room) == b"x" * 4
+        assert await read(parts(b"x" * 5), limit=4, room=room) == TooLarge()
+    assert room.free == 10, "given back, however the request ended"
+    assert await read(parts(b"x" * 10), room=room) == b"x" * 10
+
+
 async def test_a_body_is_put_together() -> None:
-    assert await read_body(parts(b"ab", b"", b"cd")) == b"abcd"
-    assert await read_body(parts(b"")) == b""
+    assert await read(parts(b"ab", b"", b"cd")) == b"abcd"
+    assert await read(parts(b"")) == b""
 
 
 async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
     receive = parts(b"x" * 6, b"x" * 6, b"x" * 6)
-    assert await read_body(receive, limit=10) == TooLarge()
+    assert await read(receive, limit=10) == TooLarge()
     assert (await receive())["type"] == "http.disconnect"  # a client that still sends would not read its 413
-    assert await read_body(parts(b"x" * 5, b"x" * 5), limit=10) == b"x" * 10
+    assert await read(parts(b"x" * 5, b"x" * 5), limit=10) == b"x" * 10
 
 
 async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "DRAINED_BYTES", 20)
     receive = parts(*[b"x" * 8] * 10)
-    assert await read_body(receive, limit=10) == TooLarge()
+    assert await read(receive, limit=10) == TooLarge()
     assert (await receive())["type"] == "http.request"
 
 
 async def test_a_client_that_goes_before_its_body_is_whole() -> None:
-    assert await read_body(parts(b"ab", left=True)) == Left()
+    assert await read(parts(b"ab", left=True)) == Left()
 
 
 async def test_waiting_for_the_client_to_leave_drops_what_it_sends() -> None:

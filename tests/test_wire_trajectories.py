@@ -3,7 +3,7 @@
 import hashlib
 import struct
 from base64 import b64encode
-from math import inf, isnan
+from math import inf, isnan, nan
 from typing import Any, Literal
 
 import attrs
@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire_strategies import merged, sliced, trajectories, turns
 
-from polarnode.conversation import Answer, Json, Sampling, TextPart, Usage
+from polarnode.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.errors import JournalError, Refused
 from polarnode.merge.carried import carried_of
 from polarnode.merge.lineage import Lineages
-from polarnode.records import LeftOut, Outcome, RoutedExperts, TopLogprobs, Trajectory, Turn, VersionSpan, floats, ids
+from polarnode.records import Heard, LeftOut, Outcome, RoutedExperts, TopLogprobs, Trajectory, Turn, VersionSpan, floats, ids
 from polarnode.wire import dump_json, read_json
-from polarnode.wire.arrays import encoder, read_ids
+from polarnode.wire.arrays import encoder, read_floats, read_ids
 from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
 from polarnode.wire.trajectories import read_trajectory, trajectory_json
 from polarnode.wire.turns import prompt_digests, sequence
@@ -62,7 +62,7 @@ def test_the_shape_is_the_one_promised() -> None:
             "logprobs": [0, 0, 0, -0.125, -0.25, 0, -0.125, -0.25, -0.375],
             "version_spans": [],
             "prompt_length": 3,
-            "turn_spans": [{"turn": 0, "start": 3, "end": 5}, {"turn": 1, "start": 6, "end": 9}],
+            "turn_spans": [{"turn": 0, "start": 3, "end": 5, "reward": None}, {"turn": 1, "start": 6, "end": 9, "reward": None}],
             "lineage": 0,
             "role": "main",
             "finish_reason": "stop",
@@ -112,13 +112,21 @@ def test_a_trajectory_goes_round_as_json(arrays: Literal["json", "base64"], foun
     assert read_trajectory(table) == attrs.evolve(found, turns=())
 
 
-def test_base64_keeps_even_what_json_has_no_number_for() -> None:
-    odd = attrs.evolve(SESSION[0], logprobs=floats([-inf, -1e-45]))
-    found = trajectory(odd)
-    assert read_trajectory(read_json(dump_json(trajectory_json(found, arrays="base64", turns="full")))) == found
-    lossy = read_trajectory(read_json(dump_json(trajectory_json(found))))
-    assert isnan(lossy.traces[0].logprobs[3])
-    assert lossy.traces[0].logprobs[4] == odd.logprobs[1] != 0
+@pytest.mark.parametrize("arrays", ["json", "base64"])
+@pytest.mark.parametrize("odd", [-inf, inf, nan, -0.0, -1e-45, 3.4028234663852886e38])
+def test_what_json_has_no_number_for_comes_back_too(arrays: Literal["json", "base64"], odd: float) -> None:
+    found = trajectory(attrs.evolve(SESSION[0], logprobs=floats([odd, -0.1])))
+    body = dump_json(trajectory_json(found, arrays=arrays, turns="full"))
+    back = read_trajectory(read_json(body))
+    for one, other in ((back.turns[0].logprobs, found.turns[0].logprobs), (back.traces[0].logprobs, found.traces[0].logprobs)):
+        assert one.tobytes() == other.tobytes()
+    assert b"null" not in dump_json(trajectory_json(found, arrays=arrays)["traces"][0]["logprobs"])  # type: ignore[index,call-overload]
+
+
+def test_null_is_what_older_nodes_wrote_for_it_and_other_words_are_none() -> None:
+    assert isnan(read_floats([None], "$")[0])
+    with pytest.raises(Refused, match="must be a list of numbers"):
+        read_floats(["1.5"], "$")
 
 
 @BUSY
@@ -226,6 +234,32 @@ def test_text_that_is_no_utf8_does_not_cost_the_trajectory() -> None:
     assert read.outcome.log_tail == "half of a face: \ufffd"
 
 
+def test_rewards_of_turns_and_a_lost_session_are_told_and_kept() -> None:
+    trace = merged(SESSION, 1)
+    spans = (attrs.evolve(trace.turn_spans[0], reward=0.1), trace.turn_spans[1])
+    found = trajectory(*SESSION, traces=(attrs.evolve(trace, turn_spans=spans, reward=-0.25),), attempt=1, retried_as="s-2")
+    value: Any = trajectory_json(found)
+    assert (value["attempt"], value["retried_as"], value["reward"], value["traces"][0]["reward"]) == (1, "s-2", 1.0, -0.25)
+    assert [span["reward"] for span in value["traces"][0]["turn_spans"]] == [0.1, None]
+    assert read_trajectory(read_json(dump_json(value))) == attrs.evolve(found, turns=())
+    assert unpack_trajectory(pack_trajectory(found), SESSION) == found
+
+
+def test_a_journal_of_before_these_rewards_is_read_and_one_without_them_is_as_small() -> None:
+    """What the node before wrote has none of these names, and neither has what this one writes where there is nothing to say."""
+    found = trajectory(*SESSION)
+    packed = pack_trajectory(found)
+    old = msgpack.unpackb(packed[1:], raw=False)
+    assert not {"attempt", "retried_as"} & set(old)
+    assert [set(span) for span in old["traces"][0]["turn_spans"]] == [{"turn", "start", "end"}] * 2
+    assert unpack_trajectory(packed, SESSION) == found
+    value: Any = trajectory_json(found)
+    older = {name: part for name, part in value.items() if name not in ("attempt", "retried_as")}
+    for span in older["traces"][0]["turn_spans"]:
+        del span["reward"]
+    assert read_trajectory(older) == attrs.evolve(found, turns=())
+
+
 def test_bytes_of_another_format_are_named() -> None:
     with pytest.raises(JournalError, match="format 02"):
         unpack_turn(b"\x02" + msgpack.packb({}))
@@ -302,6 +336,7 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
         matched=1, messages=2, used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
         top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),
         routed=RoutedExperts(start=4, layers=2, top_k=1, dtype="int16", data=bytes(8)),
+        heard=Heard(messages=(Message(role="tool", text="ok", call_id="c1"),), tools='[{"name":"bash"}]', thinking=False),
     )  # fmt: skip
     plain_ones = [field.name for field in attrs.fields(Turn) if field.default is not attrs.NOTHING and getattr(full, field.name) == _default(field)]
     assert plain_ones == [], "give this test's turn a value of its own for each field"

@@ -1,174 +1,28 @@
 """What lies in a runtime: files and steps before the harness, the workspace in a fresh runtime after it, and verdicts that can be kept."""
 
-# ruff: noqa: F811 (fixtures come by import)
+from typing import Any
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
+import merge_toys as toys
 import pytest
 import trio
-from attrs import define, field
 from fakes_runtime import MemoryRuntime
-from podman_parts import LIFETIME_S, SMALL, podman, runtimes  # noqa: F401
 
 from polarnode.errors import EvaluatorError, Refused
-from polarnode.ports import Ended
-from polarnode.records import Outcome, Verdict
+from polarnode.ports import Judge
+from polarnode.records import Outcome, Turn, Verdict
 from polarnode.shell import workspace
-from polarnode.shell.podman import Runtimes
 from polarnode.tasks import EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
-
-
-@define(eq=False)
-class Folder:
-    """A runtime whose workdir is a folder of this machine and whose programs are its own: `sh`, `tar` and `dd` as they are."""
-
-    workdir: str
-    id: str = "folder"
-    ran: list[str] = field(factory=list)
-
-    async def run(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, user: str | None = None, workdir: str | None = None, stdin: bytes = b""
-    ) -> Ended:
-        self.ran.append(argv[0])
-        done = await trio.run_process(
-            list(argv), stdin=stdin, capture_stdout=True, capture_stderr=True, check=False, cwd=workdir or self.workdir,
-            env={"PATH": os.environ["PATH"], **(env or {})},
-        )  # fmt: skip
-        return Ended(exit_code=done.returncode, stdout=bytes(done.stdout or b""), stderr=bytes(done.stderr or b""))
-
-    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
-        raise NotImplementedError
-
-    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
-        raise NotImplementedError
-
-    async def end_processes(self) -> None:
-        raise NotImplementedError
-
-
-def folders(tmp_path: Path) -> tuple[Folder, Folder]:
-    for name in ("source", "target"):
-        (tmp_path / name).mkdir()
-    return Folder(str(tmp_path / "source")), Folder(str(tmp_path / "target"))
-
-
-def write(folder: str, name: bytes, content: bytes) -> None:
-    Path(os.fsdecode(os.path.join(os.fsencode(folder), name))).write_bytes(content)
-
-
-def listed(folder: str) -> dict[bytes, tuple[int, bytes]]:
-    """Every path below a folder, in bytes, with its mode and its content (of a link: where it leads)."""
-    found = {}
-    for path, names, files in os.walk(os.fsencode(folder)):
-        for name in [*names, *files]:
-            full = os.path.join(path, name)
-            mode = os.lstat(full).st_mode
-            content = os.readlink(full) if os.path.islink(full) else b"" if os.path.isdir(full) else Path(os.fsdecode(full)).read_bytes()
-            found[os.path.relpath(full, os.fsencode(folder))] = (mode, content)
-    return found
-
-
-def left_in_tmp() -> set[str]:
-    return {name for name in os.listdir("/tmp") if name.startswith("workspace.")}
-
 
 # ── a copy for a fresh judge ──────────────────────────────────────────────────
 
 
-async def test_a_workspace_arrives_as_it_was_left(tmp_path: Path) -> None:
-    source, target = folders(tmp_path)
-    work, before = Path(source.workdir), left_in_tmp()
-    for name in (b"plain", b"-rf", b" two  words ", b"new\nline", b"*", b"quo'te\"", b".hidden", "é✓".encode(), b"\xff\xfe"):
-        write(source.workdir, name, b"content of " + name)
-    (work / "deep" / "er").mkdir(parents=True)
-    (work / "deep" / "empty").mkdir(mode=0o700)
-    (work / "run.sh").write_text("#!/bin/sh\n")
-    (work / "run.sh").chmod(0o755)
-    (work / "secret").write_text("x")
-    (work / "secret").chmod(0o600)
-    (work / "link").symlink_to("plain")
-    (work / "dangling").symlink_to("/nowhere/at all")
-    (work / "deep" / "up").symlink_to("..")
-    os.link(work / "plain", work / "second name")
-    await workspace.copy(source, target)
-    assert listed(target.workdir) == listed(source.workdir)
-    assert left_in_tmp() == before
-
-
-async def test_what_the_harness_removed_is_gone(tmp_path: Path) -> None:
-    source, target = folders(tmp_path)
-    for name in ("test_that_failed.py", ".git", "-x"):
-        (Path(target.workdir) / name).write_text("from the image")
-    (Path(target.workdir) / "folder" / "below").mkdir(parents=True)
-    (Path(source.workdir) / "kept").write_text("x")
-    await workspace.copy(source, target)
-    assert set(listed(target.workdir)) == {b"kept"}
-
-
-@pytest.mark.parametrize("piece", [10240, 4096, 7000, 1 << 20])
-async def test_a_workspace_of_any_size_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    """10240 is tar's own record: then the last piece is an empty one."""
-    monkeypatch.setattr(workspace, "PIECE_BYTES", piece)
-    source, target = folders(tmp_path)
-    (Path(source.workdir) / "large").write_bytes(os.urandom(95_000))
-    await workspace.copy(source, target)
-    assert listed(target.workdir) == listed(source.workdir)
-    assert source.ran.count("dd") == 102_400 // piece + 1
-
-
-async def test_an_empty_workspace_is_one_too(tmp_path: Path) -> None:
-    source, target = folders(tmp_path)
-    await workspace.copy(source, target)
-    assert listed(target.workdir) == {}
-
-
-async def test_a_workspace_without_end_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr(workspace, "COPY_LIMIT", 8 << 10)
-    source, target = folders(tmp_path)
-    (Path(source.workdir) / "large").write_bytes(bytes(20 << 10))
-    before = left_in_tmp()
-    with pytest.raises(EvaluatorError, match="evaluate it where it is, without fresh_runtime"):
-        await workspace.copy(source, target)
-    for name in left_in_tmp() - before:
-        os.unlink(f"/tmp/{name}")
-
-
-async def test_what_can_not_be_packed_or_unpacked_says_why(tmp_path: Path) -> None:
-    source, target = folders(tmp_path)
-    before = left_in_tmp()
-    with pytest.raises(EvaluatorError, match=r"could not be packed for a fresh runtime: .*No such file"):
-        await workspace.copy(Folder(f"{tmp_path}/none"), target)
-    with pytest.raises(EvaluatorError, match="could not be unpacked"):
-        await workspace.copy(source, Folder(f"{tmp_path}/none"))
-    for name in left_in_tmp() - before:
-        os.unlink(f"/tmp/{name}")
-
-
-async def test_an_image_without_tar_is_said_to_be_one(autojump_clock: trio.abc.Clock) -> None:
-    runtime = MemoryRuntime()
-    with pytest.raises(EvaluatorError, match="could not be packed for a fresh runtime: sh: executable file not found"):
-        await workspace.copy(runtime, runtime)
-    await runtime.close()
-
-
-@pytest.mark.podman
-async def test_a_large_workspace_goes_from_container_to_container(runtimes: Runtimes) -> None:
-    """More than a program's output may hold, written by the agent; a file of root's in the workdir stays where the agent could not remove it."""
-    async with (
-        runtimes.open(SMALL, session_id="source", lifetime_s=LIFETIME_S) as source,
-        runtimes.open(SMALL, session_id="clean", lifetime_s=LIFETIME_S) as clean,
-    ):
-        script = "head -c 40000000 /dev/urandom > large; echo x > '-odd name'; mkdir -p a/b; ln -s /etc a/link; chmod 700 a; chmod 666 large; touch a/b/.hidden"
-        assert (await source.run(["sh", "-c", script])).exit_code == 0
-        await clean.put({"/work/stale/file": b"from the image", "/work/.stale": b""})
-        await workspace.copy(source, clean)
-        told = [(await runtime.run(["sh", "-c", "find . -printf '%p %m %l %U\\n' | sort; cat large | md5sum"])).stdout for runtime in (source, clean)]
-        assert told[0] == told[1]
-        assert b"./-odd name 644" in told[0]
-        assert (await clean.run(["sh", "-c", "ls /tmp"])).stdout == b""
+async def test_a_copy_is_the_source_and_nothing_else() -> None:
+    source, target = MemoryRuntime(workdir="/work"), MemoryRuntime(workdir="/testbed")
+    source.files, target.files = {"/work/a/b": b"new", "/etc/x": b"no"}, {"/testbed/a/b": b"old", "/testbed/stale": b"", "/opt/y": b"stays"}
+    await source.copy_workdir(target)
+    assert target.files == {"/testbed/a/b": b"new", "/opt/y": b"stays"}
+    for runtime in (source, target):
+        await runtime.close()
 
 
 # ── files and steps ───────────────────────────────────────────────────────────
@@ -222,10 +76,18 @@ async def test_a_step_that_fails_names_itself_and_shows_its_end() -> None:
 # ── verdicts ──────────────────────────────────────────────────────────────────
 
 
+def _no_judge(name: str) -> Judge:
+    raise EvaluatorError(f"no judge is called {name}")
+
+
 def test_a_session_as_its_evaluator_sees_it() -> None:
     spec = TaskSpec(instruction="i", harness=HarnessSpec(), evaluator=EvaluatorSpec(config={"c": 1}), metadata={"m": 2})
-    seen = workspace.finished(Folder("/w"), Outcome(status="failed"), (), spec)
-    assert (seen.instruction, seen.config, seen.metadata, seen.outcome.status, seen.runtime.workdir) == ("i", {"c": 1}, {"m": 2}, "failed", "/w")
+    clean, left = MemoryRuntime(workdir="/w"), MemoryRuntime()
+    seen = workspace.finished(clean, left, _no_judge, Outcome(status="failed"), (), spec)
+    assert (seen.instruction, seen.config, seen.metadata, seen.outcome.status) == ("i", {"c": 1}, {"m": 2}, "failed")
+    assert (seen.runtime.workdir, seen.left.workdir) == ("/w", "/work")
+    for runtime in (clean, left):
+        runtime.door.close()
 
 
 @pytest.mark.parametrize("reward", [0, 1.5, -3, 2**70, 1e308])
@@ -238,6 +100,43 @@ def test_a_finite_reward_is_kept_as_a_float(reward: float) -> None:
 def test_what_is_no_finite_number_is_no_reward(reward: object) -> None:
     with pytest.raises(EvaluatorError, match="return a finite number"):
         workspace.checked(Verdict(reward=reward))  # type: ignore[arg-type]
+
+
+def three_turns() -> tuple[Turn, ...]:
+    made = toys.Session()
+    _, message = made.say(toys.ask(toys.user()), "one")
+    made.say(toys.ask(toys.user(), message, toys.user("go on")), "two")
+    made.say(toys.ask(toys.system("another"), toys.user("look")), "three")
+    return made.turns
+
+
+def test_rewards_of_turns_and_lineages_there_are_are_kept_as_floats() -> None:
+    kept = workspace.checked(Verdict(reward=1, lineage_rewards={1: 2}, turn_rewards={0: 0, 2: -1}), three_turns())
+    assert (kept.lineage_rewards, kept.turn_rewards) == ({1: 2.0}, {0: 0.0, 2: -1.0})
+    assert {type(reward) for reward in kept.turn_rewards.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"turn_rewards": {3: 1.0}}, "a reward to turn 3, which this session has not: it has 0 to 2"),
+        ({"turn_rewards": {True: 1.0}}, "turn True"),
+        ({"turn_rewards": {"0": 1.0}}, "turn '0'"),
+        ({"turn_rewards": {0: float("nan")}}, "gave nan as the reward of turn 0: return a finite number"),
+        ({"turn_rewards": [1.0]}, "list as its turn rewards"),
+        ({"lineage_rewards": {2: 1.0}}, "lineage 2, which this session has not: it has 0 to 1"),
+        ({"lineage_rewards": {0: None}}, "gave None as the reward of lineage 0"),
+    ],
+)
+def test_rewards_of_what_is_not_there_are_an_error(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(EvaluatorError) as raised:
+        workspace.checked(Verdict(reward=1.0, **said), three_turns())
+    assert words in str(raised.value)
+
+
+def test_a_session_without_turns_has_no_turn_to_reward() -> None:
+    with pytest.raises(EvaluatorError, match="it has none"):
+        workspace.checked(Verdict(reward=1.0, turn_rewards={0: 1.0}))
 
 
 @pytest.mark.parametrize("metrics", [{"a": object()}, {"a": 2**70}, 7, [1]])

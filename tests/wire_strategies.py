@@ -5,8 +5,8 @@ from typing import Any
 from attrs import evolve
 from hypothesis import strategies as st
 
-from polarnode.conversation import Answer, Sampling, TextPart, ThinkingPart, ToolCall, Usage
-from polarnode.records import LeftOut, Outcome, RoutedExperts, Timing, TopLogprobs, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
+from polarnode.conversation import Answer, Message, Sampling, TextPart, ThinkingPart, ToolCall, Usage
+from polarnode.records import Heard, LeftOut, Outcome, RoutedExperts, Timing, TopLogprobs, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -24,6 +24,17 @@ ANSWERS = st.builds(Answer, parts=st.lists(PARTS, max_size=3).map(tuple), finish
 SAMPLINGS = st.builds(
     Sampling, temperature=st.none() | st.floats(0, 2), max_tokens=st.none() | st.integers(1, 9), stop=st.lists(TEXTS, max_size=2).map(tuple)
 )
+CALLS = st.builds(ToolCall, id=TEXTS, name=TEXTS, arguments=TEXTS)
+MESSAGES = st.builds(
+    Message,
+    role=st.sampled_from(["system", "user", "assistant", "tool"]),
+    text=TEXTS,
+    calls=st.lists(CALLS, max_size=1).map(tuple),
+    call_id=st.none() | TEXTS,
+    thinking=TEXTS,
+)
+TOOLS = st.sampled_from(["", '[{"name":"bash","description":"","parameters":{"type":"object"}}]'])
+HEARD = st.builds(Heard, messages=st.lists(MESSAGES, max_size=2).map(tuple), tools=TOOLS, thinking=st.none() | st.booleans())
 SEEDS = st.integers(0, 2**16)
 
 
@@ -68,6 +79,7 @@ def turns(draw: st.DrawFn, *, index: int = 0, session_id: str = "s", logprob: st
         request_key=draw(TEXTS),
         before_key=draw(TEXTS),
         message_key=draw(TEXTS),
+        heard=draw(st.none() | HEARD),
         answer=draw(st.none() | ANSWERS),
         asked=draw(SAMPLINGS),
         used=draw(SAMPLINGS),
@@ -130,7 +142,8 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
     """Arrays that agree with no turn."""
     token_ids = draw(IDS)
     size = len(token_ids)
-    span = st.builds(TurnSpan, turn=st.integers(0, count), start=st.integers(-2, size + 2), end=st.integers(-2, size + 2))
+    places = {"start": st.integers(-2, size + 2), "end": st.integers(-2, size + 2)}
+    span = st.builds(TurnSpan, turn=st.integers(0, count), reward=st.none() | st.floats(-1, 1), **places)
     return Trace(
         lineage=draw(st.integers(0, 3)),
         token_ids=token_ids,
@@ -183,4 +196,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         model=draw(TEXTS),
         node=draw(TEXTS),
         metadata=draw(JSON_MAPS),
+        attempt=draw(st.integers(0, 3)),
+        retried_as=draw(st.none() | TEXTS),
+        staleness=draw(st.none() | st.integers(0, 9)),
     )

@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from page import ROOT, part, write_part
+
 TESTS = ("tests/live/test_harness_matrix.py", "tests/live/test_subagents_live.py")
 PAGE = ROOT / "docs" / "harnesses.md"
-BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
+PART = "matrix"
 HEAD = (
     "| case | version | API | shell / write / final | turns | calls beside | lineages | rows | first prompt | seconds | remarks |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|\n"
@@ -27,8 +28,8 @@ def main() -> int:
         out = Path(folder) / "rows.jsonl"
         code = tested(",".join(sys.argv[1:]) or "all", out)
         seen = {row["case"]: line(row) for row in map(json.loads, out.read_text().splitlines() if out.exists() else ())}
-    page = PAGE.read_text()
-    PAGE.write_text(written(page, kept(page) | seen))
+    lines = kept() | seen
+    write_part(PAGE, PART, HEAD + "".join(lines[case] for case in sorted(lines)))
     return code
 
 
@@ -38,19 +39,10 @@ def tested(cases: str, out: Path) -> int:
     return subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
 
 
-def kept(page: str) -> dict[str, str]:
+def kept() -> dict[str, str]:
     """The lines of the runs before, by case."""
-    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)
+    lines = part(PAGE, PART).splitlines(keepends=True)
     return {each.split("|")[1].strip(): each for each in lines if each.startswith("| ") and each not in HEAD}
-
-
-def written(page: str, lines: dict[str, str]) -> str:
-    """The page with the table between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{PAGE.relative_to(ROOT)} has no {BEGIN} and {END} to write the table between")
-    return f"{before}{BEGIN}\n{HEAD}{''.join(lines[case] for case in sorted(lines))}{END}{after}"
 
 
 def line(row: dict[str, Any]) -> str:

@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from page import ROOT, write_part
+
+from polarnode.harnesses.registry import HARNESSES
+
 PAGE = ROOT / "docs" / "token-fidelity.md"
-BEGIN, END = "<!-- meaning -->", "<!-- /meaning -->"
 SAMPLES = 3
-HARNESSES = ("claude_code", "codex", "gemini_cli", "hermes", "mini_swe_agent", "openclaw", "opencode", "openhands_sdk", "pi", "qwen_code")
 USUAL = {"temperature": 1.0, "max_tokens": 256}
 CUT = {"temperature": 100.0, "max_tokens": 48}  # nearly uniform, so cut by its length: Claude Code asks for the rest, again and again
 
@@ -33,13 +34,13 @@ def main() -> int:
     program = [sys.executable, "-m", "examples.meaning", *files, "--requests", str(folder / "requests")]
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
-    PAGE.write_text(written(PAGE.read_text(), done.stdout))
+    write_part(PAGE, "meaning", done.stdout)
     return done.returncode
 
 
 def alone(folder: Path) -> None:
     """The policy alone. A session that ends in an error is kept too, with what it has."""
-    tasks = [task_file(folder, name, {"name": name}, USUAL) for name in HARNESSES]
+    tasks = [task_file(folder, name, {"name": name}, USUAL) for name in sorted(HARNESSES) if name != "shell"]  # a shell has no work of its own
     tasks.append(task_file(folder, "claude_code_cut", {"name": "claude_code"}, CUT))
     options = ["--cpu", "--run-limit", "2", "--record-requests", str(folder / "requests"), "--out", str(folder)]
     subprocess.run([ROOT / ".venv" / "bin" / "polarnode", "run", *options, *tasks], cwd=ROOT, check=False)
@@ -63,15 +64,6 @@ def led(folder: Path) -> None:
     environment = {**os.environ, "POLARNODE_MATRIX": "all", "POLARNODE_MEANING_OUT": str(folder)}
     program = [sys.executable, "-m", "pytest", "-m", "harness", "-p", "no:cacheprovider", "tests/live/test_meaning_live.py"]
     subprocess.run(program, cwd=ROOT, env=environment, check=False)
-
-
-def written(page: str, tables: str) -> str:
-    """The page with the tables between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{PAGE.relative_to(ROOT)} has no {BEGIN} and {END} to write the tables between")
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
 
 
 if __name__ == "__main__":

@@ -51,13 +51,23 @@ if [ ! -e "$stamp" ]; then
 fi
 
 # Other people's answers to compare ours with, for tests only and each without what it asks for: trl for its chat templates (its own list is
-# pandas, datasets and accelerate), renderers for how it writes and reads turns. What renderers imports is named; a GPU's sglang brings two.
-oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3)
+# pandas, datasets and accelerate), renderers for how it writes and reads turns, swebench for its specs and grader. What renderers and swebench
+# import is named; a GPU's sglang brings two.
+oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 swebench==5.0.2 unidiff==1.0.1)
 [ "$extra" = cpu ] && oracles+=(openai-harmony==0.0.8 tiktoken==0.14.0)
+# Trainers whose own classes and code our projections are held to (19 MB to fetch, 146 MB there). They lie beside the environment, in .venv/oracles, where only
+# the programs of tests/trainers_program.py and tests/trl_program.py look: some bring a package named `tests`, and with accelerate in reach
+# transformers is another library. tinker imports protobuf; what follows it is what TRL's GRPOTrainer imports.
+beside=(
+  verl==0.9.1 skyrl==0.3.0 areal==1.0.4 atroposlib==0.4.0 tinker==0.38.0 protobuf==7.36.2
+  accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 python-dateutil==4.0.0 six==1.17.0
+)
 compared=.venv/polarnode-oracles-${stamp##*-} # its name begins as the other stamp's: a new environment takes both away
 if [ "${1:-}" = test ] && [ ! -e "$compared" ]; then
-  say "installing what the tests compare with: ${oracles[*]}"
+  say "installing what the tests compare with: ${oracles[*]} ${beside[*]}"
   .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps "${oracles[@]}"
+  rm -rf .venv/oracles
+  .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/oracles "${beside[@]}"
   touch "$compared"
 fi
 say "set up: .venv ($extra)"

@@ -1,28 +1,39 @@
-"""`polarnode doctor`: what this machine has for a node, what it lacks, and what to do. Starts no engine and no container.
+"""`polarnode doctor`: what this machine has for a node, what it lacks, and what to do. Starts no engine and no container; asks each judge one word.
 
 The rule for whoever edits it: a finding is not ok only where a node would not start with these settings; what only costs speed is ok and says so.
 """
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import trio
+from attrs import evolve
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polarnode import wire
 from polarnode.cli.language import language
 from polarnode.cli.printing import harmless, open_console
-from polarnode.config import TINY_MODEL, NodeConfig
-from polarnode.errors import ConfigError, ModelError
+from polarnode.config import TINY_MODEL, JudgeConfig, NodeConfig
+from polarnode.errors import ConfigError, EvaluatorError, ModelError, Refused
+from polarnode.evaluators.judged.asking import json_of
 from polarnode.node import simulated_marks
+from polarnode.ports import Question
+from polarnode.shell.judges import open_judges
 from polarnode.shell.podman import Finding, Recipes, default_runtimes_dir, default_state_dir, probe, read_recipes
 from polarnode.tokens.model import load_model
 
+JUDGE_S = 30.0  # seconds for a judge's answer to a question of one word; a server that loads its model takes longer, and is not ready
+PROBE = Question(
+    messages=({"role": "user", "content": 'Answer with the JSON object {"ready": true} and nothing else.'},),
+    schema={"type": "object", "properties": {"ready": {"type": "boolean"}}, "required": ["ready"], "additionalProperties": False},
+)
 NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs where a driver is broken
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
@@ -58,6 +69,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     else:
         yield sglang(config)
         yield gpus(config)
+    yield from judges(config, os.environ)
     yield from model(Path(config.model), simulated=config.engine == "simulated")
 
 
@@ -129,6 +141,27 @@ def _carried(found: Recipes) -> str:
     return ", ".join(
         recipe.name + (f" (for {', '.join(recipe.told.harnesses)})" if recipe.told.harnesses else "") for recipe in found.by_name.values()
     )
+
+
+def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Each judge, asked one small question in the form it is asked for verdicts. One that is silent keeps no node from starting."""
+    for name, told in config.judges.items():
+        yield trio.run(judge, name, told, environment)
+
+
+async def judge(name: str, told: JudgeConfig, environment: Mapping[str, str]) -> Finding:
+    """Whether it answers, in its form."""
+    here, once = f"judge {name}", evolve(told, attempts=1, answer_s=min(told.answer_s, JUDGE_S))
+    try:
+        async with open_judges({name: once}, environment) as opened:
+            answer = await opened(name).ask(PROBE)
+            wire.structure(json_of(answer), dict[str, bool])
+    except ConfigError as error:
+        return Finding(name=here, ok=False, what=str(error), remedy=f"export {told.key_env}=… before the node starts")
+    except (EvaluatorError, Refused) as error:
+        remedy = f"sessions whose evaluator asks it will end without a reward: look at {told.base_url}, its key, its model and `structured`"
+        return Finding(name=here, ok=True, what=f"gives no answer in its form: {error}", remedy=remedy)
+    return Finding(name=here, ok=True, what=f"{told.model} at {told.base_url} answers")
 
 
 def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:

@@ -4,7 +4,7 @@ A reader sees at a glance what a trainer will train on: green is trainable, plai
 colour the trainable stretches stand between « and ».
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode import wire
-from polarnode.cli.lineages import Counted, figures_of, lineage_text, note_lines, summary, totals
+from polarnode.cli.lineages import Counted, figures_of, lineage_text, note_lines, summary, totals, turn_rewards
 from polarnode.cli.printing import fitted, harmless, open_console
 from polarnode.cli.remote import Where
 from polarnode.config import TINY_MODEL
@@ -77,21 +77,24 @@ def _from_node(session: str, node: Where) -> tuple[Trajectory, Sequence[Row]]:
 
 def shown(trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool) -> RenderableType:
     """A session as rich text; without a tokenizer the traces show ids instead of words."""
-    parts: list[RenderableType] = [_head(trajectory), fitted(console, lambda narrow: turn_table(rows, narrow=narrow))]
+    rewards = turn_rewards(trajectory)
+    parts: list[RenderableType] = [_head(trajectory), fitted(console, lambda narrow: turn_table(rows, narrow=narrow, rewards=rewards))]
     parts += note_lines(rows)
     parts += [Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow") for left in trajectory.left_out]
     figures = figures_of({"metrics": dict(trajectory.metrics)})
     parts += [] if figures is None else [Text(""), lineage_text(figures)]
     parts.append(Text(_legend(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
-        parts += [Text(f"\ntrace {number}: {', '.join(_facts(trace))}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
+        parts += [Text(f"\ntrace {number}: {', '.join(_facts(trace, trajectory.reward))}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
     return Group(*parts)
 
 
-def _facts(trace: Trace) -> Iterator[str]:
+def _facts(trace: Trace, session_reward: float | None) -> Iterator[str]:
     yield f"lineage {trace.lineage}"
     yield f"{len(trace.token_ids)} tokens"
     yield f"{trace.loss_mask.count(1)} trainable"
+    if trace.reward is not None and trace.reward != session_reward:
+        yield f"reward {trace.reward:g}"
     if trace.parts > 1:
         yield f"part {trace.part + 1} of {trace.parts}"
     if trace.offset:
@@ -117,15 +120,22 @@ def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
     return f"\ntrainable tokens are {mark}{how}"
 
 
-def turn_table(rows: Sequence[Row], *, narrow: bool = False) -> Table:
-    """The turns: which extends which, why, and what became of it."""
+def turn_table(rows: Sequence[Row], *, narrow: bool = False, rewards: Mapping[int, float] | None = None) -> Table:
+    """The turns: which extends which, why, and what became of it; with `rewards`, what those have that have one of their own."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in FIGURES else "left", no_wrap=name in FIGURES or not narrow, overflow="fold")
+    for name in (*COLUMNS, "reward") if rewards else COLUMNS:
+        table.add_column(
+            name, justify="right" if name in (*FIGURES, "reward") else "left", no_wrap=name in (*FIGURES, "reward") or not narrow, overflow="fold"
+        )
     ends = {row["index"]: row["prompt_length"] + row["sampled_length"] for row in rows}
     for row in rows:
-        table.add_row(*map(harmless, _cells(row, before=ends.get(row["parent"], 0))))
+        own = (_reward(rewards.get(row["index"])),) if rewards else ()
+        table.add_row(*map(harmless, _cells(row, before=ends.get(row["parent"], 0))), *own)
     return table
+
+
+def _reward(reward: float | None) -> str:
+    return "–" if reward is None else f"{reward:g}"
 
 
 def _cells(row: Row, *, before: int) -> tuple[str, ...]:

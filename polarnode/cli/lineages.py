@@ -14,7 +14,8 @@ from rich.text import Text
 
 from polarnode.cli.printing import harmless
 from polarnode.merge.figures import summed
-from polarnode.merge.notes import WORDS
+from polarnode.merge.notes import word_of
+from polarnode.records import Trajectory
 
 NAMES = ("session", "thinking")
 COUNTS = ("turns", "lineages", "leaves", "tokens_in")
@@ -41,8 +42,8 @@ def lineage_text(figures: Mapping[str, Any]) -> Text:
     lines = [
         f"lineage: {figures['turns']} turns in {figures['lineages']} lineages with {figures['leaves']} ends, thinking {figures['thinking']}",
         f"  prompts: {figures['tokens_in']} tokens, {_reused(figures)} of them reused from the turn extended; {figures['tokens_sampled']} sampled",
-        *(f"  {title}: {_counts(figures.get(name))}" for title, name in (("kinds", "kinds"), ("reasons", "reasons"), ("roles", "roles"))),
-        *(f"  {title}: {_counts(figures.get(name))}" for title, name in (("notes", "notes"), ("left out", "left_out")) if figures.get(name)),
+        *(f"  {name}: {_counts(figures.get(name))}" for name in ("kinds", "reasons", "roles")),
+        *(f"  {name.replace('_', ' ')}: {_counts(figures.get(name))}" for name in ("notes", "left_out") if figures.get(name)),
     ]
     if figures.get("malformed_calls"):
         lines.append(f"  malformed calls: {figures['malformed_calls']}")
@@ -51,8 +52,13 @@ def lineage_text(figures: Mapping[str, Any]) -> Text:
 
 def note_lines(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
     """What turns' notes say of their lineage."""
-    said = [(row["index"], note) for row in rows for note in row.get("notes", ()) if note.partition(":")[0] in WORDS]
+    said = [(row["index"], note) for row in rows for note in row.get("notes", ()) if word_of(note) is not None]
     return [Text(f"turn {index}: {harmless(note)}", style="dim") for index, note in said]
+
+
+def turn_rewards(trajectory: Trajectory) -> dict[int, float]:
+    """By turn, the reward of its own that it has in a trace."""
+    return {span.turn: span.reward for trace in trajectory.traces for span in trace.turn_spans if span.reward is not None}
 
 
 def totals(counted: Sequence[Counted], *, narrow: bool = False) -> Table:

@@ -7,12 +7,22 @@ from typing import Any
 import click
 
 from polarnode.cli.faults import as_exit
-from polarnode.cli.options import config_of, given_settings, node_address, node_options, node_serving, task_file
+from polarnode.cli.options import (
+    config_of,
+    export_options,
+    given_settings,
+    node_address,
+    node_options,
+    node_serving,
+    source_options,
+    source_path,
+    take_sources,
+    task_file,
+)
 from polarnode.errors import PolarnodeError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FOUND = click.Path(exists=True, file_okay=False, path_type=Path)  # a folder that is there
-SAMPLES = click.IntRange(min=1, max=4096)  # the task's own law (wire/laws.py)
 
 
 class Verbs(click.Group):
@@ -42,6 +52,7 @@ def main(ctx: click.Context, /, **given: Any) -> None:
     polarnode doctor                                   what this machine has and lacks, and what to do
     polarnode run --cpu examples/demo/pi.toml          one task, start to end, here, without a GPU
     polarnode --gpus 0-7 --model /models/Qwen3-8B      serve on eight GPUs, until Ctrl-C
+    polarnode convert --harness pi tasks/              what a folder of tasks, or a dataset, becomes
     polarnode submit task.toml                         give a node that serves a task
     polarnode watch                                    see its sessions end
 
@@ -55,19 +66,23 @@ def main(ctx: click.Context, /, **given: Any) -> None:
     sys.exit(serve.serve(config))
 
 
-@main.command(short_help="Run tasks from files, start to end, on a node of their own.")
-@click.argument("tasks", nargs=-1, required=True, type=task_file())
+@main.command(short_help="Run tasks from sources, start to end, on a node of their own.")
+@click.argument("sources", nargs=-1, required=True, type=source_path())
 @node_options
-@click.option("--samples", type=SAMPLES, help="Sessions per task, instead of what the files say.")
+@source_options
 @click.option("--out", type=FOLDER, default=Path("out/run"), show_default=True, help="Folder for trajectories.jsonl, journal and logs.")
 @click.option("--expect-reward", is_flag=True, help="Exit 1 unless some session was rewarded.")
 @click.pass_context
-def run(ctx: click.Context, /, tasks: tuple[Path, ...], samples: int | None, out: Path, expect_reward: bool, **given: Any) -> None:
-    """Run TASKS (TOML or JSON files) from start to end on a node of their own, which ends with them.
+def run(ctx: click.Context, /, sources: tuple[Path, ...], out: Path, expect_reward: bool, **given: Any) -> None:
+    """Run the tasks of SOURCES from start to end on a node of their own, which ends with them.
 
     \b
     polarnode run --cpu examples/demo/pi.toml
     polarnode run --gpus 0 --model /models/Qwen3-8B --samples 16 --out out/try task.toml
+    polarnode run --gpus 0-7 --model /models/Qwen3-8B --harness pi --only 'django__*' swe-bench-verified/
+
+    A source is a task in TOML or JSON, tasks in JSONL, a Harbor task directory or a folder of them, a dataset in the shape of SWE-bench on
+    disk, or Polar's task files; `polarnode convert` shows what it becomes. Images of tasks that come as a folder are built first.
 
     Shows the sessions as they run, then a table. OUT/trajectories.jsonl holds every token and is replaced when the sessions are over; each
     run keeps its journal and logs in a folder of its own under OUT/state, which may be deleted.
@@ -77,26 +92,88 @@ def run(ctx: click.Context, /, tasks: tuple[Path, ...], samples: int | None, out
     Exit code 0 when every session delivered its trajectory, none ended in an error of the node's, and no law of tokens was broken (a harness
     that fails or runs out of time is a result, not a fault); 1 when not, or when it was stopped; 130 when it was left by force.
     """
+    taken = take_sources(sources, given)
     config = node_serving(given_settings(ctx, given), hint="polarnode run --cpu")
     from polarnode.cli import run as running
 
-    sys.exit(running.run(config, tasks, samples=samples, out=out, expect_reward=expect_reward))
+    sys.exit(running.run(config, taken, out=out, expect_reward=expect_reward))
 
 
-@main.command(short_help="Submit a task to a node that serves.")
-@click.argument("task", type=task_file())
-@click.option("--samples", type=SAMPLES, help="Sessions, instead of what the file says.")
+@main.command(short_help="Show what a source of tasks becomes.")
+@click.argument("sources", nargs=-1, required=True, type=source_path())
+@source_options
+@click.option("--out", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path), help="Write TaskSpecs as JSONL; - for stdout.")
+@click.option("--skip", is_flag=True, help="Go on without tasks that can not be converted.")
+@click.option("--build", is_flag=True, help="Build the images of tasks that come as a folder, on this machine.")
+def convert(sources: tuple[Path, ...], out: Path | None, skip: bool, build: bool, **given: Any) -> None:
+    """Show what the tasks of SOURCES become: harness, image, evaluator, budgets, and what could not be said.
+
+    \b
+    polarnode convert --harness pi terminal-bench-2/
+    polarnode convert --harness codex --samples 8 --out tasks.jsonl swe-gym/data/train-00000-of-00001.parquet
+    polarnode convert --skip --out - tasks.jsonl | jq .runtime.image
+
+    Nothing is run and no node is needed. Each task that can not be converted is one sentence on stderr.
+
+    Exit code 0 when every task could be converted.
+    """
+    from polarnode.cli import convert as converting
+
+    taken = take_sources(sources, given)
+    sys.exit(converting.convert(taken, config_of(given), out=out, skip=skip, build=build))
+
+
+@main.command(short_help="Make offline data of sources of tasks: SFT conversations and token rows.")
+@click.argument("sources", nargs=-1, required=True, type=source_path())
+@node_options
+@source_options
+@click.option(
+    "--accept", default="reward >= 1", show_default=True, help="Which sessions are data: an expression over the columns of docs/offline-data.md."
+)
+@click.option("--retry-empty", type=click.IntRange(0, 10), default=1, show_default=True, help="How often a session that said nothing is run again.")
+@click.option("--by", metavar="KEY", help="Metadata key that groups the table. [default: repo, dataset or source, the first there is]")
+@click.option("--held-out-by", metavar="KEY", help="Hold out whole values of this metadata key, in files of their own.")
+@click.option("--held-out", type=float, default=0.1, show_default=True, help="The share of its values that is held out.")
+@click.option("--rows", type=click.Choice(["accepted", "all", "none"]), default="accepted", show_default=True, help="Whose tokens rows.parquet has.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the data, and of the node's state meanwhile.")
+@click.pass_context
+def generate(ctx: click.Context, /, sources: tuple[Path, ...], **given: Any) -> None:
+    """Run every task of SOURCES (as `polarnode run` takes them), and make data of the sessions that are accepted.
+
+    \b
+    polarnode generate --cpu examples/demo/pi.toml --samples 4 --out data/demo
+    polarnode generate --gpus 0-7 --model /models/Qwen3-8B --harness pi --samples 4 --accept 'reward >= 1 and turns < 60' --out data/swe swe-gym/
+
+    OUT/sft.jsonl has a line of messages and tools for each accepted main lineage, OUT/rows.parquet a row for each training sequence,
+    OUT/accepted.jsonl and OUT/rejected.jsonl a line for each session, with the reason; OUT/table.json the table that is printed.
+
+    Stopped by Ctrl-C or killed, the same command goes on where it was: sessions that ended are not run again, interrupted ones are. With nothing
+    left to run it only judges and writes anew, so that --accept and what is written may be changed.
+
+    Exit code 0 when every session ran to its end, whatever came of it; 1 when some did not; 130 when it was left by force.
+    """
+    from polarnode.cli import generate as generating
+
+    taken = take_sources(sources, given)
+    asked = generating.asked(taken, **{name: given.pop(name) for name in generating.OPTIONS})
+    sys.exit(generating.generate(node_serving(given_settings(ctx, given), hint="polarnode generate --cpu"), asked))
+
+
+@main.command(short_help="Submit tasks to a node that serves.")
+@click.argument("sources", nargs=-1, required=True, type=source_path())
+@source_options
 @node_address
-def submit(task: Path, samples: int | None, url: str, token: str | None) -> None:
-    """Submit TASK (a TOML or JSON file) to a node that serves; prints its task id.
+def submit(sources: tuple[Path, ...], url: str, token: str | None, **given: Any) -> None:
+    """Submit the tasks of SOURCES (as `polarnode run` takes them) to a node that serves; prints their task ids.
 
     \b
     polarnode submit task.toml
+    polarnode submit --harness pi --samples 8 terminal-bench-2/
     polarnode watch --task $(polarnode submit task.toml)
     """
     from polarnode.cli import remote
 
-    remote.submit(task, remote.Where(url=url, token=token), samples=samples)
+    remote.submit(take_sources(sources, given), remote.Where(url=url, token=token), config_of(given))
 
 
 @main.command(short_help="Show sessions of a node as they end.")
@@ -115,24 +192,19 @@ def watch(task_id: str | None, consumer: str | None, url: str, token: str | None
     remote.watch(task_id, consumer, remote.Where(url=url, token=token))
 
 
-@main.command(short_help="Write a node's finished trajectories as JSONL.")
-@click.option("--task", "task_id", help="Only this task.")
-@click.option("--group", "group_id", help="Only this group.")
-@click.option("--outcome", help="Only sessions that ended so: completed, timeout, failed, error, cancelled or interrupted.")
-@click.option("--min-reward", type=float, help="Only sessions with this reward or more.")
-@click.option("--turns", type=click.Choice(["table", "full"]), default="table", show_default=True, help="full: each turn's own tokens as well.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
+@main.command(short_help="Write a node's finished trajectories, in our JSON, a trainer's, as conversations or as Parquet.")
+@export_options
 @node_address
-def export(output: Path | None, turns: str, url: str, token: str | None, **filters: Any) -> None:
-    """Write the trajectories of a node that are over as JSONL, oldest first.
+def export(output: Path | None, url: str, token: str | None, **query: Any) -> None:
+    """Write the trajectories of a node that are over, oldest first.
 
     \b
     polarnode export -o trajectories.jsonl
-    polarnode export --min-reward 1 --turns full | head -1
+    polarnode export --min-reward 1 --format slime | head -1
     """
     from polarnode.cli import remote
 
-    remote.export(filters, "full" if turns == "full" else "table", output, remote.Where(url=url, token=token))
+    remote.export(query, output, remote.Where(url=url, token=token))
 
 
 @main.command(short_help="Show one session's turns and traces, trainable tokens marked.")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -11,15 +11,26 @@ from click.core import ParameterSource
 from polarnode.config import NodeConfig, parse_gpus, read_config
 from polarnode.conversation import Json
 from polarnode.errors import ConfigError, boundary
+from polarnode.sources import KINDS, Overrides
+
+if TYPE_CHECKING:
+    from polarnode.cli.files import Sources
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_URL = "http://127.0.0.1:8080"
+SAMPLES = click.IntRange(min=1, max=4096)  # the task's own law (wire/laws.py)
+SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
 NOT_SETTINGS = ("config_file", "gpus", "import_paths")  # said in another form than the config's own
 
 
 def task_file() -> click.Path:
     """A file that is there."""
     return click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def source_path() -> click.Path:
+    """A file or a folder that is there."""
+    return click.Path(exists=True, path_type=Path)
 
 
 def node_options(command: Command) -> Command:
@@ -41,6 +52,53 @@ def node_options(command: Command) -> Command:
         click.option("--record-requests", metavar="FOLDER", help="Write every request of a harness as it came, for polarnode replay."),
         click.option("--base-image", help="Public Debian image to build runtimes on. [default: one that can be had, else built here]"),
         click.option("--allow-import", "import_paths", multiple=True, help="Module prefix tasks may name code from; repeatable."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def source_options(command: Command) -> Command:
+    """What the verbs that read tasks lay over each of them."""
+    options = [
+        click.option("--kind", type=click.Choice(KINDS), help="What the sources are, where their names do not say it."),
+        click.option("--harness", help="Harness to run each task with, such as pi; needed where a source names none."),
+        click.option("--samples", type=SAMPLES, help="Sessions per task, instead of what the source says."),
+        click.option("--with", "over", type=task_file(), help="TOML with a part of a task (budgets, runtime, sampling), laid over each."),
+        click.option("--only", metavar="PATTERN", help="Only tasks of such a name, as in django__*."),
+        click.option("--limit", type=click.IntRange(min=1), help="At most so many tasks of each source."),
+        click.option("--split", help="Which split of a dataset that has several."),
+        click.option("--image-template", help="Image of a dataset's rows, such as 'mine/{id}:latest'; docs/tasks.md lists the names."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def take_sources(paths: tuple[Path, ...], given: dict[str, Any]) -> "Sources":
+    """The sources a verb was given; their options are taken out of `given`, whose rest is the node's."""
+    from polarnode.cli.files import Sources
+    from polarnode.sources.task_files import task_value
+
+    said = {name: given.pop(name, None) for name in SOURCE_OPTIONS}
+    over = said.pop("over")
+    kind = said.pop("kind")
+    return Sources(paths=paths, kind=kind, overrides=Overrides(over={} if over is None else task_value(over), **said))
+
+
+def export_options(command: Command) -> Command:
+    """What of a node is exported, and in which shape: the parameters of GET /v1/export."""
+    options = [
+        click.option("--task", "task_id", help="Only this task."),
+        click.option("--group", "group_id", help="Only this group."),
+        click.option("--outcome", help="Only sessions that ended so: completed, timeout, failed, error, cancelled or interrupted."),
+        click.option("--min-reward", type=float, help="Only sessions with this reward or more."),
+        click.option(
+            "--turns", type=click.Choice(["table", "full"]), default="table", show_default=True, help="full: each turn's own tokens as well."
+        ),
+        click.option("--format", help="A trainer's: verl, slime, trl …, a line each session; or parquet, of the rows' tokens."),
+        click.option("--kind", type=click.Choice(["trajectories", "sft"]), help="sft: conversations, a line each."),
+        click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]"),
     ]
     for option in reversed(options):
         command = option(command)

@@ -5,21 +5,24 @@ follows waits for a node that restarts.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import click
 from attrs import frozen
 
 from polarnode.cli import tables
-from polarnode.cli.files import read_task_file, written_whole
+from polarnode.cli.files import Sources, build_images, note_lines, written_whole
 from polarnode.cli.printing import harmless, open_console
-from polarnode.client import Event, PolarnodeClient
-from polarnode.wire import Turns, dump_json
+from polarnode.client import Event, PolarnodeClient, Submitted
+from polarnode.config import NodeConfig
+from polarnode.sources import SourcedTask
 
-Filters = Mapping[str, Any]
+Query = Mapping[str, Any]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @frozen(kw_only=True)
@@ -29,16 +32,46 @@ class Where:
     url: str
     token: str | None
 
+    @property
+    def here(self) -> bool:
+        """Whether the node is on this machine."""
+        return (urlsplit(self.url).hostname or "") in LOOPBACK
+
     def client(self, *, patience_s: float = 0.0) -> PolarnodeClient:
         return PolarnodeClient(self.url, token=self.token, patience_s=patience_s)
 
 
-def submit(file: Path, node: Where, *, samples: int | None) -> None:
-    """Submit a task file; the task id on stdout, the rest on stderr, so that scripts can use it."""
-    submitted = node.client().submit(read_task_file(file, samples=samples))
+def submit(sources: Sources, node: Where, config: NodeConfig) -> None:
+    """Submit the tasks of sources; the task ids on stdout, the rest on stderr, so that scripts can use them.
+
+    An image that a task's folder is to be built into is built where the node is, which is here when its address is this machine's own.
+    """
+    tasks = sources.tasks()
+    node.client().status()
+    for note in note_lines(tasks):
+        click.echo(f"· {harmless(note)}", err=True)
+    if node.here:
+        build_images(tasks, config, say=lambda text: click.echo(f"· {text}", err=True))
+    else:
+        _tell_images(tasks)
+    submitted = [_submitted(task, node) for task in tasks]
+    sessions, known = sum(len(each.session_ids) for each in submitted), sum(not each.created for each in submitted)
+    was = "" if not known else " (it was there before)" if len(submitted) == 1 else f" ({known} tasks were there before)"
+    which = f" --task {submitted[0].task_id}" if len(submitted) == 1 else ""
+    count = "" if len(submitted) == 1 else f"{len(submitted)} tasks, "
+    click.echo(f"{count}{sessions} sessions{was}; follow them with: polarnode watch{which}", err=True)
+
+
+def _submitted(task: SourcedTask, node: Where) -> Submitted:
+    submitted = node.client().submit(task.spec)
     click.echo(submitted.task_id)
-    known = "" if submitted.created else " (it was there before)"
-    click.echo(f"{len(submitted.session_ids)} sessions{known}; follow them with: polarnode watch --task {submitted.task_id}", err=True)
+    return submitted
+
+
+def _tell_images(tasks: Sequence[SourcedTask]) -> None:
+    for build in {task.build.image: task.build for task in tasks if task.build is not None}.values():
+        how = "polarnode convert --build there, on the same folder"
+        click.echo(f"· the node's machine must have {build.image}, built from {harmless(str(build.folder))}: {how}", err=True)
 
 
 def watch(task_id: str | None, consumer: str | None, node: Where) -> None:
@@ -55,8 +88,7 @@ def line(event: Event) -> str:
         case "trajectory":
             return _trajectory_line(event)
         case "group":
-            rewards = " ".join(tables.reward_text(reward) for reward in event.data["rewards"])
-            return f"group {event.data['group_id']} is over: rewards {rewards}"
+            return _group_line(event.data)
         case "task":
             counts = ", ".join(f"{count} {status}" for status, count in event.data["counts"].items())
             return f"task {event.data['task_id']} is over: {counts}"
@@ -65,18 +97,29 @@ def line(event: Event) -> str:
     return f"{event.kind}: this polarnode is older than the node and does not know such events"
 
 
+def _group_line(data: Mapping[str, Any]) -> str:
+    """A node older than this polarnode says no state."""
+    rewards = " ".join(tables.reward_text(reward) for reward in data["rewards"])
+    state, reason = data.get("state"), data.get("reason")
+    why = "" if state is None else f", {harmless(state)}" if reason is None else f", {harmless(state)} ({harmless(reason)})"
+    return f"group {data['group_id']} is over{why}: rewards {rewards}"
+
+
 def _trajectory_line(event: Event) -> str:
     value, trajectory = event.data, event.trajectory
-    trainable = 0 if trajectory is None else tables.trainable_tokens(trajectory)
+    trainable = 0 if trajectory is None else trajectory.trainable_tokens
     head = f"{value['session_id']} {harmless(value['harness']['name'])} {value['outcome']['status']} reward {tables.reward_text(value['reward'])}"
     return f"{head} turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
 
 
-def export(filters: Filters, turns: Turns, output: Path | None, node: Where) -> None:
-    """Trajectories that are over, one JSON object a line; a file appears when it is whole."""
-    count = 0
+def export(query: Query, output: Path | None, node: Where) -> None:
+    """What is over as the node sends it; a file appears when it is whole."""
+    lines = 0
+    pieces = node.client().export_bytes(**query)
+    next(pieces)  # it is there: a refusal leaves an older file as it was, and says why
     with written_whole(output) if output is not None else nullcontext[BinaryIO](sys.stdout.buffer) as out:
-        for value in node.client().export(**filters, turns=turns):
-            out.write(dump_json(value) + b"\n")
-            count += 1
-    click.echo(f"{count} trajectories" + (f" in {output}" if output is not None else ""), err=True)
+        for piece in pieces:
+            out.write(piece)
+            lines += piece.count(b"\n")
+    what = "token rows" if query.get("format") == "parquet" else f"{lines} {'conversations' if query.get('kind') == 'sft' else 'trajectories'}"
+    click.echo(what + (f" in {output}" if output is not None else ""), err=True)

@@ -1,4 +1,4 @@
-"""`polarnode run`: tasks from files, on a node of their own, watched to the end.
+"""`polarnode run`: tasks from sources, on a node of their own, watched to the end.
 
 The rule for whoever edits it: each run has a journal of its own under OUT/state, so that no run sees the sessions of another, and
 trajectories.jsonl is replaced in one piece when the sessions are over.
@@ -18,40 +18,48 @@ from rich.live import Live
 from polarnode import wire
 from polarnode.cli import tables
 from polarnode.cli.faults import LEFT_BY_FORCE, left_by_force
-from polarnode.cli.files import read_task_file, written_whole
+from polarnode.cli.files import Sources, build_images, checked, note_lines, written_whole
+from polarnode.cli.own_node import on_own_node
 from polarnode.cli.printing import fitted, harmless, open_console
-from polarnode.cli.signals import Stop, stop_on_signals
+from polarnode.cli.signals import Stop
 from polarnode.config import NodeConfig
-from polarnode.errors import ConfigError, Refused, boundary
+from polarnode.errors import ConfigError, boundary
+from polarnode.groups import stopped_early
 from polarnode.merge.trajectory import broken_laws
-from polarnode.node import Node, open_node
+from polarnode.node import Node
 from polarnode.records import Trajectory
-from polarnode.shell.admission import admitted
 from polarnode.tasks import TaskSpec
 
 REFRESH_S = 0.5  # the live table's pace: quick enough to follow, cheap enough to leave on
 PLAIN_REFRESH_S = 15.0  # between progress lines where there is no terminal
-ANY_CONTEXT = 32_768  # tokens; a launch that is only tried writes the number down and nothing more
 FRAME_ROWS = 4  # lines of a terminal the live table leaves free: its header, the count of the rest, and what was said above
+
+
+Place = tuple[str, int]  # task_id and sample_index: the session that holds it may be replaced
 
 
 @frozen(kw_only=True)
 class Ran:
-    """What became of a run: how many sessions there were, and the trajectories of those that are over."""
+    """What became of a run: how many places there were, and the trajectories of those that are over."""
 
     sessions: int
     trajectories: tuple[Trajectory, ...]
 
 
-def run(config: NodeConfig, files: Sequence[Path], *, samples: int | None, out: Path, expect_reward: bool) -> int:
-    """Run the tasks in `files`; returns the exit code."""
+def run(config: NodeConfig, sources: Sources, *, out: Path, expect_reward: bool) -> int:
+    """Run the tasks of `sources`; returns the exit code."""
     # This node lives for these tasks alone, so code may be named by whoever typed the command.
     own = evolve(config, import_paths=config.import_paths or ("*",))
-    specs = [checked(file, samples=samples, config=own) for file in files]
+    tasks = [checked(task, config=own, here=True) for task in sources.tasks()]
+    specs = [task.spec for task in tasks]
     console, state = open_console(), new_state(out)
+    own = evolve(own, state_dir=str(state))
     logging.basicConfig(filename=state / "node.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for line in note_lines(tasks):
+        console.print(f"· {harmless(line)}", style="dim")
+    build_images(tasks, own, say=lambda text: console.print(f"· {text}", style="dim"))
     try:
-        ran = trio.run(_run, evolve(own, state_dir=str(state)), specs, console)
+        ran = trio.run(_run, own, specs, console)
     except (KeyboardInterrupt, BaseExceptionGroup) as error:
         if left_by_force(error):
             console.print(f"left at once: what was captured lies in {state}; a node with --state-dir {state} makes trajectories of it")
@@ -61,16 +69,6 @@ def run(config: NodeConfig, files: Sequence[Path], *, samples: int | None, out: 
         return LEFT_BY_FORCE
     path = write(out, ran.trajectories)
     return report(ran.trajectories, path, expect_reward=expect_reward, sessions=ran.sessions, console=console)
-
-
-def checked(file: Path, *, samples: int | None, config: NodeConfig) -> TaskSpec:
-    """The task of a file, with all that can be refused now refused now, and not after the engine has started."""
-    spec = read_task_file(file, samples=samples)
-    try:
-        admitted(spec, model=Path(config.model).name, context_length=config.context_length or ANY_CONTEXT, allowed_imports=config.import_paths)
-    except Refused as refused:
-        raise Refused(f"{file}: {refused}", path=refused.path) from refused
-    return spec
 
 
 def new_state(out: Path) -> Path:
@@ -83,14 +81,7 @@ def new_state(out: Path) -> Path:
 
 async def _run(config: NodeConfig, specs: Sequence[TaskSpec], console: Console) -> Ran | None:
     """None when it was stopped before its node was there."""
-    ran: Ran | None = None
-    async with trio.open_nursery() as nursery:
-        stop = Stop(nursery.cancel_scope.cancel)
-        await nursery.start(stop_on_signals, stop)
-        async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node:
-            ran = await _sessions(node, specs, stop, console)
-        nursery.cancel_scope.cancel()
-    return ran
+    return await on_own_node(config, console, lambda node, stop: _sessions(node, specs, stop, console))
 
 
 async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: Stop, console: Console) -> Ran:
@@ -99,32 +90,34 @@ async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: Stop, console: 
         node.cancel_all()
 
     stop.act = end
-    ids: dict[str, None] = {}  # a task that is named twice has its sessions once
+    places: dict[Place, None] = {}  # a task that is named twice has them once
     for spec in specs:
-        ids |= dict.fromkeys((await node.submit(spec, idempotency_key=None)).session_ids)
+        submitted = await node.submit(spec, idempotency_key=None)
+        places |= {(submitted.task_id, index): None for index in range(len(submitted.session_ids))}
     if stop.asked:
         node.cancel_all()
-    await _watch(node, frozenset(ids), console)
+    await _watch(node, frozenset(places), console)
     await node.journal.flushed()
-    found = [await node.journal.trajectory(session_id) for session_id in ids]
-    return Ran(sessions=len(ids), trajectories=tuple(each for each in found if each is not None))
+    tasks = [await node.journal.task(task_id) for task_id in dict.fromkeys(task_id for task_id, _ in places)]
+    found = [await node.journal.trajectory(each.session_id) for task in tasks if task is not None for each in task.sessions]
+    return Ran(sessions=len(places), trajectories=tuple(each for each in found if each is not None))
 
 
 # ── while they run ────────────────────────────────────────────────────────────
 
 
-async def _watch(node: Node, ids: frozenset[str], console: Console) -> None:
+async def _watch(node: Node, places: frozenset[Place], console: Console) -> None:
     """Show the sessions until all are over: a live table on a terminal, a line for each and now and then elsewhere."""
     if not console.is_terminal:
-        await _watch_plainly(node, ids, console)
+        await _watch_plainly(node, places, console)
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while not ids <= _over(node):
+        while not places <= _over(node):
             live.update(tables.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS)))
             await trio.sleep(REFRESH_S)
 
 
-async def _watch_plainly(node: Node, ids: frozenset[str], console: Console) -> None:
+async def _watch_plainly(node: Node, places: frozenset[Place], console: Console) -> None:
     said: set[str] = set()
     last = trio.current_time()
     while True:
@@ -133,10 +126,10 @@ async def _watch_plainly(node: Node, ids: frozenset[str], console: Console) -> N
             reward = "" if status.reward is None else f", reward {status.reward:g}"
             console.print(f"· {status.session_id} {status.harness}: {status.outcome}{reward}, {status.turns} turns, {status.sampled_tokens} tokens")
             said.add(status.session_id)
-        if ids <= said:
+        if places <= _over(node):
             return
         if not new and trio.current_time() - last > PLAIN_REFRESH_S:
-            console.print(progress(len(said), len(ids), [status.phase for status in node.scheduler.sessions() if status.outcome is None]))
+            console.print(progress(len(said), len(places), [status.phase for status in node.scheduler.sessions() if status.outcome is None]))
         if new or trio.current_time() - last > PLAIN_REFRESH_S:
             last = trio.current_time()
         await trio.sleep(REFRESH_S)
@@ -148,8 +141,8 @@ def progress(over: int, sessions: int, phases: Sequence[str]) -> str:
     return f"· {over} of {sessions} sessions over" + (f"; {now}" if now else "")
 
 
-def _over(node: Node) -> frozenset[str]:
-    return frozenset(status.session_id for status in node.scheduler.sessions() if status.outcome is not None)
+def _over(node: Node) -> frozenset[Place]:
+    return frozenset((status.task_id, status.sample_index) for status in node.scheduler.sessions() if status.outcome is not None)
 
 
 # ── when they are over ────────────────────────────────────────────────────────
@@ -181,7 +174,7 @@ def faults(trajectories: Sequence[Trajectory], *, expect_reward: bool, sessions:
     found = [f"{each.session_id}: error of {each.outcome.boundary}: {each.outcome.reason}" for each in trajectories if each.outcome.status == "error"]
     if any(broken_laws(each) for each in trajectories):
         found.append("a law of tokens was broken: this is a bug of polarnode")
-    if cancelled := sum(each.outcome.status == "cancelled" for each in trajectories):
+    if cancelled := sum(each.outcome.status == "cancelled" and not stopped_early(each.outcome) for each in trajectories):
         found.append(f"{cancelled} sessions were stopped before their end")
     if len(trajectories) < sessions:
         found.append(f"{sessions - len(trajectories)} of {sessions} sessions have no trajectory")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from polarnode.cli.printing import harmless
 from polarnode.records import Trajectory
-from polarnode.shell.scheduler import SessionStatus
+from polarnode.shell.glances import SessionStatus
 
 OUTCOME_STYLE = {
     "completed": "green",
@@ -51,8 +51,8 @@ def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) ->
             reward_text(trajectory.reward),
             str(len(trajectory.turns)),
             str(len(trajectory.traces)),
-            str(sampled_tokens(trajectory)),
-            str(trainable_tokens(trajectory)),
+            str(trajectory.sampled_tokens),
+            str(trajectory.trainable_tokens),
             merged_ratio(trajectory),
         )
     return table
@@ -68,16 +68,6 @@ def reward_text(reward: float | None, none: str = "–") -> str:
     return none if reward is None else f"{reward:g}"
 
 
-def sampled_tokens(trajectory: Trajectory) -> int:
-    """Tokens the model sampled in this session."""
-    return sum(len(turn.sampled) for turn in trajectory.turns)
-
-
-def trainable_tokens(trajectory: Trajectory) -> int:
-    """Tokens that carry loss, over all traces."""
-    return sum(trace.loss_mask.count(1) for trace in trajectory.traces)
-
-
 def merged_ratio(trajectory: Trajectory) -> str:
     """Turns per training sequence: 1 is no merging, more is fewer and longer rows."""
     turns = len({span.turn for trace in trajectory.traces for span in trace.turn_spans})
@@ -87,7 +77,7 @@ def merged_ratio(trajectory: Trajectory) -> str:
 def summary(trajectories: Sequence[Trajectory]) -> str:
     """One line for a group of sessions."""
     rewarded = sum((trajectory.reward or 0) > 0 for trajectory in trajectories)
-    sampled, trainable = sum(map(sampled_tokens, trajectories)), sum(map(trainable_tokens, trajectories))
+    sampled, trainable = sum(each.sampled_tokens for each in trajectories), sum(each.trainable_tokens for each in trajectories)
     rows, turns = sum(len(each.traces) for each in trajectories), sum(len(each.turns) for each in trajectories)
     return f"{len(trajectories)} sessions, {rewarded} rewarded; {turns} turns in {rows} training sequences; {trainable} of {sampled} sampled tokens trainable"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from polarnode.conversation import Json
 from polarnode.engine_host import lifeline
 from polarnode.engine_host.building import build, describe
+from polarnode.engine_host.control import Control
 from polarnode.engine_host.protocol import Fatal, FrameDecoder, Start, encode
 from polarnode.engine_host.serving import Serving
 
@@ -68,7 +69,8 @@ def _serve(connection: socket.socket, tag: str) -> None:
 
     async def run() -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
-        serving = Serving(engine=engine, reader=reader, writer=writer, decoder=decoder, version=ready.weight_version, experts=ready.experts)
+        control = Control(engine=engine, version=ready.weight_version)
+        serving = Serving(engine=engine, reader=reader, writer=writer, decoder=decoder, control=control, experts=ready.experts)
         serving.say(ready)
         await serving.run()
 

@@ -3,8 +3,8 @@
 A frame is four bytes of length (big-endian) and one msgpack array of messages, so that one frame may carry the chunks of many requests; a
 message is an array of its class's code and its fields in order. Token ids travel as little-endian int32 bytes, logprobs as float32 bytes:
 a Python list of ints costs ten times the memory and the time. Both ends are the same release of this package, so there is no version to
-negotiate. Rule for whoever edits it: a new message is a class and its place in a table below; this is the only module of the room that
-others import, so nothing here waits and nothing here is sglang's.
+negotiate. Rule for whoever edits it: a new message is a class and its place in a table below; this, `updates` and `checkpoints` are the only
+modules of the room that others import, so nothing here waits and nothing here is sglang's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ import msgpack  # type: ignore[import-untyped]
 from attrs import define, field, fields, frozen
 
 from polarnode.conversation import Json
+from polarnode.engine_host.updates import Update
 
 MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
 CHUNKS_A_FRAME = 1024  # chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
@@ -102,16 +103,6 @@ class Continue:
 
 
 @frozen(kw_only=True)
-class UpdateWeights:
-    """Load a checkpoint in place of the weights and call them `version`; requests in flight are treated as by a pause of `mode`."""
-
-    call: int
-    path: str
-    version: str
-    mode: PauseMode
-
-
-@frozen(kw_only=True)
 class Shutdown:
     """End the engine and this process."""
 
@@ -197,7 +188,7 @@ class Failed:
 
 @frozen(kw_only=True)
 class Done:
-    """The answer to a Pause, Continue or UpdateWeights."""
+    """The answer to a Pause, a Continue, or a message of `updates`."""
 
     call: int
     ok: bool
@@ -221,7 +212,7 @@ class Fatal:
     message: str
 
 
-ToHost = Start | Generate | Abort | Pause | Continue | UpdateWeights | Shutdown
+ToHost = Start | Generate | Abort | Pause | Continue | Update | Shutdown
 ToNode = Ready | Piece | Routed | Failed | Done | Load | Fatal
 Message = ToHost | ToNode
 

@@ -1,21 +1,19 @@
 """What an engine host does once its engine serves: obeys the node's messages, and sends back what the engine says.
 
 Rule for whoever edits it: every request of the node gets exactly one ending (a last `Piece`, or `Failed`), every control call one `Done`;
-all chunks that are ready go out in one frame; control calls run one at a time and are never cancelled, because SGLang has one answer slot
-a kind and a late answer would go to the next caller.
+all chunks that are ready go out in one frame. What is ordered of the whole engine is `control.py`'s.
 """
 
 import asyncio
 import multiprocessing
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, assert_never
+from typing import Any, NoReturn
 
 from attrs import define, field
 
+from polarnode.engine_host.control import Control, Order
 from polarnode.engine_host.protocol import (
     Abort,
-    Continue,
-    Done,
     Experts,
     Failed,
     Fatal,
@@ -23,12 +21,9 @@ from polarnode.engine_host.protocol import (
     Generate,
     Load,
     Message,
-    Pause,
-    PauseMode,
     Piece,
     Shutdown,
     ToNode,
-    UpdateWeights,
     encode_all,
 )
 from polarnode.engine_host.words import piece, request, routed
@@ -47,19 +42,16 @@ class Serving:
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
     _decoder: FrameDecoder
-    _version: str
+    _control: Control
     _experts: Experts | None = None
     _outbox: list[ToNode] = field(factory=list)
     _wake: asyncio.Event = field(factory=asyncio.Event)
-    _resumed: asyncio.Event = field(factory=asyncio.Event)
-    _control: asyncio.Lock = field(factory=asyncio.Lock)
     _calls: "dict[str, asyncio.Task[None]]" = field(factory=dict)
     _tasks: "set[asyncio.Task[None]]" = field(factory=set)
-    _paused: PauseMode | None = None
 
     async def run(self) -> None:
         """Serve until the node says Shutdown or closes the connection. Raises EngineDied when a process of the engine ends first."""
-        self._resumed.set()
+        self._control.resumed.set()
         died = self._watch_children()
         self._start(self._send())
         self._start(self._watch_load())
@@ -92,10 +84,10 @@ class Serving:
             case Abort(rid=rid):
                 if rid in self._calls:
                     self._calls[rid].cancel()  # before it was sent the request is dropped, after it SGLang aborts it by its id
-            case Pause() | Continue() | UpdateWeights():
-                self._start(self._answer(message))
             case _:
-                raise ValueError(f"the node may not say {type(message).__name__} here")
+                if not isinstance(message, Order):
+                    raise ValueError(f"the node may not say {type(message).__name__} here")
+                self._start(self._answer(message))
 
     async def _send(self) -> None:
         while True:
@@ -116,10 +108,11 @@ class Serving:
 
     async def _generate(self, order: Generate) -> None:
         try:
-            await self._resumed.wait()  # here, not in SGLang, so that the salt is that of the weights which will read the prompt
+            while not self._control.resumed.is_set():  # again: generation may be held anew before this task runs
+                await self._control.resumed.wait()  # here, not in SGLang, so that the salt is that of the weights which will read the prompt
             await self._stream(order)
         except asyncio.CancelledError:
-            self.say(Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._version, finish="abort"))
+            self.say(Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._control.version, finish="abort"))
             raise
         except ValueError as error:
             self.say(Failed(rid=order.rid, message=str(error), retryable=False))
@@ -134,7 +127,7 @@ class Serving:
         if order.routed_from is not None and self._experts is None:
             raise ValueError("this engine does not remember which experts read a token: start the node with --routed-experts")
         # cached keys and values of other weights must not be found: the version is their salt
-        chunks = await self._engine.async_generate(**request(order), cache_salt=self._version)
+        chunks = await self._engine.async_generate(**request(order), cache_salt=self._control.version)
         length = len(order.prompt) // 4
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]
@@ -152,61 +145,8 @@ class Serving:
 
     # ── control ───────────────────────────────────────────────────────────────
 
-    async def _answer(self, message: Pause | Continue | UpdateWeights) -> None:
-        async with self._control:
-            try:
-                ok, text = await self._control_call(message)
-            except Exception as error:  # an isolation edge: the node must get its answer
-                ok, text = False, f"{type(error).__name__}: {error}"
-        self.say(Done(call=message.call, ok=ok, message=text))
-
-    async def _control_call(self, message: Pause | Continue | UpdateWeights) -> tuple[bool, str]:
-        match message:
-            case Pause(mode=mode):
-                await self._pause(mode)
-                return True, ""
-            case Continue():
-                await self._continue()
-                return True, ""
-            case UpdateWeights():
-                return await self._update(message)
-            case _:
-                assert_never(message)
-
-    async def _pause(self, mode: PauseMode) -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        self._resumed.clear()
-        self._paused = mode
-        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
-
-    async def _continue(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
-        self._paused = None
-        self._resumed.set()
-
-    async def _update(self, order: UpdateWeights) -> tuple[bool, str]:
-        """Paused by us for the update only, unless the node had paused before: then it stays paused."""
-        before = self._paused
-        if before is None:
-            await self._pause(order.mode)
-        try:
-            return await self._load_weights(order, mode=before or order.mode)
-        finally:
-            if before is None:
-                await self._continue()
-
-    async def _load_weights(self, order: UpdateWeights, *, mode: PauseMode) -> tuple[bool, str]:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        # requests frozen in place keep their cache, and SGLang refuses to flush it under them; retracted ones must not find their old one
-        wanted = UpdateWeightFromDiskReqInput(model_path=order.path, weight_version=order.version, flush_cache=mode != "in_place")
-        ok, text, _ = await self._engine.tokenizer_manager.update_weights_from_disk(wanted)
-        if ok:
-            self._version = order.version
-        return bool(ok), str(text)
+    async def _answer(self, order: Order) -> None:
+        self.say(await self._control.answer(order))
 
     async def _watch_load(self) -> None:
         last: Load | None = None
@@ -216,7 +156,7 @@ class Serving:
                 running=sum(each.num_running_reqs for each in snapshots),
                 waiting=sum(each.num_waiting_reqs for each in snapshots),
                 token_usage=max((each.token_usage for each in snapshots), default=0.0),
-                weight_version=self._version,
+                weight_version=self._control.version,
             )
             if load != last:
                 self.say(load)

@@ -14,6 +14,7 @@ from attrs import evolve
 from polarnode.engine_host.protocol import Experts, Failed, Generate, HostFinish, Piece, Routed
 
 AFTER = "polarnode_constraint_after"  # among a request's custom_params, for `grammars`: the id behind which its constraint begins
+OURS = "polarnode:"  # before an action of ours among those of SGLang's check_weights
 SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
 IMPOSSIBLE = -9999.0  # nats, in place of float32's least: what OpenAI shows for a token that can not be sampled
 

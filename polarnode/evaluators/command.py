@@ -5,21 +5,17 @@ Config: `argv` (a program with its arguments), or `script` (text for `sh`); `rew
 container without capabilities can write less, not more). A harness shares this runtime: ask for `fresh_runtime` where a reward must not be forged.
 """
 
-import json
-import math
 from collections.abc import Mapping
 
 from attrs import frozen
 
-from polarnode import wire
 from polarnode.conversation import Json
 from polarnode.errors import EvaluatorError, Refused
+from polarnode.evaluators import reward_files, settings
 from polarnode.evaluators.evaluator import Evaluator, Finished
+from polarnode.evaluators.running import TAIL
 from polarnode.ports import Ended
 from polarnode.records import Verdict
-
-TAIL = 2000  # characters of the test's output kept in metrics: enough for a traceback's end
-REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
 
 
 @frozen(kw_only=True)
@@ -34,14 +30,11 @@ class CommandConfig:
 
 def read_config(config: Mapping[str, Json]) -> CommandConfig:
     """The config, or a refusal naming the field."""
-    try:
-        read = wire.structure(dict(config), CommandConfig, forbid_extra=True)
-    except Refused as refused:
-        raise Refused(str(refused), path=(refused.path or "$").replace("$", "$.evaluator.config", 1)) from refused
+    read = settings.read(config, CommandConfig)
     if bool(read.argv) == bool(read.script):
-        raise Refused("the command evaluator needs either argv or script", path="$.evaluator.config")
-    if read.reward_file is not None and not read.reward_file.startswith("/"):
-        raise Refused("reward_file must be an absolute path in the runtime", path="$.evaluator.config.reward_file")
+        raise Refused("the command evaluator needs either argv or script", path=settings.ROOT)
+    if read.reward_file is not None:
+        settings.absolute("reward_file", read.reward_file)
     return read
 
 
@@ -54,38 +47,24 @@ async def evaluate(finished: Finished) -> Verdict:
     """Run the test and read its verdict; a test that can not be judged raises EvaluatorError."""
     config = read_config(finished.config)
     if config.reward_file is not None:
-        await _remove(finished, config.reward_file, config.user)
+        await reward_files.clear(finished.runtime, [config.reward_file], user=config.user)
     argv = config.argv or ("sh", "-c", config.script or "")
     ended = await finished.runtime.run(argv, user=config.user)
+    await finished.runtime.end_processes()  # what the test started, and what of the agent's it may have woken, changes no reward any more
     if config.reward_file is None:
         return Verdict(reward=float(ended.exit_code == 0), metrics=_metrics(ended))
     return await _from_file(finished, config.reward_file, ended)
 
 
-async def _remove(finished: Finished, path: str, user: str | None) -> None:
-    ended = await finished.runtime.run(["rm", "-rf", path], user=user)
-    if ended.exit_code != 0:
-        raise EvaluatorError(f"what stood at {path} before the test could not be removed: {_tail(ended)}")
-
-
 async def _from_file(finished: Finished, path: str, ended: Ended) -> Verdict:
-    content = await finished.runtime.read(path, limit=REWARD_BYTES)
+    content = await reward_files.read(finished.runtime, path)
     if content is None:
         raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {_tail(ended)}")
-    reward, more = _parsed(content, path)
-    return Verdict(reward=reward, metrics={**more, **_metrics(ended)})
-
-
-def _parsed(content: bytes, path: str) -> tuple[float, dict[str, Json]]:
-    try:
-        value = json.loads(content)
-    except ValueError as error:
-        raise EvaluatorError(f"{path} is neither a number nor JSON: {content[:80]!r}") from error
-    more = {name: kept for name, kept in value.items() if name != "reward"} if isinstance(value, dict) else {}
-    reward = value.get("reward") if isinstance(value, dict) else value
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise EvaluatorError(f"{path} holds no finite number as its reward: {content[:80]!r}")
-    return float(reward), more
+    value = reward_files.parsed(content, path)
+    if not isinstance(value, dict):
+        return Verdict(reward=reward_files.finite(value, path, content), metrics=_metrics(ended))
+    reward = reward_files.finite(value.get("reward"), path, content)
+    return Verdict(reward=reward, metrics={**reward_files.without(value, "reward"), **_metrics(ended)})
 
 
 def _metrics(ended: Ended) -> dict[str, Json]:

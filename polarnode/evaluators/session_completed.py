@@ -20,4 +20,4 @@ def check(config: Mapping[str, Json]) -> None:
         raise Refused(f"session_completed has no setting {name}", path=f"$.evaluator.config.{name}")
 
 
-EVALUATOR = Evaluator(name="session_completed", evaluate=evaluate, check=check)
+EVALUATOR = Evaluator(name="session_completed", evaluate=evaluate, check=check, copies=False)

@@ -11,6 +11,7 @@ from attrs import evolve
 from polarnode.exchange.events import Asked
 from polarnode.exchange.sample import Sample
 from polarnode.merge.carried import held_of
+from polarnode.merge.transcript import heard_of
 from polarnode.ports import GenerateOrder
 from polarnode.records import Turn, TurnState
 
@@ -62,6 +63,7 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         close_length=sample.rendered.close_length,
         matched=plan.matched,
         messages=plan.total,
+        heard=heard_of(plan, asked.request.conversation),
         sampled=sample.ids,
         logprobs=sample.logprobs,
         version_spans=sample.spans,

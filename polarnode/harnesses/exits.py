@@ -1,17 +1,35 @@
 """How a harness's run ended, judged by its exit code and, where that lies, by the session's turns.
 
+A failure behind an engine that died is the engine's: a harness whose last call the engine failed had nothing left to go on with.
 Measured: pi, openclaw, hermes and gemini_cli exit 0 having done nothing, opencode exits 1 after a compaction although its work is done. Rule for
 whoever edits it: an exit code is overruled only by what the model plane itself saw, and the reason says so.
 """
 
 from collections.abc import Sequence
 
+from polarnode.errors import EngineError
 from polarnode.harnesses.harness import Harness
 from polarnode.records import Outcome, Turn
 
 
 def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
-    """Completed or failed, with the reason where it is not plain."""
+    """Completed, failed, or an error of the engine's, with the reason where it is not plain."""
+    judged = _judged(harness, exit_code, turns)
+    return _of_engine(judged) if judged.status == "failed" and lost_its_engine(turns) else judged
+
+
+def lost_its_engine(turns: Sequence[Turn]) -> bool:
+    """Whether the engine failed the main agent's last call. One that was asked again and answered is forgotten: the agent went on from there."""
+    last = _last_main(turns)
+    return last is not None and last.state == "failed"
+
+
+def _of_engine(failed: Outcome) -> Outcome:
+    reason = f"the engine failed the harness's last call, and it ended with exit code {failed.exit_code}"
+    return Outcome(status="error", boundary=EngineError.boundary, exit_code=failed.exit_code, reason=reason)
+
+
+def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
     if harness.exit_code_honest:
         return _plain(exit_code)
     last = _last_main(turns)

@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from polarnode.conversation import Json
 from polarnode.records import RoutedExperts, TopLogprobs, Trace, Turn
 from polarnode.tasks import CarrySpec
-from polarnode.wire.carried import routed_of_turns
+from polarnode.wire.carried import routed_of_turns, top_of_turns
 
 Carried = Literal["top_logprobs", "routed_experts"]
 NOT_CARRIED: Final = "not carried: "  # how a turn's note begins that says why
@@ -45,22 +45,26 @@ def carried_of(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
     """
     if not any(map(_asked_of, line)):
         return Carriage()
-    sampled = [turn for turn in line if turn.index in trained and turn.sampled]
     top, routed = top_of(line, trained), routed_of(line, offset=offset)
-    lacks = [*(_lacking("top_logprobs", sampled) if top is None else ()), *(_lacking("routed_experts", line) if routed is None else ())]
+    lacks = [
+        *(_lacking("top_logprobs", _sampled(line, trained)) if top is None else ()),
+        *(_lacking("routed_experts", line) if routed is None else ()),
+    ]
     return Carriage(top=top, routed=routed, lacks=tuple(lacks))
 
 
 def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
     """The alternatives of each trainable token of a row, in order; None when a token lacks them."""
-    sampled = [turn for turn in line if turn.index in trained and turn.sampled]
-    found = [turn.top for turn in sampled if turn.top is not None]
-    return TopLogprobs.joined(found) if len(found) == len(sampled) else None
+    return top_of_turns(_sampled(line, trained))
 
 
 def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
     """The experts of a row's positions but the last; None when a position lacks them. A turn may fill what one before it lacks."""
     return routed_of_turns(offset, line)
+
+
+def _sampled(line: Sequence[Turn], trained: Collection[int]) -> list[Turn]:
+    return [turn for turn in line if turn.index in trained and turn.sampled]
 
 
 def _asked_of(turn: Turn) -> bool:

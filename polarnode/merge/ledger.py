@@ -15,6 +15,7 @@ from polarnode.conversation import Message
 from polarnode.merge.fingerprint import NONE, Path, advance
 from polarnode.merge.notes import shows_thoughts
 from polarnode.records import Turn, ids
+from polarnode.wire.turns import line_of
 
 _NOBODY: Final[tuple[int, ...]] = ()
 
@@ -25,15 +26,12 @@ _LONG_WALK: Final = 64
 _FULL_COPIES: Final = 4
 
 
-def chain(turns: Mapping[int, Turn], index: int | None) -> list[Turn]:
-    """The turns from a root to `index`, in that order."""
-    walked: list[Turn] = []
-    while index is not None:
-        turn = turns[index]
-        walked.append(turn)
-        index = turn.parent
-    walked.reverse()
-    return walked
+def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> list[Turn]:
+    """The turns from a root to `index`, in that order, or from the one on that brought the token at `since`. KeyError when one is missing."""
+    line = [] if index is None else line_of(turns, index, since=since)
+    if line is None:
+        raise KeyError(index)
+    return line
 
 
 def prompt_ids(turns: Mapping[int, Turn], index: int) -> "array[int]":
@@ -117,7 +115,7 @@ class Ledger:
 
     def length(self, index: int | None) -> int:
         """How many ids `written` has."""
-        return 0 if index is None else self.turns[index].prompt_length + len(self.turns[index].sampled)
+        return 0 if index is None else self.turns[index].end
 
     def thoughtful(self, index: int) -> bool:
         """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered into a prompt of them."""

@@ -18,13 +18,13 @@ from polarnode.merge.attach import Attached, attach
 from polarnode.merge.fingerprint import Memo, Path
 from polarnode.merge.ledger import Ledger, attachable
 from polarnode.merge.naming import FamilyTree, Named
-from polarnode.merge.plan import CHOICE, RESUMED, Plan, another, resumed
+from polarnode.merge.plan import RESUMED, Plan, another, resumed
 from polarnode.merge.references import References
 from polarnode.merge.roles import Cast, Heads
 from polarnode.merge.thoughts import DropsThinking, Thoughts
 from polarnode.records import Turn, ids
 
-__all__ = ["CHOICE", "RESUMED", "Lineages", "Plan"]
+__all__ = ["RESUMED", "Lineages", "Plan"]
 
 _NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 

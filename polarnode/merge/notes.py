@@ -25,10 +25,15 @@ AS_SHOWN: Final = "the model sees it as the request shows it"  # and how where t
 _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
 
+def word_of(note: str) -> str | None:
+    """The word that a note begins with; None for one that only says something."""
+    head = note.partition(":")[0]
+    return head if head in WORDS else None
+
+
 def counted(notes: Iterable[str]) -> "Counter[str]":
     """How many notes begin with each of the words."""
-    heads = (note.partition(":")[0] for note in notes)
-    return Counter(head for head in heads if head in WORDS)
+    return Counter(word for word in map(word_of, notes) if word is not None)
 
 
 def thoughts(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:

@@ -17,6 +17,7 @@ from attrs import field, frozen
 _INDEX_DIGITS: Final = 6  # 16 million turns a session
 _SIGNATURE_DIGITS: Final = 10  # 40 bits: a model that guesses once a turn never hits, and an id stays within 40 characters
 _REF_DIGITS: Final = _INDEX_DIGITS + _SIGNATURE_DIGITS
+PLACE_DIGITS: Final = 2  # at a call id's end: which call of its turn
 # Ours are 40 characters at most. Longer opaque fields (real vendors' signatures) are not ours; their head is enough to say so.
 _LONGEST: Final = 96
 
@@ -46,7 +47,7 @@ class References:
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
-        return f"{prefix}{self.ref(index)}{k:02x}"
+        return f"{prefix}{self.ref(index)}{k:0{PLACE_DIGITS}x}"
 
     def signature(self, index: int) -> str:
         """What stands for a thinking block's signature: base64, never empty, the same every time."""

@@ -6,15 +6,12 @@ is rendered are the same messages.
 """
 
 from itertools import pairwise
-from typing import Final
 
 from attrs import evolve
 
 from polarnode.conversation import Message, ModelRequest
 from polarnode.merge import notes
-from polarnode.merge.references import References
-
-_PLACE_DIGITS: Final = 2  # of a call's id, at its end: which call of its turn
+from polarnode.merge.references import PLACE_DIGITS, References
 
 
 def regrouped(request: ModelRequest, references: References) -> ModelRequest:
@@ -25,7 +22,7 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
     for message in request.conversation.messages:
         turn = None if last is None or not _alike(kept[last], message) else _turn(kept[last], message, references)
         if turn is not None and last is not None:
-            kept[last] = evolve(kept[last], calls=kept[last].calls + message.calls, refs=tuple(dict.fromkeys(kept[last].refs + message.refs)))
+            kept[last] = kept[last].joined(evolve(message, text="", thinking=""))  # its words are the first one's, or none
             joined[turn] = joined.get(turn, 1) + 1
             continue
         last = len(kept) if message.role == "assistant" else last if message.role == "tool" else None
@@ -40,7 +37,7 @@ def _alike(first: Message, second: Message) -> bool:
     """Whether two messages may be one, at a glance: the ids of their calls differ only in their places, and the second says nothing new."""
     if not (second.calls and first.calls and second.role == "assistant"):
         return False
-    return first.calls[-1].id[:-_PLACE_DIGITS] == second.calls[0].id[:-_PLACE_DIGITS] and second.text in ("", first.text)
+    return first.calls[-1].id[:-PLACE_DIGITS] == second.calls[0].id[:-PLACE_DIGITS] and second.text in ("", first.text)
 
 
 def _turn(first: Message, second: Message, references: References) -> int | None:

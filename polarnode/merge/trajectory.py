@@ -14,7 +14,7 @@ from polarnode.merge.builders import build, read_settings
 from polarnode.merge.checks import check, check_lengths
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.roles import recast
-from polarnode.records import Built, LeftOut, Outcome, Timing, Trajectory, Turn, Verdict
+from polarnode.records import Built, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, Verdict
 from polarnode.tasks import BuilderSpec, TaskSpec
 
 
@@ -30,6 +30,7 @@ class Identity:
     harness_version: str | None
     model: str
     node: str
+    attempt: int = 0
 
 
 @frozen(kw_only=True)
@@ -40,6 +41,7 @@ class Result:
     verdict: Verdict | None = None
     timing: Timing = field(factory=Timing)
     metrics: Mapping[str, Json] = field(factory=dict)
+    retried_as: str | None = None
 
 
 def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()) -> Trajectory:
@@ -73,17 +75,16 @@ def _counts(spec: BuilderSpec, turns: Sequence[Turn], built: Built) -> dict[str,
 
 
 def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, built: Built, counts: Mapping[str, Json]) -> Trajectory:
-    reward = result.verdict.reward if result.verdict is not None else None
-    verdict_metrics: Mapping[str, Json] = result.verdict.metrics if result.verdict is not None else {}
-    evaluation: dict[str, Json] = {"evaluation": dict(verdict_metrics)} if verdict_metrics else {}
+    verdict = result.verdict
+    evaluation: dict[str, Json] = {"evaluation": dict(verdict.metrics)} if verdict is not None and verdict.metrics else {}
     return Trajectory(
         session_id=identity.session_id,
         task_id=identity.task_id,
         group_id=identity.group_id,
         sample_index=identity.sample_index,
         outcome=result.outcome,
-        reward=reward,
-        traces=tuple(evolve(trace, reward=reward) for trace in built.traces),
+        reward=None if verdict is None else verdict.reward,
+        traces=built.traces if verdict is None else tuple(_rewarded(trace, verdict) for trace in built.traces),
         turns=tuple(turns),
         left_out=built.left_out,
         metrics={**counts, **result.metrics, **evaluation, "lineage": lineage_figures(turns, built.left_out, thinking=spec.thinking)},
@@ -93,7 +94,18 @@ def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], resul
         model=identity.model,
         node=identity.node,
         metadata=spec.metadata,
+        attempt=identity.attempt,
+        retried_as=result.retried_as,
     )
+
+
+def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
+    """A trace with its lineage's reward where that has its own, else the session's, and its turns with theirs."""
+    reward = verdict.lineage_rewards.get(trace.lineage, verdict.reward)
+    if not verdict.turn_rewards:
+        return evolve(trace, reward=reward)
+    spans = tuple(evolve(span, reward=verdict.turn_rewards.get(span.turn)) for span in trace.turn_spans)
+    return evolve(trace, reward=reward, turn_spans=spans)
 
 
 def broken_laws(trajectory: Trajectory) -> str | None:

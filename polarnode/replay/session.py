@@ -14,6 +14,7 @@ from polarnode.conversation import Answer, Conversation, Message, ModelRequest
 from polarnode.errors import PolarnodeError, Refused, boundary
 from polarnode.merge.lineage import Lineages, Plan
 from polarnode.merge.roles import recast
+from polarnode.merge.transcript import heard_of
 from polarnode.records import Turn, VersionSpan, floats, ids
 from polarnode.replay.answers import Found, find_answers
 from polarnode.replay.recording import Recorded, sentence
@@ -110,7 +111,7 @@ class _Player:
         delta, close_length = self.speaker.prompt(plan, request.conversation, parent)
         answer = ended.answer
         sampled = ids() if answer is None else self.speaker.sample(answer, request.conversation)
-        before = 0 if parent is None else parent.prompt_length + len(parent.sampled)
+        before = 0 if parent is None else parent.end
         return Turn(
             session_id="replay",
             index=plan.index,
@@ -131,6 +132,7 @@ class _Player:
             before_key=plan.before_key,
             message_key="" if answer is None else plan.after(answer),
             answer=answer,
+            heard=heard_of(plan, request.conversation),
             notes=plan.notes,
         )
 

@@ -1,30 +1,29 @@
-"""The model plane's socket inside a runtime: a listener made by the node in the container's own network namespace.
+"""Sockets of the node inside a runtime: listeners made by the node in the container's own network namespace.
 
-A container has no network but its loopback, and this is the only thing that listens there. The accepting socket tells which session calls.
-Rule for whoever edits it: setns changes one thread for good, so it runs in a thread that is thrown away, never in one of Trio's, which are
-lent to others.
+A container has no network but its loopback, and these are all that listens there: the model plane's door, and beside it, where a task may
+reach names of the world, the proxy's. The accepting socket tells which session calls. Rule for whoever edits it: setns changes one thread for
+good, so it runs in a thread that is thrown away, never in one of Trio's, which are lent to others.
 """
 
-import ctypes
 import fcntl
 import os
 import socket
 import struct
-import threading
+from collections.abc import Callable
+from functools import partial
 
 import trio
 
 from polarnode.errors import RuntimeFault
+from polarnode.shell.namespaces import CLONE_NEWNET, enter, thrown_away
 
 DOOR_HOST = "127.0.0.1"
 DOOR_PORT = 8080  # any would do: nobody else is in there
+EGRESS_PORT = 3128  # any other would do: this one is known as a proxy's
 BACKLOG = 128  # waiting connections; a harness opens one, its sub-agents a few each, and a fork bomb of clients is refused
 UNREAD_MS = 30_000  # a client inside that reads nothing for so long is cut: Hypercorn shields its sends without a deadline
 
-CLONE_NEWNET = 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 async def open_door(pid: int) -> socket.socket:
@@ -32,46 +31,42 @@ async def open_door(pid: int) -> socket.socket:
 
     The caller closes it; it keeps the namespace alive until then. Raises RuntimeFault when the namespace can not be entered.
     """
-    return await trio.to_thread.run_sync(_in_throwaway_thread, pid)
+    return await trio.to_thread.run_sync(_made_in, partial(_namespace_of_process, pid), DOOR_PORT)
 
 
-def _in_throwaway_thread(pid: int) -> socket.socket:
-    made: list[socket.socket | OSError] = []
-    thread = threading.Thread(target=_make, args=(pid, made), name="door")
-    thread.start()
-    thread.join()
-    if not made or isinstance(made[0], OSError):
-        raise RuntimeFault(f"no door could be made in a container: {made[0] if made else 'its thread died'}")
-    return made[0]
+async def open_listener(network: int, port: int) -> socket.socket:
+    """Another listener, at `port`, in a network namespace that is open as a descriptor, which stays the caller's."""
+    return await trio.to_thread.run_sync(_made_in, partial(os.dup, network), port)
 
 
-def _make(pid: int, made: list[socket.socket | OSError]) -> None:
+def _made_in(open_namespace: Callable[[], int], port: int) -> socket.socket:
     try:
-        _enter(pid)
-        made.append(_listen())
+        return thrown_away(lambda: _entered(open_namespace(), port))
     except OSError as error:
-        made.append(error)
+        raise RuntimeFault(f"no door could be made in a container: {error}") from error
 
 
-def _enter(pid: int) -> None:
-    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+def _namespace_of_process(pid: int) -> int:
+    return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _entered(namespace: int, port: int) -> socket.socket:
     try:
         if os.fstat(namespace).st_ino == os.stat("/proc/self/ns/net").st_ino:
             raise OSError(0, "it shares this machine's network")
-        if _libc.setns(namespace, CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        enter(namespace, CLONE_NEWNET)
     finally:
         os.close(namespace)
+    return _listen(port)
 
 
-def _listen() -> socket.socket:
+def _listen(port: int) -> socket.socket:
     door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         _raise_loopback(door)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)  # accepted sockets inherit it
-        door.bind((DOOR_HOST, DOOR_PORT))
+        door.bind((DOOR_HOST, port))
         door.listen(BACKLOG)
         door.setblocking(False)
     except OSError:

@@ -1,7 +1,7 @@
 """Stage limits: how many sessions may be in a stage at once, the more urgent first.
 
 A `Gate` is a semaphore that wakes its waiters by priority, then by age. Trio's own limiters are first come, first served, and a trainer that
-raises the priority of a task expects its sessions to pass the waiting ones.
+raises the priority of a task expects its sessions to pass the waiting ones. A limit may change at any time: who is inside stays inside.
 """
 
 import heapq
@@ -15,11 +15,12 @@ from attrs import define, field, frozen
 
 @frozen(kw_only=True)
 class GateStatistics:
-    """`inside` of at most `limit` sessions are in the stage; `waiting` are before it."""
+    """`inside` of at most `limit` sessions are in the stage; `waiting` are before it. `held_back`: why fewer are let in than could be."""
 
     limit: int
     inside: int
     waiting: int
+    held_back: str | None = None
 
 
 @define(eq=False)
@@ -27,6 +28,7 @@ class Gate:
     """At most `limit` holders; waiters enter by priority (0-100, higher first), then in the order they came."""
 
     limit: int
+    held_back: str | None = field(default=None, init=False)
     _inside: int = field(default=0, init=False)
     _waiting: list[tuple[int, int, trio.Event]] = field(factory=list, init=False)
     _order: "count[int]" = field(factory=count, init=False)
@@ -39,6 +41,13 @@ class Gate:
             yield
         finally:
             self._leave()
+
+    def adjust(self, limit: int, held_back: str | None = None) -> None:
+        """Let more in, or fewer from now on; `held_back` says why it is fewer."""
+        self.limit, self.held_back = limit, held_back
+        while self._waiting and self._inside < self.limit:
+            self._inside += 1
+            heapq.heappop(self._waiting)[2].set()
 
     async def _enter(self, priority: int) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -61,12 +70,12 @@ class Gate:
             self._leave()
 
     def _leave(self) -> None:
-        """Hand the place to the next waiter, or free it."""
-        if self._waiting:
+        """Hand the place to the next waiter, or free it where nobody waits or there are too many."""
+        if self._waiting and self._inside <= self.limit:
             heapq.heappop(self._waiting)[2].set()
         else:
             self._inside -= 1
 
     def statistics(self) -> GateStatistics:
         """How full the stage is."""
-        return GateStatistics(limit=self.limit, inside=self._inside, waiting=len(self._waiting))
+        return GateStatistics(limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back)

@@ -3,21 +3,22 @@
 The rule for whoever edits it: what a harness is told is made in `harness_order` alone, so that what a task was admitted with is what will run.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from socket import socket
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.evaluators.evaluator import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.thoughts import DropsThinking
 from polarnode.merge.trajectory import Identity
-from polarnode.ports import Endpoint, HarnessOrder
+from polarnode.ports import Endpoint, HarnessOrder, Judge
 from polarnode.records import Trajectory
+from polarnode.shell.egress import NodeEgress
 from polarnode.shell.gates import Gate
-from polarnode.shell.podman import Runtimes
+from polarnode.shell.podman import Runtimes, on_top
 from polarnode.tasks import RuntimeSpec, TaskSpec
 
 
@@ -32,9 +33,21 @@ class SessionOrder:
 
     @property
     def runtime(self) -> RuntimeSpec:
-        """The task's runtime, with the harness's own image where the task left the choice."""
+        """The task's runtime, with the harness's own image where the task left the choice, or on top of the task's where it asks for that."""
         spec = self.spec.runtime
-        return evolve(spec, image=self.harness.image) if spec.image == "agent" else spec
+        if spec.image == "agent":
+            return evolve(spec, image=self.harness.image)
+        return evolve(spec, image=on_top(self.harness.image, spec.image)) if spec.add_harness else spec
+
+    @property
+    def fresh(self) -> bool:
+        """Whether its evaluator judges in a runtime of its own."""
+        return self.spec.evaluator.fresh_runtime or self.evaluator.fresh
+
+    @property
+    def containers(self) -> int:
+        """How many it will take."""
+        return 2 if self.fresh else 1
 
 
 def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str) -> HarnessOrder:
@@ -75,6 +88,11 @@ class House:
     log_dir: Path
     ensure_image: Callable[[str], Awaitable[None]]
     drops_thinking: DropsThinking  # the model's template
+    judge: Callable[[str], Judge]  # the judge of a name of the node's config; EvaluatorError for any other
+    judges: frozenset[str] = frozenset()  # their names
     allowed_imports: tuple[str, ...] = ()
     carried_limit: int = 0  # bytes a session may carry beside ids and logprobs
     unrouted: str | None = None  # why no task can have its routed experts; None when it can
+    volumes: tuple[str, ...] = ()  # folders of this machine below which tasks may mount
+    egress: NodeEgress = field(factory=NodeEgress)  # what tasks may reach of the world
+    versions: Callable[[], Sequence[str]] = tuple  # the weights that were served, oldest first, the last is served now

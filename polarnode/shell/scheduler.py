@@ -1,28 +1,33 @@
 """Who may start, who is live, which key is whose: tasks become sessions here.
 
 The only holder of a nursery it did not open: the node hands it the sessions' nursery, and every session runs there as `run_recorded`, out of
-which nothing comes but the node's own end. Submitting is synchronous, so a task is either taken whole or not at all.
+which nothing comes but the node's own end. Submitting is synchronous, so a task is either taken whole or not at all; so is giving a place
+that the machine lost to a fresh session.
 """
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.errors import Refused
+from polarnode.groups import EARLY_STOP, lost_to_the_machine, stamped
 from polarnode.merge.carried import Carrier
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Trajectory, Turn
-from polarnode.shell.admission import admitted
+from polarnode.shell.admission import Admitted, admitted
 from polarnode.shell.demand import Demand
-from polarnode.shell.gates import GateStatistics
+from polarnode.shell.glances import SchedulerStatistics, SessionStatus, glance
+from polarnode.shell.group_watch import GroupWatch
 from polarnode.shell.live import LiveSession, LiveSessions
 from polarnode.shell.orders import House, SessionOrder
-from polarnode.shell.session import Phase, Session
+from polarnode.shell.places import pause_before, retries_left, successor
+from polarnode.shell.session import Session
 from polarnode.shell.tally import Tally
 from polarnode.tasks import RuntimeSpec, TaskSpec
 
@@ -41,32 +46,9 @@ class Record(Protocol):
 
     def turn(self, turn: Turn) -> None: ...
 
-    def publish(self, trajectory: Trajectory) -> None: ...
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None: ...
 
-
-@frozen(kw_only=True)
-class SessionStatus:
-    """One session at a glance."""
-
-    session_id: str
-    task_id: str
-    harness: str
-    phase: Phase
-    turns: int
-    sampled_tokens: int
-    outcome: str | None = None
-    reward: float | None = None
-    traces: int | None = None
-
-
-@frozen(kw_only=True)
-class SchedulerStatistics:
-    """The stages and the sessions in them."""
-
-    stages: Mapping[str, GateStatistics]
-    live: int
-    ended: int
-    stopping: bool
+    def task_cancelled(self, task_id: str) -> None: ...
 
 
 @frozen(kw_only=True)
@@ -89,15 +71,22 @@ class Scheduler:
     want: Callable[[RuntimeSpec, int], None]
     warm: int
     tally: Tally = field(factory=Tally, init=False)
+    groups: GroupWatch = field(init=False)
     stopping: bool = field(default=False, init=False)
     _emptied: trio.Event = field(factory=trio.Event, init=False)  # set when the last session of a stopping node is over
     _demand: Demand = field(init=False)
     _sessions: dict[str, Session] = field(factory=dict, init=False)
     _ended: dict[str, SessionStatus] = field(factory=dict, init=False)
+    _replaced: set[str] = field(factory=set, init=False)  # sessions that lost their place and are not quite gone
+    _pauses: dict[str, trio.CancelScope] = field(factory=dict, init=False)  # of sessions that are about to begin
 
     @_demand.default
     def _make_demand(self) -> Demand:
         return Demand(self.want, self.warm)
+
+    @groups.default
+    def _make_groups(self) -> GroupWatch:
+        return GroupWatch(self.tally)
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
@@ -105,31 +94,30 @@ class Scheduler:
         """Take a task: (task_id, session_ids). Refused when something it names can not be had or set so, or when the node is stopping."""
         if self.stopping:
             raise Refused("this node is stopping and takes no new tasks: submit to another, or again later")
-        orders = self._orders(spec)
-        task_id = orders[0].identity.task_id
+        task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
+        orders = self._orders(spec, task_id)
         session_ids = tuple(order.identity.session_id for order in orders)
         self.record.task_submitted(spec, task_id=task_id, session_ids=session_ids, idempotency_key=idempotency_key)
         for order in orders:
             self.record.session_started(order.identity)
-        self._demand.expect(session_ids, orders[0].runtime)
+        self.groups.begin(task_id, spec)
+        self._demand.expect(session_ids, orders[0].runtime, each=orders[0].containers)
         for order in orders:
             self._start(order)
         return task_id, session_ids
 
-    def _orders(self, spec: TaskSpec) -> tuple[SessionOrder, ...]:
-        house, model = self.house, self.who.model
-        found = admitted(spec, model=model, context_length=house.context_length, allowed_imports=house.allowed_imports, unrouted=house.unrouted)
-        task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
+    def _orders(self, spec: TaskSpec, task_id: str) -> tuple[SessionOrder, ...]:
+        found = self._admitted(spec)
         return tuple(
             SessionOrder(
                 identity=Identity(
-                    session_id=secrets.token_hex(SESSION_ID_BYTES),
+                    session_id=_new_session_id(),
                     task_id=task_id,
                     group_id=spec.group_id or task_id,
                     sample_index=index,
                     harness=found.harness.name,
                     harness_version=found.harness.version,
-                    model=model,
+                    model=self.who.model,
                     node=self.who.node,
                 ),
                 spec=spec,
@@ -139,22 +127,87 @@ class Scheduler:
             for index in range(spec.num_samples)
         )
 
+    def _admitted(self, spec: TaskSpec) -> Admitted:
+        house, model = self.house, self.who.model
+        return admitted(
+            spec,
+            model=model,
+            context_length=house.context_length,
+            allowed_imports=house.allowed_imports,
+            unrouted=house.unrouted,
+            judges=house.judges,
+            volumes=house.volumes,
+            egress=house.egress.names,
+        )
+
     def cancel(self, task_id: str) -> bool:
-        """Cancel a task's sessions; each ends with what it has. False when none of them is live."""
+        """Cancel a task's sessions; each ends with what it has, and none is tried again, whatever becomes of the node. False when none is live."""
         found = [session for session in self._sessions.values() if session.order.identity.task_id == task_id]
-        for session in found:
-            session.cancel()
+        if found:
+            self.record.task_cancelled(task_id)
+        self._end(found)
         return bool(found)
+
+    def cancel_session(self, session_id: str) -> bool:
+        """Cancel one of a task's sessions, which ends with what it has. False when it is not live."""
+        found = self._sessions.get(session_id)
+        if found is not None:
+            self._end([found])
+        return found is not None
 
     def cancel_all(self) -> None:
         """Cancel every session; each ends with what it has."""
-        for session in self._sessions.values():
-            session.cancel()
+        self._end(self._sessions.values())
+
+    def _end(self, sessions: Iterable[Session], word: str = "cancelled") -> None:
+        for session in sessions:
+            session.cancel(word)
+            if (pause := self._pauses.get(session.order.identity.session_id)) is not None:
+                pause.cancel()
+
+    # ── places that were lost ─────────────────────────────────────────────────
+
+    def order_of(self, spec: TaskSpec, identity: Identity) -> SessionOrder:
+        """The order of a session of an earlier life, as of this one. Refused where its task would not be taken today."""
+        found = self._admitted(spec)
+        version, model, node = found.harness.version, self.who.model, self.who.node
+        today = evolve(identity, harness=found.harness.name, harness_version=version, model=model, node=node)
+        return SessionOrder(identity=today, spec=spec, harness=found.harness, evaluator=found.evaluator)
+
+    def replace(self, lost: Trajectory, order: SessionOrder) -> None:
+        """Publish a session that the machine lost beside its group, and start a fresh one in its place. `order` was the lost one's."""
+        fresh = evolve(order, identity=successor(order.identity, _new_session_id()))
+        self.record.replaced(evolve(lost, retried_as=fresh.identity.session_id), fresh.identity)
+        self.tally.lost(lost.outcome)
+        logger.warning("session %s is lost (%s) and tried again as %s", lost.session_id, lost.outcome.reason, fresh.identity.session_id)
+        self._demand.expect((fresh.identity.session_id,), fresh.runtime, each=fresh.containers)
+        self._start(fresh)
+
+    def _publish(self, order: SessionOrder, trajectory: Trajectory) -> None:
+        """The last act of a session: it is over, or another takes its place."""
+        cancelled = self._sessions[order.identity.session_id].cancelled
+        if lost_to_the_machine(trajectory.outcome) and retries_left(order.identity, order.spec.budgets) and not cancelled:
+            self.replace(trajectory, order)
+            self._replaced.add(order.identity.session_id)
+        else:
+            self._publish_last(trajectory)
+
+    def _publish_last(self, trajectory: Trajectory) -> None:
+        """A place is over; its siblings under way too, where their group has enough now."""
+        self.house.publish(trajectory)
+        if self.groups.over(trajectory):
+            others = (each for each in self._sessions.values() if each.order.identity.task_id == trajectory.task_id)
+            self._end((each for each in others if each.order.identity.session_id != trajectory.session_id), EARLY_STOP)
+
+    def recovered(self, trajectory: Trajectory) -> None:
+        """Publish a session of an earlier life, whose place is over."""
+        self._publish_last(stamped(trajectory, self.house.versions()))
 
     # ── sessions ──────────────────────────────────────────────────────────────
 
     def _start(self, order: SessionOrder) -> None:
-        session = Session(order=order, live=self._live(order), house=self.house, on_phase=self._phase_changed)
+        house = evolve(self.house, publish=partial(self._publish, order))
+        session = Session(order=order, live=self._live(order), house=house, on_phase=self._phase_changed)
         self._sessions[order.identity.session_id] = session
         self.lives.add(session.live)
         self.nursery.start_soon(self._run, session, name=f"session {order.identity.session_id}")
@@ -176,25 +229,35 @@ class Scheduler:
     async def _run(self, session: Session) -> None:
         session_id = session.order.identity.session_id
         try:
+            await self._paused(session)
             await session.run_recorded()
         except Exception:  # the isolation edge: not even a session that can not be published ends its siblings
             logger.exception("session %s was not published: its turns are in the journal, where the node's next start finds it", session_id)
-            self._ended[session_id] = evolve(_status(session, None), phase="ended", outcome="error")
+            self._ended[session_id] = evolve(glance(session), phase="ended", outcome="error")
+            self.groups.unwritten(session.order.identity.task_id, session.order.identity.sample_index)
         finally:
             self.lives.remove(session.live)
             self._demand.served(session_id)
+            self._pauses.pop(session_id, None)
+            self._replaced.discard(session_id)
             del self._sessions[session_id]
             if self.stopping and not self._sessions:
                 self._emptied.set()
 
+    async def _paused(self, session: Session) -> None:
+        """What broke may be mended in a moment; a cancel cuts the wait."""
+        identity = session.order.identity
+        with trio.move_on_after(pause_before(identity.attempt)) as self._pauses[identity.session_id]:
+            await trio.sleep_forever()
+
     def _phase_changed(self, session: Session, published: Trajectory | None) -> None:
-        if published is not None:
+        if published is not None and published.session_id not in self._replaced:
             self.tally.published(published)
-            self._ended[session.order.identity.session_id] = _status(session, published)
+            self._ended[session.order.identity.session_id] = glance(session, published)
             if len(self._ended) > KEPT_ENDED:
                 del self._ended[next(iter(self._ended))]
         if session.phase not in ("init", "ended"):
-            self._demand.served(session.order.identity.session_id)
+            self._demand.served(session.order.identity.session_id, left=session.to_come)
 
     # ── the end, and a look ───────────────────────────────────────────────────
 
@@ -208,26 +271,17 @@ class Scheduler:
 
     def sessions(self, task_id: str | None = None) -> tuple[SessionStatus, ...]:
         """Live and lately ended sessions, oldest first."""
-        every = (*self._ended.values(), *(_status(session, None) for session in self._sessions.values() if session.phase != "ended"))
+        every = (*self._ended.values(), *(glance(session) for session in self._sessions.values() if session.phase != "ended"))
         return tuple(status for status in every if task_id in (None, status.task_id))
 
     def statistics(self) -> SchedulerStatistics:
         """Stage depths and counts."""
         stages = self.house.stages
         depths = {name: getattr(stages, name).statistics() for name in ("live", "init", "run", "post")}
-        return SchedulerStatistics(stages=depths, live=len(self._sessions), ended=len(self._ended), stopping=self.stopping)
+        return SchedulerStatistics(
+            stages=depths, live=len(self._sessions), ended=len(self._ended), retried=self.tally.replaced.total(), stopping=self.stopping
+        )
 
 
-def _status(session: Session, published: Trajectory | None) -> SessionStatus:
-    identity, counters = session.order.identity, session.live.counters
-    status = SessionStatus(
-        session_id=identity.session_id,
-        task_id=identity.task_id,
-        harness=identity.harness,
-        phase=session.phase,
-        turns=counters.turns,
-        sampled_tokens=counters.sampled_tokens,
-    )
-    if published is None:
-        return status
-    return evolve(status, outcome=published.outcome.status, reward=published.reward, traces=len(published.traces))
+def _new_session_id() -> str:
+    return secrets.token_hex(SESSION_ID_BYTES)

@@ -8,8 +8,7 @@ edits this file: the last act is the synchronous `publish`, so that there is no 
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from os import SEEK_END
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +16,13 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.errors import PolarnodeError, RuntimeFault
-from polarnode.harnesses.exits import exit_outcome
+from polarnode.groups import stamped
 from polarnode.merge.trajectory import Result, assemble, without_traces
-from polarnode.ports import Endpoint
+from polarnode.ports import Endpoint, Launch
 from polarnode.records import Outcome, Timing, Trajectory
-from polarnode.shell import workspace
+from polarnode.shell.beforehand import Beforehand, open_beforehand
+from polarnode.shell.containers import Containers
+from polarnode.shell.endings import Ending, fault_outcome, run_outcome, tail
 from polarnode.shell.evaluation import evaluated
 from polarnode.shell.gates import Gate
 from polarnode.shell.live import LiveSession
@@ -31,11 +32,8 @@ from polarnode.shell.podman import PodmanRuntime
 logger = logging.getLogger(__name__)
 
 INIT_ATTEMPTS = 2  # a container that fails twice in a row fails for a reason that a third would meet again
-READY_S = 6 * 3600.0  # of a container's life for waiting in READY: several whole run budgets; one that waited longer gives way to a fresh one
 SPENT_GRACE = 10.0  # seconds a harness has to end by itself once its budget is refused: mini retries a refusal for minutes
 LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
-LOG_TAIL = 2000  # characters of it shown in the outcome: a traceback's end
-TEARDOWN_S = 60.0  # what the dead-man switch of a container is given beyond all budgets
 
 Phase = Literal["init", "ready", "run", "post", "ended"]
 
@@ -49,13 +47,28 @@ class Session:
     house: House
     on_phase: "Callable[[Session, Trajectory | None], None]"  # told of each new phase, and of the trajectory at the end
     phase: Phase = field(default="init", init=False)
-    cancelled: bool = field(default=False, init=False)
+    cancelled: str | None = field(default=None, init=False)  # the word for why
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
     _timing: Timing = field(factory=Timing, init=False)
+    _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
+    _containers: Containers = field(init=False)
 
-    def cancel(self) -> None:
-        """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run is over is judged as ever."""
-        self.cancelled = True
+    @_containers.default
+    def _make_containers(self) -> Containers:
+        return Containers(self.order, self.house)
+
+    @property
+    def to_come(self) -> int:
+        """How many containers it will yet take."""
+        evaluators = int(self.order.fresh and not self._evaluator_served and self.phase in ("init", "ready", "run"))
+        return evaluators + int(self.phase == "init")
+
+    def cancel(self, word: str = "cancelled") -> None:
+        """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run is over is judged as ever.
+
+        The first word stands.
+        """
+        self.cancelled = self.cancelled or word
         if self._stoppable is not None:
             self._stoppable.cancel()
 
@@ -64,7 +77,7 @@ class Session:
         try:
             result = await self._result()
         except PolarnodeError as error:
-            result = Result(outcome=_fault(error))
+            result = Result(outcome=fault_outcome(error))
         except Exception as error:  # the isolation edge of trio.md P7: one session's bug never cancels its siblings
             result = self._bug(error)
         await self.live.close()
@@ -78,11 +91,12 @@ class Session:
         return Result(outcome=Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}"), timing=self._timing)
 
     def _publish(self, result: Result) -> None:
-        timed = evolve(result, timing=self._timing, metrics={**result.metrics, **self.live.metrics()})
+        timed = evolve(result, timing=self._timing, metrics={**result.metrics, **self._containers.metrics, **self.live.metrics()})
         turns, allowed = self.live.lineages.turns, self.house.allowed_imports
         self._hand_over(assemble(self.order.identity, self.order.spec, turns, timed, allowed_imports=allowed))
 
     def _hand_over(self, trajectory: Trajectory) -> None:
+        trajectory = stamped(trajectory, self.house.versions())
         self.house.publish(trajectory)
         self._enter("ended", trajectory)
 
@@ -99,8 +113,8 @@ class Session:
         return result or Result(outcome=self._stopped())
 
     def _stopped(self) -> Outcome:
-        if self.cancelled:
-            return Outcome(status="cancelled", reason=f"cancelled in {self.phase}")
+        if self.cancelled is not None:
+            return Outcome(status="cancelled", reason=f"{self.cancelled} in {self.phase}")
         return Outcome(status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s:g} s")
 
     # ── INIT and READY ────────────────────────────────────────────────────────
@@ -113,18 +127,26 @@ class Session:
             logger.warning("session %s: its runtime failed, trying a fresh one: %s", self.order.identity.session_id, ended)
             self._enter("init")
             ended = await self._in_runtime(scope)
-        return Result(outcome=_fault(ended)) if isinstance(ended, PolarnodeError) else ended
+        return Result(outcome=fault_outcome(ended)) if isinstance(ended, PolarnodeError) else ended
 
     async def _in_runtime(self, scope: trio.CancelScope) -> Result | PolarnodeError:
         """One runtime from start to removal. Errors come out as values: raised, the nurseries on the way would wrap them in groups."""
         async with AsyncExitStack() as init:
-            await init.enter_async_context(self._init_stage(scope))
-            expires = trio.current_time() + self._lifetime_s()
+            await self._enter_init(init, scope)
+            expires = trio.current_time() + self._containers.lifetime_s()
             try:
-                async with self._open_runtime() as runtime:
-                    return await self._inside(runtime, init, expires)
-            except RuntimeFault as fault:
-                return fault
+                async with self._containers.open() as runtime, self._evaluators_runtime() as beforehand:
+                    return await self._inside(runtime, init, expires, beforehand)
+            except PolarnodeError as error:
+                return error
+
+    async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
+        """A place in INIT, but not to sit in it and wait for what a sibling prepares."""
+        await init.enter_async_context(self._init_stage(scope))
+        while self._containers.preparing():
+            await init.aclose()
+            await self._containers.wait_prepared()
+            await init.enter_async_context(self._init_stage(scope))
 
     @asynccontextmanager
     async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
@@ -137,86 +159,93 @@ class Session:
             finally:
                 scope.deadline = math.inf
 
-    async def _inside(self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float) -> Result | PolarnodeError:
+    def _evaluators_runtime(self) -> AbstractAsyncContextManager[Beforehand | None]:
+        if not self.order.fresh:
+            return nullcontext()
+
+        def settled() -> None:
+            self._evaluator_served = True
+            self.on_phase(self, None)
+
+        return open_beforehand(self._containers.open, self.house.stages.init, budget_s=self.order.spec.budgets.init_s, on_settled=settled)
+
+    async def _inside(self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float, beforehand: Beforehand | None) -> Result | PolarnodeError:
         try:
+            launch = await self._furnished(runtime)
             async with self.house.serve_door(self.order.identity.session_id, runtime.door):
-                ran = await self._prepared_and_run(runtime, init, expires)
+                await init.aclose()
+                ran = await self._ready_and_run(runtime, launch, expires, beforehand)
         except PolarnodeError as error:
             return error
-        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran)
+        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, beforehand)
 
-    async def _prepared_and_run(self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float) -> Outcome | PolarnodeError:
-        try:
-            await workspace.prepare(runtime, self.order.runtime)
-            await init.aclose()
-            return await self._ready_and_run(runtime, expires)
-        except PolarnodeError as error:
-            return error
+    async def _furnished(self, runtime: PodmanRuntime) -> Launch:
+        """All that a harness needs is in its place, and nothing but its workspace can be written any more."""
+        endpoint = Endpoint(base_url=runtime.base_url, key=self.live.key, context_length=self.house.context_length, model=self.order.identity.model)
+        launch = self.order.harness.launch(harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home))
+        await runtime.put(launch.files)
+        await runtime.seal(self.order.runtime)
+        return launch
 
-    def _open_runtime(self) -> AbstractAsyncContextManager[PodmanRuntime]:
-        return self.house.runtimes.open(self.order.runtime, session_id=self.order.identity.session_id, lifetime_s=self._lifetime_s())
-
-    def _lifetime_s(self) -> float:
-        return self.order.spec.budgets.init_s + READY_S + self._needed_s()
-
-    def _needed_s(self) -> float:
-        """What a container must still live for when its run begins."""
-        return self.order.spec.budgets.run_s + 2 * self.order.spec.budgets.post_s + TEARDOWN_S
-
-    async def _ready_and_run(self, runtime: PodmanRuntime, expires: float) -> Outcome:
+    async def _ready_and_run(self, runtime: PodmanRuntime, launch: Launch, expires: float, beforehand: Beforehand | None) -> Outcome | PolarnodeError:
         self._enter("ready")
         async with AsyncExitStack() as run:
             with self._timed("ready_s"):
                 await run.enter_async_context(self._slot(self.house.stages.run))
-            if not runtime.alive or trio.current_time() + self._needed_s() > expires:
-                raise RuntimeFault("the container ended, or grew too old for a whole run, while its session waited for a place to run")
+            if not runtime.alive or trio.current_time() + self._containers.needed_s() > expires:
+                return RuntimeFault("the container ended, or grew too old for a whole run, while its session waited for a place to run")
             self._enter("run")
+            if beforehand is not None:
+                beforehand.begin()
             with self._timed("run_s"):
-                return await self._run(runtime)
+                return await self._run(runtime, launch)
 
     # ── RUN and POST ──────────────────────────────────────────────────────────
 
-    async def _run(self, runtime: PodmanRuntime) -> Outcome:
+    async def _run(self, runtime: PodmanRuntime, launch: Launch) -> Outcome:
         log = self.house.log_dir / f"{self.order.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
             self.live.on_spent = lambda: _soon(clock)
-            ended = await self._harness_ended(runtime, log)
+            ended = await self._harness_ended(runtime, launch, log)
+        word = self.cancelled  # from here on a cancel comes too late: the run is over
         await self.live.close()
-        return self._outcome(ended, _tail(log))
+        return self._outcome(runtime, ended, log, word)
 
-    async def _harness_ended(self, runtime: PodmanRuntime, log: Path) -> int | PolarnodeError:
+    async def _harness_ended(self, runtime: PodmanRuntime, launch: Launch, log: Path) -> int | PolarnodeError:
         """The harness's exit code. What fails meanwhile fails the run and not its turns, so it is a value."""
-        endpoint = Endpoint(base_url=runtime.base_url, key=self.live.key, context_length=self.house.context_length, model=self.order.identity.model)
         try:
-            launch = self.order.harness.launch(harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home))
-            await runtime.put(launch.files)
-            return await runtime.run_logged(launch.argv, env=launch.env, log=log, limit=LOG_LIMIT, stdin=launch.stdin)
+            async with self._containers.reaching(runtime) as reach:
+                env = {**reach.env, **launch.env}
+                return await runtime.run_logged(launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin)
         except PolarnodeError as error:
             return error
 
-    def _outcome(self, ended: int | PolarnodeError | None, log_tail: str | None) -> Outcome:
-        exit_code = ended if isinstance(ended, int) else None
-        if self.cancelled:
-            return Outcome(status="cancelled", exit_code=exit_code, reason="cancelled in run", log_tail=log_tail)
-        if isinstance(ended, PolarnodeError):
-            return evolve(_fault(ended), log_tail=log_tail)
-        if self.live.spent_clock is not None:
-            return Outcome(status="timeout", clock=self.live.spent_clock, exit_code=exit_code, reason="its budget is spent", log_tail=log_tail)
-        if exit_code is None:
-            reason = f"the harness ran {self.order.spec.budgets.run_s:g} s and was ended"
-            return Outcome(status="timeout", clock="run", reason=reason, log_tail=log_tail)
-        judged = exit_outcome(self.order.harness, exit_code, self.live.lineages.turns)
-        return evolve(judged, log_tail=None if judged == Outcome(status="completed", exit_code=0) else log_tail)
+    def _outcome(self, runtime: PodmanRuntime, ended: int | PolarnodeError | None, log: Path, cancelled: str | None) -> Outcome:
+        ending = Ending(
+            ended=ended,
+            cancelled=cancelled,
+            spent_clock=self.live.spent_clock,
+            because=runtime.ended_because,
+            for_room=runtime.ended_for_room,
+            oom_kills=self._containers.note_kills(runtime),
+            turns=self.live.lineages.turns,
+            log_tail=tail(log),
+        )
+        return run_outcome(self.order, ending)
 
-    async def _post(self, runtime: PodmanRuntime, outcome: Outcome) -> Result:
+    async def _post(self, runtime: PodmanRuntime, outcome: Outcome, beforehand: Beforehand | None) -> Result:
         if outcome.status in ("cancelled", "error"):
             return Result(outcome=outcome)
         self._enter("post")
+        try:
+            await runtime.end_processes()  # now, and not when there is a place: what a harness left running takes from those that still run
+        except RuntimeFault as fault:
+            return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
         async with self._slot(self.house.stages.post):
             with self._timed("post_s"):
-                return await evaluated(self.order, runtime, outcome, self.live.lineages.turns, self._open_runtime)
+                return await evaluated(self._containers, runtime, outcome, self.live.lineages.turns, beforehand)
 
     # ── its scopes, places and times ──────────────────────────────────────────
 
@@ -237,7 +266,7 @@ class Session:
         """A scope `cancel` reaches until it is left, or another one is entered in it: then it reaches neither when that is left."""
         with trio.CancelScope() as scope:
             self._stoppable = scope
-            if self.cancelled:
+            if self.cancelled is not None:
                 scope.cancel()
             try:
                 yield scope
@@ -248,18 +277,3 @@ class Session:
 def _soon(clock: trio.CancelScope) -> None:
     """A harness whose budget of turns or tokens is spent is refused; one that does not end for it is ended."""
     clock.deadline = min(clock.deadline, trio.current_time() + SPENT_GRACE)
-
-
-def _fault(error: PolarnodeError) -> Outcome:
-    return Outcome(status="error", boundary=error.boundary, reason=str(error))
-
-
-def _tail(log: Path) -> str | None:
-    """The end of a harness's log, read at once: it is small and on local disk."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return None
-    return text[-LOG_TAIL:] or None

@@ -8,12 +8,13 @@ from collections import Counter
 from copy import copy
 from typing import Final, get_args
 
-from attrs import define, evolve, field
+from attrs import define, field, fields
 
+from polarnode.groups import EARLY_STOP, STALE, Member
 from polarnode.merge import notes
 from polarnode.merge.naming import REASONS
 from polarnode.providers.dialect import Fault
-from polarnode.records import Status, Trajectory, Turn, TurnRole
+from polarnode.records import Outcome, Status, Trajectory, Turn, TurnRole
 
 OTHER: Final = "other"
 # Why built-in builders leave turns out, and whose fault it is where there are no traces; builders of one's own say what they like.
@@ -35,15 +36,19 @@ class Tally:
     notes: "Counter[str]" = field(factory=Counter)  # by the word they begin with
     malformed_calls: int = 0
     refusals: "Counter[str]" = field(factory=Counter)  # by the fault's kind
-    sessions: "Counter[str]" = field(factory=Counter)  # ended, by status
+    sessions: "Counter[str]" = field(factory=Counter)  # ended, by status; not those that lost their place
+    replaced: "Counter[str]" = field(factory=Counter)  # sessions that lost their place to a fresh one, by whose fault
     traces: int = 0
     trainable_tokens: int = 0
     left_out_turns: "Counter[str]" = field(factory=Counter)  # by reason
     left_out_tokens: "Counter[str]" = field(factory=Counter)
+    groups: "Counter[str]" = field(factory=Counter)  # over, by state
+    stopped_early: int = 0  # sessions that were ended, or not begun, because their group had enough
+    stale: "Counter[str]" = field(factory=Counter)  # sessions further behind than their task wants, by what it does with them
 
     def copied(self) -> "Tally":
         """These numbers as they are now, for a reader in another thread."""
-        return evolve(self, **{name: copy(getattr(self, name)) for name in _COUNTERS})
+        return Tally(**{each.name: copy(getattr(self, each.name)) for each in fields(Tally)})
 
     def turn(self, turn: Turn) -> None:
         """A turn was kept."""
@@ -60,16 +65,23 @@ class Tally:
         """A call was not answered."""
         self.refusals[fault.kind] += 1
 
+    def lost(self, outcome: Outcome) -> None:
+        """A session lost its place to a fresh one. Its rows are nobody's data, and are not counted."""
+        self.replaced[outcome.boundary or OTHER] += 1
+
+    def place(self, member: Member) -> None:
+        """A place of a group is over."""
+        self.stopped_early += member.why == EARLY_STOP
+        if member.stale and (member.usable or str(member.why).startswith(STALE)):  # not one that is unusable for another reason
+            self.stale["mark" if member.usable else "drop"] += 1
+
     def published(self, trajectory: Trajectory) -> None:
         """A session is over."""
         self.sessions[trajectory.outcome.status] += 1
         self.traces += len(trajectory.traces)
-        self.trainable_tokens += sum(trace.loss_mask.count(1) for trace in trajectory.traces)
+        self.trainable_tokens += trajectory.trainable_tokens
         sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}
         for left in trajectory.left_out:
             reason = left.reason if left.reason in LEFT_OUT else OTHER
             self.left_out_turns[reason] += 1
             self.left_out_tokens[reason] += sampled.get(left.turn, 0)
-
-
-_COUNTERS: Final = ("turns", "sampled_tokens", "prompt_tokens", "notes", "refusals", "sessions", "left_out_turns", "left_out_tokens")

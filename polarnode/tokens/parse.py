@@ -179,9 +179,9 @@ class Parser:
 
     def _go_on(self, start: int, prompt: "array[int]") -> None:
         """Begin where the prompt ends: read its last message, and show nothing of it."""
-        size = next((back for back, token in enumerate(reversed(prompt), start=1) if token == start), 0)
+        begun = _last(prompt, frozenset([start]))
         before = Parser(tokenizer=self._tokenizer, family=self._family, call_id=str, opens_thinking=False)
-        before.feed(prompt[len(prompt) - size :])
+        before.feed(prompt[len(prompt) if begun is None else begun :])
         self._writing.go_on(before._writing)
 
 
@@ -192,9 +192,9 @@ def spoken_ids(sampled: "array[int]", tokenizer: Tokenizer, family: Family, *, o
     """
     if family.call_syntax != "numbered":
         return ()
-    last = next((back for back, token in enumerate(reversed(sampled)) if token in family.turn_starts), len(sampled))
+    begun = _last(sampled, family.turn_starts)
     parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=opens_thinking)
-    parser.feed(sampled[len(sampled) - last :])
+    parser.feed(sampled[0 if begun is None else begun + 1 :])
     return parser.spoken_ids
 
 
@@ -205,12 +205,15 @@ def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, sta
     """
     if family.harmony is not None:
         parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=started == "thinking")
-        start = family.harmony.start
-        size = next((back for back, token in enumerate(reversed(written), start=1) if token == start), len(written))
-        parser.feed(written[len(written) - size :])
+        parser.feed(written[_last(written, frozenset([family.harmony.start])) or 0 :])
         return parser.mode
-    size = next((back for back, token in enumerate(reversed(written)) if token in family.turn_starts), len(written))
-    mode = started if size == len(written) else "text"
-    for token in written[len(written) - size :]:
+    begun = _last(written, family.turn_starts)
+    mode = started if begun is None else "text"
+    for token in written if begun is None else written[begun + 1 :]:
         mode = family.after(mode, token)
     return mode
+
+
+def _last(written: "array[int]", tokens: frozenset[int]) -> int | None:
+    """Where the last of these stands. Looked for from the end: a prompt's last turn is short."""
+    return next((len(written) - back for back, token in enumerate(reversed(written), start=1) if token in tokens), None)

@@ -15,15 +15,14 @@ Shape = Mapping[str, Json]
 
 
 def check_present(messages: Sequence[Shape], tools: Sequence[Shape], text: str, guard: Guard) -> None:
-    """Refused if a message's text, a call's name, or a tool's name or description is not in a render. `text` is still guarded."""
+    """Refused if a message's text, a call's name, or a tool's name or description is not in a render. All of it is still guarded."""
     at = 0
     for what, said in _said(messages, tools):
-        hidden = str(guard.hide(said))
-        found = _place(hidden, text, at)
+        found = _place(said, text, at)
         if found < 0:
             path = "$.tools" if what == "tool" else "$.messages"
             raise Refused(
-                f"this model's chat template leaves out the {what} {_short(said)}: the model would never see it; "
+                f"this model's chat template leaves out the {what} {_short(guard.show(said))}: the model would never see it; "
                 "give the model a template that shows it, or do not send it",
                 path=path,
             )

@@ -36,6 +36,15 @@ class Rendered:
     ended: str = ""
 
 
+@frozen
+class _Inert:
+    """What a template is given: every string of a client's made inert by the guard."""
+
+    messages: list[Shape]
+    tools: list[Shape]
+    guard: Guard
+
+
 @frozen(kw_only=True)
 class Answered:
     """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many calls there were before it."""
@@ -70,9 +79,10 @@ class Renderer:
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
         messages, tools = messages_shape(conversation.messages, manner=self.family.manner), tools_shape(conversation.tools)
-        rendered = self._render(messages, tools, conversation.thinking)
-        check_present(messages, tools, rendered.text, rendered.guard)
-        return rendered
+        inert = self._inert(messages, tools)
+        text = self._text(inert, conversation.thinking)
+        check_present(inert.messages, inert.tools, text, inert.guard)
+        return Rendered(text, inert.guard)
 
     def following(self, new: Sequence[Message], *, answered: Answered, thinking: bool | None) -> Rendered:
         """What stands between an assistant's turn and the next of its own. A call without a result is not shown to the template."""
@@ -81,10 +91,11 @@ class Renderer:
         known = answered.calls if self.family.call_syntax != "none" else ()  # its template would show neither the call nor the mark in it
         shown = [earlier.calls[call.id] for call in known if call.id in asked]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
-        rendered = self._render([_QUESTION, self._answer(shown), *messages], [], thinking)
-        ended, text = self.after(_MARK, rendered.text)
-        check_present(messages, [], text, rendered.guard)
-        return Rendered(text, rendered.guard, ended)
+        made_up = [_QUESTION, self._answer(shown)]
+        inert = self._inert([*made_up, *messages], [])
+        ended, text = self.after(_MARK, self._text(inert, thinking))
+        check_present(inert.messages[len(made_up) :], [], text, inert.guard)
+        return Rendered(text, inert.guard, ended)
 
     def after(self, mark: str, text: str) -> tuple[str, str]:
         """The turn end behind a mark, empty where the next header is one, and what stands behind it."""
@@ -118,11 +129,12 @@ class Renderer:
         token = self.tokenizer.control[text]
         return token in self.family.boundaries or token not in self.family.turn_ends
 
-    def _render(self, messages: list[Shape], tools: list[Shape], thinking: bool | None) -> Rendered:
+    def _inert(self, messages: list[Shape], tools: list[Shape]) -> _Inert:
         guard = Guard.over(self.letters, [*messages, *tools])
-        hidden, hidden_tools = ([_guarded(shape, guard) for shape in shapes] for shapes in (messages, tools))
-        text = self.tokenizer.render(hidden, tools=hidden_tools, generation_prompt=True, thinking=thinking)
-        return Rendered(text, guard)
+        return _Inert([_guarded(shape, guard) for shape in messages], [_guarded(shape, guard) for shape in tools], guard)
+
+    def _text(self, inert: _Inert, thinking: bool | None) -> str:
+        return self.tokenizer.render(inert.messages, tools=inert.tools, generation_prompt=True, thinking=thinking)
 
 
 def _guarded(shape: Shape, guard: Guard) -> Shape:

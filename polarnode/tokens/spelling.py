@@ -5,7 +5,7 @@ token spells. Whoever adds a third way proves it as these are: every byte has a 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from tokenizers import Tokenizer, models
@@ -44,7 +44,7 @@ def _falls_back(model: Any) -> bool:
 
 def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
     """The bytes of every token. ModelError where one spells no bytes, or a byte has no token."""
-    spelled = _spelled(_byte_letters() if kind == "byte-level" else None, vocabulary)
+    spelled = _lettered(vocabulary) if kind == "byte-level" else _pieced(vocabulary)
     known = set(spelled.values()) if kind == "byte-level" else {_BYTE_TOKENS.get(token) for token in vocabulary}
     missing = [byte for byte in range(256) if bytes([byte]) not in known]
     if missing:
@@ -58,26 +58,20 @@ def state(part: Any) -> dict[str, Any]:
     return value
 
 
-def _spelled(letters: Mapping[str, int] | None, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
-    if letters is None:
-        return {number: _BYTE_TOKENS.get(token) or token.replace(SPACE, " ").encode() for token, number in vocabulary.items()}
+def _lettered(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    known = {letter: byte for byte, letter in byte_letters().items()}
     try:
-        return {number: _lettered(token, letters.__getitem__) for token, number in vocabulary.items()}
+        return {number: bytes(known[letter] for letter in token) for token, number in vocabulary.items()}
     except KeyError as unknown:
         raise ModelError(f"its vocabulary holds the letter {unknown}, which stands for no byte: it is not a byte-level one") from unknown
 
 
-def _lettered(token: str, byte: Callable[[str], int]) -> bytes:
-    return bytes(map(byte, token))
-
-
-def _byte_letters() -> dict[str, int]:
-    """Which letter of a byte-level vocabulary stands for which byte: printable ones for themselves, the others from U+0100 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+def _pieced(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    return {number: _BYTE_TOKENS.get(token) or token.replace(SPACE, " ").encode() for token, number in vocabulary.items()}
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter of each byte, for whoever writes a byte-level vocabulary."""
-    return {byte: letter for letter, byte in _byte_letters().items()}
+    """The letter of each byte in a byte-level vocabulary: printable ones for themselves, the others from U+0100 on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}

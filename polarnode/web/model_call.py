@@ -162,6 +162,8 @@ class ModelCall:
 
     def _terms(self, asked: Asked) -> Terms:
         session, references = self.incoming.session, self.incoming.session.lineages.references
+        # Not `self` in what the exchange keeps: a cycle of the two would hold the whole session until the collector comes, which is rarely.
+        model, tools = self.model, asked.request.conversation.tools
         return Terms(
             session_id=session.session_id,
             dialect=self.incoming.dialect,
@@ -170,9 +172,7 @@ class ModelCall:
             context_length=self.model.context_length,
             token_room=session.token_room,
             stop_ids=self.model.template.stop_ids,
-            new_parser=lambda plan, prompt, stop: self.model.parser(
-                prompt, stop, partial(references.call_id, plan.index), asked.request.conversation.tools
-            ),
+            new_parser=lambda plan, prompt, stop: model.parser(prompt, stop, partial(references.call_id, plan.index), tools),
             token_bytes=self.model.tokenizer.token_bytes,
             carry=session.carrier.carry(asked.plans[0].parent),
         )

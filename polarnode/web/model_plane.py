@@ -24,7 +24,7 @@ from polarnode.web.incoming import Incoming
 from polarnode.web.model import Model
 from polarnode.web.model_call import ModelCall
 from polarnode.web.recordings import Recordings
-from polarnode.web.stream import BODY_BYTES, Left, Responder, TooLarge, header_map, read_body, wire_of
+from polarnode.web.stream import BODY_BYTES, Crowded, Left, Responder, Room, TooLarge, header_map, read_body, wire_of
 
 ANY_DOOR: Final = "any"  # the folder of requests that came through a door of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
@@ -33,6 +33,7 @@ READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so m
 _ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
 _NO_WEBSOCKET: Final = b'{"error":{"type":"invalid_request_error","message":"WebSockets are not served here: send the request over plain HTTP"}}'
 _TOO_LARGE: Final = Fault(kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less")
+_CROWDED: Final = Fault(kind="overloaded", message="too many long requests of this session are being read at once: send it again", retry_after_s=1)
 _UNKNOWN_KEY: Final = Fault(kind="unauthorized", message="no session of this node has this key: send the one the harness was given")
 
 
@@ -60,16 +61,19 @@ class ModelPlane:
     def app_for(self, session_id: str | None) -> ASGIFramework:
         """The ASGI app of a door: only the key of `session_id` opens it. None lets in the key of every live session."""
 
+        room = Room()
+
         async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
-                await self._http(scope, receive, Responder(send, token_hex(16), wire_of(scope)), session_id)
+                await self._http(scope, receive, Responder(send, token_hex(16), wire_of(scope)), session_id, room)
             elif scope["type"] == "websocket":
                 await _refuse_upgrade(send)
 
         return door
 
-    async def _http(self, scope: HTTPScope, receive: ASGIReceiveCallable, responder: Responder, door: str | None) -> None:
-        answer = await self._answer(scope, await read_body(receive, limit=BODY_BYTES), door)
+    async def _http(self, scope: HTTPScope, receive: ASGIReceiveCallable, responder: Responder, door: str | None, room: Room) -> None:
+        with room.hold() as hold:
+            answer = await self._answer(scope, await read_body(receive, hold=hold, limit=BODY_BYTES), door)
         match answer:
             case Left():
                 return
@@ -80,20 +84,20 @@ class ModelPlane:
             case _:
                 assert_never(answer)
 
-    async def _answer(self, scope: HTTPScope, body: bytes | TooLarge | Left, door: str | None) -> Reply | Incoming | Left:
+    async def _answer(self, scope: HTTPScope, body: bytes | TooLarge | Crowded | Left, door: str | None) -> Reply | Incoming | Left:
         """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was read from it."""
         if isinstance(body, Left):
             return body
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
         query = scope["query_string"].decode("latin1")
         target = f"{path}?{query}" if query else path
-        if self.recordings is not None and not isinstance(body, TooLarge):
+        if self.recordings is not None and isinstance(body, bytes):
             await self.recordings.keep(door or ANY_DOOR, method, target, scope["headers"], body)
         found = route(method, path, headers)
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
-        if isinstance(body, TooLarge):
-            return found.dialect.error(_TOO_LARGE)
+        if not isinstance(body, bytes):
+            return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _CROWDED)
         return await self._routed(_Request(route=found, target=target, query=query, headers=headers, body=body, door=door))
 
     async def _routed(self, request: _Request) -> Reply | Incoming:

@@ -257,12 +257,14 @@ class _Server:
             logger.warning("refusing a connection: %d are open on this socket", CONNECTIONS)
             return
         self._streams.add(stream)
+        connection = _Connection(self.app, self.config, self._context, ConnectionState({WIRE: Wire()}), stream)
         try:
-            await _Connection(self.app, self.config, self._context, ConnectionState({WIRE: Wire()}), stream)
+            await connection
         except* Exception:
             logger.exception("a connection met a bug")
         finally:
             self._streams.discard(stream)
+            connection.protocol = None  # type: ignore[assignment]  # each holds the other: no connection is left to the collector, which comes rarely
 
     async def close(self) -> None:
         """Stop accepting, let answers end, cancel the rest, and take the sockets from whoever is stuck in a send."""

@@ -6,8 +6,8 @@ terminal chunk, and logs nothing. Signs of life are the dialect's own data, neve
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Final, assert_never, cast
 
@@ -20,6 +20,7 @@ from polarnode.providers.dialect import Reply
 
 BODY_BYTES: Final = 64 << 20  # a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
 WIRE: Final = "polarnode.wire"  # where a request's scope["state"] holds its connection's Wire
+HELD_BYTES: Final = 96 << 20  # of all bodies one door is reading: the longest and half as much again; a dozen sub-agents at once send 4 MB each
 DRAINED_BYTES: Final = 256 << 20  # read and dropped beyond that, because a client that is still sending does not read its 413
 
 
@@ -41,24 +42,66 @@ class TooLarge:
 
 
 @frozen
+class Crowded:
+    """A body that found no room beside the others its door is reading; it was dropped."""
+
+
+@frozen
 class Left:
     """The client went before its request was whole."""
 
 
-async def read_body(receive: ASGIReceiveCallable, *, limit: int = BODY_BYTES) -> bytes | TooLarge | Left:
+@define(eq=False)
+class Room:
+    """What the bodies of one door may take together until they are read: a client that begins many and ends none fills no machine."""
+
+    free: int = HELD_BYTES
+
+    @contextmanager
+    def hold(self) -> Iterator["Hold"]:
+        """One request's share of it, given back at the end."""
+        hold = Hold(self)
+        try:
+            yield hold
+        finally:
+            self.free += hold.bytes
+
+
+@define(eq=False)
+class Hold:
+    """How much of its door's room a body has taken."""
+
+    room: Room
+    bytes: int = 0
+
+    def takes(self, count: int) -> bool:
+        """Take so much more of the room; False when it is not there."""
+        if count > self.room.free:
+            return False
+        self.room.free -= count
+        self.bytes += count
+        return True
+
+
+async def read_body(receive: ASGIReceiveCallable, *, hold: Hold, limit: int = BODY_BYTES) -> bytes | TooLarge | Crowded | Left:
     """The request's whole body."""
     parts: list[bytes] = []
-    size = 0
+    size, fits = 0, True
     while size <= DRAINED_BYTES:
         message = await receive()
         if message["type"] != "http.request":
             return Left()
         size += len(message["body"])
-        if size <= limit:
+        fits = fits and size <= limit and hold.takes(len(message["body"]))
+        if fits:
             parts.append(message["body"])
+        else:
+            parts.clear()
         if not message["more_body"]:
             break
-    return b"".join(parts) if size <= limit else TooLarge()
+    if size > limit:
+        return TooLarge()
+    return b"".join(parts) if fits else Crowded()
 
 
 async def wait_left(receive: ASGIReceiveCallable) -> None:

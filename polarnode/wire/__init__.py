@@ -6,7 +6,7 @@ The rule for whoever edits it: what other rooms use is imported from here; the m
 from polarnode.wire.arrays import Arrays
 from polarnode.wire.core import dump_json, plain, read_json, structure
 from polarnode.wire.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
-from polarnode.wire.tasks import file_bytes, read_task, read_task_toml, task_json
+from polarnode.wire.tasks import file_bytes, in_workdir, read_capture, read_capture_end, read_task, read_task_toml, read_toml_value, task_json
 from polarnode.wire.trajectories import Turns, read_trajectory, trajectory_json, turns_json
 
 __all__ = [
@@ -14,12 +14,16 @@ __all__ = [
     "Turns",
     "dump_json",
     "file_bytes",
+    "in_workdir",
     "pack_trajectory",
     "pack_turn",
     "plain",
+    "read_capture",
+    "read_capture_end",
     "read_json",
     "read_task",
     "read_task_toml",
+    "read_toml_value",
     "read_trajectory",
     "structure",
     "task_json",

@@ -1,16 +1,16 @@
 """Arrays on the wire: as JSON lists, as base64, or as raw bytes; always little-endian int32, float32 and uint8, and always exact.
 
-The rule for whoever edits it: a float32 written here is read back with the same bits. As a JSON number it is written as the double of the
-same value; what JSON has no number for (an infinity) is null and comes back as NaN, so exactness in every case needs base64. Polarnode's
-machines (x86-64, aarch64) are little-endian, so memory is the wire's order.
+The rule for whoever edits it: a float32 written here is read back as the same value. As a JSON number it is written as the double of the
+same value; what JSON has no number for is one of three words, which every language's reader of numbers knows. Polarnode's machines (x86-64,
+aarch64) are little-endian, so memory is the wire's order.
 """
 
 from array import array
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
-from collections.abc import Callable
-from math import nan
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from math import inf, isfinite, nan
+from typing import Any, Final, Literal, TypeVar
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
@@ -19,6 +19,8 @@ from polarnode.wire.core import subject
 
 A = TypeVar("A")
 Arrays = Literal["json", "base64"]
+# null: as it was written before there were words
+WORDS: Final[Mapping[str | None, float]] = {"NaN": nan, "Infinity": inf, "-Infinity": -inf, None: nan}
 Encode = Callable[["array[Any] | bytes"], Json]
 
 
@@ -28,7 +30,14 @@ def encoder(arrays: Arrays) -> Encode:
 
 
 def _as_list(value: "array[Any] | bytes") -> Json:
-    return list(value)
+    numbers = list(value)
+    if isinstance(value, array) and value.typecode == "f" and not isfinite(sum(numbers)):  # a tenth of what writing them costs
+        return [part if isfinite(part) else _word(part) for part in numbers]
+    return numbers
+
+
+def _word(number: float) -> str:
+    return "NaN" if number != number else "Infinity" if number > 0 else "-Infinity"
 
 
 def _as_base64(value: "array[Any] | bytes") -> Json:
@@ -41,9 +50,9 @@ def read_ids(value: Json, path: str) -> "array[int]":
 
 
 def read_floats(value: Json, path: str) -> "array[float]":
-    """float32 from a list (null is NaN) or base64; Refused with `path`."""
+    """float32 from a list (of numbers and WORDS) or base64; Refused with `path`."""
     if isinstance(value, list):
-        value = [nan if part is None else part for part in value]
+        value = [WORDS.get(part, part) if part is None or isinstance(part, str) else part for part in value]
     return _read(value, path, floats, "a list of numbers or base64 of float32")
 
 

@@ -83,14 +83,18 @@ def unpack_routed(found: Mapping[str, Any] | None) -> RoutedExperts | None:
     return None if found is None else RoutedExperts(**found)
 
 
-def top_of_turns(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> TopLogprobs | None:
-    """What the turns have for the trainable tokens of a trace; None when one has nothing."""
-    trained = [turns.get(span.turn) for span in spans if any(mask[span.start : span.end])]
+def top_of_turns(trained: Sequence[Turn | None]) -> TopLogprobs | None:
+    """What the trained turns of a trace have for their tokens; None when one has nothing, or is not there."""
     found = [turn.top for turn in trained if turn is not None and turn.top is not None]
     return TopLogprobs.joined(found) if len(found) == len(trained) else None
 
 
+def trained_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> list[Turn | None]:
+    """The turns that a trace trains, by its mask."""
+    return [turns.get(span.turn) for span in spans if any(mask[span.start : span.end])]
+
+
 def routed_of_turns(offset: int, line: Sequence[Turn] | None) -> RoutedExperts | None:
     """What a line of turns has for the trace at its end that begins at `offset`; None when a position has nothing."""
-    end = line[-1].prompt_length + len(line[-1].sampled) - 1 if line else 0
+    end = line[-1].end - 1 if line else 0
     return RoutedExperts.joined((turn.routed for turn in line or () if turn.routed is not None), end, start=offset)

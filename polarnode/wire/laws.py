@@ -7,9 +7,23 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
 
 from polarnode.conversation import Sampling
-from polarnode.tasks import Budgets, FileSpec, HarnessSpec, McpServerSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.tasks import (
+    Budgets,
+    CaptureEnd,
+    CaptureSpec,
+    CarrySpec,
+    EvaluatorSpec,
+    FileSpec,
+    GroupSpec,
+    HarnessSpec,
+    McpServerSpec,
+    PrepareStep,
+    RuntimeSpec,
+    TaskSpec,
+)
 from polarnode.wire.core import child
 
 
@@ -22,12 +36,15 @@ class Law(NamedTuple):
 
 
 MAX_SAMPLES = 4096  # a GRPO group is 8-64; a pass@k study asks a thousand; more is a mistyped number that fills the queue
+MAX_RETRIES = 10  # more would hide a broken machine for hours
 MAX_TOP_LOGPROBS = 20  # what the engine is asked for at most, as OpenAI and Google allow
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # stands in a URL path, a container label and an SSE filter unescaped
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")  # an OCI reference or a folder of runtimes/; never an option or a path upwards
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # of a skill or an MCP server: part of a path, a TOML key and a tool's name
+HOST = re.compile(r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # of a turn or a lineage
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
 
@@ -46,11 +63,63 @@ def task_laws(spec: TaskSpec) -> Iterator[Law]:
     yield from _harness_laws(spec.harness)
     yield from _runtime_laws(spec.runtime)
     yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
-    yield from _import_laws(spec.evaluator.import_path, "$.evaluator.import_path")
+    yield from _evaluator_laws(spec.evaluator)
     yield from _budget_laws(spec.budgets)
     yield from sampling_laws(spec.sampling, "$.sampling")
-    top = spec.carry.top_logprobs
+    yield from _carry_laws(spec.carry)
+    yield from _group_laws(spec.group, spec.num_samples)
+    yield Law(_is_http(spec.callback_url), "$.callback_url", "must be an http or https address with a host, and without a name or password in it")
+
+
+def capture_laws(spec: CaptureSpec) -> Iterator[Law]:
+    """Every law of a capture."""
+    yield from _name_laws(spec.task_id, "$.task_id")
+    yield from _name_laws(spec.group_id, "$.group_id")
+    yield Law(1 <= spec.num_samples <= MAX_SAMPLES, "$.num_samples", f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}")
+    within = f"must be 0 to num_samples - 1 ({spec.num_samples - 1}), not {spec.sample_index}"
+    yield Law(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
+    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
+    yield from _budget_laws(spec.budgets)
+    yield from sampling_laws(spec.sampling, "$.sampling")
+    yield from _carry_laws(spec.carry)
+
+
+def capture_end_laws(end: CaptureEnd) -> Iterator[Law]:
+    """Every law of a capture's end but those on the turns it names."""
+    yield Law(end.reward is None or isfinite(end.reward), "$.reward", f"must be a finite number, not {end.reward}")
+    for field, rewards in (("turn_rewards", end.turn_rewards), ("lineage_rewards", end.lineage_rewards)):
+        yield Law(not rewards or end.reward is not None, "$.reward", f"is missing: {field} stand beside the session's own")
+        for number, reward in rewards.items():
+            where = child(f"$.{field}", number)
+            yield Law(NUMBER.fullmatch(number) is not None, where, 'must be named by a number, as "3"')
+            yield Law(isfinite(reward), where, f"must be a finite number, not {reward}")
+
+
+def _carry_laws(carry: CarrySpec) -> Iterator[Law]:
+    top = carry.top_logprobs
     yield Law(0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}")
+
+
+def _group_laws(group: GroupSpec, num_samples: int) -> Iterator[Law]:
+    for name, count in (("early_stop_min", group.early_stop_min), ("min_usable", group.min_usable)):
+        yield Law(count is None or 1 <= count <= num_samples, f"$.group.{name}", f"must be 1 to num_samples ({num_samples}), not {count}")
+    behind = group.max_staleness
+    yield Law(behind is None or behind >= 0, "$.group.max_staleness", f"must be 0 or more, not {behind}")
+
+
+def _is_http(said: str | None) -> bool:
+    if said is None:
+        return True
+    url = address(said)
+    return url.scheme in ("http", "https") and bool(url.hostname) and not (url.username or url.password)
+
+
+def address(text: str) -> SplitResult:
+    """The parts of an address; all empty where it is none."""
+    try:
+        return urlsplit(text)
+    except ValueError:  # brackets that do not match
+        return urlsplit("")
 
 
 def _name_laws(name: str | None, path: str) -> Iterator[Law]:
@@ -60,6 +129,15 @@ def _name_laws(name: str | None, path: str) -> Iterator[Law]:
 
 def _import_laws(name: str | None, path: str) -> Iterator[Law]:
     yield Law(name is None or IMPORT_PATH.fullmatch(name) is not None, path, "must look like package.module:attribute")
+
+
+def _evaluator_laws(spec: EvaluatorSpec) -> Iterator[Law]:
+    yield from _import_laws(spec.import_path, "$.evaluator.import_path")
+    alone = spec.import_path is None and not spec.config and spec.name == EvaluatorSpec().name
+    yield Law(not spec.parts or alone, "$.evaluator", "has parts: give name, import_path and config in each part, not beside them")
+    for index, part in enumerate(spec.parts):
+        yield from _import_laws(part.import_path, f"$.evaluator.parts[{index}].import_path")
+        yield Law(isfinite(part.weight), f"$.evaluator.parts[{index}].weight", f"must be a finite number, not {part.weight}")
 
 
 def _harness_laws(harness: HarnessSpec) -> Iterator[Law]:
@@ -116,12 +194,35 @@ def _runtime_laws(runtime: RuntimeSpec) -> Iterator[Law]:
     yield Law(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
     yield Law(runtime.memory_mb >= 16, "$.runtime.memory_mb", f"must be 16 or more (a shell does not start in less), not {runtime.memory_mb}")
     yield Law(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
+    yield Law(runtime.disk_mb >= 16, "$.runtime.disk_mb", f"must be 16 or more, not {runtime.disk_mb}")
     yield from _env_laws(runtime.env, "$.runtime.env")
+    yield from _reach_laws(runtime)
     for index, file in enumerate(runtime.files):
         yield from _file_laws(file, f"$.runtime.files[{index}]")
     for name, steps in (("prepare", runtime.prepare), ("eval_prepare", runtime.eval_prepare)):
         for index, step in enumerate(steps):
             yield from _step_laws(step, f"$.runtime.{name}[{index}]")
+
+
+def _reach_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+    """What of the machine and the world a container may see."""
+    for index, name in enumerate(runtime.egress):
+        named = HOST.fullmatch(name) is not None
+        yield Law(named, f"$.runtime.egress[{index}]", "must be a host's name such as pypi.example or *.pypi.example, without scheme, port and path")
+    for index, place in enumerate(runtime.writable):
+        yield from _absolute_laws(place, f"$.runtime.writable[{index}]")
+    for index, volume in enumerate(runtime.volumes):
+        yield from _absolute_laws(volume.source, f"$.runtime.volumes[{index}].source")
+        yield from _absolute_laws(volume.target, f"$.runtime.volumes[{index}].target")
+        yield Law(volume.target.strip("/") != "", f"$.runtime.volumes[{index}].target", "must not be the root")
+    for index, artifact in enumerate(runtime.artifacts):
+        yield Law(bool(artifact.strip("/")), f"$.runtime.artifacts[{index}]", "must name a file or a folder")
+        yield from _path_laws(artifact, f"$.runtime.artifacts[{index}]")
+
+
+def _absolute_laws(place: str, path: str) -> Iterator[Law]:
+    yield Law(place.startswith("/"), path, f"must be an absolute path, not {place!r}")
+    yield from _path_laws(place, path)
 
 
 def _path_laws(name: str, path: str) -> Iterator[Law]:
@@ -146,6 +247,7 @@ def _budget_laws(budgets: Budgets) -> Iterator[Law]:
         yield Law(isfinite(seconds) and seconds > 0, f"$.budgets.{name}", f"must be more than 0 seconds, not {seconds}")
     for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
         yield Law(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
+    yield Law(0 <= budgets.retries <= MAX_RETRIES, "$.budgets.retries", f"must be 0 to {MAX_RETRIES}, not {budgets.retries}")
 
 
 def sampling_laws(sampling: Sampling, path: str) -> Iterator[Law]:

@@ -15,8 +15,9 @@ import msgpack  # type: ignore[import-untyped]
 
 from polarnode.conversation import Answer, Part, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.errors import JournalError
-from polarnode.records import LeftOut, Outcome, Timing, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
-from polarnode.wire.carried import routed_of_turns, top_of_turns, unpack_routed, unpack_top
+from polarnode.records import Heard, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
+from polarnode.wire.carried import routed_of_turns, top_of_turns, trained_of, unpack_routed, unpack_top
+from polarnode.wire.heard import pack_heard, unpack_heard
 from polarnode.wire.turns import line_of, sequence
 
 FORMAT = b"\x01"
@@ -90,6 +91,7 @@ COMPACT: Mapping[type, Callable[[Any], Any]] = {
     TextPart: lambda part: part.text,
     ThinkingPart: lambda part: [part.text],
     ToolCall: lambda call: [call.id, call.name, call.arguments],
+    Heard: pack_heard,
 }
 
 
@@ -143,6 +145,7 @@ TURN_READERS: Mapping[str, Callable[[Any], Any]] = {
     "used": _sampling,
     "usage": lambda found: Usage(**found),
     "notes": tuple,
+    "heard": unpack_heard,
     "top": unpack_top,
     "routed": unpack_routed,
 }
@@ -172,7 +175,7 @@ def _compact_carried(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     """Nothing for nothing, True for what the turns tell."""
     packed: dict[str, Any] = {}
     if trace.top is not None:
-        packed["top"] = top_of_turns(trace.loss_mask, trace.turn_spans, turns) == trace.top or _compact(trace.top)
+        packed["top"] = top_of_turns(trained_of(trace.loss_mask, trace.turn_spans, turns)) == trace.top or _compact(trace.top)
     if trace.routed is not None:
         packed["routed"] = routed_of_turns(trace.offset, _line(trace.turn_spans, turns)) == trace.routed or _compact(trace.routed)
     return packed
@@ -191,7 +194,7 @@ def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
         "logprobs": _logprobs_of(mask, spans, turns) if logprobs is None else floats(logprobs),
         "turn_spans": spans,
         "version_spans": _spans(VersionSpan)(found["version_spans"]),
-        "top": top_of_turns(mask, spans, turns) if top is True else unpack_top(top),
+        "top": top_of_turns(trained_of(mask, spans, turns)) if top is True else unpack_top(top),
         "routed": routed_of_turns(found.get("offset", 0), _line(spans, turns)) if routed is True else unpack_routed(routed),
         "lacks": tuple(found.get("lacks", ())),
     }

@@ -1,4 +1,4 @@
-"""A TaskSpec from JSON or TOML, and back. What the shape can not say (ranges, names, paths) is said here, one line a law.
+"""A TaskSpec from JSON or TOML, and back; a capture's from JSON. What the shape can not say (ranges, names, paths) is said here, one line a law.
 
 The rule for whoever edits it: every refusal names the field and what to write instead; a spec that passes here starts, unless the machine
 itself lacks something. Unknown fields are refused, because a misspelt budget that is silently ignored costs a night of GPU time.
@@ -7,24 +7,42 @@ itself lacks something. Unknown fields are refused, because a misspelt budget th
 import tomllib
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, datetime, time
 from typing import Any
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
-from polarnode.tasks import FileSpec, TaskSpec
+from polarnode.tasks import CaptureEnd, CaptureSpec, FileSpec, TaskSpec
 from polarnode.wire.core import child, plain, structure, subject
-from polarnode.wire.laws import Law, first_broken, task_laws
+from polarnode.wire.laws import Law, capture_end_laws, capture_laws, first_broken, task_laws
 
 
 def read_task(value: Json) -> TaskSpec:
     """The TaskSpec that `value` says, with defaults where it is silent. Refused with the path of the first field that can not be."""
     spec = structure(value, TaskSpec, forbid_extra=True)
-    broken = first_broken(_all_laws(spec))
+    _hold(_all_laws(spec))
+    return spec
+
+
+def read_capture(value: Json) -> CaptureSpec:
+    """The CaptureSpec that `value` says. Refused as a task is."""
+    spec = structure(value, CaptureSpec, forbid_extra=True)
+    _hold(capture_laws(spec))
+    return spec
+
+
+def read_capture_end(value: Json) -> CaptureEnd:
+    """How a capture ends, as `value` says. Refused as a task is."""
+    end = structure(value, CaptureEnd, forbid_extra=True)
+    _hold(capture_end_laws(end))
+    return end
+
+
+def _hold(laws: Iterable[Law]) -> None:
+    broken = first_broken(laws)
     if broken is not None:
         raise Refused(f"{subject(broken.path)} {broken.sentence}", path=broken.path)
-    return spec
 
 
 def _all_laws(spec: TaskSpec) -> Iterator[Law]:
@@ -50,6 +68,11 @@ def file_bytes(file: FileSpec) -> bytes:
     return (file.text or "").encode() if file.base64 is None else b64decode(file.base64, validate=True)
 
 
+def in_workdir(path: str, workdir: str) -> str:
+    """A path that is relative to the workdir or absolute, as an absolute one."""
+    return path if path.startswith("/") else f"{workdir.rstrip('/')}/{path}"
+
+
 def task_json(spec: TaskSpec) -> dict[str, Json]:
     """`spec` as JSON with every default written out; `read_task` of it is `spec` again."""
     found: dict[str, Json] = plain(spec)
@@ -60,7 +83,12 @@ def task_json(spec: TaskSpec) -> dict[str, Json]:
 
 
 def read_task_toml(text: str, *, read_file: Callable[[str], bytes] | None = None) -> TaskSpec:
-    """A TaskSpec written in TOML.
+    """A TaskSpec written in TOML, as `read_toml_value` reads it."""
+    return read_task(read_toml_value(text, read_file=read_file))
+
+
+def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = None) -> dict[str, Json]:
+    """A TaskSpec written in TOML, whole or partial, as its JSON.
 
     With `read_file` (a path as written → bytes), `instruction_file = "task.md"` stands for the instruction and `source = "tests/x.py"` of
     a `[[runtime.files]]` for its content, so that a task can be a folder. This module opens nothing itself.
@@ -70,7 +98,7 @@ def read_task_toml(text: str, *, read_file: Callable[[str], bytes] | None = None
     except tomllib.TOMLDecodeError as error:
         raise Refused(f"the task is not TOML: {error}") from None
     _refuse_dates(value, "$")
-    return read_task(_with_files(value, read_file) if read_file is not None else value)
+    return _with_files(value, read_file) if read_file is not None else value
 
 
 def _refuse_dates(value: Any, path: str) -> None:

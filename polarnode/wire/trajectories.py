@@ -27,6 +27,9 @@ def trajectory_json(trajectory: Trajectory, *, arrays: Arrays = "json", turns: T
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
+        "attempt": trajectory.attempt,
+        "retried_as": trajectory.retried_as,
+        "staleness": trajectory.staleness,
         "outcome": plain(trajectory.outcome),
         "reward": trajectory.reward,
         "arrays": arrays,
@@ -129,6 +132,9 @@ class TrajectoryShape:
     model: ModelShape = field(factory=ModelShape)
     node: str = ""
     metadata: Mapping[str, Json] = field(factory=dict)
+    attempt: int = 0
+    retried_as: str | None = None
+    staleness: int | None = None
 
 
 def read_trajectory(value: Json) -> Trajectory:
@@ -155,6 +161,9 @@ def read_trajectory(value: Json) -> Trajectory:
         model=shape.model.name,
         node=shape.node,
         metadata=shape.metadata,
+        attempt=shape.attempt,
+        retried_as=shape.retried_as,
+        staleness=shape.staleness,
     )
 
 

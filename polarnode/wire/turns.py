@@ -16,6 +16,7 @@ from polarnode.records import Turn, TurnKind, TurnRole, TurnState, VersionSpan, 
 from polarnode.wire.arrays import Encode, read_floats, read_ids
 from polarnode.wire.carried import RoutedShape, TopShape, carried_json, read_routed, read_top
 from polarnode.wire.core import plain
+from polarnode.wire.heard import HeardShape, heard_json, read_heard
 
 # ── what the deltas add up to ─────────────────────────────────────────────────
 
@@ -32,8 +33,11 @@ def sequence(turns: Mapping[int, Turn], index: int) -> "array[int]":
     return whole
 
 
-def line_of(turns: Mapping[int, Turn], index: int) -> list[Turn] | None:
-    """The turns from a root to `index`, in that order; None when an ancestor is not there."""
+def line_of(turns: Mapping[int, Turn], index: int, *, since: int = -1) -> list[Turn] | None:
+    """The turns from a root to `index`, in that order; None when an ancestor is not there.
+
+    `since`: not from the root on, but from the turn that brought the token at that place of the row.
+    """
     line: list[Turn] = []
     at: int | None = index
     while at is not None:
@@ -41,7 +45,7 @@ def line_of(turns: Mapping[int, Turn], index: int) -> list[Turn] | None:
         if turn is None:
             return None
         line.append(turn)
-        at = turn.parent
+        at = None if turn.begin <= since else turn.parent
     line.reverse()
     return line
 
@@ -107,6 +111,7 @@ def turn_tokens(turn: Turn, encode: Encode) -> dict[str, Json]:
         "request_key": turn.request_key,
         "before_key": turn.before_key,
         "message_key": turn.message_key,
+        "heard": heard_json(turn.heard),
         "answer": None if turn.answer is None else _answer_json(turn.answer),
     }
 
@@ -198,6 +203,7 @@ class TurnShape:
     request_key: str = ""
     before_key: str = ""
     message_key: str = ""
+    heard: HeardShape | None = None
     answer: AnswerShape | None = field(default=None)
     top_logprobs: TopShape | None = None
     routed_experts: RoutedShape | None = None
@@ -220,6 +226,7 @@ def turn_of(shape: TurnShape, session_id: str, path: str) -> Turn:
         close_length=shape.close_length,
         matched=shape.matched,
         messages=shape.messages,
+        heard=read_heard(shape.heard),
         sampled=read_ids(shape.sampled, f"{path}.sampled"),
         logprobs=read_floats(shape.logprobs, f"{path}.logprobs"),
         version_spans=shape.version_spans,

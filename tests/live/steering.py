@@ -20,9 +20,9 @@ from attrs import define, evolve, field, frozen
 from matrix_cases import CASES, EXTRA, Case, Step
 from steering_processor import forced
 
-from polarnode import node
 from polarnode.cli import main
 from polarnode.conversation import Conversation, Message
+from polarnode.node import opening
 from polarnode.ports import Chunk, GenerateOrder, Tokenizer
 from polarnode.shell.engine import Engines, EngineSettings, open_engines
 from polarnode.tokens.family import Family
@@ -146,14 +146,14 @@ class SteeredEngine:
             file.write(json.dumps(line) + "\n")
 
 
-def steered(open_engines: "Callable[[EngineSettings], AbstractAsyncContextManager[Engines]]") -> "Callable[[EngineSettings], Any]":
+def steered(open_engines: "Callable[..., AbstractAsyncContextManager[Engines]]") -> "Callable[..., Any]":
     """`open_engines` of engines that can be steered, and are."""
 
     @asynccontextmanager
-    async def opened(settings: EngineSettings) -> AsyncIterator[SteeredEngine]:
+    async def opened(settings: EngineSettings, **more: Any) -> AsyncIterator[SteeredEngine]:
         script = Script(load_model(settings.model_path))
         steerable = evolve(settings, extra={**settings.extra, "enable_custom_logit_processor": True})
-        async with open_engines(steerable) as engines:
+        async with open_engines(steerable, **more) as engines:
             yield SteeredEngine(engines, script, settings.state_dir / FORCED)
 
     return opened
@@ -161,5 +161,5 @@ def steered(open_engines: "Callable[[EngineSettings], AbstractAsyncContextManage
 
 def run() -> None:
     """The program `polarnode`, steered."""
-    vars(node)["open_engines"] = steered(open_engines)
+    vars(opening)["open_engines"] = steered(open_engines)
     main()

@@ -81,7 +81,7 @@ def test_a_trainer_cancels_and_keeps_what_was_captured(node: ServingNode) -> Non
 
 
 def test_a_container_that_is_killed_costs_its_own_session_alone(node: ServingNode) -> None:
-    victim, sibling = node.agent(turns=None, say="the-victim"), node.agent(turns=None, say="the-sibling")
+    victim, sibling = node.agent(turns=None, say="the-victim", budgets={"retries": 0}), node.agent(turns=None, say="the-sibling")
     node.under_way(victim, sibling, turns=2)
     container = container_of(running("the-victim")[0], node.node_id)
     podman("kill", container)

@@ -56,7 +56,7 @@ class Reader:
 
 def busy(node: ServingNode, count: int) -> list[str]:
     """Sessions that go on until they are ended, each with some turns captured."""
-    sessions = [node.agent(turns=None, stream=index % 2 == 0) for index in range(count)]
+    sessions = [node.agent(turns=None, stream=index % 2 == 0, budgets={"retries": 0}) for index in range(count)]
     node.under_way(*sessions, turns=3)
     return sessions
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from polarnode.engine_host import lifeline
+from polarnode.engine_host.checkpoints import manifest
 from polarnode.engine_host.protocol import Fatal, FrameDecoder, Marks, Ready, Simulation, Start, encode
 from polarnode.engine_host.simulated.answers import Answers
 from polarnode.engine_host.simulated.serving import Serving
+from polarnode.engine_host.simulated.updates import Updates
 from polarnode.engine_host.simulated.vocabulary import load_vocabulary
 
 
@@ -77,7 +79,8 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         weight_version=said["weight_version"],
         sglang_version="simulated",
     )
-    return Serving(reader=reader, writer=writer, decoder=decoder, answers=answers, settings=settings, ready=ready)
+    updates = Updates(version=ready.weight_version, model=manifest(Path(said["model_path"])))
+    return Serving(reader=reader, writer=writer, decoder=decoder, answers=answers, settings=settings, ready=ready, updates=updates)
 
 
 if __name__ == "__main__":

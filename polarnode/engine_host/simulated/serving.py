@@ -8,8 +8,6 @@ import asyncio
 import heapq
 from collections import deque
 from itertools import count
-from pathlib import Path
-from typing import assert_never
 
 from attrs import define, field
 
@@ -28,11 +26,12 @@ from polarnode.engine_host.protocol import (
     Shutdown,
     Simulation,
     ToNode,
-    UpdateWeights,
     encode_all,
 )
 from polarnode.engine_host.simulated.answers import Answer, Answers
 from polarnode.engine_host.simulated.prefixes import Prefixes
+from polarnode.engine_host.simulated.updates import Updates
+from polarnode.engine_host.updates import CheckUpdate, Update
 
 LOAD_INTERVAL = 0.25  # seconds, as the real host's
 TOGETHER = 0.002  # seconds: what is due within them leaves in one frame
@@ -62,7 +61,7 @@ class Serving:
     answers: Answers
     settings: Simulation
     ready: Ready
-    _version: str = field(init=False)
+    updates: Updates
     _requests: dict[str, Request] = field(factory=dict, init=False)
     _waiting: "deque[Request]" = field(factory=deque, init=False)  # bounded by the calls the node has in flight
     _running: int = field(default=0, init=False)
@@ -76,7 +75,6 @@ class Serving:
 
     async def run(self) -> None:
         """Serve until the node says Shutdown or closes the connection."""
-        self._version = self.ready.weight_version
         self._outbox.append(self.ready)
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(self._keep_time()), tasks.create_task(self._tell_load())]
@@ -100,11 +98,11 @@ class Serving:
                 self._take(message)
             case Abort(rid=rid):
                 self._abort(rid)
-            case Pause() | Continue() | UpdateWeights():
+            case _:
+                if not isinstance(message, Pause | Continue | Update):
+                    raise ValueError(f"the node may not say {type(message).__name__} here")
                 ok, text = self._obeyed(message)
                 self._outbox.append(Done(call=message.call, ok=ok, message=text))
-            case _:
-                raise ValueError(f"the node may not say {type(message).__name__} here")
 
     async def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
@@ -151,7 +149,7 @@ class Serving:
     def _abort(self, rid: str) -> None:
         request = self._requests.get(rid)
         if request is not None:
-            self._outbox.append(Piece(rid=rid, ids=b"", logprobs=b"", version=self._version, finish="abort"))
+            self._outbox.append(Piece(rid=rid, ids=b"", logprobs=b"", version=self.updates.version, finish="abort"))
             self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -197,7 +195,7 @@ class Serving:
             rid=request.order.rid,
             ids=request.answer.ids[first:last].tobytes(),
             logprobs=request.answer.logprobs[first:last].tobytes(),
-            version=self._version,
+            version=self.updates.version,
             finish=request.answer.finish if last == total else None,
             cached_tokens=request.cached,
             alternative_ids=ids[first * others : last * others],
@@ -210,7 +208,7 @@ class Serving:
                 running=self._running,
                 waiting=len(self._requests) - self._running,
                 token_usage=self._running / self.settings.max_running,
-                weight_version=self._version,
+                weight_version=self.updates.version,
             )
             if load != self._load:
                 self._load = load
@@ -220,7 +218,7 @@ class Serving:
 
     # ── control ───────────────────────────────────────────────────────────────
 
-    def _obeyed(self, message: Pause | Continue | UpdateWeights) -> tuple[bool, str]:
+    def _obeyed(self, message: Pause | Continue | Update) -> tuple[bool, str]:
         match message:
             case Pause(mode=mode):
                 self._pause()
@@ -228,16 +226,15 @@ class Serving:
                     self._abort_all()
             case Continue():
                 self._continue()
-            case UpdateWeights(path=path, version=version, mode=mode):
-                if not (Path(path) / "config.json").is_file():
-                    return False, f"there is no config.json under {path}"
-                if mode == "abort":
-                    self._abort_all()
-                self._version = version
-                self._prefixes.clear()
             case _:
-                assert_never(message)
+                return self._updated(message)
         return True, ""
+
+    def _updated(self, message: Update) -> tuple[bool, str]:
+        said = self.updates.obey(message)
+        if isinstance(message, CheckUpdate) and message.flush:
+            self._prefixes.clear()
+        return said
 
     def _pause(self) -> None:
         if self._paused_at is None:

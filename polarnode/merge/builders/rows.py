@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from polarnode.merge import ledger
-from polarnode.merge.builders.slices import Slice, ends_at, slices, starts_at
+from polarnode.merge.builders.slices import Slice, slices
 from polarnode.merge.carried import carried_of
 from polarnode.records import Trace, Turn, TurnSpan, VersionSpan
 
@@ -19,14 +19,7 @@ def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
 
 def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = None) -> list[Turn]:
     """The turns from a root to `index`, or as many of the last of them as hold at least that many tokens."""
-    if tokens is None:
-        return ledger.chain(by_index, index)
-    line = [by_index[index]]
-    least = ends_at(line[0]) - tokens
-    while line[-1].parent is not None and starts_at(line[-1]) > least:
-        line.append(by_index[line[-1].parent])
-    line.reverse()
-    return line
+    return ledger.chain(by_index, index, since=-1 if tokens is None else by_index[index].end - tokens)
 
 
 def row(line: Sequence[Turn], trained: Collection[int], *, prompt_length: int | None = None) -> Trace:
@@ -50,7 +43,7 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
     token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
     with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
         for turn in line:
-            start, end = turn.prompt_length - cut.start, ends_at(turn) - cut.start
+            start, end = turn.prompt_length - cut.start, turn.end - cut.start
             _copy(tokens, turn.prompt_delta, end=start)
             _copy(tokens, turn.sampled, end=end)
             if turn.index in trained:
@@ -64,7 +57,7 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
         loss_mask=mask,
         logprobs=logprobs,
         prompt_length=first - cut.start,
-        turn_spans=tuple(TurnSpan(turn=turn.index, start=turn.prompt_length - cut.start, end=ends_at(turn) - cut.start) for turn in shown),
+        turn_spans=tuple(TurnSpan(turn=turn.index, start=turn.prompt_length - cut.start, end=turn.end - cut.start) for turn in shown),
         version_spans=tuple(_versions(shown, cut.start)),
         role=leaf.role,
         finish_reason=leaf.finish_reason,
@@ -82,7 +75,7 @@ def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
     mask = bytearray(cut.end - cut.start)
     for turn in line:
         if turn.index in trained:
-            mask[turn.prompt_length - cut.start : ends_at(turn) - cut.start] = b"\x01" * len(turn.sampled)
+            mask[turn.prompt_length - cut.start : turn.end - cut.start] = b"\x01" * len(turn.sampled)
     return bytes(mask)
 
 

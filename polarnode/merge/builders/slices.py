@@ -27,26 +27,16 @@ class Slice:
     over_long: bool = False
 
 
-def ends_at(turn: Turn) -> int:
-    """The length of a row that this turn ends."""
-    return turn.prompt_length + len(turn.sampled)
-
-
-def starts_at(turn: Turn) -> int:
-    """Where what a turn brought begins: where its parent ended."""
-    return turn.prompt_length - len(turn.prompt_delta)
-
-
 def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> list[Slice]:
     """The slices of the row that a line of turns makes, its trained ones by index; one, the whole row, where that is within the limit.
 
     `line` may begin after the root when at least `limit` tokens of it are there.
     """
-    end, begin = ends_at(line[-1]), starts_at(line[0])
+    end, begin = line[-1].end, line[0].begin
     if limit is None or end <= limit:
         return [Slice(start=begin, end=end, first=0, last=len(line) - 1)]
     groups = list(_groups(line, list(_units(line, trained)), limit))
-    ends = [ends_at(turn) for turn in line]
+    ends = [turn.end for turn in line]
     cut: list[Slice] = []
     for part, (first, last) in enumerate(groups):
         floor = cut[-1].end if cut else begin
@@ -62,7 +52,7 @@ def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int
     places = [place for place, turn in enumerate(line) if turn.index in trained]
     first = places[0]
     for last, following in pairwise(places):
-        if line[following].prompt_length > ends_at(line[last]):
+        if line[following].prompt_length > line[last].end:
             yield first, last
             first = following
     yield first, places[-1]
@@ -72,7 +62,7 @@ def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> I
     """As many units together as fit, from the left: no other way needs fewer slices."""
     first, last = units[0]
     for unit in units[1:]:
-        if ends_at(line[unit[1]]) - starts_at(line[first]) > limit:
+        if line[unit[1]].end - line[first].begin > limit:
             yield first, last
             first = unit[0]
         last = unit[1]

@@ -6,6 +6,8 @@ The rule for whoever edits it: ids and logprobs are compared as memory, and ever
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
+from attrs import evolve
+
 from polarnode.errors import LawBroken
 from polarnode.merge.carried import routed_of, top_of
 from polarnode.merge.checks.turns import check_sample
@@ -20,7 +22,7 @@ def check_trace(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_
     if len(trace.loss_mask) != length or len(trace.logprobs) != length:
         raise LawBroken(f"law 3: {name} has {length} tokens, {len(trace.loss_mask)} mask values and {len(trace.logprobs)} logprobs")
     _check_spans(name, trace, by_index, train_failed=train_failed)
-    line = _line(by_index, trace.turn_spans[-1].turn, trace.offset)
+    line = chain(by_index, trace.turn_spans[-1].turn, since=trace.offset or -1)
     _check_line(name, trace, line)
     _check_mask(name, trace)
     _check_logprobs(name, trace, by_index)
@@ -48,21 +50,11 @@ def _check_failed(name: str, turn: Turn, *, train_failed: bool) -> None:
     check_sample(turn)
 
 
-def _line(by_index: Mapping[int, Turn], last: int, offset: int) -> list[Turn]:
-    """The turns of the line that turn `last` ends, from the one on that brought the token at `offset`."""
-    if offset <= 0:
-        return chain(by_index, last)
-    line = [by_index[last]]
-    while line[-1].parent is not None and line[-1].prompt_length - len(line[-1].prompt_delta) > offset:
-        line.append(by_index[line[-1].parent])
-    line.reverse()
-    return line
-
-
 def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     """The trace is the line of turns that its last one ends, each prompt and sample in its place; from its offset on."""
     expected = [_span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset]
-    if trace.offset < 0 or list(trace.turn_spans) != expected:
+    places = [evolve(span, reward=None) for span in trace.turn_spans]  # what a turn is worth is no law of tokens
+    if trace.offset < 0 or places != expected:
         said = f"its last turn was conditioned on {_shown(expected)}"
         raise LawBroken(f"law 1: {name}, from token {trace.offset} on, has the samples {_shown(trace.turn_spans)}, {said}")
     tokens = trace.token_ids.tobytes()  # bytes compare as memory, typed views item by item

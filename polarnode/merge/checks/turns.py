@@ -28,7 +28,7 @@ def _check_prompt(turn: Turn, earlier: Mapping[int, Turn]) -> None:
         parent = earlier.get(turn.parent)
         if parent is None or parent.state == "failed":
             raise LawBroken(f"law 1: turn {turn.index} extends turn {turn.parent}, which is no earlier turn that answered")
-        before = parent.prompt_length + len(parent.sampled)
+        before = parent.end
     if turn.prompt_length != before + len(turn.prompt_delta):
         raise LawBroken(
             f"law 1: turn {turn.index} has a prompt of {turn.prompt_length} tokens, but {before} before it and {len(turn.prompt_delta)} of its own"

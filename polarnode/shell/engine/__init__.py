@@ -5,8 +5,21 @@ imported here, they live in the hosts; whatever decides (settings, routing, rest
 module that waits.
 """
 
-from polarnode.shell.engine.engines import Engines, WeightUpdate, open_engines
+from polarnode.shell.engine.engines import Engines, open_engines
+from polarnode.shell.engine.loading import Loaded
 from polarnode.shell.engine.settings import EngineSettings, Simulated, unrouted
 from polarnode.shell.engine.statistics import EngineStatistics, HostStatistics
+from polarnode.shell.engine.update import Update, UpdateMode
 
-__all__ = ["EngineSettings", "EngineStatistics", "Engines", "HostStatistics", "Simulated", "WeightUpdate", "open_engines", "unrouted"]
+__all__ = [
+    "EngineSettings",
+    "EngineStatistics",
+    "Engines",
+    "HostStatistics",
+    "Loaded",
+    "Simulated",
+    "Update",
+    "UpdateMode",
+    "open_engines",
+    "unrouted",
+]

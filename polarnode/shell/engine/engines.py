@@ -7,51 +7,34 @@ after the body; what they do on their way out is bounded in `host.py`.
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Literal
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
-from polarnode.engine_host.protocol import Continue, Done, Pause, PauseMode, Ready, ToHost, UpdateWeights
-from polarnode.errors import EngineError
+from polarnode.engine_host.protocol import Continue, Done, Pause, PauseMode, Ready
+from polarnode.engine_host.updates import LoadDisk
+from polarnode.errors import EngineError, Refused
 from polarnode.ports import Chunk, GenerateOrder
 from polarnode.shell.engine.calls import check_order, to_generate
-from polarnode.shell.engine.host import HOST_PROGRAM, Host, Loaded
+from polarnode.shell.engine.host import HOST_PROGRAM, Host
+from polarnode.shell.engine.loading import Loaded
 from polarnode.shell.engine.routing import Router
 from polarnode.shell.engine.scratch import sweep
 from polarnode.shell.engine.settings import EngineSettings, check, gpu_groups
 from polarnode.shell.engine.statistics import EngineStatistics
+from polarnode.shell.engine.update import ALIVE, Make, Update, UpdateMode
 
 WAIT_FOR_HOST = (
     300.0  # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and the proxy keeps harnesses warm
 )
+VERSIONS = 4096  # that are remembered: no trainer takes samples that are so many updates old
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine_host.simulated")
 PORTS = range(22_000, 30_000)  # below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
-
-
-@frozen(kw_only=True)
-class HostUpdate:
-    """What one host said to new weights; `seconds` includes the pause."""
-
-    index: int
-    ok: bool
-    message: str
-    seconds: float
-
-
-@frozen(kw_only=True)
-class WeightUpdate:
-    """What all hosts said. A host that could not load keeps serving the weights it had, and its tokens say so."""
-
-    version: str
-    hosts: tuple[HostUpdate, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(each.ok for each in self.hosts)
 
 
 @define(eq=False)
@@ -63,6 +46,8 @@ class Engines:
     _changed: trio.Event = field(factory=trio.Event)
     _paused: PauseMode | None = None
     _kind: Literal["sglang", "simulated"] = "sglang"
+    _versions: list[str] = field(factory=list)
+    _update: Update | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -75,18 +60,22 @@ class Engines:
         return min(host.ready.capacity for host in self._hosts if host.ready is not None)
 
     @property
+    def versions(self) -> tuple[str, ...]:
+        """The weights that were served since the node started, oldest first; the last is served now."""
+        return tuple(self._versions)
+
+    @property
     def routes(self) -> bool:
         """Whether the experts that read each token can be told."""
         return self._first().experts is not None
 
     def statistics(self) -> EngineStatistics:
         hosts = tuple(host.statistics() for host in self._hosts)
-        serving = [each for each in hosts if each.state == "ready"] or list(hosts)
         return EngineStatistics(
             hosts=hosts,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
-            weight_version=serving[0].weight_version,
+            weight_version=self._versions[-1],
             paused=self._paused,
             kind=self._kind,
         )
@@ -109,32 +98,63 @@ class Engines:
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling everywhere: freeze requests with their cache, send them back to the queue, or abort them. New ones wait for `resume`."""
         self._remember_pause(mode)
-        _insist(await self._ask_all(lambda call: Pause(call=call, mode=mode)), "pause")
+        _insist(await self._ask_all(lambda call, _: Pause(call=call, mode=mode)), "pause")
 
     async def resume(self) -> None:
         self._remember_pause(None)
-        _insist(await self._ask_all(lambda call: Continue(call=call)), "resume")
+        _insist(await self._ask_all(lambda call, _: Continue(call=call)), "resume")
 
-    async def update_weights_from_disk(self, path: Path, version: str, mode: PauseMode = "in_place") -> WeightUpdate:
-        """Serve the checkpoint under `path` from now on, as `version`; requests in flight are treated as by a pause of `mode`.
+    @asynccontextmanager
+    async def updating(self, mode: UpdateMode) -> AsyncIterator[Update]:
+        """Change the weights of all hosts: load, check and commit within the block. Left without a commit, the old weights are served again.
 
-        Hosts that restart later load it again before they serve, so it must stay where it is. Raises EngineError when no host serves.
+        New calls wait. Raises Refused for weights a host would not take, EngineError when one died; EngineError for a second update at once.
         """
+        if self._update is not None:
+            raise EngineError("the weights are being updated: one update at a time")
+        update = self._update = Update(everyone=self._hosts, mode=mode, before=self._paused)
+        try:
+            await update.begin(lambda: not any(host.in_flight for host in update.hosts), lambda: self._changed)
+            yield update
+        finally:
+            with trio.CancelScope(shield=True):  # bounded: each of its two steps by STEP_S
+                if not update.committed:
+                    await update.roll_back()
+            self._update = None
+            self.note_change()
+
+    async def update_weights_from_disk(self, path: Path, version: str, mode: UpdateMode = "in_place", *, files: str = "") -> Update:
+        """Serve the checkpoint under `path` from now on, as `version`. Hosts that restart later load it again before they serve."""
         if not path.is_absolute():
-            raise EngineError(f"{path}: name the checkpoint by an absolute path, the hosts work in folders of their own", retryable=False)
-        wanted = Loaded(str(path), version)
-        started = trio.current_time()
-        answers = await self._ask_all(lambda call: UpdateWeights(call=call, path=wanted.path, version=version, mode=mode))
-        if not answers:
-            raise EngineError("no engine host serves at present: update the weights again once one does")
-        for host in self._hosts:
-            if host.index not in answers or answers[host.index].ok:
-                host.loaded = wanted
-        seconds = trio.current_time() - started
-        return WeightUpdate(
-            version=version,
-            hosts=tuple(HostUpdate(index=index, ok=said.ok, message=said.message, seconds=seconds) for index, said in answers.items()),
-        )
+            raise Refused(f"{path}: name the checkpoint by an absolute path, the hosts work in folders of their own", path="$.source.path")
+        async with self.updating(mode) as update:
+            await update.load(lambda call, _: LoadDisk(call=call, path=str(path)))
+            await update.check()
+            await self.commit(update, Loaded(version=version, path=str(path), files=files))
+        return update
+
+    async def commit(self, update: Update, loaded: Loaded) -> None:
+        """What `update` loaded and checked is what the node serves."""
+        self._versions = [*self._versions[1 - VERSIONS :], loaded.version]
+        with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
+            await update.commit(loaded)
+
+    async def order(self, make: Make) -> None:
+        """Tell every host; EngineError naming those that did not. For what is no update: groups to receive weights in, memory."""
+        hosts = [host for host in self._hosts if host.state in ALIVE]
+        answers = await self._ask_all(make, hosts)
+        if failed := "; ".join(f"engine host {index}: {said.message}" for index, said in answers.items() if not said.ok):
+            raise EngineError(failed, retryable=False)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of each host; 1 on a CPU."""
+        return self._hosts[0].ranks
+
+    @property
+    def lives(self) -> tuple[int, ...]:
+        """How often each host was started again."""
+        return tuple(host.restarts for host in self._hosts)
 
     # ── inside ────────────────────────────────────────────────────────────────
 
@@ -145,32 +165,37 @@ class Engines:
 
     async def wait_started(self) -> None:
         """Until every host serves. Raises EngineError with the first failure's remedy."""
-        while any(host.state != "ready" for host in self._hosts):
+        while any(host.state not in ALIVE for host in self._hosts):
             for host in self._hosts:
                 if host.state == "failed":
                     raise EngineError(f"engine host {host.index} did not start: {host.last_error}", retryable=False)
             await self._changed.wait()
 
     async def _choose(self, affinity: str) -> Host:
-        with trio.move_on_after(WAIT_FOR_HOST):
-            while not (loads := {host.index: host.in_flight for host in self._hosts if host.state == "ready"}):
+        with trio.move_on_after(WAIT_FOR_HOST) as patience:
+            while not (loads := {host.index: host.in_flight for host in self._hosts if host.state == "ready"}) or self._update is not None:
                 if all(host.state == "failed" for host in self._hosts):
                     raise EngineError(f"every engine host keeps dying and was given up: {self._hosts[0].last_error}", retryable=False)
+                # an update has its own bound, and what is left of it is not the hosts' delay
+                patience.deadline = inf if self._update is not None else min(patience.deadline, trio.current_time() + WAIT_FOR_HOST)
                 await self._changed.wait()
             return self._hosts[self._router.choose(affinity, loads)]
         raise EngineError(f"no engine host served within {WAIT_FOR_HOST:.0f} s: {self._hosts[0].last_error}")
 
-    async def _ask_all(self, make: Callable[[int], ToHost]) -> dict[int, Done]:
+    async def _wait_settled(self) -> None:
+        while self._update is not None:
+            await self._changed.wait()
+
+    async def _ask_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
         """The answers of all hosts that serve. Leaving early drops the answers; the hosts still do as told."""
         answers: dict[int, Done] = {}
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(make)
+            answers[host.index] = await host.ask(lambda call: make(call, host))
 
         async with trio.open_nursery() as nursery:
-            for host in self._hosts:
-                if host.state == "ready":
-                    nursery.start_soon(ask, host)
+            for host in [host for host in self._hosts if host.state in ALIVE] if hosts is None else hosts:
+                nursery.start_soon(ask, host)
         return answers
 
     def _remember_pause(self, mode: PauseMode | None) -> None:
@@ -183,24 +208,35 @@ class Engines:
 
 
 @asynccontextmanager
-async def open_engines(settings: EngineSettings) -> AsyncIterator[Engines]:
+async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None) -> AsyncIterator[Engines]:
     """Start every host of `settings`, give them once all serve, end them after the block: no process, semaphore or file is left.
 
-    Raises EngineError naming the setting to change, the log, and its last meaningful line. A host that dies later is restarted alone.
+    `loaded` are served in place of the weights they start with. Raises EngineError naming the setting to change, the log, and its last
+    meaningful line. A host that dies later is restarted alone.
     """
-    async with open_hosts(settings, program=HOST_PROGRAM if settings.simulated is None else SIMULATED_PROGRAM) as engines:
+    async with open_hosts(settings, program=HOST_PROGRAM if settings.simulated is None else SIMULATED_PROGRAM, loaded=loaded) as engines:
         yield engines
 
 
 @asynccontextmanager
-async def open_hosts(settings: EngineSettings, *, program: tuple[str, ...]) -> AsyncIterator[Engines]:
+async def open_hosts(settings: EngineSettings, *, program: tuple[str, ...], loaded: Loaded | None = None) -> AsyncIterator[Engines]:
     """`open_engines` with any program that speaks `engine_host/protocol.py`."""
     check(settings)
     sweep()
-    engines = Engines(kind="sglang" if settings.simulated is None else "simulated")
+    engines = Engines(kind="sglang" if settings.simulated is None else "simulated", versions=[loaded.version if loaded else settings.weight_version])
     ports = _Ports()
     engines._hosts = tuple(
-        Host(index=index, gpus=gpus, settings=settings, ports=ports.take, environment=os.environ, on_change=engines.note_change, program=program)
+        Host(
+            index=index,
+            gpus=gpus,
+            settings=settings,
+            ports=ports.take,
+            environment=os.environ,
+            on_change=engines.note_change,
+            settled=engines._wait_settled,
+            program=program,
+            loaded=loaded,
+        )
         for index, gpus in enumerate(gpu_groups(settings))
     )
     ours: list[BaseException] = []

@@ -6,12 +6,11 @@ through `post`, which never waits, so that an abort can be sent from any cleanup
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from itertools import count
 
 import trio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from polarnode.engine_host.protocol import (
     Abort,
@@ -31,15 +30,16 @@ from polarnode.engine_host.protocol import (
     Shutdown,
     Start,
     ToHost,
-    UpdateWeights,
     encode,
     encode_all,
 )
 from polarnode.errors import EngineError
 from polarnode.shell.engine.calls import Call
 from polarnode.shell.engine.diagnosis import Diagnosis, diagnose
+from polarnode.shell.engine.loading import Loaded, Stale, bring
+from polarnode.shell.engine.questions import Questions
 from polarnode.shell.engine.routing import Deaths
-from polarnode.shell.engine.scratch import Scratch, open_scratch
+from polarnode.shell.engine.scratch import open_scratch
 from polarnode.shell.engine.settings import EngineSettings, engine_arguments, host_environment
 from polarnode.shell.engine.statistics import HostState, HostStatistics
 from polarnode.shell.engine.wires import Wires, log_tail, open_log, open_wires
@@ -54,23 +54,9 @@ FIRST_STARTS = 3  # tries of a first start that failed by chance (a port taken m
 _log = logging.getLogger(__name__)
 
 
-@frozen
-class Loaded:
-    """The weights a host should serve when they are not those it starts with."""
-
-    path: str
-    version: str
-
-
-@define(eq=False)
-class _Answer:
-    event: trio.Event = field(factory=trio.Event)
-    done: Done | None = None
-
-
 @define(eq=False)
 class Host:
-    """The node's side of one engine host. `on_change` is called whenever `state` may have changed."""
+    """The node's side of one engine host. `on_change` is called whenever `state` may have changed; `settled` returns when no weights change."""
 
     index: int
     gpus: tuple[int, ...]
@@ -78,6 +64,7 @@ class Host:
     _ports: Callable[[], int]
     _environment: Mapping[str, str]
     _on_change: Callable[[], None]
+    _settled: Callable[[], Awaitable[None]]
     _program: tuple[str, ...]
     state: HostState = "starting"
     ready: Ready | None = None
@@ -88,17 +75,22 @@ class Host:
     _pid: int | None = None
     _load: Load | None = None
     _calls: dict[str, Call] = field(factory=dict)
-    _answers: dict[int, _Answer] = field(factory=dict)
-    _numbers: "count[int]" = field(factory=count)
+    _questions: Questions = field(factory=Questions)
     _outbox: list[Message] = field(factory=list)
     _wake: trio.Event = field(factory=trio.Event)
     _last_words: str | None = None
     _served: bool = False  # this life came as far as serving
+    _life: trio.CancelScope = field(factory=trio.CancelScope)
     _deaths: Deaths = field(factory=Deaths)
 
     @property
     def in_flight(self) -> int:
         return len(self._calls)
+
+    @property
+    def ranks(self) -> int:
+        """Its GPUs; 1 on a CPU."""
+        return max(1, len(self.gpus))
 
     def statistics(self) -> HostStatistics:
         load = self._load or Load(running=0, waiting=0, token_usage=0.0, weight_version=self._version())
@@ -132,14 +124,18 @@ class Host:
 
     async def ask(self, make: Callable[[int], ToHost]) -> Done:
         """Send a control message and wait for its answer. A host that dies meanwhile answers so; leaving early only drops the answer."""
-        number = next(self._numbers)
-        answer = self._answers[number] = _Answer()
-        self.post(make(number))
-        try:
-            await answer.event.wait()
-        finally:
-            self._answers.pop(number, None)
-        return answer.done or Done(call=number, ok=False, message=self.last_error or "the engine host died")
+        return await self._questions.ask(make, self.post) or Done(call=0, ok=False, message=self.last_error or "the engine host died")
+
+    def condemn(self, reason: str) -> None:
+        """End this life: what the host holds is not what it should. It is started again."""
+        self._last_words = reason
+        self._life.cancel()
+
+    def serve(self, version: str) -> None:
+        """The host said that these are its weights now."""
+        if self.ready is not None:
+            self.ready = evolve(self.ready, weight_version=version)
+            self._change("ready")
 
     def post(self, message: ToHost) -> None:
         """Queue a message. Bounded by two for each call in flight, and those are bounded by the sessions the node runs."""
@@ -171,9 +167,8 @@ class Host:
         try:
             with open_scratch() as scratch, open_log(self._settings.log_path(self.index)) as log, open_wires() as wires:
                 command = [*self._program, "--tag", scratch.tag, *wires.arguments()]
-                async with open_process_group(
-                    command, env=self._host_environment(scratch), cwd=scratch.path, stdout=log, pass_fds=wires.theirs()
-                ) as process:
+                env = host_environment(self._settings, gpus=self.gpus, scratch=scratch.path, base=self._environment)
+                async with open_process_group(command, env=env, cwd=scratch.path, stdout=log, pass_fds=wires.theirs()) as process:
                     self._pid = process.pid
                     wires.close_theirs()
                     await self._converse(process, wires)
@@ -186,11 +181,12 @@ class Host:
         self.post(Start(arguments=engine_arguments(self._settings, nccl_port=self._ports())))
         try:
             async with trio.open_nursery() as nursery:
+                self._life = nursery.cancel_scope
                 nursery.start_soon(self._send, stream)
                 await self._receive(stream, nursery)
                 nursery.cancel_scope.cancel()
         finally:
-            asked = self.state == "ready" and self._last_words is None
+            asked = self.state in ("ready", "stale") and self._last_words is None
             with trio.move_on_after(SHUTDOWN_GRACE if asked else LIFELINE_GRACE, shield=True):
                 if asked:
                     await _ask_to_end(stream)
@@ -230,32 +226,41 @@ class Host:
                 if (call := self._calls.get(rid)) is not None:
                     call.take(message)
                     if call.over:
-                        del self._calls[rid]
+                        self._over(rid)
             case Failed(rid=rid, message=text, retryable=retryable):
                 if rid in self._calls:
-                    self._calls.pop(rid).fail(EngineError(f"the engine refused the request: {text}", retryable=retryable))
-            case Done(call=number):
-                if number in self._answers:
-                    self._answers[number].done = message
-                    self._answers[number].event.set()
+                    self._over(rid).fail(EngineError(f"the engine refused the request: {text}", retryable=retryable))
+            case Done():
+                self._questions.answer(message)
             case Load():
                 self._load = message
             case Ready():
-                nursery.start_soon(self._welcome, message, nursery)
+                nursery.start_soon(self._welcome, message)
             case Fatal(message=text):
                 self._last_words = text
             case _:
                 raise FrameError(f"the host may not say {type(message).__name__}")
 
-    async def _welcome(self, ready: Ready, nursery: trio.Nursery) -> None:
+    def _over(self, rid: str) -> Call:
+        call = self._calls.pop(rid)
+        if not self._calls:
+            self._on_change()  # an update may wait for it
+        return call
+
+    async def _welcome(self, ready: Ready) -> None:
         """A host that came back must first hold the weights and the pause of the one it replaces."""
-        if (loaded := self.loaded) is not None:
-            order = await self.ask(lambda call: UpdateWeights(call=call, path=loaded.path, version=loaded.version, mode="abort"))
-            if not order.ok:
-                self._last_words = f"weights {loaded.version} under {loaded.path} can not be loaded again: {order.message}"
-                nursery.cancel_scope.cancel()
-                return
-            ready = evolve(ready, weight_version=loaded.version)
+        await self._settled()
+        try:
+            loaded = await bring(lambda: self.loaded, self.ask)
+        except Stale as stale:
+            self.last_error, self.ready, self._served = str(stale), ready, True
+            _log.error("engine host %d: %s", self.index, stale)
+            self._change("stale")
+            return
+        except EngineError as error:
+            self.condemn(str(error))
+            return
+        ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
         self.ready, self._served = ready, True
@@ -268,8 +273,7 @@ class Host:
         self.last_error, self._pid, self._load = reason, None, None
         while self._calls:
             self._calls.popitem()[1].fail(EngineError(f"engine host {self.index} died: {reason}"))
-        for answer in self._answers.values():
-            answer.event.set()
+        self._questions.end()
         _log.error("engine host %d died: %s", self.index, reason)
         self._change("dead")
 
@@ -287,12 +291,8 @@ class Host:
         self._on_change()
 
     def _version(self) -> str:
-        if self._load is not None:
-            return self._load.weight_version
+        """What the host was brought to; what it says of its load is older."""
         return self.ready.weight_version if self.ready is not None else self._settings.weight_version
-
-    def _host_environment(self, scratch: Scratch) -> dict[str, str]:
-        return host_environment(self._settings, gpus=self.gpus, scratch=scratch.path, base=self._environment)
 
 
 async def _ask_to_end(stream: trio.SocketStream) -> None:

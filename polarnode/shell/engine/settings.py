@@ -27,7 +27,7 @@ RESERVED = frozenset(
     {
         "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init", "incremental_streaming_output", "weight_version",
         "nccl_port", "context_length", "dtype", "mem_fraction_static", "max_total_tokens", "max_running_requests",
-        "enable_return_routed_experts",
+        "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup",
     }
 )  # fmt: skip
 
@@ -47,7 +47,8 @@ class EngineSettings:
 
     `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine` as it is. A `simulated` engine
     has a host for each of `gpus` (or per `tp` of them) too, but needs none of them to be there. `routed_experts`: remember which experts
-    of a mixture read each token, in main memory: layers * experts a token * 4 bytes for each token of the KV cache.
+    of a mixture read each token, in main memory: layers * experts a token * 4 bytes for each token of the KV cache. `memory_saver`: GPU
+    memory can be lent to others; then weights are gone with it (`discard`), or kept in main memory (`backup`).
     """
 
     model_path: Path
@@ -63,6 +64,7 @@ class EngineSettings:
     weight_version: str = "0"
     simulated: Simulated | None = None
     routed_experts: bool = False
+    memory_saver: Literal["off", "discard", "backup"] = "off"
     extra: Mapping[str, Json] = field(factory=dict)
 
     def log_path(self, index: int) -> Path:
@@ -77,6 +79,8 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
     if settings.routed_experts and (reason := unrouted(settings)):
         raise _wrong(f"--routed-experts: {reason}")
+    if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
+        raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
     if settings.simulated is not None:
         return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
@@ -128,6 +132,8 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, J
     }
     wanted.update({name: value for name, value in said.items() if value is not None})
     wanted.update(_routed_arguments(settings))
+    if settings.memory_saver != "off":
+        wanted.update({"enable_memory_saver": True, "enable_weights_cpu_backup": settings.memory_saver == "backup"})
     return {**wanted, **settings.extra}
 
 

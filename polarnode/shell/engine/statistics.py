@@ -4,7 +4,7 @@ from typing import Literal
 
 from attrs import frozen
 
-HostState = Literal["starting", "ready", "dead", "failed"]  # dead: about to be restarted; failed: given up
+HostState = Literal["starting", "ready", "stale", "dead", "failed"]  # stale: waits for weights; dead: about to be restarted; failed: given up
 
 
 @frozen(kw_only=True)
@@ -26,7 +26,7 @@ class HostStatistics:
 
 @frozen(kw_only=True)
 class EngineStatistics:
-    """All hosts. `context_length` is the most tokens one request may hold; `weight_version` is the first ready host's; a `simulated` engine's answers are random."""
+    """All hosts. `context_length` is the most tokens one request may hold; `weight_version` is the node's; a `simulated` engine's answers are random."""
 
     hosts: tuple[HostStatistics, ...]
     vocab_size: int

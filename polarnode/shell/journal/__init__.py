@@ -3,8 +3,11 @@
 The rule for whoever edits it: other rooms import from here; SQL stays in `schema`, `entries`, `pruning` and `reads`.
 """
 
-from polarnode.shell.journal.journal import Journal, check_consumer, open_journal
+from polarnode.shell.journal.journal import Journal
+from polarnode.shell.journal.opening import check_consumer, open_journal
 from polarnode.shell.journal.values import (
+    USUAL_KINDS,
+    ConsumerRecord,
     EventKind,
     EventPage,
     Filters,
@@ -17,6 +20,8 @@ from polarnode.shell.journal.values import (
 )
 
 __all__ = [
+    "USUAL_KINDS",
+    "ConsumerRecord",
     "EventKind",
     "EventPage",
     "Filters",

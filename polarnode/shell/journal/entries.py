@@ -10,11 +10,12 @@ from functools import partial
 
 from attrs import frozen
 
-from polarnode.conversation import Json
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Outcome, Trajectory, Turn
+from polarnode.shell.journal import outgoing
+from polarnode.shell.journal.ends import end_task
 from polarnode.tasks import TaskSpec
-from polarnode.wire import dump_json, pack_trajectory, pack_turn, plain, read_json, structure, task_json
+from polarnode.wire import dump_json, pack_trajectory, pack_turn, plain, task_json
 
 ROW_BYTES = 256  # what a row costs beside its blob: ids, numbers, two index entries
 
@@ -34,20 +35,31 @@ def task_entry(spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], id
     body = dump_json(task_json(spec))
     group_id = spec.group_id or task_id
     row = (task_id, group_id, idempotency_key, now, body)
-    return Entry(ROW_BYTES * (1 + len(session_ids)) + len(body), partial(_insert_task, row=row, session_ids=session_ids))
+    apply = partial(_insert_task, row=row, session_ids=session_ids, wanted=outgoing.wanted_of(spec))
+    return Entry(ROW_BYTES * (1 + len(session_ids)) + len(body), apply)
 
 
-def _insert_task(db: sqlite3.Connection, *, row: tuple[object, ...], session_ids: tuple[str, ...]) -> None:
+def _insert_task(db: sqlite3.Connection, *, row: tuple[object, ...], session_ids: tuple[str, ...], wanted: outgoing.Wanted | None) -> None:
     db.execute("INSERT OR IGNORE INTO tasks (task_id, group_id, idempotency_key, submitted, spec) VALUES (?, ?, ?, ?, ?)", row)
+    outgoing.remember_callback(db, str(row[0]), wanted)
     for index, session_id in enumerate(session_ids):
         _insert_session(db, session_id=session_id, task_id=str(row[0]), sample_index=index)
 
 
-def _insert_session(db: sqlite3.Connection, *, session_id: str, task_id: str, sample_index: int) -> None:
+def _insert_session(db: sqlite3.Connection, *, session_id: str, task_id: str, sample_index: int, attempt: int = 0) -> None:
+    life = "(SELECT value FROM meta WHERE name = 'life')"
     db.execute(
-        "INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, life) VALUES (?, ?, ?, (SELECT value FROM meta WHERE name = 'life'))",
-        (session_id, task_id, sample_index),
+        f"INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, attempt, life) VALUES (?, ?, ?, ?, {life})",
+        (session_id, task_id, sample_index, attempt),
     )
+
+
+def cancel_entry(task_id: str, *, now: float) -> Entry:
+    return Entry(ROW_BYTES, partial(_cancel_task, row=(now, task_id)))
+
+
+def _cancel_task(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
+    db.execute("UPDATE tasks SET cancelled = ? WHERE task_id = ? AND cancelled IS NULL", row)
 
 
 def session_entry(identity: Identity) -> Entry:
@@ -56,7 +68,8 @@ def session_entry(identity: Identity) -> Entry:
 
 
 def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
-    _insert_session(db, session_id=identity.session_id, task_id=identity.task_id, sample_index=identity.sample_index)
+    whose = {"session_id": identity.session_id, "task_id": identity.task_id}
+    _insert_session(db, **whose, sample_index=identity.sample_index, attempt=identity.attempt)
     db.execute("UPDATE sessions SET identity = ? WHERE session_id = ?", (body, identity.session_id))
 
 
@@ -80,84 +93,69 @@ class _Published:
     task_id: str
     group_id: str
     sample_index: int
+    attempt: int
     outcome: Outcome
     reward: float | None
+    trainable: int
+    staleness: int | None
     body: bytes
     now: float
+    retried_as: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """A replaced session's trajectory is no part of its group."""
+        return "trajectory" if self.retried_as is None else "attempt"
 
 
 def trajectory_entry(trajectory: Trajectory, *, now: float) -> Entry:
-    published = _Published(
+    published = _published(trajectory, now)
+    return Entry(2 * ROW_BYTES + len(published.body), partial(_publish, it=published))
+
+
+def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -> Entry:
+    """In one entry, so that no death of the node lies between a session that has lost its place and the one that holds it now."""
+    published, began = _published(trajectory, now), session_entry(successor)
+    return Entry(2 * ROW_BYTES + len(published.body) + began.size, partial(_replace, it=published, begin=began.apply))
+
+
+def _published(trajectory: Trajectory, now: float) -> _Published:
+    return _Published(
         session_id=trajectory.session_id,
         task_id=trajectory.task_id,
         group_id=trajectory.group_id,
         sample_index=trajectory.sample_index,
+        attempt=trajectory.attempt,
         outcome=trajectory.outcome,
         reward=trajectory.reward,
+        trainable=trajectory.trainable_tokens,
+        staleness=trajectory.staleness,
         body=pack_trajectory(trajectory),
         now=now,
+        retried_as=trajectory.retried_as,
     )
-    return Entry(2 * ROW_BYTES + len(published.body), partial(_publish, it=published))
 
 
 def _publish(db: sqlite3.Connection, *, it: _Published) -> None:
-    """The first trajectory of a session stands: its event may have been read."""
-    _insert_session(db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index)
-    outcome = dump_json(plain(it.outcome))
-    row = (outcome, it.reward, it.now, it.session_id)
-    changed = db.execute("UPDATE sessions SET outcome = ?, reward = ?, finished = ? WHERE session_id = ? AND outcome IS NULL", row)
+    if _is_first(db, it):
+        end_task(db, it.task_id, it.now)
+
+
+def _replace(db: sqlite3.Connection, *, it: _Published, begin: Callable[[sqlite3.Connection], None]) -> None:
+    if _is_first(db, it):
+        begin(db)
+
+
+def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
+    """Write a session's trajectory. The first one stands, for its event may have been read; False for a later one."""
+    _insert_session(db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index, attempt=it.attempt)
+    row = (dump_json(plain(it.outcome)), it.reward, it.trainable, it.staleness, it.now, it.retried_as, it.session_id)
+    over = "outcome = ?, reward = ?, trainable = ?, staleness = ?, finished = ?, retried_as = ?"
+    changed = db.execute(f"UPDATE sessions SET {over} WHERE session_id = ? AND outcome IS NULL", row)
     if changed.rowcount == 0:
-        return
+        return False
     db.execute("INSERT INTO trajectories (session_id, body) VALUES (?, ?)", (it.session_id, it.body))
-    event = ("trajectory", f"trajectory:{it.session_id}", it.task_id, it.group_id, it.session_id, it.outcome.status, it.reward)
-    db.execute("INSERT INTO events (kind, key, task_id, group_id, session_id, outcome, reward) VALUES (?, ?, ?, ?, ?, ?, ?)", event)
-    _end_task(db, it)
-
-
-def _end_task(db: sqlite3.Connection, it: _Published) -> None:
-    """The group's and the task's events, when that was the last of its sessions."""
-    task = db.execute("SELECT group_id, submitted FROM tasks WHERE task_id = ?", (it.task_id,)).fetchone()
-    sessions = db.execute(
-        "SELECT session_id, sample_index, outcome, reward FROM sessions WHERE task_id = ? ORDER BY sample_index", (it.task_id,)
-    ).fetchall()
-    if task is None or any(outcome is None for _, _, outcome, _ in sessions):
-        return
-    listed: list[Json] = [_session_json(*row) for row in sessions]
-    whose: dict[str, Json] = {"task_id": it.task_id, "group_id": task[0]}
-    rewards: list[Json] = [reward for *_, reward in sessions]
-    _insert_end(db, "group", whose | {"sessions": listed, "rewards": rewards})
-    _insert_end(db, "task", whose | {"counts": _counts(sessions), "submitted": task[1], "finished": it.now})
-
-
-def _session_json(session_id: str, sample_index: int, outcome: bytes, reward: float | None) -> Json:
-    return {"session_id": session_id, "sample_index": sample_index, "status": _status(outcome), "reward": reward}
-
-
-def _counts(sessions: list[tuple[str, int, bytes, float | None]]) -> dict[str, Json]:
-    statuses = [_status(outcome) for _, _, outcome, _ in sessions]
-    return {status: statuses.count(status) for status in dict.fromkeys(statuses)}
-
-
-def _status(outcome: bytes) -> str:
-    return structure(read_json(outcome), Outcome).status
-
-
-def _insert_end(db: sqlite3.Connection, kind: str, body: dict[str, Json]) -> None:
-    row = (kind, f"{kind}:{body['task_id']}", body["task_id"], body["group_id"], dump_json(body))
-    db.execute("INSERT INTO events (kind, key, task_id, group_id, body) VALUES (?, ?, ?, ?, ?)", row)
-
-
-# ── consumers ─────────────────────────────────────────────────────────────────
-
-
-def acknowledge_entry(consumer: str, seq: int) -> Entry:
-    return Entry(ROW_BYTES, partial(_acknowledge, consumer=consumer, seq=seq))
-
-
-def _acknowledge(db: sqlite3.Connection, *, consumer: str, seq: int) -> None:
-    """Forward only, and never beyond what there is: a position from the future would skip events that are yet to come."""
-    capped = "min(?, (SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'events'))"
-    db.execute(
-        f"INSERT INTO positions VALUES (?, {capped}) ON CONFLICT (consumer) DO UPDATE SET seq = max(seq, excluded.seq)",
-        (consumer, seq),
-    )
+    event = (it.kind, f"{it.kind}:{it.session_id}", it.task_id, it.group_id, it.session_id, it.outcome.status, it.reward, it.now)
+    db.execute("INSERT INTO events (kind, key, task_id, group_id, session_id, outcome, reward, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", event)
+    outgoing.owe(db, it.kind, it.task_id)
+    return True

@@ -5,23 +5,49 @@ a finished rollout. Numbers of events are given in commit order and never twice,
 keeps its own place; nobody's slowness holds up a session.
 """
 
-import fcntl
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
-from typing import IO, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import trio
 from attrs import define, field
 
+from polarnode.conversation import Json
 from polarnode.errors import JournalError, Refused, boundary
+from polarnode.groups import Facts
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Trajectory, Turn
-from polarnode.shell.journal import reads
-from polarnode.shell.journal.entries import acknowledge_entry, session_entry, task_entry, trajectory_entry, turn_entry
-from polarnode.shell.journal.schema import connect, prepare
-from polarnode.shell.journal.values import EventPage, Filters, JournalStatistics, Progress, Retention, SessionRecord, TaskRecord, UnfinishedSession
+from polarnode.shell.journal import outgoing, reads, runs
+from polarnode.shell.journal.consumers import MOST, acknowledge_entry, forget_entry, heard_entry, longest_silent
+from polarnode.shell.journal.ends import places_over
+from polarnode.shell.journal.entries import (
+    ROW_BYTES,
+    Entry,
+    cancel_entry,
+    replaced_entry,
+    session_entry,
+    task_entry,
+    trajectory_entry,
+    turn_entry,
+)
+from polarnode.shell.journal.figures import BACKLOG_BYTES, consumer_records, statistics
+from polarnode.shell.journal.recent import Recent
+from polarnode.shell.journal.schema import WAL_KEPT_BYTES, connect
+from polarnode.shell.journal.values import (
+    ConsumerRecord,
+    EventPage,
+    Filters,
+    JournalStatistics,
+    Progress,
+    SessionRecord,
+    TaskRecord,
+    UnfinishedSession,
+)
+from polarnode.shell.journal.weights import WeightsRow, weights, weights_entry, weights_of
 from polarnode.shell.journal.writer import Writer
 from polarnode.tasks import TaskSpec
 from polarnode.wire import Arrays, Turns
@@ -30,8 +56,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 READERS = 4  # threads and connections for reading: packing JSON holds the interpreter's lock, more of them would only queue there
-CLOSE_S = 30.0  # for the writer to finish: 16 MiB batches take 0.1 s each, so this is a backlog of gigabytes or a disk that hangs
-BACKLOG_BYTES = 512 << 20  # in memory before new tasks are refused: minutes of a full disk at 64 sessions
 DISK_FREE_BYTES = 256 << 20  # left for the sessions that run when no new task is taken
 EVENTS_A_PAGE = 64  # group events of small sessions are a kilobyte; large ones are bounded by bytes
 
@@ -47,6 +71,8 @@ class Journal:
     _news: trio.Event = field(factory=trio.Event)  # set and replaced at every commit
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(READERS))
     _connections: list[Connection] = field(factory=list)
+    _recent: Recent = field(factory=Recent)
+    _reading: Counter[str] = field(factory=Counter)  # streams open by consumer
 
     # ── writing: synchronous, in order, never waits ───────────────────────────
 
@@ -66,6 +92,22 @@ class Journal:
         """A session is over: a `trajectory` event, and when it was its task's last also `group` and `task`. The first publication stands."""
         self._writer.put(trajectory_entry(trajectory, now=self.now()))
 
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
+        """A session lost its place in the group to `successor`, which begins: an `attempt` event, and nothing that its group hears of."""
+        self._writer.put(replaced_entry(trajectory, successor, now=self.now()))
+
+    def task_cancelled(self, task_id: str) -> None:
+        """None of the task's places is given to a fresh session any more, in this life or a later one."""
+        self._writer.put(cancel_entry(task_id, now=self.now()))
+
+    def weights_served(self, version: str, body: dict[str, Json]) -> None:
+        """From now on these weights are served. The first row of a version stands."""
+        self._writer.put(weights_entry(version, body, now=self.now()))
+
+    def callback_taken(self, seq: int) -> None:
+        """An event is owed to its task's callback no more."""
+        self._writer.put(Entry(ROW_BYTES, partial(outgoing.taken, seq=seq)))
+
     async def flushed(self) -> None:
         """Return when all that was written before this call is on disk."""
         await self._wait_written(self._writer.put_entries)
@@ -80,17 +122,66 @@ class Journal:
     async def position(self, consumer: str) -> int:
         """The last event `consumer` acknowledged; 0 for one we never heard of."""
         await trio.lowlevel.checkpoint()
-        return self._progress.positions.get(consumer, 0)
+        return self._position(consumer)
 
     async def acknowledge(self, consumer: str, seq: int) -> int:
-        """Move a position forward; returns where it is. Never back, never beyond the last event. 0 makes a consumer known."""
-        await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq)))
-        return self._progress.positions.get(consumer, 0)
+        """Move a position forward; returns where it is. Never back, never beyond the last event. 0 makes a consumer known.
+
+        Refused when it is new and too many are waited for.
+        """
+        known = self._progress.consumers
+        if consumer not in known and len(known) >= MOST:
+            self._make_place()
+        await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq, now=self.now())))
+        return self._position(consumer)
+
+    def _make_place(self) -> None:
+        found = longest_silent(self._progress.consumers, self._writer.waiting())
+        if found is None:
+            raise Refused(f"{MOST} consumers are known: DELETE /v1/consumers/{{name}} those that do not come back", path="$.consumer")
+        self._writer.put(forget_entry(found))
+
+    def _position(self, consumer: str) -> int:
+        found = self._progress.consumers.get(consumer)
+        return 0 if found is None else found.seq
+
+    async def forget(self, consumer: str) -> bool:
+        """Nothing is kept for `consumer` any more; under its name one begins anew. False when none is known."""
+        known = consumer in self._progress.consumers
+        await self._wait_written(self._writer.put(forget_entry(consumer)))
+        return known
+
+    @contextmanager
+    def reading(self, consumer: str) -> Iterator[None]:
+        """While a stream of a consumer is open it is waited for, however long it says nothing."""
+        self._attend(consumer, 1)
+        try:
+            yield
+        finally:
+            self._attend(consumer, -1)
+
+    def _attend(self, consumer: str, change: int) -> None:
+        self._reading[consumer] += change
+        self._reading += Counter()  # drops those at 0
+        self._writer.present = frozenset(self._reading)
+        self._writer.put(heard_entry(consumer, now=self.now()))
+
+    def streams(self, consumer: str) -> int:
+        """How many are open under its name."""
+        return self._reading[consumer]
+
+    def consumers(self) -> tuple[ConsumerRecord, ...]:
+        """Who is known, and how far each is behind."""
+        return consumer_records(self._progress, self._writer.waiting(), self._reading)
 
     # ── reading ───────────────────────────────────────────────────────────────
 
     async def task(self, task_id: str) -> TaskRecord | None:
         return await self._read(reads.task, task_id)
+
+    async def latest_run(self, name: str) -> TaskRecord | None:
+        """The last task that was submitted by a name of Polar's, which may be used again."""
+        return await self._read(runs.latest_run, name)
 
     async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
         """The first task that was submitted with this key."""
@@ -110,6 +201,17 @@ class Journal:
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
         return await self._read(reads.turns, session_id)
 
+    async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
+        """Newest first."""
+        return await self._read(weights, limit)
+
+    async def weights_of(self, version: str) -> WeightsRow | None:
+        return await self._read(weights_of, version)
+
+    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
+        """What a group's judge needs of the task's places that are over."""
+        return await self._read(places_over, task_id)
+
     async def unfinished(self) -> tuple[UnfinishedSession, ...]:
         """Sessions of earlier lives without a trajectory: give each one, so that it ends `interrupted`."""
         return await self._read(reads.unfinished)
@@ -118,7 +220,7 @@ class Journal:
         self, after: int, *, filters: Filters | None = None, arrays: Arrays = "json", turns: Turns = "table", limit: int = EVENTS_A_PAGE
     ) -> EventPage:
         """The events after `after`, bounded in number and bytes. Go on from the page's `seen`."""
-        return await self._read(reads.events, after, limit, filters or Filters(), arrays, turns)
+        return await self._read(reads.events, after, limit, filters or Filters(), arrays, turns, self._recent)
 
     async def wait_after(self, seq: int) -> None:
         """Return when there is an event after `seq`."""
@@ -150,23 +252,26 @@ class Journal:
             finally:
                 self._connections.append(db)
 
+    async def owed_urls(self, most: int, but: Collection[str] = ()) -> tuple[str, ...]:
+        """Callbacks to which events are owed, those that wait longest first, without some."""
+        return await self._read(outgoing.urls, most, but)
+
+    async def owed(self, url: str, most: int, but: Collection[str] = ()) -> tuple[outgoing.Owed, ...]:
+        """The oldest event of each task that is owed to a callback, without some tasks."""
+        return await self._read(outgoing.heads, url, most, but)
+
+    async def owed_count(self) -> int:
+        """Events that are owed to callbacks."""
+        return await self._read(outgoing.count)
+
+    async def owed_expired(self) -> int:
+        """Events that went with the retention while they were owed, since there is this journal."""
+        return await self._read(outgoing.expired)
+
     # ── how it is ─────────────────────────────────────────────────────────────
 
     def statistics(self) -> JournalStatistics:
-        progress, writer = self._progress, self._writer
-        return JournalStatistics(
-            first_seq=progress.first_seq,
-            last_seq=progress.last_seq,
-            positions=progress.positions,
-            stored_bytes=progress.stored_bytes,
-            disk_free=progress.disk_free,
-            entries=progress.entries,
-            backlog_entries=writer.backlog_entries,
-            backlog_bytes=writer.backlog_bytes,
-            dropped=writer.dropped,
-            warning=self._warning(),
-            refuses_tasks=self.refuses_tasks,
-        )
+        return statistics(self._progress, self._writer, now=self.now(), warning=self._warning(), refuses_tasks=self.refuses_tasks)
 
     @property
     def refuses_tasks(self) -> bool:
@@ -177,7 +282,8 @@ class Journal:
         return self._writer.warning or self._full_sentence()
 
     def _full_sentence(self) -> str | None:
-        if self._progress.disk_free < DISK_FREE_BYTES:
+        room = self._progress.disk_free + self._progress.free_bytes  # what was pruned is written again first, through a log beside it
+        if room < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:
             return f"the journal's disk has {self._progress.disk_free >> 20} MiB left: make room, no new task is taken"
         if self._writer.backlog_bytes > BACKLOG_BYTES:
             return f"{self._writer.backlog_bytes >> 20} MiB wait for the journal's disk, which is too slow: no new task is taken"
@@ -191,52 +297,3 @@ class Journal:
     def _close_connections(self) -> None:
         for db in self._connections:
             db.close()
-
-
-@asynccontextmanager
-async def open_journal(path: Path, *, now: Callable[[], float], retention: Retention | None = None) -> AsyncIterator[Journal]:
-    """The journal in the SQLite file `path` (made when there is none), for this process alone. JournalError when it can not be opened.
-
-    Leaving writes what is queued, in at most CLOSE_S. `now` gives wall seconds since the epoch.
-    """
-    token = trio.lowlevel.current_trio_token()
-    with _locked(path):
-        db = await trio.to_thread.run_sync(prepare, path)
-
-        def on_progress(progress: Progress) -> None:
-            with suppress(trio.RunFinishedError):  # the run ended in an error while the last batch was written
-                token.run_sync_soon(journal._advance, progress)
-
-        writer = Writer(path=path, db=db, retention=retention or Retention(), on_progress=on_progress)
-        journal = Journal(path=path, now=now, writer=writer, progress=writer.start())
-        try:
-            yield journal
-        finally:
-            writer.stop()
-            with trio.move_on_after(CLOSE_S + 1, shield=True):
-                # Not abandoned when the deadline fires: the thread's own bound ends it, and under a virtual clock the deadline fires at once.
-                await trio.to_thread.run_sync(writer.join, CLOSE_S)
-            journal._close_connections()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The journal's own lock file, held for as long as the process lives: two writers would each believe to know the last number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(path.name + ".lock").open("w") as lock:
-        _lock(lock, path)
-        yield
-
-
-def _lock(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise JournalError(f"the journal {path} is in use by another process: stop that node, or give this one its own state folder") from None
-
-
-def check_consumer(name: str) -> str:
-    """A consumer's name, or Refused."""
-    if not 0 < len(name) <= 128 or not name.isprintable():
-        raise Refused("consumer must be a name of 1 to 128 printable characters", path="$.consumer")
-    return name

@@ -15,8 +15,23 @@ from pathlib import Path
 
 from polarnode.errors import JournalError
 
-VERSION = 2
-STEPS: Mapping[int, str] = {1: ""}  # by version: the statements that make the next of it. 2: turns and traces that carry more than ids and logprobs
+VERSION = 4
+# By version: the statements that make the next of it. 2: turns and traces that carry more than ids and logprobs. 3: sessions in each other's
+# place, tasks whose cancelling outlives the node, turns with what they heard. 4: when events and positions came, the weights that were served,
+# events that a task's callback has not taken, what a group needs to know of its sessions, when a consumer was last heard of, marks of what all
+# consumers had acknowledged.
+STEPS: Mapping[int, str] = {
+    1: "",
+    2: "ALTER TABLE sessions ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;\nALTER TABLE sessions ADD COLUMN retried_as TEXT;\n"
+    "ALTER TABLE tasks ADD COLUMN cancelled REAL",
+    3: "ALTER TABLE events ADD COLUMN at REAL NOT NULL DEFAULT 0;\nALTER TABLE positions ADD COLUMN moved REAL NOT NULL DEFAULT 0;\n"
+    "CREATE TABLE weights (number INTEGER PRIMARY KEY AUTOINCREMENT, version TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL);\n"
+    "ALTER TABLE sessions ADD COLUMN trainable INTEGER;\nALTER TABLE sessions ADD COLUMN staleness INTEGER;\n"
+    "CREATE TABLE callbacks (seq INTEGER PRIMARY KEY, task_id TEXT NOT NULL, url TEXT NOT NULL);\nCREATE INDEX callbacks_by_url ON callbacks (url, task_id, seq);\n"
+    "CREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL, kinds TEXT NOT NULL) WITHOUT ROWID;\n"
+    "ALTER TABLE positions ADD COLUMN heard REAL NOT NULL DEFAULT 0;\nCREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);\n"
+    "CREATE INDEX callbacks_by_task ON callbacks (task_id)",
+}
 
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -26,7 +41,8 @@ CREATE TABLE tasks (
     group_id TEXT NOT NULL,
     idempotency_key TEXT,
     submitted REAL NOT NULL,
-    spec BLOB NOT NULL
+    spec BLOB NOT NULL,
+    cancelled REAL
 );
 CREATE INDEX tasks_by_key ON tasks (idempotency_key) WHERE idempotency_key IS NOT NULL;
 CREATE TABLE sessions (
@@ -37,7 +53,11 @@ CREATE TABLE sessions (
     identity BLOB,
     outcome BLOB,
     reward REAL,
-    finished REAL
+    finished REAL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    retried_as TEXT,
+    trainable INTEGER,
+    staleness INTEGER
 );
 CREATE INDEX sessions_by_task ON sessions (task_id, sample_index);
 CREATE INDEX sessions_unfinished ON sessions (life) WHERE outcome IS NULL;
@@ -58,11 +78,23 @@ CREATE TABLE events (
     session_id TEXT,
     outcome TEXT,
     reward REAL,
-    body BLOB
+    body BLOB,
+    at REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX events_by_task ON events (task_id, seq);
 CREATE INDEX events_by_group ON events (group_id, seq);
-CREATE TABLE positions (consumer TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE positions (
+    consumer TEXT PRIMARY KEY,
+    seq INTEGER NOT NULL,
+    moved REAL NOT NULL DEFAULT 0,
+    heard REAL NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE weights (number INTEGER PRIMARY KEY AUTOINCREMENT, version TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL);
+CREATE TABLE callbacks (seq INTEGER PRIMARY KEY, task_id TEXT NOT NULL, url TEXT NOT NULL);
+CREATE INDEX callbacks_by_url ON callbacks (url, task_id, seq);
+CREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL, kinds TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX callbacks_by_task ON callbacks (task_id);
 INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
 

@@ -11,18 +11,22 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 from attrs import define, evolve, field
 
+from polarnode.shell.journal.consumers import acknowledged_seq, positions
 from polarnode.shell.journal.entries import Entry
-from polarnode.shell.journal.pruning import prune, stored_bytes
+from polarnode.shell.journal.pruning import Moment, came_at, free_bytes, prune, stored_bytes
 from polarnode.shell.journal.schema import transaction
-from polarnode.shell.journal.values import Progress, Retention
+from polarnode.shell.journal.values import Progress, Retention, Waiting
 
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
+LOOK_S = 600.0  # between looks at what has become old while nothing is written: retention is in hours
+SHORT_BYTES = 1 << 30  # left on the disk, and what is only kept to be read again goes: four times what is left when tasks are refused
 RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
 # Errors of the statement, not of the disk: trying again fails again. An error without a code comes from Python's binding of values.
 HOPELESS = {
@@ -43,6 +47,8 @@ class Writer:
     db: sqlite3.Connection
     retention: Retention
     on_progress: Callable[[Progress], None]
+    now: Callable[[], float]  # called in its thread too
+    present: frozenset[str] = frozenset()  # consumers with a stream open; replaced, never changed
     warning: str | None = None
     dropped: int = 0
     put_entries: int = 0
@@ -53,6 +59,8 @@ class Writer:
     _changed: threading.Condition = field(factory=threading.Condition)
     _thread: threading.Thread | None = None
     _last: Progress = field(factory=Progress)
+    _opened: float = 0.0
+    _pruning: bool = False  # the last commit dropped something, and there may be more
 
     @property
     def backlog_entries(self) -> int:
@@ -61,6 +69,7 @@ class Writer:
     def start(self) -> Progress:
         """Begin; what the journal holds now."""
         self._thread = threading.Thread(target=self._run, name="journal writer", daemon=True)  # a disk that hangs must not keep the process
+        self._opened = self.now()
         self._last = self._progress()
         self._thread.start()
         return self._last
@@ -85,20 +94,28 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
+    def waiting(self) -> Waiting:
+        """Whom the journal waits for now."""
+        since = self.now() - self.retention.silence_s
+        return Waiting(since=since if self._opened <= since else -inf, present=self.present)
+
     # ── the thread ────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
-            while batch := self._take():
+            while (batch := self._take()) is not None:
                 self._write_until_done(batch)
         finally:
             self.db.close()
 
-    def _take(self) -> Sequence[Entry]:
-        """The next batch, waited for; empty when it is time to end."""
+    def _take(self) -> Sequence[Entry] | None:
+        """The next batch, waited for; an empty one when it is time to prune, None when it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._backlog or self._stopping)
-            batch, size = [], 0
+            self._changed.wait_for(lambda: self._backlog or self._stopping, 0 if self._pruning else LOOK_S)
+            if self._stopping and not self._backlog:
+                return None
+            batch: list[Entry] = []
+            size = 0
             while self._backlog and size < BATCH_BYTES:
                 batch.append(self._backlog.popleft())
                 size += batch[-1].size
@@ -142,7 +159,13 @@ class Writer:
         with transaction(self.db):
             for entry in batch:
                 entry.apply(self.db)
-            prune(self.db, self.retention)
+            self._pruning = prune(self.db, self.retention, self._moment(len(batch)))
+
+    def _moment(self, came: int) -> Moment:
+        """Within the commit: an acknowledgement in it counts."""
+        acknowledged, last = acknowledged_seq(positions(self.db), self.waiting()), self._last
+        short = last.disk_free + last.free_bytes < SHORT_BYTES
+        return Moment(now=self.now(), acknowledged=acknowledged, short=short, came=came)
 
     def _report(self) -> None:
         try:
@@ -155,11 +178,16 @@ class Writer:
     def _progress(self) -> Progress:
         last = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
         (pruned,) = self.db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
+        consumers = positions(self.db)
+        acknowledged = acknowledged_seq(consumers, self.waiting())
         return Progress(
             entries=self._done_entries,
             last_seq=last[0] if last else 0,
             first_seq=pruned + 1,
             stored_bytes=stored_bytes(self.db),
+            free_bytes=free_bytes(self.db),
             disk_free=shutil.disk_usage(self.path.parent).free,
-            positions=dict(self.db.execute("SELECT consumer, seq FROM positions")),
+            consumers=consumers,
+            acknowledged_seq=acknowledged,
+            oldest_unacknowledged=came_at(self.db, acknowledged + 1),
         )

@@ -22,8 +22,9 @@ from polarnode.errors import RuntimeFault, boundary
 Answer = TypeVar("Answer")
 CALL_S = 90.0  # seconds without a byte before a call fails: 3 s were seen with 32 calls on two cores, ten times that is no hang yet
 
-# Seconds before a removal is tried again: conmon's own cleanup of a container that ended may be under way, and then a mount is busy.
-REMOVE_PAUSES = (0.1, 0.5, 2.0)
+# Seconds before a removal is tried again, as conmon's own cleanup of a container that ended may be under way and a mount busy; and a listing,
+# which fails when any node of the store removes one of those listed meanwhile.
+PAUSES = (0.1, 0.5, 2.0)
 
 
 @frozen(kw_only=True)
@@ -33,6 +34,14 @@ class Listed:
     id: str
     names: tuple[str, ...]
     labels: Mapping[str, str]
+
+
+@frozen(kw_only=True)
+class Initialised:
+    """A container whose first process waits to be started: its id on this machine, and the folder its layer is written to."""
+
+    pid: int
+    upper: Path | None  # None where the storage driver has none, as vfs
 
 
 @define(eq=False)
@@ -58,12 +67,14 @@ class Client:
         """Create a container from a libpod spec; its id. A raw call: podman-py has no word for `timeout`."""
         return await self._call("create", lambda client: str(_checked(client.api.post("/containers/create", data=json.dumps(spec))).json()["Id"]))
 
-    async def init(self, container: str) -> int:
-        """Make the container's namespaces, with its first process waiting in them; that process's id on this machine."""
+    async def init(self, container: str) -> Initialised:
+        """Make the container's namespaces, with its first process waiting in them."""
 
-        def work(client: Any) -> int:
+        def work(client: Any) -> Initialised:
             _checked(client.api.post(f"/containers/{container}/init"))
-            return int(_checked(client.api.get(f"/containers/{container}/json")).json()["State"]["Pid"])
+            told = _checked(client.api.get(f"/containers/{container}/json")).json()
+            upper = ((told.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            return Initialised(pid=int(told["State"]["Pid"]), upper=Path(upper) if upper else None)
 
         return await self._call("init", work)
 
@@ -79,12 +90,7 @@ class Client:
             if answer.status_code != 404:
                 _checked(answer)
 
-        for pause in REMOVE_PAUSES:
-            try:
-                return await self._call("remove", work)
-            except RuntimeFault:
-                await trio.sleep(pause)
-        return await self._call("remove", work)
+        await self._persistent("remove", work)
 
     async def labelled(self, label: str) -> Sequence[Listed]:
         """Every container that has the label, running or not."""
@@ -93,7 +99,24 @@ class Client:
             found = _checked(client.api.get("/containers/json", params={"all": True, "filters": json.dumps({"label": [label]})})).json()
             return [Listed(id=each["Id"], names=tuple(each.get("Names") or ()), labels=each.get("Labels") or {}) for each in found]
 
-        return await self._call("list", work)
+        return await self._persistent("list", work)
+
+    async def known(self) -> frozenset[str]:
+        """The ids of every container of the store, whoever made it."""
+
+        def work(client: Any) -> frozenset[str]:
+            return frozenset(each["Id"] for each in _checked(client.api.get("/containers/json", params={"all": True})).json())
+
+        return await self._persistent("list", work)
+
+    async def _persistent(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
+        """A call that may be made again."""
+        for pause in PAUSES:
+            try:
+                return await self._call(what, work)
+            except RuntimeFault:
+                await trio.sleep(pause)
+        return await self._call(what, work)
 
     async def _call(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
         with boundary(RuntimeFault, f"podman {what}"):

@@ -72,7 +72,7 @@ def storage_conf(store: Store, findings: PodmanFindings) -> str:
     lines = [
         "[storage]",
         f'driver = "{findings.driver}"',
-        f'graphroot = "{store.state_dir / "storage"}"',
+        f'graphroot = "{store.storage}"',
         f'runroot = "{store.run_dir / "storage"}"',
     ]
     if findings.mount_program is not None:

@@ -1,19 +1,20 @@
 """What a session's container is, as the value Podman is given.
 
 Pure. No network but loopback, no capabilities, no way to gain any, its own user namespace where that costs nothing, and limits for all it
-could exhaust. The root stays writable: a user without capabilities can not write to what root owns, the layer is thrown away, and a
-read-only root would copy each image's workdir into a volume at every start.
+could exhaust. The root is one layer and writable here; the node makes it read-only, but for the workspace, while a harness runs (`sealing.py`):
+Podman's own read-only root would copy each image's workdir into a volume at every start, and the layer of a prepared container would lack it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
 
 from polarnode.conversation import Json
 from polarnode.shell.podman.probe import PodmanFindings
-from polarnode.tasks import RuntimeSpec
+from polarnode.shell.podman.volumes import Volume
+from polarnode.tasks import RuntimeSpec, VolumeSpec
 
 INIT_INSIDE = "/dev/polarnode-init"  # on the container's own /dev, so nothing is left in its layer
 CPU_PERIOD = 100_000  # microseconds; the kernel's default
@@ -39,11 +40,22 @@ class Shape:
     cpus: float
     memory_mb: int
     pids: int
+    disk_mb: int
+    volumes: tuple[VolumeSpec, ...] = ()
 
 
 def shape_of(spec: RuntimeSpec, image: str) -> Shape:
-    """The shape a task asks for; files, prepare steps and environment come later and make no difference."""
-    return Shape(image=image, workdir=spec.workdir, user=spec.user, cpus=spec.cpus, memory_mb=spec.memory_mb, pids=spec.pids)
+    """The shape a task asks for; files, prepare steps, environment and what is writable come later and make no difference."""
+    return Shape(
+        image=image,
+        workdir=spec.workdir,
+        user=spec.user,
+        cpus=spec.cpus,
+        memory_mb=spec.memory_mb,
+        pids=spec.pids,
+        disk_mb=spec.disk_mb,
+        volumes=spec.volumes,
+    )
 
 
 @frozen(kw_only=True)
@@ -85,8 +97,17 @@ def _owner(pid: int) -> Owner | None:
     return None if ticks[0] in "ZX" else Owner(pid=pid, started=int(ticks[19]), boot=boot)
 
 
-def container_spec(shape: Shape, findings: PodmanFindings, *, name: str, labels: Mapping[str, str], lifetime_s: float, shift: int) -> dict[str, Json]:
-    """A libpod spec. After `lifetime_s` (from its init) conmon kills it, with node and service dead or alive."""
+def container_spec(
+    shape: Shape,
+    findings: PodmanFindings,
+    *,
+    name: str,
+    labels: Mapping[str, str],
+    lifetime_s: float,
+    shift: int,
+    volumes: Sequence[Volume] = (),
+) -> dict[str, Json]:
+    """A libpod spec; `volumes` are the shape's, resolved. After `lifetime_s` (from its init) conmon kills it, with node and service dead or alive."""
     return {
         "name": name,
         "hostname": "agent",
@@ -95,7 +116,10 @@ def container_spec(shape: Shape, findings: PodmanFindings, *, name: str, labels:
         "command": ["-P"],  # pause: reap zombies, and survive the agent's `kill -9 -1`
         "user": "0",  # the first process is not the agent's to trace
         "work_dir": "/",
-        "mounts": [{"type": "bind", "source": str(findings.init), "destination": INIT_INSIDE, "options": ["ro", "bind", "nosuid"]}],
+        "mounts": [
+            _mount(str(findings.init), INIT_INSIDE, "ro"),
+            *(_mount(each.source, each.target, "rw" if each.write else "ro") for each in volumes),
+        ],
         "labels": dict(labels),
         "stop_timeout": 0,
         "timeout": max(1, round(lifetime_s)),
@@ -105,7 +129,14 @@ def container_spec(shape: Shape, findings: PodmanFindings, *, name: str, labels:
         "shm_size": SHARED_MEMORY,
         **_confinement(findings, shift),
         "resource_limits": _limits(shape),
+        "r_limits": _process_limits(shape, findings),
+        **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
     }
+
+
+def _mount(source: str, target: str, rights: str) -> Json:
+    """Of one file system alone: what else is mounted below would keep rights of its own."""
+    return {"type": "bind", "source": source, "destination": target, "options": [rights, "bind", "nosuid", "nodev", "private"]}
 
 
 def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
@@ -133,3 +164,9 @@ def _limits(shape: Shape) -> dict[str, Json]:
         "pids": {"limit": shape.pids},
         "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
     }
+
+
+def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
+    """Those of containers.conf too, since giving one drops them all. No file outgrows the disk limit, holes included, and none is a core."""
+    told = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
+    return [{"type": name, "hard": most, "soft": most} for name, most in told.items()]

@@ -19,6 +19,13 @@ from polarnode.errors import RuntimeFault
 
 SYS_OPENAT2 = 437  # the same number on every architecture
 RESOLVE = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
+IN_ROOT_ALONE = 0x10 | 0x02  # links are followed as they lead inside
+OF_FOLDER = 0x08 | 0x04 | 0x02 | 0x01  # BENEATH, NO_SYMLINKS, NO_MAGICLINKS, NO_XDEV
+REASONS = {
+    errno.ELOOP: "a link is in the way",
+    errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
+    errno.EXDEV: "another file system is mounted there",
+}
 PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd
 FOLDER_MODE = 0o755
 
@@ -50,6 +57,11 @@ class Rooted:
                 self._write_in(folder, parts[-1], content, owner, mode)
             finally:
                 os.close(folder)
+
+    def own_top(self) -> None:
+        """Let its owner write to `/` itself, as in any other runtime: an overlay's own has the mode 0555, and root without capabilities keeps to it."""
+        with _explained("giving / its mode"):
+            os.chmod(f"/proc/self/fd/{self.root}", FOLDER_MODE)
 
     def make_folder(self, path: str, owner: Account) -> None:
         """Make a folder and those above it; one that is there stays as it is."""
@@ -121,8 +133,12 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "a link is in the way" if error.errno == errno.ELOOP else error.strerror
-        raise RuntimeFault(f"{what}: {reason}") from error
+        raise RuntimeFault(f"{what}: {reason_of(error)}") from error
+
+
+def reason_of(error: OSError) -> str:
+    """Why something in a container could not be opened, read or written."""
+    return REASONS.get(error.errno or 0, error.strerror or str(error))
 
 
 def _read(opened: int, limit: int) -> bytes:
@@ -140,9 +156,29 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
-def _open_in(folder: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links."""
-    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, RESOLVE)
+@contextmanager
+def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> Iterator[int]:
+    """Something of a container; `links` on the way are refused, or followed as they lead in there. OSError where it can not be opened."""
+    opened = _open_in(root, path, flags, resolve=IN_ROOT_ALONE if links else RESOLVE)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def opened_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
+    """Something in an open folder: no link, and nothing that is mounted there. OSError where it can not be opened."""
+    opened = _open_in(folder, name, flags, resolve=OF_FOLDER)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resolve: int = RESOLVE) -> int:
+    """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links unless told otherwise."""
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, resolve)
     opened: int = _libc.syscall(SYS_OPENAT2, folder, ctypes.c_char_p(os.fsencode(path)), ctypes.c_char_p(how), ctypes.c_size_t(len(how)))
     if opened < 0:
         number = ctypes.get_errno()

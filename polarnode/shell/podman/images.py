@@ -7,16 +7,16 @@ a build may reach the network, a container never; nothing of this machine but it
 import fcntl
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
 from attrs import define, field, frozen
 
-from polarnode.errors import Refused
+from polarnode.errors import Refused, RuntimeFault
 from polarnode.shell.podman.conf import ready_store
-from polarnode.shell.podman.recipes import CONTAINERFILE, Recipe, Recipes, default_runtimes_dir, read_recipes
+from polarnode.shell.podman.recipes import CONTAINERFILE, ON, Recipe, Recipes, Stage, default_runtimes_dir, read_recipes
 from polarnode.shell.podman.rootfs import base_image
 from polarnode.shell.podman.settings import RuntimesSettings
 from polarnode.shell.podman.store import Store
@@ -24,8 +24,12 @@ from polarnode.shell.podman.tools import Tools
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 RECIPE_LABEL = "polarnode.recipe"
+BELOW_LABEL = "polarnode.below"  # the id of what a stage on a task's own image stands on: a task's image may change under its name
 LAYERS_KEPT = "24h"  # of what no image needs any more: builders, which make the next recipe quicker, and images that were replaced
+# The host's network spares a bridge and its firewall rules; with this isolation all of a build is in our process group, and ends with it.
+CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
+QUESTIONS = 4  # programs that ask for an image at once: 500 sessions that each started their own took half a minute of both cores
 
 
 @define(eq=False, kw_only=True)
@@ -36,19 +40,35 @@ class Images:
     log: Path
     say: Callable[[str], None]
     _known: set[str] = field(factory=set, init=False)
-    _builder: "_Builder | None" = field(default=None, init=False)
+    _builder: "Builder | None" = field(default=None, init=False)
+    _opening: trio.Lock = field(factory=trio.Lock, init=False)
     _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
+    _asked: dict[str, trio.Lock] = field(factory=dict, init=False)  # by name: hundreds of sessions want one image at once, and one question is enough
+    _asking: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(QUESTIONS), init=False)
 
     async def ensure(self, name: str) -> None:
         """See that the image of that name is there, building it if a recipe can. Raises RuntimeFault with the build's last words, and
         Refused for a name that is neither a recipe nor an image of this store."""
+        if name not in self._known:
+            async with self._asked.setdefault(name, trio.Lock()):
+                await self._ensured(name)
+
+    async def _ensured(self, name: str) -> None:
         if name in self._known:
             return
-        async with self._one_at_a_time:
+        builder = await self._opened()
+        async with self._asking:  # asked aside from builds: who needs what is there does not wait for another's
+            stands = await builder.stands(name)
+        if not stands:
+            async with self._one_at_a_time:
+                await builder.build_missing(name)
+        self._known.add(name)
+
+    async def _opened(self) -> "Builder":
+        async with self._opening:
             if self._builder is None:
-                self._builder = await _open_builder(self.settings, self.log, self.say)
-            await self._builder.build_missing(name)
-            self._known.add(name)
+                self._builder = await open_builder(self.settings, self.log, self.say)
+            return self._builder
 
 
 async def ensure_images(settings: RuntimesSettings, names: Iterable[str], *, log: Path, say: Callable[[str], None]) -> None:
@@ -59,7 +79,7 @@ async def ensure_images(settings: RuntimesSettings, names: Iterable[str], *, log
 
 
 @frozen(kw_only=True)
-class _Builder:
+class Builder:
     """A probed and configured store, and the recipes to build in it."""
 
     recipes: Recipes
@@ -68,32 +88,86 @@ class _Builder:
     base: str | None
     say: Callable[[str], None]
 
+    async def stands(self, name: str) -> bool:
+        """Whether nothing is to be built for it."""
+        if ON in name:
+            return await self._stand(self.recipes.stages(name))
+        ordered = self.recipes.with_bases([name])
+        return not await self._missing(ordered) if ordered else await self.exists(name)
+
     async def build_missing(self, name: str) -> None:
+        if ON in name:
+            await self._build_on_top(name)
+            return
         ordered = self.recipes.with_bases([name])
         if not ordered:
             await self._check_foreign(name)
         elif await self._missing(ordered):
-            async with _one_builder(self.store, self.say):
-                await self._remove_unfinished()
+            async with self.building():
                 for recipe in await self._missing(ordered):  # asked again: another node may have built them while we waited
                     await self._build(recipe)
+
+    @asynccontextmanager
+    async def building(self) -> AsyncIterator[None]:
+        """Alone with the store's builds; what no image needs any more is removed at the end."""
+        async with _one_builder(self.store, self.say):
+            await self._remove_unfinished()
+            yield
+            try:
                 await self.tools.do("removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}")
+            except RuntimeFault as fault:  # others remove images too; what was built stands, and the next build removes the rest
+                self.say(f"old layers stay for now: {fault}")
+
+    async def _build_on_top(self, name: str) -> None:
+        below, stages = name.partition(ON)[2], self.recipes.stages(name)
+        await self.build_missing(below)
+        if await self._stand(stages):
+            return
+        async with self.building():
+            for stage in stages:
+                if not await self._stands(stage):
+                    await self._build_stage(stage, below)
+
+    async def _stand(self, stages: Sequence[Stage]) -> bool:
+        for stage in stages:
+            if not await self._stands(stage):
+                return False
+        return True
+
+    async def _stands(self, stage: Stage) -> bool:
+        return await self._is_labelled(stage.image, {RECIPE_LABEL: stage.recipe.digest, BELOW_LABEL: await self._id(stage.below)})
+
+    async def _build_stage(self, stage: Stage, task_image: str) -> None:
+        started = trio.current_time()
+        self.say(f"building {stage.recipe.name} on the task's image {task_image}")
+        flags = [*_build_flags(stage.recipe, stage.below, tag=stage.image), "--label", f"{BELOW_LABEL}={await self._id(stage.below)}"]
+        await self.tools.do(f"building {stage.recipe.name} on {task_image}", "build", *flags, str(stage.recipe.folder))
+        self.say(f"built {stage.recipe.name} on {task_image} in {trio.current_time() - started:.0f} s")
+
+    async def _id(self, image: str) -> str:
+        return (await self.tools.ask("image", "inspect", "--format", "{{.Id}}", image)).strip() if await self.exists(image) else ""
+
+    async def exists(self, image: str) -> bool:
+        return await self.tools.succeeds("image", "exists", image)
 
     async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
         return [recipe for recipe in ordered if not await self._is_built(recipe)]
 
     async def _is_built(self, recipe: Recipe) -> bool:
+        return await self._is_labelled(recipe.image, {RECIPE_LABEL: recipe.digest})
+
+    async def _is_labelled(self, image: str, labels: Mapping[str, str]) -> bool:
         """Asked of the one image: a listing of all fails whenever another process removes any of them meanwhile."""
-        if not await self.tools.succeeds("image", "exists", recipe.image):
+        if not await self.exists(image):
             return False
-        told = await self.tools.ask("image", "inspect", "--format", "{{json .Labels}}", recipe.image)
-        return (json.loads(told) or {}).get(RECIPE_LABEL) == recipe.digest
+        told = json.loads(await self.tools.ask("image", "inspect", "--format", "{{json .Labels}}", image)) or {}
+        return all(told.get(name) == value for name, value in labels.items())
 
     async def _build(self, recipe: Recipe) -> None:
         started = trio.current_time()
         below = self.recipes.by_name[recipe.told.base].image if recipe.told.base else await base_image(self.tools, self.store, self.base, self.say)
         self.say(f"building runtime {recipe.name} on {below}")
-        await self.tools.do(f"building runtime {recipe.name}", "build", *_build_flags(recipe, below), str(recipe.folder))
+        await self.tools.do(f"building runtime {recipe.name}", "build", *_build_flags(recipe, below, tag=recipe.image), str(recipe.folder))
         self.say(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
 
     async def _remove_unfinished(self) -> None:
@@ -104,23 +178,22 @@ class _Builder:
                 self.say(f"container {left['Id'][:12]}, left by a build, could not be removed")
 
     async def _check_foreign(self, name: str) -> None:
-        if not await self.tools.succeeds("image", "exists", name):
+        if not await self.exists(name):
             known = ", ".join(sorted(self.recipes.by_name))
             how = f"{' '.join(self.tools.prefix())} pull {name}"
             raise Refused(f"no image is called {name}; there are recipes for {known}; other images are fetched with: {how}", path="$.runtime.image")
 
 
-async def _open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> _Builder:
+async def open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> Builder:
     ready = await ready_store(settings.state_dir)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
     tools = Tools(podman=ready.podman, store=ready.store, log=log)
-    return _Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
+    return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
 
 
-def _build_flags(recipe: Recipe, below: str) -> list[str]:
-    flags = ["--file", CONTAINERFILE, "--tag", recipe.image, "--build-arg", f"BASE={below}", "--label", f"{RECIPE_LABEL}={recipe.digest}"]
-    flags += ["--network", "host", "--force-rm", "--pull=never"]  # the host's network spares a bridge and its firewall rules
-    flags += ["--isolation", "chroot"]  # all of a build is in our process group then, and ends with it
+def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
+    flags = ["--file", CONTAINERFILE, "--tag", tag, "--build-arg", f"BASE={below}", "--label", f"{RECIPE_LABEL}={recipe.digest}"]
+    flags += [*CONFINED, "--pull=never"]
     if recipe.told.base is not None and CERTIFICATES.exists():  # a base has no certificates yet, and installs its own at this very path
         flags += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
     return flags

@@ -1,4 +1,4 @@
-"""A running container seen from the machine: its first process, its process-id namespace, its root.
+"""A running container seen from the machine: its first process, its namespaces of processes and of mounts, its root.
 
 Opened between init and start and kept open, so that a process id given to somebody else meanwhile can not mislead us. Ending everything is
 done from outside, by one signal to all processes of the namespace at once: it needs no program in the image, no free process id in it, and no
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import trio
-from attrs import define
+from attrs import define, field
 
 from polarnode.errors import RuntimeFault, boundary
 
@@ -30,16 +30,20 @@ class Inside:
     pid: int
     pidfd: int
     namespace: int
+    mounts: int
     root: int
+    network: int
+    _closed: bool = field(default=False, init=False)
 
     def alive(self) -> bool:
         """Whether the first process still runs. One that is exiting does not: the kernel ends all the others before it is done with the first."""
-        return not select.select([self.pidfd], [], [], 0)[0] and not _exiting(self.pid)
+        ended = select.poll()  # not select: it takes no descriptor over 1023, and a node with many sessions has those
+        ended.register(self.pidfd, select.POLLIN)
+        return not ended.poll(0) and not _exiting(self.pid)
 
     def members(self) -> list[int]:
         """Process ids (of the machine) in the container, but for the first and for zombies."""
-        mine = os.fstat(self.namespace).st_ino
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != self.pid and _namespace(pid) == mine and not _zombie(pid)]
+        return _members(self.namespace, self.pid)
 
     def holds(self, pid: int) -> bool:
         """Whether a process of this machine runs in the container."""
@@ -56,24 +60,19 @@ class Inside:
                 os.kill(leader, order)
 
     async def kill_all(self) -> None:
-        """End every process but the first. Raises RuntimeFault when some outlive it for long."""
-        with trio.move_on_after(KILL_S):
-            while await trio.to_thread.run_sync(self.members):
-                await self._kill_once()
-                await trio.sleep(POLL)
+        """End every process but the first. Raises RuntimeFault when some outlive it for long. Nothing is left to do once it is closed."""
+        if self._closed:
             return
-        raise RuntimeFault(f"processes {self.members()} of a container outlived SIGKILL for {KILL_S:.0f} s")
-
-    async def _kill_once(self) -> None:
-        argv = ["nsenter", f"--pid=/proc/self/fd/{self.namespace}", "--", "sh", "-c", KILL_ALL]
-        with boundary(RuntimeFault, "a container's processes could not be ended"):
-            await trio.run_process(
-                argv, pass_fds=(self.namespace,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-            )
+        namespace = os.dup(self.namespace)  # until we are done: meanwhile it may be closed, and its number be another container's
+        try:
+            await _kill_all(namespace, self.pid)
+        finally:
+            os.close(namespace)
 
     def close(self) -> None:
         """Let go of everything; the container can then be unmounted."""
-        for descriptor in (self.pidfd, self.namespace, self.root):
+        self._closed = True
+        for descriptor in (self.pidfd, self.namespace, self.mounts, self.root, self.network):
             os.close(descriptor)
 
 
@@ -83,12 +82,36 @@ def look_inside(pid: int) -> Inside:
     try:
         opened.append(os.pidfd_open(pid))
         opened.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
         opened.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         for descriptor in opened:
             os.close(descriptor)
         raise RuntimeFault(f"a container's first process can not be looked at: {error}") from error
     return Inside(pid, *opened)
+
+
+async def _kill_all(namespace: int, first: int) -> None:
+    with trio.move_on_after(KILL_S):
+        while await trio.to_thread.run_sync(_members, namespace, first):
+            await _kill_once(namespace)
+            await trio.sleep(POLL)
+        return
+    raise RuntimeFault(f"processes {_members(namespace, first)} of a container outlived SIGKILL for {KILL_S:.0f} s")
+
+
+async def _kill_once(namespace: int) -> None:
+    argv = ["nsenter", f"--pid=/proc/self/fd/{namespace}", "--", "sh", "-c", KILL_ALL]
+    with boundary(RuntimeFault, "a container's processes could not be ended"):
+        await trio.run_process(
+            argv, pass_fds=(namespace,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+        )
+
+
+def _members(namespace: int, first: int) -> list[int]:
+    mine = os.fstat(namespace).st_ino
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != first and _namespace(pid) == mine and not _zombie(pid)]
 
 
 def _namespace(pid: int) -> int | None:

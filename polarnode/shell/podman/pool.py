@@ -1,38 +1,45 @@
 """The node's runtimes: a warm one where one of the shape stands ready, else a fresh one; used once, then removed.
 
-A warm runtime is started and has its door, and nothing of any task is in it. The pool keeps as many of each shape as were asked for with
-`want`, replaces those that grew old or died, and gives up its place to sessions: it starts one at a time.
+A warm runtime is started and has its door, and nothing of any session is in it; its image may be a copy of a prepared workspace. How many of a
+shape are kept follows how many sessions wait and how fast they take them (`sizing.py`). Rule for whoever edits it: the pool starts containers
+in the background, and never takes more of Podman's calls than leave most of them to the sessions.
 """
 
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.errors import RuntimeFault
 from polarnode.shell.podman.container import Shape, shape_of
+from polarnode.shell.podman.prepared import Workspace
 from polarnode.shell.podman.recipes import Recipes
 from polarnode.shell.podman.runtime import REMOVE_S, PodmanRuntime
+from polarnode.shell.podman.sizing import Pace, Starts, enough
 from polarnode.shell.podman.starter import Starter
 from polarnode.tasks import RuntimeSpec
 
 WARM_LIMIT = 64  # warm runtimes of all shapes: about 64 MB
 WARM_AGE_S = 1800.0  # seconds a warm one waits before it is replaced; its dead-man switch runs from its start
-WARM_LIFETIME_S = 4 * 3600.0  # seconds of lifetime for shapes nobody opened yet
+WARM_LIFETIME_S = 8 * 3600.0  # seconds of lifetime for shapes nobody opened yet: a session with the usual budgets asks for less than seven hours
 LOOK_S = 30.0  # seconds between looks for the old and the dead while nothing else happens
 RETRY_S = 5.0  # seconds before a start that failed is tried again: its cause is rarely gone at once
 WARM_SESSION = "warm"  # what stands on the session label of a runtime that was started before its session
+SHARE = 3  # of so many calls to Podman at once the pool makes one at most, and it begins none while a session waits for a start of its own
 
 _log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
 class RuntimesStatistics:
-    """`live` are with sessions now, `warm` stand ready; the others count since the node started."""
+    """`live` are with sessions now, `warm` stand ready, `prepared` workspaces are kept as images; the others count since the node started.
+
+    `reused` runtimes began with their workspace in them, from `copied` images or from those that were there.
+    """
 
     live: int
     warm: int
@@ -41,48 +48,106 @@ class RuntimesStatistics:
     failed: int
     swept: int
     service_restarts: int
+    prepared: int = 0
+    copied: int = 0
+    reused: int = 0
+
+
+@frozen(kw_only=True)
+class Want:
+    """So many sessions will take a runtime of the shape. `workspace` is what it is to be prepared with, where a copy of that would do."""
+
+    shape: Shape
+    workspace: Workspace | None
+    count: int
 
 
 @define(eq=False)
-class Demand:
-    """What is wanted of one shape, and the longest lifetime its sessions asked for."""
+class Shelf:
+    """What stands ready of one shape, and what is known of those who take it."""
 
-    count: int = 0
-    lifetime_s: float = 0.0
+    waiting: int = 0
+    starting: int = 0
+    lifetime_s: float = 0.0  # the longest its sessions asked for
     retry_at: float = -math.inf  # not before then, after a start that failed
+    awaited: int = 0  # sessions that wait for one that is being started
+    started_for: float = 0.0  # the lifetime of those being started
+    settled: trio.Event = field(factory=trio.Event)  # set when one of them is started, or failed
+    pace: Pace = field(factory=Pace)
     ready: "deque[PodmanRuntime]" = field(factory=deque)
 
     def usable(self, runtime: PodmanRuntime, lifetime_s: float) -> bool:
         """Whether a warm one lives and will outlive a session."""
         return runtime.alive and runtime.expires - trio.current_time() >= lifetime_s
 
+    def pop(self, lifetime_s: float) -> PodmanRuntime | None:
+        """A warm one for a session, if one stands ready."""
+        ready = next((runtime for runtime in self.ready if self.usable(runtime, lifetime_s)), None)
+        if ready is not None:
+            self.ready.remove(ready)
+        return ready
+
+    def coming(self, lifetime_s: float) -> bool:
+        """Whether one is being started that no other session waits for."""
+        return self.starting > self.awaited and self.started_for >= lifetime_s + WARM_AGE_S
+
 
 @define(eq=False, kw_only=True)
 class Pool:
-    """Warm runtimes by shape. `run` fills it; `take` empties it."""
+    """Warm runtimes by shape. `run` fills it; `take` empties it. `expected` is what sessions of a workspace will start from."""
 
     starter: Starter
     recipes: Recipes
+    most: int
+    expected: Callable[[Workspace, int], tuple[str | None, int]]
     started: int = field(default=0, init=False)
     served_warm: int = field(default=0, init=False)
     failed: int = field(default=0, init=False)
     live: int = field(default=0, init=False)
-    _demands: dict[Shape, Demand] = field(factory=dict, init=False)
+    held: bool = field(default=False, init=False)  # the machine is short of something: nothing is started for later
+    _cold: int = field(default=0, init=False)  # sessions that wait for a start of their own
+    _starts: Starts = field(factory=Starts, init=False)
+    _wants: dict[tuple[Shape, Workspace | None], Want] = field(factory=dict, init=False)
+    _shelves: dict[Shape, Shelf] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
 
     @property
     def warm(self) -> int:
-        return sum(len(demand.ready) for demand in self._demands.values())
+        return sum(len(shelf.ready) for shelf in self._shelves.values())
 
-    def want(self, spec: RuntimeSpec, count: int) -> None:
-        """Keep `count` warm ones of this shape from now on; 0 lets them go."""
-        self._demand(self._shape(spec)).count = max(0, count)
+    def shape(self, spec: RuntimeSpec) -> Shape:
+        """The shape a task asks for, its image by Podman's name."""
+        return shape_of(spec, self.recipes.image(spec.image))
+
+    def want(self, want: Want) -> None:
+        """Expect that many from now on; 0 lets the warm ones go."""
+        self._wants.pop((want.shape, want.workspace), None)
+        if want.count > 0:
+            self._wants[want.shape, want.workspace] = want
+        self.look()
+
+    def look(self) -> None:
+        """Something changed: a copy was made, the machine has room again."""
         self._changed.set()
 
+    async def take(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
+        """A runtime for one session, warm where one stands ready. The caller lends it with `lent`."""
+        shelf = self._shelf(shape)
+        shelf.lifetime_s = max(shelf.lifetime_s, lifetime_s)
+        shelf.pace.taken(trio.current_time())
+        ready = shelf.pop(lifetime_s)
+        while ready is None and shelf.coming(lifetime_s):
+            await self._wait_settled(shelf)
+            ready = shelf.pop(lifetime_s)
+        self._changed.set()
+        if ready is None:
+            return await self._started_cold(shape, session_id, lifetime_s)
+        self.served_warm += 1
+        return ready
+
     @asynccontextmanager
-    async def open(self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float) -> AsyncIterator[PodmanRuntime]:
-        """A runtime for one session, removed when the block is left."""
-        runtime = await self._take(self._shape(spec), session_id, lifetime_s)
+    async def lent(self, runtime: PodmanRuntime) -> AsyncIterator[PodmanRuntime]:
+        """With a session for the block, then removed."""
         self.live += 1
         try:
             yield runtime
@@ -95,80 +160,121 @@ class Pool:
         """Fill and renew until cancelled; then let go of what is warm."""
         ready.set()
         try:
-            while True:
-                self._changed = trio.Event()
-                await self._renew()
-                if not await self._fill_one():
+            async with trio.open_nursery() as nursery:
+                while True:
+                    self._changed = trio.Event()
+                    self._renew(nursery)
+                    self._fill(nursery)
                     with trio.move_on_at(self._next_look()):
                         await self._changed.wait()
         finally:
             with trio.move_on_after(2 * REMOVE_S, shield=True):  # more than their own bound: they are removed side by side
                 await self._empty()
 
-    async def _take(self, shape: Shape, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        demand = self._demand(shape)
-        demand.lifetime_s = max(demand.lifetime_s, lifetime_s)
-        ready = next((runtime for runtime in demand.ready if demand.usable(runtime, lifetime_s)), None)
-        if ready is None:
+    # ── starting ──────────────────────────────────────────────────────────────
+
+    async def _wait_settled(self, shelf: Shelf) -> None:
+        """One that was begun before is ready sooner than one that is begun now."""
+        shelf.awaited += 1
+        try:
+            await shelf.settled.wait()
+        finally:
+            shelf.awaited -= 1
+
+    async def _started_cold(self, shape: Shape, session_id: str, lifetime_s: float) -> PodmanRuntime:
+        self._cold += 1
+        try:
             return await self._start(shape, session_id, lifetime_s)
-        demand.ready.remove(ready)
-        self.served_warm += 1
-        self._changed.set()
-        return ready
+        finally:
+            self._cold -= 1
+            self._changed.set()
 
     async def _start(self, shape: Shape, session_id: str, lifetime_s: float) -> PodmanRuntime:
+        began = trio.current_time()
         try:
             runtime = await self.starter.start(shape, session_id=session_id, lifetime_s=lifetime_s)
         except RuntimeFault:
             self.failed += 1
             raise
         self.started += 1
+        self._starts.took(trio.current_time() - began)
         return runtime
 
-    async def _fill_one(self) -> bool:
-        """Start one that is missing; whether there may be more to do."""
+    def _fill(self, nursery: trio.Nursery) -> None:
+        """Begin to start what is missing, as many at once as the sessions leave room for."""
+        missing = [(shape, shelf) for shape, shelf in self._shelves.items() if self._missing(shelf)]
+        for shape, shelf in sorted(missing, key=lambda each: len(each[1].ready)):
+            while self._missing(shelf) and self._room():
+                shelf.starting += 1
+                shelf.started_for = (shelf.lifetime_s or WARM_LIFETIME_S) + WARM_AGE_S
+                nursery.start_soon(self._fill_one, shape, shelf)
+
+    def _missing(self, shelf: Shelf) -> bool:
         now = trio.current_time()
-        missing = [(shape, demand) for shape, demand in self._demands.items() if len(demand.ready) < demand.count and demand.retry_at <= now]
-        if not missing or self.warm >= WARM_LIMIT:
-            return False
-        shape, demand = min(missing, key=lambda each: len(each[1].ready))
-        lifetime_s = (demand.lifetime_s or WARM_LIFETIME_S) + WARM_AGE_S
+        kept = enough(waiting=shelf.waiting, rate=shelf.pace.rate(now), start_s=self._starts.mean_s, most=self.most)
+        return len(shelf.ready) + shelf.starting < kept and shelf.retry_at <= now
+
+    def _room(self) -> bool:
+        starting = sum(shelf.starting for shelf in self._shelves.values())
+        at_once = 0 if self._cold else max(1, self.starter.client.calls // SHARE)
+        return starting < at_once and self.warm + starting < WARM_LIMIT and not self.held
+
+    async def _fill_one(self, shape: Shape, shelf: Shelf) -> None:
         try:
-            demand.ready.append(await self._start(shape, WARM_SESSION, lifetime_s))
-            demand.retry_at = -math.inf
+            shelf.ready.append(await self._start(shape, WARM_SESSION, shelf.started_for))
+            shelf.retry_at = -math.inf
         except RuntimeFault as fault:
-            if demand.retry_at == -math.inf:  # said once: an image that is still being built fails every few seconds
+            if shelf.retry_at == -math.inf:  # said once: an image that is still being built fails every few seconds
                 _log.warning("no warm runtime of %s yet, tried again every %.0f s: %s", shape.image, RETRY_S, fault)
-            demand.retry_at = trio.current_time() + RETRY_S
-        return True
+            shelf.retry_at = trio.current_time() + RETRY_S
+        finally:
+            shelf.starting -= 1
+            shelf.settled.set()
+            shelf.settled = trio.Event()
+            self._changed.set()
 
     def _next_look(self) -> float:
         """When there may be something to do if nobody says so before: a start that failed, one that is too old."""
-        retries = [demand.retry_at for demand in self._demands.values() if len(demand.ready) < demand.count and demand.retry_at > -math.inf]
+        retries = [shelf.retry_at for shelf in self._shelves.values() if shelf.waiting and shelf.retry_at > trio.current_time()]
         return min([trio.current_time() + LOOK_S, *retries])
 
-    async def _renew(self) -> None:
-        """Remove the warm ones that are too many, too old for the next session, or dead; forget shapes nobody wants."""
-        for shape, demand in list(self._demands.items()):
-            for runtime in self._stale(demand):
-                demand.ready.remove(runtime)
-                await runtime.close()
-            if not demand.count and not demand.ready:
-                self._demands.pop(shape, None)
+    # ── renewing ──────────────────────────────────────────────────────────────
 
-    def _stale(self, demand: Demand) -> list[PodmanRuntime]:
-        worn = [runtime for runtime in demand.ready if not demand.usable(runtime, demand.lifetime_s)]
-        fine = [runtime for runtime in demand.ready if runtime not in worn]
-        return worn + fine[demand.count :]
+    def _renew(self, nursery: trio.Nursery) -> None:
+        """Remove the warm ones nobody will come for, those too old for the next session, and the dead; forget shapes nobody wants."""
+        self._count()
+        for shape, shelf in list(self._shelves.items()):
+            for runtime in self._stale(shelf):
+                shelf.ready.remove(runtime)
+                nursery.start_soon(runtime.close)
+            if not (shelf.waiting or shelf.ready or shelf.starting):
+                del self._shelves[shape]
+
+    def _count(self) -> None:
+        """How many wait for each shape, by what is known of its workspace now."""
+        for shelf in self._shelves.values():
+            shelf.waiting = 0
+        for want in self._wants.values():
+            shape, count = self._meant(want)
+            self._shelf(shape).waiting += count
+
+    def _meant(self, want: Want) -> tuple[Shape, int]:
+        """The shape they will take: of a copy where there is one."""
+        if want.workspace is None:
+            return want.shape, want.count
+        copy, count = self.expected(want.workspace, want.count)
+        return (evolve(want.shape, image=copy) if copy else want.shape), count
+
+    def _stale(self, shelf: Shelf) -> list[PodmanRuntime]:
+        worn = [runtime for runtime in shelf.ready if not shelf.usable(runtime, shelf.lifetime_s)]
+        fine = [runtime for runtime in shelf.ready if runtime not in worn]
+        return worn + fine[min(shelf.waiting, self.most) :]
 
     async def _empty(self) -> None:
         async with trio.open_nursery() as nursery:
-            for demand in self._demands.values():
-                while demand.ready:
-                    nursery.start_soon(demand.ready.popleft().close)
+            for shelf in self._shelves.values():
+                while shelf.ready:
+                    nursery.start_soon(shelf.ready.popleft().close)
 
-    def _demand(self, shape: Shape) -> Demand:
-        return self._demands.setdefault(shape, Demand())
-
-    def _shape(self, spec: RuntimeSpec) -> Shape:
-        return shape_of(spec, self.recipes.image(spec.image))
+    def _shelf(self, shape: Shape) -> Shelf:
+        return self._shelves.setdefault(shape, Shelf())

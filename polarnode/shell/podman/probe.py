@@ -17,6 +17,7 @@ from typing import Literal
 import trio
 from attrs import frozen
 
+from polarnode.shell.podman.sealing import can_seal
 from polarnode.shell.podman.store import SERVICE_PATH, store_at
 
 Cgroups = Literal["v1", "v2", "hybrid"]
@@ -54,6 +55,7 @@ class PodmanFindings:
     driver: Literal["overlay", "vfs"]
     mount_program: Path | None
     user_namespaces: bool
+    quotas: bool
     findings: tuple[Finding, ...]
 
     @property
@@ -74,6 +76,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
     driver: Literal["overlay", "vfs"] = "vfs" if filesystem == "overlay" and mount_program is None else "overlay"
     native = driver == "overlay" and mount_program is None and _kernel() >= IDMAPPED_OVERLAY
     user_namespaces = native and closed_folder(state_dir) is None
+    quotas = driver == "overlay" and mount_program is None and _has_quotas(state_dir)
     findings = (
         _root(),
         await _podman(podman),
@@ -82,6 +85,8 @@ async def probe(state_dir: Path) -> PodmanFindings:
         _cgroup_finding(cgroups),
         _storage(driver, mount_program, filesystem),
         _isolation(native, closed_folder(state_dir)),
+        _sealing(can_seal()),
+        _disk_limit(quotas),
         _memory(state_dir),
         _builder(),
     )
@@ -98,6 +103,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         driver=driver,
         mount_program=mount_program,
         user_namespaces=user_namespaces,
+        quotas=quotas,
         findings=findings,
     )
 
@@ -134,12 +140,23 @@ def _oci_runtime(cgroups: Cgroups) -> Path | None:
 
 def _filesystem(folder: Path) -> str:
     """The kind of filesystem a folder is or will be on."""
-    place, best = str(folder.resolve()), ("", "unknown")
-    for line in Path("/proc/mounts").read_text().splitlines():
-        point, kind = line.split()[1:3]
+    return mounted_at(folder, Path("/proc/mounts").read_text())[0]
+
+
+def _has_quotas(folder: Path) -> bool:
+    """Whether Podman can bound a container's layer: only XFS can, and only where it was mounted so."""
+    kind, options = mounted_at(folder, Path("/proc/mounts").read_text())
+    return kind == "xfs" and not {"prjquota", "pquota"}.isdisjoint(options)
+
+
+def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
+    """The kind and the options of the filesystem a folder is or will be on, by the text of /proc/mounts."""
+    place, best = str(folder.resolve()), ("", "unknown", "")
+    for line in mounts.splitlines():
+        point, kind, options = line.split()[1:4]
         if (place == point or place.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[0]):
-            best = (point, kind)
-    return best[1]
+            best = (point, kind, options)
+    return best[1], tuple(best[2].split(","))
 
 
 def closed_folder(state_dir: Path) -> Path | None:
@@ -233,6 +250,23 @@ def _isolation(native: bool, closed: Path | None) -> Finding:
     if closed is not None:
         remedy = f"{closed} may be entered by its owner alone: set podman_dir to a folder below one that all may pass"
     return Finding(name="isolation", ok=True, what="no network, no capabilities, but no user namespaces", remedy=remedy)
+
+
+def _sealing(obstacle: str | None) -> Finding:
+    if obstacle is None:
+        return Finding(name="read-only root", ok=True, what="all but the workspace is read-only while a harness runs")
+    remedy = "give the node's own container the right to mount, or let tasks say runtime.read_only = false: others end with an error"
+    return Finding(name="read-only root", ok=True, what=f"no root can be made read-only here ({obstacle})", remedy=remedy)
+
+
+def _disk_limit(quotas: bool) -> Finding:
+    missing = [name for name in ("du", "nice") if _which(name) is None]
+    if missing:
+        return Finding(name="disk limit", ok=False, what=f"{' and '.join(missing)} can not be found", remedy="apt-get install coreutils")
+    if quotas:
+        return Finding(name="disk limit", ok=True, what="each container has a quota")
+    remedy = "a podman_dir on XFS mounted with pquota would refuse the write itself"
+    return Finding(name="disk limit", ok=True, what="what containers write is measured, and one over its limit is ended", remedy=remedy)
 
 
 def _memory(state_dir: Path) -> Finding:

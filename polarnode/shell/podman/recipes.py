@@ -1,6 +1,7 @@
 """The recipes of `runtimes/`: what each folder says, and the digest by which a built image is known to be of this very recipe.
 
-Pure but for reading those folders. A recipe's digest covers its files, its base's digest and the base image asked for, so that a change
+A harness can be put on top of a task's own image: then its recipes are built one upon the other from there, and the images are called by the
+task's image and all these recipes. Pure but for reading those folders. A recipe's digest covers its files, its base's digest and the base image asked for, so that a change
 below rebuilds what stands above.
 """
 
@@ -16,13 +17,18 @@ from polarnode.errors import ConfigError, HarnessError, Refused
 
 PREFIX = "localhost/polarnode"  # Podman's own word for images no registry gave
 CONTAINERFILE = "Containerfile"
+ON = "+"  # between a harness's image and the task's it stands on; no task can write it, because no image's name has it
 
 
 @frozen(kw_only=True)
 class Told:
-    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian itself. User and workdir are the task's."""
+    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian itself. User and workdir are the task's.
+
+    `instead_of` is the recipe in whose place this one stands on a task's own image.
+    """
 
     base: str | None = None
+    instead_of: str | None = None
     harnesses: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -42,6 +48,20 @@ class Recipe:
 
 
 @frozen(kw_only=True)
+class Stage:
+    """One recipe on the way up from a task's own image: what is built, from what, and what it is called."""
+
+    recipe: Recipe
+    below: str
+    image: str
+
+
+def on_top(harness_image: str, image: str) -> str:
+    """How the image is asked for that has a harness's recipe on top of a task's own image."""
+    return f"{harness_image}{ON}{image}"
+
+
+@frozen(kw_only=True)
 class Recipes:
     """All recipes, by name."""
 
@@ -53,7 +73,9 @@ class Recipes:
         return found or next((recipe for recipe in self.by_name.values() if name in recipe.told.aliases), None)
 
     def image(self, name: str) -> str:
-        """What Podman calls it: a recipe's own image, or the name as it stands."""
+        """What Podman calls it: a recipe's own image, that of a harness `on_top` of another, or the name as it stands."""
+        if ON in name:
+            return self.stages(name)[-1].image
         recipe = self.find(name)
         return recipe.image if recipe else name
 
@@ -71,6 +93,22 @@ class Recipes:
             for recipe in reversed(tuple(self._down(name))):
                 ordered.setdefault(recipe.name, recipe)
         return tuple(ordered.values())
+
+    def stages(self, name: str) -> tuple[Stage, ...]:
+        """What is built for a name that `on_top` gave, each after what it stands on; refused where the harness's image is no recipe."""
+        harness, _, below = name.partition(ON)
+        made: list[Stage] = []
+        running = hashlib.sha256(self.image(below).encode())
+        for recipe in map(self._onto, self.with_bases([harness])):
+            running.update(recipe.digest.encode())
+            stands_on = made[-1].image if made else self.image(below)
+            made.append(Stage(recipe=recipe, below=stands_on, image=f"{PREFIX}/{recipe.name}-on:{running.hexdigest()[:24]}"))
+        if not made:
+            raise Refused(f"{harness} is no recipe: a harness is put on a task's image by its folder of runtimes/", path="$.runtime.add_harness")
+        return tuple(made)
+
+    def _onto(self, recipe: Recipe) -> Recipe:
+        return next((other for other in self.by_name.values() if other.told.instead_of == recipe.name), recipe)
 
     def _down(self, name: str) -> Iterator[Recipe]:
         recipe = self.find(name)

@@ -6,6 +6,7 @@ Programs run through `exec.py`; files are written and read from outside through 
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -14,14 +15,22 @@ from attrs import define, field
 from polarnode.errors import RuntimeFault
 from polarnode.ports import Ended
 from polarnode.shell.doors import DOOR_HOST, DOOR_PORT
+from polarnode.shell.podman.artifacts import Collected, collect
 from polarnode.shell.podman.client import Client
+from polarnode.shell.podman.copying import Copy
+from polarnode.shell.podman.disk import Written
 from polarnode.shell.podman.exec import ExecOrder, Execs
 from polarnode.shell.podman.files import Account, Rooted
 from polarnode.shell.podman.frames import Channel, Tail
 from polarnode.shell.podman.inside import Inside
 from polarnode.shell.podman.logs import open_bounded_log
+from polarnode.shell.podman.sealing import Sealed, seal, unseal
+from polarnode.tasks import RuntimeSpec
 
-OUTPUT_LIMIT = 32 << 20  # bytes of stdout and of stderr kept of a `run`: a packed workspace must pass whole, and few run at once
+OUTPUT_LIMIT = 32 << 20  # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
+COPY_LIMIT = 8 << 30  # bytes a session changed in its workspace, or twice what it may write: one that wrote too much is judged too
+KILLED = 137  # the exit code of a program that was ended by SIGKILL
+ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
 REMOVE_S = 120.0  # seconds a removal may wait for its turn; 0.1 s quiet. What is left after that the sweeper takes
 
 _log = logging.getLogger(__name__)
@@ -43,7 +52,9 @@ class PodmanRuntime:
     _execs: Execs
     _client: Client
     _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
+    _written: Written
     _closed: bool = field(default=False, init=False)
+    _sealed: Sealed | None = field(default=None, init=False)
 
     @property
     def home(self) -> str:
@@ -51,9 +62,37 @@ class PodmanRuntime:
         return self.account.home
 
     @property
+    def ended_because(self) -> str | None:
+        """Why the node ended all that ran in it, as a session's reason; None while it did not. What it wrote is not worth judging."""
+        return self._written.because
+
+    @property
+    def ended_for_room(self) -> bool:
+        """Whether that was because the machine's disk was nearly full, which is no fault of the session's."""
+        return self._written.for_room
+
+    def oom_kills(self) -> int:
+        """How many of its programs the kernel ended because the container's memory was spent."""
+        return self._written.upper.group.oom_kills()
+
+    @property
+    def network(self) -> int:
+        """Its network namespace, as a descriptor that is open until it is closed: the door's own ends with the run."""
+        return self._inside.network
+
+    @property
     def alive(self) -> bool:
         """Whether its first process runs; it ends by the dead-man switch, or by the kernel."""
         return not self._closed and self._inside.alive()
+
+    @property
+    def shift(self) -> int:
+        """What the container's user ids are moved by on this machine."""
+        return self._files.shift
+
+    async def busy(self) -> bool:
+        """Whether anything runs in it but its first process."""
+        return bool(await trio.to_thread.run_sync(self._inside.members))
 
     async def run(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, user: str | None = None, workdir: str | None = None, stdin: bytes = b""
@@ -62,6 +101,8 @@ class PodmanRuntime:
         kept: dict[Channel, Tail] = {"stdout": Tail(OUTPUT_LIMIT), "stderr": Tail(OUTPUT_LIMIT)}
         order = await self._order(argv, env, user, workdir, stdin)
         exit_code = self._finish(await self._execs.run(order, lambda channel, piece: kept[channel].write(piece)))
+        if exit_code == KILLED and self.ended_because is not None:
+            kept["stderr"].write(f"\n{self.ended_because}\n".encode())  # where its last words are looked for
         stdout, stderr = kept["stdout"].value(), kept["stderr"].value()
         return Ended(exit_code=exit_code, stdout=stdout, stderr=stderr, truncated=any(tail.dropped for tail in kept.values()))
 
@@ -93,6 +134,35 @@ class PodmanRuntime:
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         """A plain file's first `limit` bytes; None where there is none. No link is followed, anywhere in the path."""
         return await trio.to_thread.run_sync(self._files.read, path, limit)
+
+    async def seal(self, spec: RuntimeSpec) -> None:
+        """Make the root read-only but for the workdir, the home, /tmp, /var/tmp and what the task names; nothing where the task says so.
+
+        Put what a harness needs before it. Refused where a program that a prepare step left running has files open for writing.
+        """
+        if spec.read_only and self._sealed is None:
+            writable = (self.workdir, *ALWAYS_WRITABLE, *spec.writable, *((self.home,) if self.home != "/" else ()))
+            work = partial(seal, self._inside, writable=writable, kept=[volume.target for volume in spec.volumes])
+            self._sealed = await trio.to_thread.run_sync(work)
+
+    async def unseal(self) -> None:
+        """Make the root writable again, once the harness's processes have ended; nothing where it was not sealed."""
+        if self._sealed is not None:
+            await trio.to_thread.run_sync(unseal, self._inside, self._sealed)
+            self._sealed = None
+
+    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+        """Keep files and folders, by paths relative to the workdir or absolute, as a tar; once the harness's processes have ended: it unseals."""
+        await self.unseal()
+        return await trio.to_thread.run_sync(partial(collect, self._files, paths=paths, workdir=self.workdir, to=to))
+
+    async def copy_workdir(self, target: "PodmanRuntime") -> None:
+        """Make the target's workdir what this one's is; once the harness's processes have ended: it unseals. EvaluatorError where it can not be."""
+        await self.unseal()
+        copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._written.limit))
+        with target._written.spared() as spared:
+            await trio.to_thread.run_sync(copy.run, self.workdir, target.workdir)
+            spared(copy.size)
 
     async def end_processes(self) -> None:
         """End everything in the container but its first process."""

@@ -2,17 +2,21 @@
 
 import os
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from attrs import define
+from attrs import define, evolve
 
 from polarnode.shell.podman.background import open_background
 from polarnode.shell.podman.client import Client
 from polarnode.shell.podman.conf import ready_store
 from polarnode.shell.podman.container import this_process
-from polarnode.shell.podman.pool import Pool, RuntimesStatistics
+from polarnode.shell.podman.copies import PodmanCopies
+from polarnode.shell.podman.disk import DiskWatch
+from polarnode.shell.podman.forgotten import Forgotten
+from polarnode.shell.podman.pool import Pool, RuntimesStatistics, Want
+from polarnode.shell.podman.prepared import Workspace, Workspaces, workspace_of
 from polarnode.shell.podman.probe import PodmanFindings
 from polarnode.shell.podman.recipes import default_runtimes_dir, read_recipes
 from polarnode.shell.podman.runtime import PodmanRuntime
@@ -23,6 +27,8 @@ from polarnode.shell.podman.store import Store
 from polarnode.shell.podman.sweeper import Sweeper
 from polarnode.tasks import RuntimeSpec
 
+Prepare = Callable[[PodmanRuntime], Awaitable[None]]
+
 
 @define(eq=False, kw_only=True)
 class Runtimes:
@@ -31,19 +37,56 @@ class Runtimes:
     findings: PodmanFindings
     settings: RuntimesSettings
     _pool: Pool
+    _workspaces: Workspaces[PodmanRuntime]
     _sweeper: Sweeper
     _service: Service
 
-    def open(self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float) -> AbstractAsyncContextManager[PodmanRuntime]:
+    @asynccontextmanager
+    async def open(self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float) -> AsyncIterator[PodmanRuntime]:
         """A runtime used by nobody before, removed when the block is left in any way. Opening raises RuntimeFault when none starts.
 
         `lifetime_s` is its dead-man switch: so many seconds later it is killed even if the node, the service and all else are dead.
         """
-        return self._pool.open(spec, session_id=session_id, lifetime_s=lifetime_s)
+        async with self._pool.lent(await self._pool.take(self._pool.shape(spec), session_id=session_id, lifetime_s=lifetime_s)) as runtime:
+            yield runtime
+
+    @asynccontextmanager
+    async def open_prepared(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
+    ) -> AsyncIterator[PodmanRuntime]:
+        """As `open`, with the task's workspace in it: `prepare` has been run, here or once for all. What `prepare` raises comes out of here.
+
+        `shared`: more than one runtime will need this workspace.
+        """
+        shape, workspace = self._pool.shape(spec), self._workspace(spec)
+
+        async def start(image: str | None) -> PodmanRuntime:
+            return await self._pool.take(evolve(shape, image=image or shape.image), session_id=session_id, lifetime_s=lifetime_s)
+
+        if workspace is not None and self._workspaces.pays(workspace, shared=shared):
+            async with self._pool.lent(await self._workspaces.obtain(workspace, start, prepare)) as runtime:
+                yield runtime
+        else:
+            async with self._pool.lent(await start(None)) as runtime:
+                await prepare(runtime)
+                yield runtime
+
+    def preparing(self, spec: RuntimeSpec) -> bool:
+        """Whether somebody is just preparing what this task needs, so that it is worth waiting."""
+        return self._workspaces.busy(self._workspace(spec))
+
+    async def wait_prepared(self, spec: RuntimeSpec) -> None:
+        """Wait until nobody is; it costs no place and no call."""
+        await self._workspaces.wait_settled(self._workspace(spec))
 
     def want(self, spec: RuntimeSpec, count: int) -> None:
-        """Keep `count` runtimes of this shape warm, at most `settings.warm`; the pool fills in the background."""
-        self._pool.want(spec, min(count, self.settings.warm))
+        """So many sessions will need a runtime for this task; the pool fills in the background, up to `settings.warm` of a shape."""
+        self._pool.want(Want(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count))
+
+    def hold(self, held: bool) -> None:
+        """Start nothing for later while the machine is short of something."""
+        self._pool.held = held
+        self._pool.look()
 
     async def sweep(self) -> int:
         """Remove orphans now; how many there were."""
@@ -51,7 +94,7 @@ class Runtimes:
 
     def statistics(self) -> RuntimesStatistics:
         """Counts now."""
-        pool = self._pool
+        pool, workspaces = self._pool, self._workspaces
         return RuntimesStatistics(
             live=pool.live,
             warm=pool.warm,
@@ -60,7 +103,13 @@ class Runtimes:
             failed=pool.failed,
             swept=self._sweeper.swept,
             service_restarts=self._service.restarts,
+            prepared=workspaces.kept,
+            copied=workspaces.made,
+            reused=workspaces.reused,
         )
+
+    def _workspace(self, spec: RuntimeSpec) -> Workspace | None:
+        return workspace_of(spec, self._pool.shape(spec).image)
 
 
 @asynccontextmanager
@@ -79,19 +128,35 @@ async def _served(settings: RuntimesSettings, findings: PodmanFindings, store: S
     service = Service(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
     client = Client(service.socket, settings.calls)
     try:
-        async with open_background(service.run), _pooled(settings, findings, service, client) as runtimes:
+        async with open_background(service.run), _pooled(settings, findings, service, client, store) as runtimes:
             yield runtimes
     finally:
         client.close()
 
 
 @asynccontextmanager
-async def _pooled(settings: RuntimesSettings, findings: PodmanFindings, service: Service, client: Client) -> AsyncIterator[Runtimes]:
+async def _pooled(settings: RuntimesSettings, findings: PodmanFindings, service: Service, client: Client, store: Store) -> AsyncIterator[Runtimes]:
     owner = this_process()
-    starter = Starter(client=client, api=service.socket, findings=findings, node_id=settings.node_id, owner=owner)
-    sweeper = Sweeper(client, owner, starter.alive)
-    await sweeper.sweep()
+    watch = DiskWatch(store=store.state_dir, reserve=settings.disk_reserve_mb << 20)
+    starter = Starter(
+        client=client,
+        api=service.socket,
+        findings=findings,
+        node_id=settings.node_id,
+        owner=owner,
+        watch=watch,
+        allowed_volumes=settings.volumes,
+    )
+    forgotten = Forgotten(storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc"))
+    sweeper = Sweeper(client, owner, starter.alive, forgotten)
+    await sweeper.sweep(at_once=settings.calls)  # nothing else calls yet
+    copies = PodmanCopies(api=service.socket, limiter=client.limiter, owner=owner, most=settings.prepared)
+    workspaces: Workspaces[PodmanRuntime] = Workspaces(copies=copies, most=settings.prepared)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
-    pool = Pool(starter=starter, recipes=recipes)
-    async with open_background(sweeper.run), open_background(pool.run):
-        yield Runtimes(findings=findings, settings=settings, pool=pool, sweeper=sweeper, service=service)
+    pool = Pool(starter=starter, recipes=recipes, most=settings.warm, expected=workspaces.expected)
+    workspaces.on_change = pool.look
+    services = (watch.run, workspaces.run, copies.run, sweeper.run, pool.run)
+    async with AsyncExitStack() as stack:
+        for run in services:
+            await stack.enter_async_context(open_background(run))
+        yield Runtimes(findings=findings, settings=settings, pool=pool, workspaces=workspaces, sweeper=sweeper, service=service)

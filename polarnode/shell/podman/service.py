@@ -8,6 +8,7 @@ threads that retire.) Containers do not hang on the service: one that dies is st
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,7 +28,25 @@ RESTART_PAUSES = (0.1, 0.5, 2.0, 5.0, 10.0)  # seconds before a restart, growing
 # Standard input is the lifeline. A background job gets its own from /dev/null unless told, and no shell but bash dups two-digit descriptors.
 WATCHED = '(read -r _; kill -KILL 0) <&3 & exec "$@" </dev/null 3<&-'
 
+LOGS_KEPT_S = 7 * 86400.0  # of nodes that were killed, for who wants to know why: a week, and none that says nothing
+
 _log = logging.getLogger(__name__)
+
+
+def sweep(store: Store) -> None:
+    """Remove the sockets of nodes that were killed, and of their services' logs the empty and the old. A file begins with its node's process id."""
+    for path in (*store.sockets.glob("*.sock"), *store.log_dir.glob("*.log")):
+        pid = path.stem.partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists() and not _tells_something(path):
+            path.unlink(missing_ok=True)
+
+
+def _tells_something(path: Path) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # another node that starts swept it
+        return False
+    return path.suffix == ".log" and found.st_size > 0 and time.time() - found.st_mtime < LOGS_KEPT_S
 
 
 @define(eq=False)
@@ -47,6 +66,7 @@ class Service:
 
     async def run(self, ready: trio.Event) -> None:
         """Keep it running until cancelled; reports when the socket first answers. Raises RuntimeFault when it does not come up at first."""
+        sweep(self.store)
         async with self._started():
             ready.set()
             await self._wait_ended()

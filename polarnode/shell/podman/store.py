@@ -45,6 +45,11 @@ class Store:
         return self.state_dir / "etc" / "storage.conf"
 
     @property
+    def storage(self) -> Path:
+        """Podman's own graph root: images and containers."""
+        return self.state_dir / "storage"
+
+    @property
     def sockets(self) -> Path:
         """Where the nodes' API sockets are; whoever can open one is root."""
         return self.run_dir / "api"

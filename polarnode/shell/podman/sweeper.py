@@ -12,6 +12,7 @@ from attrs import define, field
 from polarnode.errors import RuntimeFault
 from polarnode.shell.podman.client import Client, Listed
 from polarnode.shell.podman.container import LABEL_OWNER, Owner, read_owner
+from polarnode.shell.podman.forgotten import Forgotten
 
 SWEEP_EVERY_S = 60.0  # seconds: what a killed node left is swept when the next one starts; this catches removals that failed
 AT_ONCE = 3  # removals side by side, fewer than the calls a node may make, so that sessions go on meanwhile
@@ -26,18 +27,25 @@ class Sweeper:
     client: Client
     owner: Owner
     alive: set[str]
+    forgotten: Forgotten
     swept: int = field(default=0, init=False)
     _suspects: set[str] = field(factory=set, init=False)
 
-    async def sweep(self) -> int:
-        """Remove every orphan there is now; how many. Raises RuntimeFault when Podman does not answer."""
+    async def sweep(self, *, at_once: int = AT_ONCE) -> int:
+        """Remove every orphan there is now, so many side by side; how many. Raises RuntimeFault when Podman does not answer."""
         known = set(self.alive)  # before asking: one that is created meanwhile is not listed, one removed meanwhile is gone anyway
         orphans = [each.id for each in await self.client.labelled(LABEL_OWNER) if self._is_orphan(each, known)]
-        limiter = trio.CapacityLimiter(AT_ONCE)
+        limiter = trio.CapacityLimiter(at_once)
         async with trio.open_nursery() as nursery:
             for orphan in orphans:
                 nursery.start_soon(self._remove, orphan, limiter)
+        await self._end_forgotten()
         return len(orphans)
+
+    async def _end_forgotten(self) -> None:
+        conmons = await trio.to_thread.run_sync(self.forgotten.conmons)
+        known = await self.client.known() if conmons else frozenset[str]()
+        await self.forgotten.end([conmon for conmon in conmons if conmon.container not in known])
 
     async def run(self, ready: trio.Event) -> None:
         """Sweep now and then until cancelled."""

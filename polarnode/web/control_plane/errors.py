@@ -7,7 +7,7 @@ from math import ceil
 
 import trio
 from quart import Response
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError, Refused
@@ -57,12 +57,13 @@ async def answer_error(error: Exception) -> Response:
         case Conflict():
             return json_response(error_json("conflict", str(error)), 409)
         case Busy():
-            return json_response(error_json("busy", str(error)), 503, {"Retry-After": str(ceil(error.retry_after))})
+            return json_response(error_json("busy", str(error)), 429, {"Retry-After": str(ceil(error.retry_after))})
         case DiskFull():
             return json_response(error_json("disk_full", str(error)), 507)
         case PolarnodeError():
             return json_response(error_json(error.boundary, str(error)), 500)
         case HTTPException():
             kind, sentence = SENTENCES.get(error.code or 500, ("http", error.description or error.name))
-            return json_response(error_json(kind, sentence), error.code or 500)
+            allowed = {"Allow": ", ".join(error.valid_methods or ())} if isinstance(error, MethodNotAllowed) else None
+            return json_response(error_json(kind, sentence), error.code or 500, allowed)
     raise error

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from math import isfinite, nan
-from typing import Any, get_args
+from typing import Any, Final, Literal, get_args
 
 from attrs import frozen
 
 from polarnode.errors import Refused
 from polarnode.records import Status
-from polarnode.shell.journal import Filters, check_consumer
+from polarnode.shell.journal import USUAL_KINDS, EventKind, Filters, check_consumer
+from polarnode.trainers import FORMATS
 from polarnode.wire import Arrays, Turns
+
+Kind = Literal["trajectories", "sft"]
+PARQUET: Final = "parquet"
 
 
 @frozen(kw_only=True)
@@ -25,11 +29,14 @@ class Query:
     min_reward: float | None = None
     arrays: Arrays = "json"
     turns: Turns = "table"
+    format: str | None = None
+    kind: Kind = "trajectories"
     limit: int = 100
     before: str | None = None
+    kinds: tuple[EventKind, ...] = USUAL_KINDS
 
     def filters(self) -> Filters:
-        return Filters(task_id=self.task_id, group_id=self.group_id, outcome=self.outcome, min_reward=self.min_reward)
+        return Filters(task_id=self.task_id, group_id=self.group_id, outcome=self.outcome, min_reward=self.min_reward, kinds=self.kinds)
 
 
 FILTERS = ("task_id", "group_id", "outcome", "min_reward")
@@ -86,11 +93,27 @@ def _flag(name: str, text: str) -> bool:
     return text == "true"
 
 
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "outcome": get_args(Status),
+    "arrays": get_args(Arrays),
+    "turns": get_args(Turns),
+    "format": (*FORMATS, PARQUET),
+    "kind": get_args(Kind),
+}
+
+
 def _one_of(name: str, text: str) -> str:
-    options = {"outcome": get_args(Status), "arrays": get_args(Arrays), "turns": get_args(Turns)}[name]
+    options = _OPTIONS[name]
     if text not in options:
         raise _refused(name, f"must be one of {', '.join(options)}, not {text!r}")
     return text
+
+
+def _kinds(name: str, text: str) -> tuple[str, ...]:
+    kinds, options = tuple(text.split(",")), get_args(EventKind)
+    if not set(kinds) <= set(options):
+        raise _refused(name, f"must be some of {','.join(options)}, with commas between them, not {text!r}")
+    return kinds
 
 
 READERS: Mapping[str, Callable[[str, str], Any]] = {
@@ -103,8 +126,11 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "min_reward": _number,
     "arrays": _one_of,
     "turns": _one_of,
+    "format": _one_of,
+    "kind": _one_of,
     "limit": _limit,
     "before": _text,
+    "kinds": _kinds,
 }
 
 

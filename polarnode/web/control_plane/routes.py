@@ -1,16 +1,23 @@
 """The routes themselves, each a few lines: read, ask, answer."""
 
+from functools import partial
+from pathlib import Path
+
 import trio
 from attrs import evolve, frozen
 from quart import Response, request
 
 from polarnode.conversation import Json
+from polarnode.records import Trajectory
 from polarnode.shell.journal import Journal, SessionRecord, TaskRecord, check_consumer
+from polarnode.shell.podman.artifacts import artifacts_path
 from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.web.control_plane.exports import export
+from polarnode.web.control_plane.formats import check_format, format_json
 from polarnode.web.control_plane.metrics import CONTENT_TYPE, exposition
-from polarnode.web.control_plane.query import FILTERS, last_event_id, read_query
-from polarnode.web.control_plane.service import DiskFull, Service
-from polarnode.web.control_plane.streams import event_stream, export_lines
+from polarnode.web.control_plane.query import FILTERS, Query, last_event_id, read_query
+from polarnode.web.control_plane.service import Conflict, DiskFull, Service
+from polarnode.web.control_plane.streams import event_stream, file_pieces
 from polarnode.wire import dump_json, plain, read_json, read_task, structure, task_json, trajectory_json, turns_json
 from polarnode.wire.arrays import encoder
 
@@ -29,6 +36,7 @@ class Routes:
 
     service: Service
     journal: Journal
+    sessions_dir: Path | None
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
@@ -68,11 +76,12 @@ class Routes:
     # ── trajectories ──────────────────────────────────────────────────────────
 
     async def stream(self) -> Response:
-        query = read_query(request.args, "consumer", "after", "follow", "arrays", "turns", *FILTERS)
+        query = check_format(read_query(request.args, "consumer", "after", "follow", "kinds", "arrays", "turns", "format", *FILTERS))
         start = last_event_id(request.headers.get("Last-Event-ID"))  # before `after`: a browser repeats the first URL and adds the header
         start = query.after if start is None else start
         if query.consumer is not None:
-            start = await self._position(query.consumer) if start is None else start
+            position = await self._position(query.consumer)
+            start = position if start is None else start
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return Response(event_stream(self.journal, query, start or 0), 200, headers, content_type="text/event-stream")
 
@@ -87,14 +96,27 @@ class Routes:
         position = await self.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
         return json_response({"consumer": ack.consumer, "position": position})
 
+    async def consumers(self) -> Response:
+        read_query(request.args)
+        await trio.lowlevel.checkpoint()
+        return json_response({"consumers": [plain(each) for each in self.journal.consumers()]})
+
+    async def forget_consumer(self, consumer: str) -> Response:
+        """Nothing is kept for it any more. One that reads now is refused: its next acknowledgement would make it known again, at the beginning."""
+        read_query(request.args)
+        if self.journal.streams(consumer):
+            raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
+        if not await self.journal.forget(consumer):
+            raise NotFound(f"no consumer {consumer!r} is known: look at GET /v1/consumers")
+        return json_response({"consumer": consumer, "forgotten": True})
+
     async def trajectory(self, session_id: str) -> Response:
-        query = read_query(request.args, "arrays", "turns")
+        query = check_format(read_query(request.args, "arrays", "turns", "format"))
         found = await self.journal.trajectory(session_id)
         if found is None:
             known = await self._known_session(session_id)
             raise NotFound(f"session {known.session_id!r} is not over yet: its turns are at GET /v1/sessions/{known.session_id}")
-        whole = found
-        body = await self.journal.read(lambda: dump_json(trajectory_json(whole, arrays=query.arrays, turns=query.turns)))
+        body = await self.journal.read(partial(_trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
@@ -111,6 +133,17 @@ class Routes:
 
         return Response(await self.journal.read(body), content_type="application/json")
 
+    async def artifacts(self, session_id: str) -> Response:
+        """The tar of what its task wanted kept."""
+        read_query(request.args)
+        known = await self._known_session(session_id)
+        path = artifacts_path(self.sessions_dir or Path(), known.session_id)
+        size = await trio.to_thread.run_sync(_size, path) if self.sessions_dir else None
+        if size is None:
+            raise NotFound(f"session {session_id!r} has no artifacts: its task names none in runtime.artifacts, or its harness has not ended")
+        headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{path.name}"'}
+        return Response(file_pieces(path, size), 200, headers, content_type="application/x-tar")
+
     async def _known_session(self, session_id: str) -> SessionRecord:
         found = await self.journal.session(session_id)
         if found is None:
@@ -118,8 +151,7 @@ class Routes:
         return found
 
     async def export(self) -> Response:
-        query = read_query(request.args, "arrays", "turns", *FILTERS)
-        return Response(export_lines(self.journal, query), content_type="application/x-ndjson")
+        return export(self.journal, read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS))
 
     # ── the node ──────────────────────────────────────────────────────────────
 
@@ -145,6 +177,19 @@ class Routes:
         await trio.lowlevel.checkpoint()
         ready = self.service.ready()
         return json_response({"ready": ready}, 200 if ready else 503)
+
+
+def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:
+    if query.format is not None:
+        return dump_json(format_json(query.format, trajectory, query.arrays))
+    return dump_json(trajectory_json(trajectory, arrays=query.arrays, turns=query.turns))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 async def _body() -> bytes:

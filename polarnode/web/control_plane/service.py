@@ -1,13 +1,15 @@
-"""What the control plane needs of the node, and how the node says no."""
+"""What the control plane needs of the node, and how the node says no (its errors: 409, 429, 507)."""
 
 from typing import Protocol
 
 from attrs import frozen
 
 from polarnode.conversation import Json
-from polarnode.errors import PolarnodeError
+from polarnode.errors import Busy, Conflict, DiskFull
 from polarnode.tasks import TaskSpec
 from polarnode.web.control_plane.metrics import Figures
+
+__all__ = ["Busy", "Conflict", "DiskFull", "Service", "Submitted"]
 
 
 @frozen(kw_only=True)
@@ -17,28 +19,6 @@ class Submitted:
     task_id: str
     session_ids: tuple[str, ...]
     created: bool = True
-
-
-class Conflict(PolarnodeError):
-    """The id or key of another task; the text names it. 409."""
-
-    boundary = "client"
-
-
-class Busy(PolarnodeError):
-    """No room now; asking again after `retry_after` seconds can help. 503."""
-
-    boundary = "node"
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class DiskFull(PolarnodeError):
-    """The journal's disk has no room for what a new task would make. 507."""
-
-    boundary = "journal"
 
 
 class Service(Protocol):

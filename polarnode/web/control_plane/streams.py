@@ -1,39 +1,76 @@
-"""What is long: the stream of events (SSE) and the export (JSONL), read from the journal page by page as the client takes it.
+"""What is long: the stream of events (SSE), the export (JSONL) and a session's artifacts (tar), read piece by piece as the client takes it.
 
 The rules for whoever edits it. No scope and no nursery around a `yield`. A stream is silent for at most KEEP_ALIVE_S. It can be cut at any
 byte and resumed at its last `id:`, exactly; so a failure is said as an `error` event and ends the stream, and the client comes again.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import trio
+from attrs import define
 
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError
-from polarnode.shell.journal import EventPage, Filters, Journal
+from polarnode.shell.journal import EventPage, Filters, Journal, StoredEvent
 from polarnode.web.control_plane.errors import error_json
+from polarnode.web.control_plane.formats import in_format
 from polarnode.web.control_plane.query import Query
 from polarnode.wire import dump_json
 
+WRITE_BYTES = 256 << 10  # of a stream at once: small events leave together, and of a large one no second copy is made for a reader that is slow
+PIECE = 1 << 20  # bytes of a file at a time: one look at the disk, and little memory for a client that reads slowly
+END = b"\n\n"
+LAST = b"}" + END  # of an event whose body is written by itself
 KEEP_ALIVE_S = 8.0  # the API promises something every 10 s; two for the way
 
 
-async def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[bytes]:
-    """Events after `start` as they come. With follow=false it ends when there is no more: after the task's end when one is named."""
+def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[bytes]:
+    """Events after `start` as they come. With follow=false it ends when there is no more: after the task's end when one is named.
+
+    A stream holds one page of events at most, whatever its reader does: it reads the next when that is taken.
+    """
+    events = _events(journal, query, start)
+    return events if query.consumer is None else _Attended(journal=journal, consumer=query.consumer, events=events)
+
+
+@define(eq=False, kw_only=True)
+class _Attended(AsyncIterator[bytes]):
+    """A consumer's stream, who is waited for from the first piece until Quart closes this, which it does however the client leaves."""
+
+    journal: Journal
+    consumer: str
+    events: AsyncGenerator[bytes, None]
+    _reading: ExitStack | None = None
+
+    async def __anext__(self) -> bytes:
+        if self._reading is None:
+            self._reading = ExitStack()
+            self._reading.enter_context(self.journal.reading(self.consumer))
+        return await anext(self.events)
+
+    async def aclose(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+        await self.events.aclose()
+
+
+async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[bytes, None]:
     yield b": polarnode\n\n"  # headers leave at once, so that a client knows it is connected
     seen, spoken = start, trio.current_time()
     while True:
         last_round = not query.follow and await _nothing_to_come(journal, query.task_id)
         page = await _page(journal, query, seen)
         if isinstance(page, PolarnodeError):
-            yield _sse("error", dump_json(error_json(page.boundary, str(page))))
+            yield b"event: error\ndata: " + dump_json(error_json(page.boundary, str(page))) + END
             return
         if not page.follows(seen):
             yield _gap(page.first_seq, seen)
             seen = page.first_seq - 1
             continue
-        for event in page.events:
-            yield _sse(event.kind, event.json, event.seq)
+        for piece in _pieces(page.events):
+            yield piece
             spoken = trio.current_time()
         seen = page.seen
         if page.events:
@@ -49,7 +86,8 @@ async def event_stream(journal: Journal, query: Query, start: int) -> AsyncItera
 
 async def _page(journal: Journal, query: Query, seen: int) -> EventPage | PolarnodeError:
     try:
-        return await journal.events(seen, filters=query.filters(), arrays=query.arrays, turns=query.turns)
+        page = await journal.events(seen, filters=query.filters(), arrays=query.arrays, turns=query.turns)
+        return await in_format(journal, page, query)
     except PolarnodeError as error:
         return error
 
@@ -64,13 +102,33 @@ async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
 
 def _gap(oldest: int, after: int) -> bytes:
     """What lies between was pruned; or `after` is of another journal (its file was replaced), and this one is told from its beginning."""
-    body: dict[str, Json] = {"gap": {"after": after, "oldest": oldest}}
-    return _sse("gap", dump_json(body), oldest - 1)
+    body: dict[str, Json] = {"seq": oldest - 1, "key": f"gap:{after}-{oldest}", "gap": {"after": after, "oldest": oldest}}
+    return _head("gap", oldest - 1) + dump_json(body) + END
 
 
-def _sse(kind: str, body: bytes, seq: int | None = None) -> bytes:
-    number = b"" if seq is None else b"id: %d\n" % seq
-    return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), number, body)  # compact JSON has no line breaks
+def _pieces(events: Iterable[StoredEvent]) -> Iterator[bytes]:
+    """Events as they are written, WRITE_BYTES or so at a time."""
+    held: list[bytes] = []
+    size = 0
+    for event in events:
+        body = event.body
+        parts = [
+            _head(event.kind, event.seq) + event.before,
+            *(body[place : place + WRITE_BYTES] for place in range(0, len(body), WRITE_BYTES)),
+            LAST,
+        ]
+        for part in parts:
+            held.append(part)
+            size += len(part)
+            if size >= WRITE_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+    if held:
+        yield b"".join(held)
+
+
+def _head(kind: str, seq: int) -> bytes:
+    return b"event: %b\nid: %d\ndata: " % (kind.encode(), seq)  # compact JSON has no line breaks
 
 
 async def export_lines(journal: Journal, query: Query) -> AsyncIterator[bytes]:
@@ -83,3 +141,15 @@ async def export_lines(journal: Journal, query: Query) -> AsyncIterator[bytes]:
             if event.seq <= last:
                 yield event.body + b"\n"
         seen = page.seen
+
+
+async def file_pieces(path: Path, size: int) -> AsyncIterator[bytes]:
+    """A file's first `size` bytes. Opened for each piece: a client that goes away in between leaves nothing open."""
+    for place in range(0, size, PIECE):
+        yield await trio.to_thread.run_sync(_piece, path, place, min(PIECE, size - place))
+
+
+def _piece(path: Path, place: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(place)
+        return file.read(length)

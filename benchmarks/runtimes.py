@@ -1,0 +1,290 @@
+"""What prewarming is worth: containers started a second, how much of INIT hides behind RUN, and how long an evaluator waits for its own runtime.
+
+    python benchmarks/runtimes.py                 two minutes, real Podman, no engine: harnesses that sleep
+    python benchmarks/runtimes.py --sessions 32 --run-s 10 --files 2000
+
+Three ways of the same work, in one run and one after the other, so that what the machine does besides falls on all: `each prepares` is a cold
+start and the task's steps in every container; `from a copy` prepares once and starts the others from the copy, still cold; `prewarmed` has
+warm ones of the copy besides. Ratios are to the first row. From the first harness that runs to the last that begins, `RUN idle` is the part of
+RUN's places that stood empty, and `hidden` the part of the time in which somebody was in INIT and no place stood empty for it.
+"""
+
+import argparse
+import secrets
+import statistics
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+from socket import socket
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.errors import EvaluatorError
+from polarnode.merge.trajectory import Identity
+from polarnode.ports import Judge
+from polarnode.records import Trajectory, Turn
+from polarnode.shell import session, workspace
+from polarnode.shell.gates import Gate
+from polarnode.shell.live import LiveSessions
+from polarnode.shell.orders import House, Stages
+from polarnode.shell.podman import PodmanRuntime, Runtimes, RuntimesSettings, default_state_dir, ensure_images, open_runtimes
+from polarnode.shell.scheduler import Scheduler, Who
+from polarnode.tasks import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+
+AT_ONCE: Final = 4  # the node's init_limit
+RUN_PLACES: Final = 4
+READY_PLACES: Final = 4  # the node's ready_limit
+WARM: Final = 8  # the node's
+LIFETIME_S: Final = 900.0
+LOOK_S: Final = 0.02
+
+# A small repository with its packages: that many files of 4 KB in folders of a hundred.
+MAKE: Final = 'i=0; while [ $i -lt "$1" ]; do mkdir -p d$((i/100)); head -c 4096 /dev/urandom > d$((i/100))/f$i; i=$((i+1)); done'
+
+
+@frozen(kw_only=True)
+class Way:
+    """One row of each table."""
+
+    name: str
+    reuse: bool
+    warm: int
+    beforehand: bool
+
+
+WAYS: Final = (
+    Way(name="each prepares", reuse=False, warm=0, beforehand=False),
+    Way(name="from a copy", reuse=True, warm=0, beforehand=False),
+    Way(name="prewarmed", reuse=True, warm=WARM, beforehand=True),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--run-s", type=float, default=5.0)
+    parser.add_argument("--files", type=int, default=200)
+    given = parser.parse_args()
+    trio.run(measure, given.sessions, given.run_s, given.files)
+    return 0
+
+
+async def measure(sessions: int, run_s: float, files: int) -> None:
+    """All three tables."""
+    with TemporaryDirectory() as folder:
+        await ensure_images(_settings(0), ["base"], log=Path(folder) / "build.log", say=print)
+        started = [await starts_a_second(way, sessions, files) for way in WAYS]
+        table("containers started", ("a second", "ratio"), [(f"{each:.2f}", f"{each / started[0]:.1f}×") for each in started])
+        flows = [await flow(way, sessions, run_s, files, Path(folder)) for way in WAYS]
+        table("INIT behind RUN", ("INIT s each", "RUN idle", "hidden", "all s"), [each.shown() for each in flows])
+        waits = [await evaluators_wait(way, sessions, run_s, files, Path(folder)) for way in WAYS]
+        table("evaluator's runtime", ("POST s, median", "ratio"), [(f"{each:.2f}", f"{each / waits[0]:.2f}×") for each in waits])
+
+
+def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """One table, a row a way."""
+    print(f"\n| {' | '.join((title, *columns))} |\n|{'---|' * (len(columns) + 1)}")
+    for way, row in zip(WAYS, rows, strict=True):
+        print(f"| {' | '.join((way.name, *row))} |", flush=True)
+
+
+def _settings(warm: int) -> RuntimesSettings:
+    return RuntimesSettings(state_dir=default_state_dir(), node_id="benchmark", warm=warm)
+
+
+def _spec(way: Way, files: int) -> RuntimeSpec:
+    """A workspace nobody prepared before."""
+    steps = (PrepareStep(argv=("sh", "-c", MAKE, "sh", str(files))), PrepareStep(argv=("true", secrets.token_hex(8))))
+    return RuntimeSpec(image="base", memory_mb=256, pids=64, prepare=steps, reuse_prepared=way.reuse)
+
+
+# ── containers a second ───────────────────────────────────────────────────────
+
+
+async def starts_a_second(way: Way, count: int, files: int) -> float:
+    """Containers with their workspace, AT_ONCE at a time, from the first to the last. The one that prepares for all is not counted."""
+    spec, places = _spec(way, files), trio.CapacityLimiter(AT_ONCE)
+    counted = count if way.reuse else count - 1
+    async with open_runtimes(_settings(way.warm)) as runtimes, opened(runtimes, spec), AsyncExitStack() as held:
+        await _warmed(runtimes, spec, min(way.warm, count))
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(counted):
+                nursery.start_soon(_start_one, runtimes, spec, places, held)
+        return counted / (trio.current_time() - began)
+
+
+async def _start_one(runtimes: Runtimes, spec: RuntimeSpec, places: trio.CapacityLimiter, held: AsyncExitStack) -> None:
+    async with places:
+        await held.enter_async_context(opened(runtimes, spec))
+
+
+async def _warmed(runtimes: Runtimes, spec: RuntimeSpec, count: int) -> None:
+    """A group was submitted a while ago: the pool is as full as its own rule makes it."""
+    runtimes.want(spec, 1000 if count else 0)
+    while count and not runtimes.statistics().warm:  # noqa: ASYNC110 (seen from outside)
+        await trio.sleep(0.05)
+
+
+def opened(runtimes: Runtimes, spec: RuntimeSpec) -> AbstractAsyncContextManager[PodmanRuntime]:
+    async def prepare(runtime: PodmanRuntime) -> None:
+        await workspace.prepare(runtime, spec)
+
+    return runtimes.open_prepared(spec, session_id="benchmark", lifetime_s=LIFETIME_S, prepare=prepare, shared=True)
+
+
+# ── sessions ──────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Flow:
+    """Sessions from the first to the last. Shares are of the time between the first harness that runs and the last that begins."""
+
+    ended: tuple[Trajectory, ...]
+    spent: float
+    idle: float
+    hidden: float
+
+    def shown(self) -> tuple[str, ...]:
+        """Its row."""
+        init = statistics.mean(each.timing.init_s for each in self.ended)
+        return f"{init:.2f}", f"{self.idle:.0%}", f"{self.hidden:.0%}", f"{self.spent:.1f}"
+
+
+@define(eq=False)
+class Looks:
+    """The stages, looked at all the time."""
+
+    scheduler: Scheduler
+    places: list[int] = field(factory=list)  # of RUN that are taken, at each look
+    init: list[bool] = field(factory=list)  # whether somebody is in INIT
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            stages = self.scheduler.statistics().stages
+            self.places.append(stages["run"].inside)
+            self.init.append(stages["init"].inside > 0)
+            await trio.sleep(LOOK_S)
+
+    def shares(self) -> tuple[float, float]:
+        """RUN idle, and INIT hidden."""
+        began = next((index for index, inside in enumerate(self.places) if inside), 0)
+        over = max((index for index, busy in enumerate(self.init) if busy), default=began) + 1
+        places, init = self.places[began:over], self.init[began:over]
+        if not any(init):
+            return 0.0, 1.0
+        hidden = sum(inside == RUN_PLACES for inside, busy in zip(places, init, strict=True) if busy) / sum(init)
+        return 1 - sum(places) / (RUN_PLACES * len(places)), hidden
+
+
+async def flow(way: Way, count: int, run_s: float, files: int, folder: Path) -> Flow:
+    """A task's sessions through all phases. The first way has no READY either: each place of RUN waits for its own INIT."""
+    ready = READY_PLACES if way.beforehand or way.reuse else 0
+    return await _played(way, _task(way, count, run_s, files), folder, ready)
+
+
+async def evaluators_wait(way: Way, count: int, run_s: float, files: int, folder: Path) -> float:
+    """The median of POST, whose evaluator has a runtime of its own and does nothing in it."""
+    evaluator = EvaluatorSpec(name="command", config={"argv": ["true"]}, fresh_runtime=True)
+    played = await _played(way, evolve(_task(way, count, run_s, files), evaluator=evaluator), folder, READY_PLACES)
+    return statistics.median(each.timing.post_s for each in played.ended)
+
+
+def _task(way: Way, count: int, run_s: float, files: int) -> TaskSpec:
+    harness = HarnessSpec(name="shell", command=("sleep", str(run_s)))
+    return TaskSpec(instruction="sleep", harness=harness, num_samples=count, runtime=_spec(way, files), budgets=Budgets(retries=0))
+
+
+async def _played(way: Way, task: TaskSpec, folder: Path, ready: int) -> Flow:
+    notes = Notes()
+    with _beforehand(way.beforehand):
+        async with open_runtimes(_settings(way.warm)) as runtimes, open_scheduler(runtimes, notes, folder, ready, way.warm) as scheduler:
+            spent, (idle, hidden) = await _looked_at(scheduler, task)
+    wrong = [each.outcome for each in notes.published if each.outcome.status not in ("completed", "failed")]
+    if wrong:
+        raise SystemExit(f"a session ended wrong, the figures mean nothing: {wrong[0]}")
+    return Flow(ended=tuple(notes.published), spent=spent, idle=idle, hidden=hidden)
+
+
+async def _looked_at(scheduler: Scheduler, task: TaskSpec) -> tuple[float, tuple[float, float]]:
+    looks, began = Looks(scheduler), trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(looks.run)
+        scheduler.submit(task)
+        await scheduler.stop(cancel=False)
+        nursery.cancel_scope.cancel()
+    return trio.current_time() - began, looks.shares()
+
+
+@contextmanager
+def _beforehand(wanted: bool) -> Iterator[None]:
+    """Without it evaluators open their runtimes in POST."""
+    usual = vars(session)["open_beforehand"]
+    if not wanted:
+        setattr(session, "open_beforehand", lambda *_, **__: nullcontext())  # noqa: B010 (not one of its exports)
+    try:
+        yield
+    finally:
+        setattr(session, "open_beforehand", usual)  # noqa: B010
+
+
+@define(eq=False)
+class Notes:
+    """A journal that forgets all but the trajectories."""
+
+    published: list[Trajectory] = field(factory=list)
+
+    def task_submitted(self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None) -> None: ...
+
+    def session_started(self, identity: Identity) -> None: ...
+
+    def turn(self, turn: Turn) -> None: ...
+
+    def publish(self, trajectory: Trajectory) -> None:
+        self.published.append(trajectory)
+
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
+        self.published.append(trajectory)
+
+    def task_cancelled(self, task_id: str) -> None: ...
+
+
+@asynccontextmanager
+async def open_scheduler(runtimes: Runtimes, notes: Notes, folder: Path, ready: int, warm: int) -> AsyncIterator[Scheduler]:
+    """The sessions' part of a node, with doors that lead nowhere."""
+    stages = Stages(live=Gate(limit=RUN_PLACES + ready), init=Gate(limit=AT_ONCE), run=Gate(limit=RUN_PLACES), post=Gate(limit=8))
+    house = House(
+        runtimes=runtimes,
+        stages=stages,
+        serve_door=_no_door,
+        publish=notes.publish,
+        context_length=4096,
+        log_dir=folder,
+        ensure_image=_image_is_there,
+        drops_thinking=lambda _: False,
+        judge=_no_judge,
+    )
+    who, lives = Who(node="benchmark", model="none"), LiveSessions()
+    async with trio.open_nursery() as nursery:
+        yield Scheduler(nursery=nursery, house=house, lives=lives, record=notes, who=who, want=runtimes.want, warm=warm)
+
+
+def _no_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
+
+async def _image_is_there(name: str) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def _no_judge(name: str) -> Judge:
+    raise EvaluatorError("a benchmark has no judges")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The loop in one command: a node of its own, a real harness in Podman, held-out tasks before and after, and the curve between.
+
+    python -m examples.grpo [--out out/grpo] [--stop-at 0.8]
+
+Leaves OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a node that runs already. Exit code 1 where what it should
+have learned was not learned (`--expect`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.grpo.curve import smooth, svg
+from examples.grpo.learner import Learner, Recipe
+from examples.grpo.own_node import own_node
+from examples.grpo.train import Plan, Run
+from polarnode.client import PolarnodeClient
+
+PACKAGED = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parsed(arguments)
+    torch.set_num_threads(1)  # the other core is the engine's and the harnesses'; two threads are no faster on a model of this size
+    report = run(given, plan_of(given), recipe_of(given))
+    print(json.dumps(report["summary"], indent=2))
+    return int(given.expect is not None and report["summary"]["after"] < given.expect)
+
+
+def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Evaluate, train, evaluate; what came of it is in `given.out` too."""
+    shutil.rmtree(given.out, ignore_errors=True)
+    given.out.mkdir(parents=True)
+    load = os.getloadavg()[0]  # of others: the node is not there yet
+    began = time.monotonic()
+    with node(given) as client:
+        one = Run(client, Learner(PACKAGED, recipe), plan, given.out)
+        before = one.evaluate("before") if plan.evaluate else {}
+        started = time.monotonic()
+        steps = one.train()
+        trained = time.monotonic() - started
+        after = one.evaluate("after") if plan.evaluate else {}
+    times = {"training_s": trained, "whole_s": time.monotonic() - began, "load_before": load}
+    report = {
+        "plan": asdict(plan),
+        "recipe": asdict(recipe),
+        "summary": {**outcome(before, steps, after, plan), **times},
+        "before": before,
+        "after": after,
+    }
+    (given.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (given.out / "curve.svg").write_text(picture(steps, plan, f"{plan.harness}, {plan.builder}"))
+    return report
+
+
+def outcome(before: dict[str, Any], steps: Sequence[dict[str, Any]], after: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """A run in a few numbers."""
+    rewards = [line["reward"] for line in steps]
+    return {
+        "before": before.get("reward", 0.0),
+        "after": after.get("reward", 0.0),
+        "last_steps": smooth(rewards, plan.window)[-1] if rewards else 0.0,
+        "steps": len(steps),
+        "updates": sum(line["updates"] for line in steps),
+        "sessions": sum(line["sessions"] for line in steps),
+        "rows": sum(line["rows"] for line in steps),
+        "tokens_trained": sum(line["tokens"] for line in steps),
+        "worst_logprob": max((line["worst"] for line in steps), default=0.0),
+        "waited_s": sum(line["waited_s"] for line in steps),
+        "learned_s": sum(line["learned_s"] for line in steps),
+        "pushed_s": sum(line["pushed_s"] for line in steps),
+    }
+
+
+def picture(steps: Sequence[dict[str, Any]], plan: Plan, title: str) -> str:
+    minutes, rewards = [line["seconds"] / 60 for line in steps], [line["reward"] for line in steps]
+    curves = {
+        "mean reward of a step": list(zip(minutes, rewards, strict=True)),
+        f"of {plan.window} steps": list(zip(minutes, smooth(rewards, plan.window), strict=True)),
+    }
+    return svg(curves, title=f"Reward of training sessions: {title}", x="minutes", goal=0.8)
+
+
+@contextmanager
+def node(given: argparse.Namespace) -> Iterator[PolarnodeClient]:
+    """The node that is named, or one for this run."""
+    if given.url is not None:
+        yield PolarnodeClient(given.url, token=os.environ.get("POLARNODE_TOKEN"))
+        return
+    with own_node(given.out / "node", run_limit=given.run_limit) as client:
+        yield client
+
+
+def plan_of(given: argparse.Namespace) -> Plan:
+    wanted = {name: getattr(given, name) for name in Plan.__dataclass_fields__ if hasattr(given, name)}
+    return Plan(**{**wanted, "kinds": tuple(given.kinds.split(","))})
+
+
+def recipe_of(given: argparse.Namespace) -> Recipe:
+    return Recipe(**{name: getattr(given, name) for name in Recipe.__dataclass_fields__ if hasattr(given, name)})
+
+
+def parsed(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """The options of a run; a command with more of them hands its own parser in."""
+    parser = parser or argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/grpo"))
+    parser.add_argument("--url", help="of a node that runs; POLARNODE_TOKEN is its token")
+    parser.add_argument("--run-limit", type=int, default=10, help="sessions at once, on a node of its own")
+    parser.add_argument("--expect", type=float, help="exit with 1 unless held-out tasks then succeed so often")
+    plan, recipe = Plan(), Recipe()
+    parser.add_argument("--kinds", default=",".join(plan.kinds))
+    parser.add_argument("--harness", default=plan.harness, choices=("pi", "mini_swe_agent"))
+    parser.add_argument("--builder", default=plan.builder, choices=("prefix_merging", "per_request"))
+    parser.add_argument("--stop-at", type=float, default=plan.stop_at)
+    parser.add_argument("--overlap", action="store_true", help="roll the next step out while this one is trained on")
+    parser.add_argument("--retokenise", action="store_true", help="train on rows made anew of their text")
+    for name in ("steps", "prompts", "samples", "seed", "evaluate"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(plan, name))
+    for name in ("lr", "scale_lr", "final_lr", "clip", "cap", "clip_norm"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(recipe, name))
+    parser.add_argument("--inner", type=int, default=recipe.inner)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The same learning without a node: to look for a recipe in minutes, where a session costs a hundredth of a harness's.
+
+    python -m examples.grpo.rehearsal --steps 12 --every 3 [--harness pi] [--lr 3e-5] [--final-lr 3e-2] [--inner 4]
+
+Tasks, learner and loss are the loop's own; the prompt is the harness's, from a capture (`python -m examples.tiny_policy.capture`), and its tools
+are simulated. Rule for whoever edits it: it says what a recipe may do, and never stands for a run with the harness itself.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from examples.grpo import tasks
+from examples.grpo.__main__ import PACKAGED, parsed, plan_of, recipe_of
+from examples.grpo.decoder import Decoder
+from examples.grpo.learner import Learner, Row
+from examples.tiny_policy.prompts import prompt
+from examples.tiny_policy.rollout import understand
+from examples.tiny_policy.tasks import Task
+from examples.tiny_policy.tools import Submitted, Workbench, use
+from examples.tiny_policy.transcript import render, response
+from polarnode.groups import advantages_of
+
+LONGEST = 1000  # tokens of a session behind its prompt
+NAMES = {"pi": "pi", "mini_swe_agent": "mini"}
+
+
+@dataclass
+class Seat:
+    """One session under way: `heard` waits to be read, `said` is the turn so far."""
+
+    task: Task
+    bench: Workbench
+    heard: list[int]
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    turns: int = 0
+    over: bool = False
+
+    def take(self, token: int, logprob: float, *, own: bool) -> None:
+        self.ids.append(token)
+        self.mask.append(int(own))
+        self.logprobs.append(logprob)
+
+    @property
+    def reward(self) -> float:
+        return float(self.bench.passed(self.task))
+
+
+class Stage:
+    """A policy and its harness's prompt."""
+
+    def __init__(self, learner: Learner, harness: str, seed: int) -> None:
+        self.learner, self.harness = learner, NAMES[harness]
+        self.dice = torch.Generator().manual_seed(seed)
+        one, other = (self.encoded(text) for text in ("alpha one", "Beta two"))
+        self.head = one[: next(at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b) - 1]
+
+    def encoded(self, instruction: str) -> list[int]:
+        return list(self.learner.tokenizer.encode(render(prompt(self.harness, instruction))))
+
+    def play(self, given: Sequence[Task]) -> list[tuple[Row, float]]:
+        """A session of each task, all at once, token by token."""
+        decoder = Decoder(self.learner.model, self.head, len(given), LONGEST)
+        with tempfile.TemporaryDirectory(prefix="bench") as root:
+            Path(root).chmod(0o711)  # what a policy writes is run as nobody, who must come through here
+            seats = [self.seat(Path(root, str(number)), task) for number, task in enumerate(given)]
+            ready = {number: (seat.heard.pop(0), 0.0, False) for number, seat in enumerate(seats)}
+            while ready:
+                ready = self.beat(decoder, seats, ready)
+            return [(self.row(seat), seat.reward) for seat in seats]
+
+    def seat(self, folder: Path, task: Task) -> Seat:
+        folder.mkdir()
+        return Seat(task, Workbench(folder, task), self.encoded(task.instruction)[len(self.head) :])
+
+    def row(self, seat: Seat) -> Row:
+        before = len(self.head)
+        return Row(self.head + seat.ids, [0] * before + seat.mask, [0.0] * before + seat.logprobs)
+
+    def beat(self, decoder: Decoder, seats: list[Seat], ready: dict[int, tuple[int, float, bool]]) -> dict[int, tuple[int, float, bool]]:
+        """One token of every session that goes on; what each of them has next: its token, its logprob, and whether it is the policy's own."""
+        places = torch.tensor([len(seats[number].ids) for number in ready])
+        logprobs = decoder.step(torch.tensor([token for token, _, _ in ready.values()]), places, torch.tensor(list(ready))).log_softmax(-1)
+        drawn = torch.multinomial(logprobs.exp(), 1, generator=self.dice)[:, 0]
+        sampled = self.sampled(logprobs, drawn)
+        after = {}
+        for (number, (token, logprob, own)), (next_token, next_logprob) in zip(ready.items(), sampled, strict=True):
+            seat = seats[number]
+            seat.take(token, logprob, own=own)
+            if own:
+                self.hear(seat, token)
+            if seat.over:
+                continue
+            after[number] = (seat.heard.pop(0), 0.0, False) if seat.heard else (next_token, next_logprob, True)
+        return after
+
+    def sampled(self, logprobs: Tensor, drawn: Tensor) -> list[tuple[int, float]]:
+        return list(zip(drawn.tolist(), logprobs.gather(1, drawn[:, None])[:, 0].tolist(), strict=True))
+
+    def hear(self, seat: Seat, token: int) -> None:
+        """What comes of a sampled token: nothing, a tool's answer, or the end."""
+        seat.said.append(token)
+        seat.over = len(seat.ids) >= LONGEST - 1
+        if token != self.learner.tokenizer.eos_token_id and len(seat.said) < tasks.MAX_TOKENS:
+            return
+        answer, seat.said, seat.turns = understand(self.learner.tokenizer.decode(seat.said)), [], seat.turns + 1
+        if answer is None or not answer.calls or seat.turns >= tasks.MAX_TURNS:
+            seat.over = True
+            return
+        try:
+            seat.heard = list(self.learner.tokenizer.encode(response(use(self.harness, seat.bench, answer.calls[0]))))
+        except Submitted:
+            seat.over = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=3, help="steps between looks at held-out tasks")
+    given = parsed(arguments, parser)
+    torch.set_num_threads(1)
+    plan, learner = plan_of(given), Learner(PACKAGED, recipe_of(given))
+    stage = Stage(learner, plan.harness, plan.seed)
+    look(stage, 0, plan.evaluate, plan.kinds)
+    for step in range(plan.steps):
+        began = time.monotonic()
+        asked = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
+        played = stage.play([task for task in asked for _ in range(plan.samples)])
+        rewards = [reward for _, reward in played]
+        groups = [rewards[at : at + plan.samples] for at in range(0, len(rewards), plan.samples)]
+        advantages = [each for group in groups for each in advantages_of(group, plan.estimator)]
+        weight = 1 / sum(row.trained for row, _ in played)
+        rolled = time.monotonic()
+        done = learner.learn(
+            [Row(row.ids, row.mask, row.logprobs, advantage, weight) for (row, _), advantage in zip(played, advantages, strict=True)]
+        )
+        spent = f"{rolled - began:.0f} s played, {time.monotonic() - rolled:.0f} s learned"
+        print(f"step {step} reward {sum(rewards) / len(rewards):.3f} norm {done.norm:.2f} worst {done.worst:.1e} {spent}", flush=True)
+        if (step + 1) % given.every == 0:
+            look(stage, (step + 1) * len(played), plan.evaluate, plan.kinds)
+    return 0
+
+
+def look(stage: Stage, sessions: int, count: int, kinds: Sequence[str]) -> None:
+    asked = tasks.held_out(count, kinds)
+    rewards = [reward for _, reward in stage.play(asked)]
+    by_kind = {kind: [reward for reward, task in zip(rewards, asked, strict=True) if task.kind == kind] for kind in kinds}
+    said = " ".join(f"{kind} {sum(found):.0f}/{len(found)}" for kind, found in by_kind.items())
+    print(f"held out after {sessions} sessions: {sum(rewards) / len(rewards):.3f} ({said})", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""GRPO against a node that runs: submit a step's tasks, read their groups, take a step, give the node the new weights. Again.
+
+Rule for whoever edits it: everything of a node is its client's; everything of learning is `learner.py`'s. A step's tasks are known beforehand,
+so that runs of one seed differ by what they are told to and by chance alone.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.grpo import tasks
+from examples.grpo.learner import Learner, Row, Step
+from examples.grpo.retold import retold
+from examples.tiny_policy.tasks import Task
+from polarnode.client import PolarnodeClient
+from polarnode.groups import Estimator, Group, rows_of
+
+TRUTH = 1e-3  # nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained on. `overlap`: the next step's sessions run while this one is trained on, so they are one version behind."""
+
+    harness: str = "pi"
+    kinds: Sequence[str] = ("write", "follow")
+    steps: int = 16
+    prompts: int = 8
+    samples: int = 8
+    seed: int = 0
+    evaluate: int = 96
+    estimator: Estimator = "grpo"
+    builder: str = "prefix_merging"
+    retokenise: bool = False
+    overlap: bool = False
+    stop_at: float | None = None  # a mean reward over the last `window` steps that is enough
+    window: int = 3
+
+
+@dataclass
+class Run:
+    """One run: a node's client, the policy, and where its log and its checkpoints go."""
+
+    client: PolarnodeClient
+    learner: Learner
+    plan: Plan
+    out: Path
+    spec: Callable[..., dict[str, Any]] = tasks.spec
+    began: float = field(default_factory=time.monotonic)
+    curve: list[float] = field(default_factory=list)
+    _waiting: dict[str, Group] = field(default_factory=dict)
+    _stream: Iterator[Group] | None = None
+
+    # ── the loop ──────────────────────────────────────────────────────────────
+
+    def train(self) -> list[dict[str, Any]]:
+        """All steps; what the log says of each."""
+        lines, ahead = [], 1 if self.plan.overlap else 0
+        names = {step: self.submit(step) for step in range(min(ahead, self.plan.steps))}
+        for step in range(self.plan.steps):
+            if step + ahead < self.plan.steps:
+                names[step + ahead] = self.submit(step + ahead)
+            lines.append(self.step(step, names[step]))
+            if self.enough():
+                break
+        for name in (each for step in names if step >= len(lines) for each in names[step]):
+            self.client.cancel(name)
+        return lines
+
+    def step(self, step: int, names: Sequence[str]) -> dict[str, Any]:
+        """Wait for a step's groups, learn from them, and let the node serve what was learned."""
+        asked = time.monotonic()
+        groups = self.collect(names)
+        came = time.monotonic()
+        rows = self.rows(groups)
+        done = self.learner.learn(rows)
+        self.check(step, done)
+        learned = time.monotonic()
+        if done.updates:
+            self.push(str(step + 1))
+        line = {"step": step, **summary(groups), **asdict(done), "waited_s": came - asked, "learned_s": learned - came}
+        line |= {"pushed_s": time.monotonic() - learned, "seconds": time.monotonic() - self.began, "version": str(step + 1)}
+        self.curve.append(line["reward"])
+        return self.log("step", line)
+
+    def enough(self) -> bool:
+        last = self.curve[-self.plan.window :]
+        return self.plan.stop_at is not None and len(last) == self.plan.window and sum(last) / len(last) >= self.plan.stop_at
+
+    def check(self, step: int, done: Step) -> None:
+        """Tokens are true: what the engine recorded of them is what the trainer computes of them. Not where rows are made anew, or behind."""
+        if not self.plan.retokenise and not (self.plan.overlap and step) and done.worst > TRUTH:
+            raise RuntimeError(
+                f"step {step}: a recorded logprob is {done.worst:.4f} nats from the policy's own; rows and weights are not each other's"
+            )
+
+    def evaluate(self, title: str) -> dict[str, Any]:
+        """How often held-out tasks succeed, at temperature 1, one session each."""
+        asked = tasks.held_out(self.plan.evaluate, self.plan.kinds)
+        names = [f"{title}-{number}" for number in range(len(asked))]
+        for name, task in zip(names, asked, strict=True):
+            self.client.submit(self.spec(task, name=name, harness=self.plan.harness, samples=1))
+        groups = self.collect(names)
+        by_kind = {kind: [group for group, task in zip(groups, asked, strict=True) if task.kind == kind] for kind in self.plan.kinds}
+        line = {**summary(groups), "kinds": {kind: summary(found)["reward"] for kind, found in by_kind.items() if found}}
+        return self.log(title, line | {"seconds": time.monotonic() - self.began})
+
+    # ── what the node is asked ────────────────────────────────────────────────
+
+    def submit(self, step: int) -> list[str]:
+        """A step's tasks; their names."""
+        plan = self.plan
+        asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
+        names = [f"step-{step}-{number}" for number in range(len(asked))]
+        for name, task in zip(names, asked, strict=True):
+            self.client.submit(self.spec(task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder))
+        return names
+
+    def collect(self, names: Sequence[str]) -> list[Group]:
+        """The groups of these tasks, in this order, as soon as all are over. Others that come meanwhile are kept."""
+        if self._stream is None:
+            self._stream = self.client.groups(consumer="grpo", ack=True, turns="full" if self.plan.retokenise else "table")
+        while any(name not in self._waiting for name in names):
+            group = next(self._stream)
+            self._waiting[group.task_id] = group
+        return [self._waiting.pop(name) for name in names]
+
+    def rows(self, groups: Sequence[Group]) -> list[Row]:
+        """What is trained on: each trace as it came, or made anew of its text."""
+        sessions = {each.session_id: each for group in groups for each in group.usable}
+        found = []
+        for row in rows_of(groups, estimator=self.plan.estimator):
+            trace = row.trace
+            if self.plan.retokenise:
+                ids, mask = retold(trace, sessions[row.session_id], self.learner.tokenizer)
+                found.append(Row(ids, mask, None, row.advantage, row.weight))
+            else:
+                found.append(Row(trace.token_ids, trace.loss_mask, trace.logprobs, row.advantage, row.weight))
+        return found
+
+    def push(self, version: str) -> None:
+        """Save, let the node serve it, and forget the checkpoint before it."""
+        folder = self.learner.save(self.out / "weights" / version)
+        self.client.update_weights(version, path=folder.absolute(), mode="in_place")
+        for old in (self.out / "weights").iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+
+    def log(self, kind: str, line: dict[str, Any]) -> dict[str, Any]:
+        """A line of log.jsonl, and one to look at."""
+        with (self.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": kind, **line}) + "\n")
+        print(kind, *(f"{name} {said(value)}" for name, value in line.items()), flush=True)
+        return line
+
+
+def said(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def summary(groups: Sequence[Group]) -> dict[str, Any]:
+    """What became of the sessions: a reward that is not there, because the machine lost a session, is no failure of the policy."""
+    rewards = [member.reward for group in groups for member in group.members if member.reward is not None]
+    sessions = [each for group in groups for each in group.trajectories]
+    traces = [trace for each in sessions for trace in each.traces]
+    return {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "sessions": sum(len(group.members) for group in groups),
+        "unusable": sum(not member.usable for group in groups for member in group.members),
+        "uniform": sum(len({member.reward for member in group.members}) == 1 for group in groups),
+        "turns": len({(each.session_id, span.turn) for each in sessions for trace in each.traces for span in trace.turn_spans}),
+        "traces": len(traces),
+        "versions": sorted({span.version for trace in traces for span in trace.version_spans}),
+    }

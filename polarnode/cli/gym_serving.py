@@ -1,0 +1,30 @@
+"""`polarnode gym-agent`: a NeMo Gym agent server in front of a node that serves."""
+
+from pathlib import Path
+
+import trio
+from rich.console import Console
+
+from polarnode.cli.printing import open_console
+from polarnode.cli.signals import Stop, stop_on_signals
+from polarnode.client import AsyncPolarnodeClient
+from polarnode.sources.task_files import task_value
+from polarnode.web.nemo_gym import Rollouts, Template, create_gym_app
+from polarnode.web.server import Address, open_server
+
+
+def serve_agent(template: Path, *, url: str, token: str | None, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM. Refused when the template can not be a task's, Unreachable when the node gives no answer."""
+    read = Template(value=task_value(template))
+    trio.run(_serve, read, AsyncPolarnodeClient(url, token=token), Address(host=host, port=port), open_console())
+
+
+async def _serve(template: Template, client: AsyncPolarnodeClient, where: Address, console: Console) -> None:
+    async with trio.open_nursery() as nursery, client:
+        stop = Stop(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        rollouts = Rollouts(client)
+        await nursery.start(rollouts.follow)
+        async with open_server(create_gym_app(rollouts, template), where) as address:
+            console.print(f"Gym's /run is served on http://{address.host}:{address.port} · node {client.base_url}")
+            await trio.sleep_forever()

@@ -1,0 +1,37 @@
+"""A group of sessions as a trainer takes it: which of them are of use, when there are enough, how each compares with its siblings.
+
+Pure. The rule for whoever edits it: a session counts once, however many rows it became, and one that the machine lost counts as nothing, not
+as a failure of the agent.
+"""
+
+from polarnode.groups.advantages import Estimator, advantages_of, group_normalised, leave_one_out
+from polarnode.groups.group import Group, GroupState, Member
+from polarnode.groups.judging import EARLY_STOP, STALE, Facts, facts_of, judged, lost_to_the_machine, member_of, stopped_early
+from polarnode.groups.reading import group_json, read_group
+from polarnode.groups.rows import LossMean, Row, rows_of
+from polarnode.groups.staleness import stamped, updates_behind
+
+__all__ = [
+    "EARLY_STOP",
+    "STALE",
+    "Estimator",
+    "Facts",
+    "Group",
+    "GroupState",
+    "LossMean",
+    "Member",
+    "Row",
+    "advantages_of",
+    "facts_of",
+    "group_json",
+    "group_normalised",
+    "judged",
+    "leave_one_out",
+    "lost_to_the_machine",
+    "member_of",
+    "read_group",
+    "rows_of",
+    "stamped",
+    "stopped_early",
+    "updates_behind",
+]

@@ -1,0 +1,90 @@
+"""From what a trainer sends to what each engine host is told. Plain functions: what can not be is refused here, before anything is held.
+
+Rule for whoever edits it: payloads are handles, never weights by value: those belong on a disk, or a frame to a host would hold gigabytes.
+"""
+
+import binascii
+from base64 import b64decode
+from math import prod
+from pathlib import Path
+
+from polarnode.engine_host.protocol import ToHost
+from polarnode.engine_host.updates import LoadBroadcast, LoadDisk, LoadTensors
+from polarnode.errors import Refused
+from polarnode.shell.engine.host import Host
+from polarnode.shell.engine.update import Make
+from polarnode.shell.weights.values import BroadcastBucket, DiskSource, GroupOrder, TensorBucket, TensorSource, UpdateOrder
+
+HANDLES = 4 << 20  # bytes of payloads for one host: a handle takes some 400, and a model of 100,000 tensors comes in several buckets
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8")
+PORTS = range(1, 65536)
+
+
+def check(order: UpdateOrder) -> None:
+    """Refused for what can be seen without looking at the disk."""
+    if not 0 < len(order.version) <= 128 or not order.version.isprintable():
+        raise Refused("version must be a name of 1 to 128 printable characters", path="$.version")
+    if isinstance(order.source, DiskSource) and not Path(order.source.path).is_absolute():
+        raise Refused("source.path must be absolute: the engine hosts work in folders of their own", path="$.source.path")
+
+
+def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:
+    """What an order of one request loads, in order."""
+    match order.source:
+        case DiskSource(path=path):
+            return [lambda call, _: LoadDisk(call=call, path=path)]
+        case TensorSource(buckets=buckets):
+            return [tensors(each, hosts=hosts, ranks=ranks, path=f"$.source.buckets[{at}]") for at, each in enumerate(buckets)]
+        case source:
+            return [broadcast(each, source.group, path=f"$.source.buckets[{at}]") for at, each in enumerate(source.buckets)]
+
+
+def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> Make:
+    """`hosts` engines of `ranks` GPUs each."""
+    if len(bucket.payloads) not in (ranks, hosts * ranks):
+        wanted = f"{hosts * ranks} (one for each GPU of the node, in order) or {ranks} (the same for each engine)"
+        raise Refused(f"payloads has {len(bucket.payloads)} entries, this node takes {wanted}", path=f"{path}.payloads")
+    payloads = [_bytes(each, f"{path}.payloads[{at}]") for at, each in enumerate(bucket.payloads)]
+    if sum(map(len, payloads)) > HANDLES * hosts:
+        raise Refused(f"payloads hold more than {HANDLES >> 20} MiB for an engine: send handles (CUDA IPC, shared memory), not tensors", path=path)
+    if len(payloads) == ranks:
+        payloads *= hosts
+
+    def make(call: int, host: Host) -> ToHost:
+        return LoadTensors(call=call, payloads=payloads[host.index * ranks : (host.index + 1) * ranks], layout=bucket.layout)
+
+    return make
+
+
+def _bytes(text: str, path: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except binascii.Error:
+        raise Refused("a payload is no base64: send MultiprocessingSerializer.serialize(tensors, output_str=True)", path=path) from None
+
+
+def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> Make:
+    """Said before the trainer begins to send: after that it would hang in a broadcast nobody takes."""
+    if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
+        raise Refused("names, dtypes and shapes must be equally many, and at least one", path=path)
+    for at, (dtype, shape) in enumerate(zip(bucket.dtypes, bucket.shapes, strict=True)):
+        if dtype not in DTYPES:
+            raise Refused(f"dtype {dtype!r} is unknown: give one of {', '.join(DTYPES)}", path=f"{path}.dtypes[{at}]")
+        if any(each < 0 for each in shape) or prod(shape) > 1 << 40:
+            raise Refused(f"shape {list(shape)} is none of a tensor", path=f"{path}.shapes[{at}]")
+    shapes = [list(each) for each in bucket.shapes]
+    return lambda call, _: LoadBroadcast(
+        call=call, group=group, names=list(bucket.names), dtypes=list(bucket.dtypes), shapes=shapes, layout=bucket.layout
+    )
+
+
+def check_group(order: GroupOrder, ranks: int) -> None:
+    """`ranks`: GPUs of the whole node."""
+    if order.port not in PORTS:
+        raise Refused(f"port {order.port} is none: give 1 to 65535", path="$.port")
+    if order.rank_offset < 1 or order.rank_offset + ranks > order.world_size:
+        raise Refused(
+            f"this node's {ranks} GPUs are ranks {order.rank_offset} to {order.rank_offset + ranks - 1}: rank 0 is the trainer's, and world_size "
+            f"must be at least {order.rank_offset + ranks}",
+            path="$.world_size",
+        )

@@ -1,0 +1,244 @@
+"""Harbor task directories: task.toml, instruction.md, environment/, tests/; one, or a folder of them.
+
+instruction.md is the instruction; tests/ go inline to the evaluator `harbor` and never into the agent's container before it is over;
+solution/ goes nowhere. The rule for whoever edits it: what Harbor would do and we do not is a note where the task still asks the same of the
+agent, and a refusal where it does not (several steps, several containers, GPUs, another machine's operating system).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from polarnode import wire
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.sources.dockerfile import Start, read_dockerfile
+from polarnode.sources.folders import build_of, inline
+from polarnode.sources.harbor_shapes import HarborEnvironment, HarborMcp, HarborTask
+from polarnode.sources.reading import named, read_text, read_toml
+from polarnode.sources.shapes import Build, Found, Overrides, Unread
+
+WORKDIR = "/app"  # where most of these tasks work; taken where neither task.toml nor the Dockerfile says
+POST_MARGIN_S = 60.0  # beyond the verifier's own seconds: its files are copied, its reward is read
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])B?", re.IGNORECASE)
+MEGABYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+HEADINGS = ("version", "schema_version", "source", "multi_step_reward_strategy", "multi_step_reward_mode", "solution")
+# Fields of a part that have no meaning here, and why leaving them out asks the same of the agent.
+UNUSED = {
+    "environment.gpu_types": "no GPU is asked for",
+    "environment.skills_dir": "skills are given as texts under harness.skills",
+    "environment.healthcheck": "the container has no service that must come up; a command under runtime.prepare can wait for one",
+    "agent.network_mode": "while the harness runs the network is the task's own, runtime.egress",
+    "agent.allowed_hosts": "while the harness runs the network is the task's own, runtime.egress",
+    "verifier.network_mode": "the tests have the network of the task, runtime.egress",
+    "verifier.allowed_hosts": "the tests have the network of the task, runtime.egress",
+}
+
+
+def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+    """The task of a directory (or of the task.toml in it), or of each directory below that holds one."""
+    folder = path.parent if path.is_file() else path
+    single = (folder / "task.toml").is_file()
+    for each in [folder] if single else sorted(each for each in folder.iterdir() if (each / "task.toml").is_file()):
+        try:
+            yield _task(each)
+        except Refused as refused:
+            yield Unread(name=each.resolve().name, origin=str(each), refused=named(refused, str(each)))
+
+
+@frozen(kw_only=True)
+class _Image:
+    """What a task's container is made of, and where it begins."""
+
+    name: str
+    build: Build | None
+    start: Start
+
+
+def _task(folder: Path) -> Found:
+    file = folder / "task.toml"
+    told = _plain(read_toml(file))
+    try:
+        task = wire.structure(told, HarborTask)
+    except Refused as refused:
+        raise named(refused, str(file)) from refused
+    _refuse_other_worlds(task, folder)
+    image = _image(task.environment, folder)
+    name = folder.resolve().name
+    value: dict[str, Json] = {
+        "instruction": without_marks(read_text(folder / "instruction.md")),
+        "runtime": _runtime(task, image),
+        "evaluator": _evaluator(task, folder),
+        "budgets": _budgets(task),
+        "metadata": {**task.metadata, "source": "harbor", "name": name},
+    }
+    harness = _servers(task.environment.mcp_servers)
+    return Found(
+        name=name,
+        origin=str(folder),
+        value={**value, **({"harness": harness} if harness else {})},
+        notes=tuple(_notes(task, told, image, folder)),
+        build=image.build,
+        foreign=True,
+    )
+
+
+def without_marks(text: str) -> str:
+    """An instruction as Harbor shows it: the lines at its head that mark a benchmark's files (canaries) are for crawlers and not for the agent."""
+    lines = text.split("\n")
+    marks = next((place for place, line in enumerate(lines) if CANARY.fullmatch(line.strip()) is None), len(lines))
+    return "\n".join(lines[marks:]).lstrip("\n") if marks else text
+
+
+def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
+    environment, verifier = task.environment, task.verifier
+    if task.steps:
+        raise Refused("it has several steps, each with an instruction of its own; a task here has one", path="$.steps")
+    if environment.os.lower() != "linux":
+        raise Refused(f"its container is {environment.os}; containers here are Linux", path="$.environment.os")
+    if environment.gpus:
+        raise Refused("it asks for GPUs in the container, which has none: the node's GPUs serve the model", path="$.environment.gpus")
+    for name in COMPOSE:
+        if (folder / "environment" / name).exists():
+            raise Refused(f"environment/{name} asks for several containers; a session here has one")
+    if verifier.environment_mode == "separate" or verifier.environment is not None or verifier.collect:
+        raise Refused("its tests run in a container of their own that gets artifacts; here they run where the agent worked", path="$.verifier")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise Refused("it has no tests/test.sh, so that nothing says what it is worth")
+
+
+# ── the image ─────────────────────────────────────────────────────────────────
+
+
+def _image(environment: HarborEnvironment, folder: Path) -> _Image:
+    """The image that is named, else the one its environment/ builds."""
+    file = folder / "environment" / "Dockerfile"
+    start = read_dockerfile(read_text(file)) if file.is_file() else Start()
+    if environment.docker_image is not None:
+        return _Image(name=environment.docker_image, build=None, start=start)
+    if not file.is_file():
+        raise Refused("it has neither environment.docker_image nor environment/Dockerfile: nothing says what its container is")
+    build = build_of(file.parent, file.name, limit_s=environment.build_timeout_sec)
+    return _Image(name=build.image, build=build, start=start)
+
+
+def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
+    """Its container, as free as Harbor's own is: any place may be written, because a task may be to set a machine up."""
+    environment = task.environment
+    user = task.agent.user if task.agent.user is not None else image.start.user
+    said: dict[str, Json] = {
+        "image": image.name,
+        "workdir": environment.workdir or image.start.workdir or WORKDIR,
+        "user": str(user) if user is not None else "root",
+        "read_only": False,
+        "cpus": environment.cpus,
+        "memory_mb": environment.memory_mb if environment.memory is None else _megabytes(environment.memory, "$.environment.memory"),
+        "disk_mb": environment.storage_mb if environment.storage is None else _megabytes(environment.storage, "$.environment.storage"),
+        "env": _env(environment.env, "$.environment.env"),
+        "egress": [host for host in environment.allowed_hosts if not _is_address(host)],
+        "artifacts": [place for place in map(_place, task.artifacts) if place],
+    }
+    return {name: value for name, value in said.items() if value not in (None, [], {})}
+
+
+def _megabytes(text: str, path: str) -> int:
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise Refused(f"{path.removeprefix('$.')} is {text!r}: write a size such as 2G or 512M", path=path)
+    return max(1, int(float(found[1]) * MEGABYTES[found[2].upper()]))
+
+
+def _env(env: Mapping[str, str], path: str) -> dict[str, Json]:
+    return {name: _filled(text, f"{path}.{name}") for name, text in env.items()}
+
+
+def _filled(text: str, path: str) -> str:
+    """`${NAME:-default}` is its default: this machine's own environment is nobody's to read into a container."""
+
+    def default(found: re.Match[str]) -> str:
+        if found[2] is None:
+            what = f"{path.removeprefix('$.')} takes {found[1]} from the machine's environment"
+            raise Refused(f"{what}: say its value in the file given by --with, under runtime.env or evaluator.config.env", path=path)
+        return found[2]
+
+    return VARIABLE.sub(default, text)
+
+
+def _is_address(host: str) -> bool:
+    return "/" in host or ":" in host or re.fullmatch(r"[\d.]+", host) is not None
+
+
+def _place(artifact: str | Mapping[str, Any]) -> str | None:
+    found = artifact if isinstance(artifact, str) else artifact.get("source")
+    return found if isinstance(found, str) else None
+
+
+# ── the rest ──────────────────────────────────────────────────────────────────
+
+
+def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
+    config: dict[str, Json] = {"tests": inline(folder / "tests"), "verifier_timeout": task.verifier.timeout_sec}
+    if task.verifier.env:
+        config["env"] = _env(task.verifier.env, "$.verifier.env")
+    if task.verifier.user is not None:
+        config["user"] = str(task.verifier.user)
+    return {"name": "harbor", "config": config}
+
+
+def _budgets(task: HarborTask) -> dict[str, Json]:
+    run: dict[str, Json] = {} if task.agent.timeout_sec is None else {"run_s": task.agent.timeout_sec}
+    return {**run, "post_s": task.verifier.timeout_sec + POST_MARGIN_S}
+
+
+def _servers(servers: tuple[HarborMcp, ...]) -> dict[str, Json]:
+    return {"mcp_servers": {server.name: _server(server) for server in servers}} if servers else {}
+
+
+def _server(server: HarborMcp) -> Json:
+    if server.transport == "sse":
+        raise Refused(
+            f"the MCP server {server.name} speaks over sse; harnesses here are given stdio and streamable-http", path="$.environment.mcp_servers"
+        )
+    if server.url is not None:
+        return {"url": server.url, "headers": dict(server.headers)}
+    return {"command": server.command, "args": list(server.args)}
+
+
+def _notes(task: HarborTask, told: Mapping[str, Any], image: _Image, folder: Path) -> Iterator[str]:
+    environment = task.environment
+    if environment.workdir is None and image.start.workdir is None:
+        yield f"its workdir is the image's own, which is not known here: {WORKDIR} is taken; runtime.workdir in --with says another"
+    if environment.allow_internet is not False and environment.network_mode in (None, "public"):
+        yield "it may reach the whole internet; here it reaches only the hosts of runtime.egress, which is empty"
+    for host in filter(_is_address, environment.allowed_hosts):
+        yield f"environment.allowed_hosts: {host} is an address, and only names of hosts can be reached"
+    if (folder / "trajectory.json").exists():
+        yield "trajectory.json: what the agent is to have done before is not given to it"
+    for place in _unused(told):
+        yield f"{place} is not used: {UNUSED.get(place, 'Harbor of the schemas to 1.4 has no such field')}"
+
+
+def _unused(told: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of the file that nothing here reads."""
+    known = {field.alias for field in HarborTask.__attrs_attrs__}
+    yield from (name for name in told if name not in known and name not in HEADINGS)
+    defaults = HarborTask()
+    for part in ("environment", "agent", "verifier"):
+        read = {field.alias for field in getattr(defaults, part).__attrs_attrs__}
+        yield from (f"{part}.{name}" for name in told.get(part, {}) if name not in read)
+
+
+def _plain(value: Any) -> Any:
+    """TOML as JSON: its dates are texts."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value.isoformat() if isinstance(value, date | datetime | time) else value

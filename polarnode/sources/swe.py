@@ -1,0 +1,199 @@
+"""Datasets in the shape of SWE-bench and SWE-Gym: a row is a repository at a commit, a problem, and the tests that say whether it is solved.
+
+The rule for whoever edits it: what solves or judges the problem (`patch`, `test_patch`, the names of tests, hints) is the evaluator's. Nothing
+of it may stand where a container could see it: not in the instruction, the runtime, the harness or the metadata.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from polarnode.conversation import Json
+from polarnode.errors import Refused
+from polarnode.sources.reading import named
+from polarnode.sources.shapes import Found, Overrides, Unread
+from polarnode.sources.tables import Row, rows
+
+WORKDIR = "/testbed"
+POST_S = 2400.0  # seconds: the suite of the slowest repository runs for half an hour, its image is started and the patch applied before
+RUN_S = 3600.0  # seconds an agent has: what the published offline run gave each of these tasks
+MEMORY_MB = 8192  # the larger test suites (sympy, pandas, dask) do not run in two gigabytes
+CPUS = 2.0
+# The repository's own Python first, as in the images' login shells, which a harness's commands are not.
+PATH = "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# What the images' history holds beyond the base commit is the solution: names of it go, and with them every way to find it by looking. Tags
+# below stay, since packages read their version from them.
+CUT = f"""\
+repo() {{ git -c safe.directory='*' -C {WORKDIR} "$@"; }}
+repo remote | while read -r name; do repo remote remove "$name"; done
+repo for-each-ref --format='%(refname)' --no-merged=HEAD | while read -r name; do repo update-ref -d "$name"; done
+cd "$(repo rev-parse --absolute-git-dir)" && rm -rf ORIG_HEAD FETCH_HEAD COMMIT_EDITMSG MERGE_MSG logs
+"""
+PIDS = 1024  # a parallel test run beside the harness
+INSTRUCTION = """\
+You are working in a checkout of the repository {repo}, in {workdir}. Solve the following issue by changing files there. \
+Do not change tests that exist; the solution is judged by tests that you do not see.
+
+<issue>
+{problem_statement}
+</issue>
+"""
+SWEBENCH_IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
+SWEGYM_IMAGE = "xingyaoww/sweb.eval.x86_64.{id_s}:latest"
+# Whose images are called how; a repository in neither has an image column, or its user says a template.
+SWEBENCH_REPOS = frozenset(
+    [
+        "astropy/astropy",
+        "django/django",
+        "matplotlib/matplotlib",
+        "mwaskom/seaborn",
+        "pallets/flask",
+        "psf/requests",
+        "pydata/xarray",
+        "pylint-dev/pylint",
+        "pytest-dev/pytest",
+        "scikit-learn/scikit-learn",
+        "sphinx-doc/sphinx",
+        "sympy/sympy",
+    ]
+)
+SWEGYM_REPOS = frozenset(
+    [
+        "getmoto/moto",
+        "python/mypy",
+        "conan-io/conan",
+        "pydantic/pydantic",
+        "iterative/dvc",
+        "pandas-dev/pandas",
+        "dask/dask",
+        "project-monai/monai",
+        "facebookresearch/hydra",
+        "bokeh/bokeh",
+        "modin-project/modin",
+    ]
+)
+IMAGE_COLUMNS = ("image_name", "docker_image", "image")
+NEEDED = ("instance_id", "repo", "base_commit", "problem_statement", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
+JUDGED_BY = (
+    *("instance_id", "repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "version", "environment_setup_commit"),
+    *("image", "eval_script", "log_parser", "eval_type", "image_assets"),  # columns of swebench 5
+)
+SHOWN = ("instance_id", "repo", "base_commit", "version")
+LEFT_OUT = ("patch", "hints_text", "created_at", "dockerfile", "difficulty")  # the solution, hints to it, and what concerns no agent
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+    """Each row as a task."""
+    for row in rows(path, split=overrides.split):
+        yield _item(row, overrides)
+
+
+def _item(row: Row, overrides: Overrides) -> Found | Unread:
+    if row.value is None:
+        return Unread(name=row.origin, origin=row.origin, refused=row.refused or Refused(f"{row.origin} holds nothing"))
+    known = row.value.get("instance_id")
+    name = known if isinstance(known, str) else row.origin
+    origin = f"{row.origin} ({name})" if isinstance(known, str) else row.origin
+    try:
+        return _task(row.value, name, origin, overrides)
+    except Refused as refused:
+        return Unread(name=name, origin=origin, refused=named(refused, origin))
+
+
+def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides) -> Found:
+    for column in NEEDED:
+        if row.get(column) is None:
+            raise Refused(f"the column {column} is missing: rows are of the shape of SWE-bench or SWE-Gym", path=f"$.{column}")
+    words = _words(row)
+    value: dict[str, Json] = {
+        "instruction": _filled(overrides.instruction_template or INSTRUCTION, words, "$.instruction"),
+        "runtime": {
+            "image": _image(row, words, overrides),
+            "workdir": WORKDIR,
+            "user": "root",  # all of these images are root's, the repository too; in a container without capabilities root is a user
+            "read_only": False,
+            "env": {"PATH": PATH},
+            "prepare": [{"argv": ["sh", "-ec", CUT]}],
+            "cpus": CPUS,
+            "memory_mb": MEMORY_MB,
+            "pids": PIDS,
+        },
+        "evaluator": {"name": "swebench", "config": {"instance": instance_value(row)}},
+        "budgets": {"run_s": RUN_S, "post_s": POST_S},
+        "metadata": {"source": "swe", **{column: row[column] for column in SHOWN if row.get(column) is not None}},
+    }
+    return Found(name=name, origin=origin, value=value, notes=tuple(_notes(row)), foreign=True)
+
+
+def _words(row: Mapping[str, Json]) -> dict[str, str]:
+    """What a template may name: nothing of the solution or its tests."""
+    name = str(row["instance_id"])
+    return {
+        "instance_id": name,
+        "id": name.lower(),
+        "id_1776": name.lower().replace("__", "_1776_"),
+        "id_s": name.lower().replace("__", "_s_"),
+        "repo": str(row["repo"]),
+        "base_commit": str(row["base_commit"]),
+        "version": str(row.get("version") or ""),
+        "problem_statement": str(row["problem_statement"]),
+        "workdir": WORKDIR,
+    }
+
+
+def _filled(template: str, words: Mapping[str, str], path: str) -> str:
+    """A template with its names filled in, once: what is filled in is not read again."""
+
+    def word(found: re.Match[str]) -> str:
+        if found[1] not in words:
+            raise Refused(f"the template names {found[0]}, which is none of {', '.join(words)}", path=path)
+        return words[found[1]]
+
+    return PLACEHOLDER.sub(word, template)
+
+
+def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrides) -> str:
+    """The user's template, the row's own column, or the convention of the dataset its repository is of."""
+    if overrides.image_template is not None:
+        return _filled(overrides.image_template, words, "$.runtime.image")
+    for column in IMAGE_COLUMNS:
+        told = row.get(column)
+        if isinstance(told, str) and told:
+            return told
+    repo = words["repo"].lower()
+    if repo in SWEBENCH_REPOS:
+        return _filled(SWEBENCH_IMAGE, words, "$.runtime.image")
+    if repo in SWEGYM_REPOS:
+        return _filled(SWEGYM_IMAGE, words, "$.runtime.image")
+    how = "--image-template 'name/{id}:latest'"
+    raise Refused(f"it has no column {', '.join(IMAGE_COLUMNS)}, and no convention is known for {words['repo']}: say {how}", path="$.runtime.image")
+
+
+def instance_value(row: Mapping[str, Json]) -> dict[str, Json]:
+    """What the evaluator judges by; lists of tests as lists, which some datasets write as JSON text."""
+    found: dict[str, Json] = {column: row[column] for column in JUDGED_BY if row.get(column) is not None}
+    return {**found, **{column: _tests(row[column], column) for column in ("FAIL_TO_PASS", "PASS_TO_PASS")}}
+
+
+def _tests(told: Json, column: str) -> Json:
+    found: Any = told
+    if isinstance(told, str):
+        try:
+            found = json.loads(told)
+        except ValueError:
+            raise Refused(f"the column {column} is text, and no JSON list: {told[:60]!r}", path=f"$.{column}") from None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise Refused(f"the column {column} is no list of names of tests", path=f"$.{column}")
+    return list(found)
+
+
+def _notes(row: Mapping[str, Json]) -> Iterator[str]:
+    known = {*NEEDED, *JUDGED_BY, *IMAGE_COLUMNS, *LEFT_OUT}
+    if row.get("hints_text"):
+        yield "hints_text is not used: the agent gets the problem alone"
+    for column in sorted(set(row) - known):
+        if row[column] not in (None, "", []):
+            yield f"the column {column} is not used: it has no meaning here"

@@ -1,0 +1,85 @@
+"""NeMo RL: a `message_log` for each row, and the output items of NeMo Gym that NeMo RL makes one from.
+
+In a message log whatever an assistant says is trained, so that a sample which is only context stands as the user's. What it can not carry:
+weight versions, temperatures, the likeliest alternatives, rewards of turns; words, unless `decode` is given. The experts of a row's last token,
+from which nothing was computed, are zeros.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from polarnode.records import Trajectory
+from polarnode.trainers.rows import Array, Arrays, Native, Row, given, padded, routed, rows_of, stretches
+
+Decode = Callable[[Sequence[int]], str]  # a tokenizer's
+LOG: Final[Native] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
+
+
+def results(trajectory: Trajectory, *, decode: Decode | None = None, arrays: Arrays = "list") -> list[dict[str, Any]]:
+    """What a rollout gives NeMo RL, for each row: `message_log`, `input_message_log` (what was asked) and `full_result` with the reward."""
+    found: list[dict[str, Any]] = given([_result(row, decode) for row in rows_of(trajectory)], arrays, LOG)
+    return found
+
+
+def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
+    """For each row what the output items of its trained turns carry, in order: each prompt holds all that was there before it.
+
+    `routed_experts` are of the positions from 0 to the item's last but one.
+    """
+    found: list[list[dict[str, Any]]] = given([_items(row) for row in rows_of(trajectory)], arrays)
+    return found
+
+
+def _result(row: Row, decode: Decode | None) -> dict[str, Any]:
+    experts = _experts(row)
+    log = [_message(row, place, decode, experts) for place in _places(row)]
+    return {
+        "message_log": log,
+        "input_message_log": log[:1],
+        "full_result": {
+            "reward": row.reward,
+            "session_id": row.trajectory.session_id,
+            "group_id": row.trajectory.group_id,
+            "sample_index": row.trajectory.sample_index,
+            "row": row.index,
+            "rows": row.count,
+            "outcome": row.trajectory.outcome.status,
+        },
+    }
+
+
+def _places(row: Row) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, trained), each trained sample a stretch of its own, even where one follows another without a word between."""
+    cuts = {span.start for span in row.trained_spans}
+    for start, end, value in stretches(row.mask):
+        inner = sorted(cut for cut in cuts if start < cut < end)
+        for first, last in zip([start, *inner], [*inner, end], strict=True):
+            yield first, last, value == 1
+
+
+def _message(row: Row, place: tuple[int, int, bool], decode: Decode | None, experts: Array | None) -> dict[str, Any]:
+    start, end, trained = place
+    ids = row.tokens[start:end]
+    said: dict[str, Any] = {"role": "assistant" if trained else "user", "content": "" if decode is None else decode(ids.tolist()), "token_ids": ids}
+    if trained:
+        said["generation_logprobs"] = row.logprobs[start:end]
+    return said if experts is None else said | {"routed_experts": experts[start:end]}
+
+
+def _experts(row: Row) -> Array | None:
+    experts = routed(row)
+    return None if experts is None else padded(experts, len(row.tokens))
+
+
+def _items(row: Row) -> list[dict[str, Any]]:
+    experts = routed(row)
+    return [
+        {
+            "prompt_token_ids": row.tokens[:start],
+            "generation_token_ids": row.tokens[start:end],
+            "generation_log_probs": row.logprobs[start:end],
+            **({} if experts is None else {"routed_experts": experts[: end - 1]}),
+        }
+        for start, end, trained in _places(row)
+        if trained
+    ]

@@ -1,0 +1,69 @@
+"""prime-rl: the fields of a `TrainingSample` for each row, and the same as the array that its msgspec structs are on the wire.
+
+Everything is as long as the row. `temperatures` are 1 and `advantages` 0 where nothing is trained; experts have a row of zeros for the last
+token. What it can not carry: weight versions (prime-rl counts them a rollout, outside of the sample), rewards, the likeliest alternatives,
+which session a row is of. A sample of a row that was cut (`part`) says nothing of its place in the whole.
+"""
+
+from typing import Any, Final
+
+import numpy
+
+from polarnode.records import Trajectory
+from polarnode.trainers.rows import Array, Arrays, Row, given, padded, routed, rows_of, temperatures
+
+# The struct's fields in their order, which is all that an array_like struct has on the wire. The seventh holds tensors of images.
+FIELDS: Final = (
+    "token_ids", "mask", "logprobs", "temperatures", "env_name", "ref_logprobs", "mm_kwargs", "routed_experts", "mm_token_type_ids",
+    "rl_weights", "ce_weights", "ref_kl_weights", "advantages",
+)  # fmt: skip
+
+
+def training_samples(
+    trajectory: Trajectory,
+    *,
+    env_name: str = "polarnode",
+    advantage: float | None = None,
+    temperature: float | None = None,
+    arrays: Arrays = "list",
+) -> list[dict[str, Any]]:
+    """A TrainingSample for each row. `advantage` is the session's, said again for each trained token; without one the field is None.
+
+    `temperature` stands in for turns that the reader does not have; `routed_experts.data` stays bytes.
+    """
+    rows = [_sample(row, env_name, advantage, temperature) for row in rows_of(trajectory)]
+    found: list[dict[str, Any]] = given(rows, arrays)
+    return found
+
+
+def on_the_wire(sample: dict[str, Any]) -> list[Any]:
+    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` is what it would encode, byte for byte."""
+    values = [sample[name] for name in FIELDS]
+    if sample["routed_experts"] is not None:
+        values[FIELDS.index("routed_experts")] = [sample["routed_experts"][name] for name in ("data", "shape", "dtype")]
+    return values
+
+
+def _sample(row: Row, env_name: str, advantage: float | None, temperature: float | None) -> dict[str, Any]:
+    absent: dict[str, Any] = dict.fromkeys(FIELDS)
+    return absent | {
+        "token_ids": row.tokens,
+        "mask": row.mask.astype(bool),
+        "logprobs": row.logprobs,
+        "temperatures": temperatures(row, temperature),
+        "env_name": env_name,
+        "routed_experts": _experts(row),
+        "advantages": None if advantage is None else _advantages(row, advantage),
+    }
+
+
+def _experts(row: Row) -> dict[str, Any] | None:
+    experts = routed(row)
+    if experts is None:
+        return None
+    whole = padded(experts, len(row.tokens))
+    return {"data": whole.tobytes(), "shape": list(whole.shape), "dtype": str(whole.dtype)}
+
+
+def _advantages(row: Row, advantage: float) -> Array:
+    return numpy.where(row.mask == 1, advantage, 0.0)

@@ -1,0 +1,122 @@
+"""slime: the fields of a `Sample` for each row, as `Sample.from_dict` takes them.
+
+What a Sample can not carry: a weight version for each token (it lists one for each stretch of a sample), a temperature, the likeliest
+alternatives. slime normalises rewards over the samples of a group: a session of several rows counts there as often as it has rows, unless
+your reward post-processing counts by `rollout_id`, which all rows of one session share. A session without a row is one Sample without tokens
+and with `remove_sample`, so that a group keeps its size and the status says what became of it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy
+
+from polarnode.groups import Group
+from polarnode.records import Status, Trajectory
+from polarnode.trainers.rows import Array, Arrays, Native, Row, given, routed, rows_of, sessions, versions_of
+
+Decode = Callable[[Sequence[int]], str]  # a tokenizer's
+
+SAMPLE: Final[Native] = {"rollout_routed_experts": "torch"}
+
+# slime's words: aborted may be tried again, failed went wrong and may hold valid output, truncated met a limit.
+STATUS: Final[dict[Status, str]] = {
+    "completed": "completed",
+    "timeout": "truncated",
+    "failed": "failed",
+    "error": "failed",
+    "cancelled": "aborted",
+    "interrupted": "aborted",
+}
+
+
+def samples(
+    trajectory: Trajectory,
+    *,
+    group_index: int | None = None,
+    index: int | None = None,
+    rollout_id: int | None = None,
+    prompt: str | list[dict[str, str]] = "",
+    label: str | None = None,
+    decode: Decode | None = None,
+    arrays: Arrays = "list",
+) -> list[dict[str, Any]]:
+    """A Sample for each row: `[Sample.from_dict(each) for each in samples(trajectory)]`.
+
+    `index` is the first row's, the next ones count on from it; `response` has words when `decode` is given.
+    """
+    said = {"group_index": group_index, "rollout_id": rollout_id, "prompt": prompt, "label": label}
+    rows = rows_of(trajectory)
+    found = [said | _sample(row, decode) for row in rows] or [said | _nothing(trajectory)]
+    for place, each in enumerate(found):
+        each["index"] = None if index is None else index + place
+    listed: list[dict[str, Any]] = given(found, arrays, SAMPLE)
+    return listed
+
+
+def group_samples(group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any) -> list[dict[str, Any]]:
+    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index` counts all of them."""
+    found: list[dict[str, Any]] = []
+    for place, trajectory in enumerate(sessions(group)):
+        found += samples(trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said)
+    return found
+
+
+def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
+    response = row.tokens[row.prompt :]
+    turns = row.turns
+    return {
+        "tokens": row.tokens,
+        "response": "" if decode is None else decode(response.tolist()),
+        "response_length": len(response),
+        "reward": row.reward,
+        "loss_mask": row.mask[row.prompt :],
+        "weight_versions": list(versions_of(row)),
+        "rollout_log_probs": row.logprobs[row.prompt :],
+        "rollout_routed_experts": _experts(row),
+        "remove_sample": False,
+        "status": _status(row),
+        "metadata": {**row.trajectory.metadata, "polarnode": _own(row.trajectory, row)},
+        "session_id": row.trajectory.session_id,
+        "prefix_cache_info": {
+            "cached_tokens": sum(turn.usage.cached_tokens for turn in turns),
+            "total_prompt_tokens": sum(turn.prompt_length for turn in turns),
+        },
+    }
+
+
+def _nothing(trajectory: Trajectory) -> dict[str, Any]:
+    status = STATUS[trajectory.outcome.status]
+    return {
+        "tokens": [],
+        "response": "",
+        "response_length": 0,
+        "reward": trajectory.reward,
+        "loss_mask": [],
+        "weight_versions": [],
+        "rollout_log_probs": [],
+        "rollout_routed_experts": None,
+        "remove_sample": True,
+        "status": status if status == "aborted" else "failed",
+        "metadata": {**trajectory.metadata, "polarnode": _own(trajectory, None)},
+        "session_id": trajectory.session_id,
+        "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": 0},
+    }
+
+
+def _experts(row: Row) -> Array | None:
+    """int32 [T - 1, layers, top_k]."""
+    experts = routed(row)
+    return None if experts is None else experts.astype(numpy.int32)
+
+
+def _status(row: Row) -> str:
+    said = STATUS[row.trajectory.outcome.status]
+    return "truncated" if said == "completed" and row.trace.finish_reason == "length" else said
+
+
+def _own(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
+    place = {} if row is None else {"row": row.index, "rows": row.count, "role": row.trace.role, "part": row.trace.part, "parts": row.trace.parts}
+    outcome = trajectory.outcome
+    said = {"task_id": trajectory.task_id, "group_id": trajectory.group_id, "sample_index": trajectory.sample_index}
+    return said | {"outcome": outcome.status, "reason": outcome.reason} | place

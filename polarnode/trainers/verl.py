@@ -1,0 +1,218 @@
+"""verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and as a padded `DataProto` (classic ones).
+
+What verl can not carry: a weight version for each token (it has the first and the last of a row, and only whole numbers: versions that are
+none leave `min_global_steps` and `max_global_steps` out); a temperature for each token; a reward for each row in V1, whose agent loop
+overwrites every row's with the last one's, so that lineages with rewards of their own need the classic trainer or a loop of yours.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy
+
+from polarnode.errors import Refused
+from polarnode.groups import Group
+from polarnode.records import Trajectory
+from polarnode.trainers.rows import Array, Arrays, Native, Number, Row, given, padded, routed, rows_of, sessions, version_number, versions_of
+
+OUTPUT: Final[Native] = {"routed_experts": "numpy"}
+TENSORS: Final[Native] = {"fields": "torch", "batch": "torch"}
+
+
+def agent_loop_outputs(trajectory: Trajectory, *, number: Number | None = None, arrays: Arrays = "list") -> list[dict[str, Any]]:
+    """The fields of an AgentLoopOutput for each row: `[AgentLoopOutput(**row) for row in agent_loop_outputs(trajectory)]`.
+
+    `routed_experts` has a row for every position but the last; `as_dict` pads it, and classic trainers want it with arrays="native".
+    """
+    found: list[dict[str, Any]] = given([_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT)
+    return found
+
+
+def transfer_rows(
+    trajectory: Trajectory, *, uid: str, global_steps: int, number: Number | None = None, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
+    """What a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
+
+    `uid` is the prompt's, `global_steps` the step it was drawn in; a session is named by its sample_index, as verl counts rollouts of a prompt.
+    """
+    found: list[dict[str, Any]] = given([_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS)
+    return found
+
+
+def transfer_group(
+    group: Group | Iterable[Trajectory], *, uid: str, global_steps: int, number: Number | None = None, arrays: Arrays = "list"
+) -> dict[str, Any]:
+    """A whole prompt: its own `key` and `tag` (finished; failure when a session of it is of no use), and the `rows` of its sessions."""
+    used = sessions(group)
+    lost = any(not member.usable for member in group.members) if isinstance(group, Group) else False
+    status = "failure" if lost or not used or any(not rows_of(each) for each in used) else "finished"
+    rows = [row for each in used for row in transfer_rows(each, uid=uid, global_steps=global_steps, number=number, arrays=arrays)]
+    return {"key": uid, "tag": {"status": status, "global_steps": global_steps}, "rows": rows}
+
+
+def data_proto(
+    group: Group | Iterable[Trajectory],
+    *,
+    pad_token_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    number: Number | None = None,
+    arrays: Arrays = "list",
+) -> dict[str, Any]:
+    """`batch` and `non_tensor_batch` of a DataProto: prompts padded on the left, responses on the right, as verl's own agent loop pads them.
+
+    The lengths are the longest's unless said; a row that does not fit is refused, because to cut it would be to train on what never was.
+    """
+    rows = [row for each in sessions(group) for row in rows_of(each)]
+    if not rows:
+        raise Refused("no session of these has a row: there is nothing to make a batch of")
+    width = (_width("prompt", [row.prompt for row in rows], prompt_length), _width("response", [_response(row) for row in rows], response_length))
+    parts = [_padded(row, pad_token_id, *width) for row in rows]
+    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    batch = {name: numpy.stack([part[name] for part in parts]) for name in shared}
+    found: dict[str, Any] = given({"batch": batch, "non_tensor_batch": _beside(rows, number)}, arrays, TENSORS)
+    return found
+
+
+# ── one row ───────────────────────────────────────────────────────────────────
+
+
+def _output(row: Row, number: Number | None) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "prompt_ids": row.tokens[: row.prompt],
+        "response_ids": row.tokens[row.prompt :],
+        "response_mask": row.mask[row.prompt :],
+        "response_logprobs": row.logprobs[row.prompt :],
+        "num_turns": _chat_turns(row),
+        "metrics": {"generate_sequences": sum(turn.ended_s for turn in row.turns)},
+        "extra_fields": _extra(row, number),
+    }
+    experts = routed(row)
+    return said | ({} if experts is None else {"routed_experts": experts}) | ({} if row.reward is None else {"reward_score": row.reward})
+
+
+def _extra(row: Row, number: Number | None) -> dict[str, Any]:
+    trajectory, rewards = row.trajectory, [span.reward for span in row.trained_spans if span.reward is not None]
+    own = {
+        "session_id": trajectory.session_id,
+        "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+        "row": row.index,
+        "rows": row.count,
+        "role": row.trace.role,
+        "status": trajectory.outcome.status,
+        "weight_versions": list(dict.fromkeys(versions_of(row))),
+    }
+    return {"reward_extra_info": {}, "polarnode": own, **_steps(row, number), **({"turn_scores": rewards} if rewards else {})}
+
+
+def _steps(row: Row, number: Number | None) -> dict[str, int]:
+    """The first and last weight version, where they are numbers."""
+    versions = versions_of(row)
+    if not versions or (number is None and not all(version.isascii() and version.isdigit() for version in versions)):
+        return {}
+    counted = [(number or version_number)(version) for version in versions]
+    return {"min_global_steps": min(counted), "max_global_steps": max(counted)}
+
+
+def _chat_turns(row: Row) -> int:
+    """Its samples and the stretches of context before them."""
+    ends = [0, *(span.end for span in row.trace.turn_spans)]
+    return sum(1 + (span.start > end) for span, end in zip(row.trace.turn_spans, ends, strict=False))
+
+
+def _response(row: Row) -> int:
+    return len(row.tokens) - row.prompt
+
+
+def _scores(row: Row) -> dict[str, Array]:
+    """The reward on the last token of the response, which is where verl looks for it."""
+    if row.reward is None:
+        return {}
+    scores = numpy.zeros(_response(row), dtype=numpy.float32)
+    scores[-1] = row.reward
+    return {"rm_scores": scores}
+
+
+def _experts(row: Row) -> dict[str, Array]:
+    experts = routed(row)
+    return {} if experts is None else {"routed_experts": padded(experts, len(row.tokens)).astype(numpy.int16)}
+
+
+# ── V1: TransferQueue ─────────────────────────────────────────────────────────
+
+
+def _transfer(row: Row, uid: str, global_steps: int, number: Number | None) -> dict[str, Any]:
+    output = _output(row, number)
+    tokens, mask = row.tokens.astype(numpy.int64), row.mask[row.prompt :].astype(numpy.int64)
+    fields = {
+        "prompts": tokens[: row.prompt],
+        "responses": tokens[row.prompt :],
+        "response_mask": mask,
+        "loss_mask": mask,
+        "input_ids": tokens,
+        "position_ids": numpy.arange(len(tokens), dtype=numpy.int64),
+        "rollout_log_probs": row.logprobs[row.prompt :],
+        "multi_modal_inputs": {},
+        **_experts(row),
+        **_scores(row),
+        **{name: output[name] for name in ("num_turns", "metrics", "extra_fields")},
+    }
+    tag = {
+        "status": "success",
+        "prompt_len": row.prompt,
+        "response_len": _response(row),
+        "seq_len": len(tokens),
+        "global_steps": global_steps,
+        "min_global_steps": output["extra_fields"].get("min_global_steps"),
+        "max_global_steps": output["extra_fields"].get("max_global_steps"),
+    }
+    return {"key": f"{uid}_{row.trajectory.sample_index}_{row.index}", "fields": fields, "tag": tag}
+
+
+# ── classic: DataProto ────────────────────────────────────────────────────────
+
+
+def _width(what: str, lengths: list[int], limit: int | None) -> int:
+    if limit is not None and max(lengths) > limit:
+        raise Refused(f"a {what} of {max(lengths)} tokens does not fit {what}_length {limit}: raise it, or let the builder cut rows (max_row_tokens)")
+    return max(lengths) if limit is None else limit
+
+
+def _padded(row: Row, pad: int, prompt: int, response: int) -> dict[str, Array]:
+    before, behind = prompt - row.prompt, response - _response(row)
+    attention = numpy.concatenate([_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(behind)])
+    ids = numpy.concatenate([_zeros(before) + pad, row.tokens.astype(numpy.int64), _zeros(behind) + pad])
+    found = {
+        "prompts": ids[:prompt],
+        "responses": ids[prompt:],
+        "response_mask": numpy.concatenate([row.mask[row.prompt :].astype(numpy.int64), _zeros(behind)]),
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": numpy.maximum(numpy.cumsum(attention) - 1, 0),
+        "rollout_log_probs": padded(row.logprobs[row.prompt :], response),
+    }
+    found |= {name: padded(scores, response) for name, scores in _scores(row).items()}
+    for name, experts in _experts(row).items():
+        whole = numpy.zeros((prompt + response, *experts.shape[1:]), dtype=experts.dtype)
+        whole[before : before + len(experts)] = experts
+        found[name] = whole
+    return found
+
+
+def _zeros(count: int) -> Array:
+    return numpy.zeros(count, dtype=numpy.int64)
+
+
+def _beside(rows: list[Row], number: Number | None) -> dict[str, list[Any]]:
+    steps = [_steps(row, number) for row in rows]
+    return {
+        "__num_turns__": [_chat_turns(row) for row in rows],
+        "uid": [row.trajectory.group_id for row in rows],
+        "index": [row.trajectory.sample_index for row in rows],
+        "agent_name": [row.trajectory.harness for row in rows],
+        "min_global_steps": [each.get("min_global_steps") for each in steps],
+        "max_global_steps": [each.get("max_global_steps") for each in steps],
+        "session_id": [row.trajectory.session_id for row in rows],
+    }

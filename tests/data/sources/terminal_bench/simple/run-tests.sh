@@ -1,0 +1,2 @@
+#!/bin/bash
+pytest "$TEST_DIR/check_outputs.py" -rA

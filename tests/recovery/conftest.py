@@ -1,0 +1,13 @@
+"""Real Podman and real processes; the engine is the simulated one, so that fifty starts fit."""
+
+import pytest
+import trio
+
+from polarnode.shell.podman import default_state_dir, probe
+
+
+@pytest.fixture(scope="session")
+def podman_works() -> None:
+    findings = trio.run(probe, default_state_dir())
+    if not findings.ok:
+        pytest.skip(f"Podman can not start containers here: {findings.faults()}")
