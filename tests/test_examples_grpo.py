@@ -29,9 +29,10 @@ with warnings.catch_warnings():
     from examples.grpo import ablations, tasks, train
     from examples.grpo.curve import at, smooth, svg
     from examples.grpo.decoder import Decoder
-    from examples.grpo.learner import Learner, Recipe, Row, batch, micro, objective, shared
+    from examples.grpo.learner import Learner, Recipe, objective
     from examples.grpo.own_node import free_port
     from examples.grpo.retold import retold
+    from examples.grpo.rows import Row, batch, micro, shared
 
     sys.path.remove(str(ROOT))
 

@@ -4,8 +4,7 @@ Rule for whoever edits it: a row is what the engine saw and sampled, id for id, 
 the same numbers. What all rows of a step begin with (a harness's own prompt) is computed once, as one cache for all of them.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,21 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-
-@dataclass(frozen=True)
-class Row:
-    """One training sequence: `mask` where it was sampled and is trained, `logprobs` as recorded there (None: nobody knows), an advantage and a
-    weight for each token of it."""
-
-    ids: Sequence[int]
-    mask: Sequence[int]
-    logprobs: Sequence[float] | None
-    advantage: float = 0.0
-    weight: float = 1.0
-
-    @property
-    def trained(self) -> int:
-        return sum(map(bool, self.mask))
+from examples.grpo.rows import Batch, Row, batch, micro, shared
 
 
 @dataclass(frozen=True)
@@ -42,24 +27,8 @@ class Recipe:
     cap: float = 2.0
     clip: float = 0.2
     inner: int = 4  # optimizer steps on the same rows: a session costs a hundred times what a row costs to train on
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup: int = 1
     micro: int = 8  # rows computed at once, of no other meaning; more of them at once are slower on a CPU, whose cache they leave (64: three times)
     through_prompt: bool = False  # whether the gradient flows through what all rows begin with: it costs as much as they do
-
-
-@dataclass(frozen=True)
-class Batch:
-    """`prompt` is what all rows begin with, the tensors what follows it, padded at the end."""
-
-    prompt: Tensor
-    ids: Tensor
-    real: Tensor
-    mask: Tensor
-    logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,31 +43,6 @@ class Step:
     norm: float
     worst: float
     ratio: float
-    lr: float
-
-
-def shared(rows: Sequence[Row]) -> int:
-    """How many ids all rows begin with, and none is trained on; at least one id of each row is behind them."""
-    longest = min((min(list(row.mask).index(1) if 1 in row.mask else len(row.ids), len(row.ids)) - 1 for row in rows), default=0)
-    first = list(rows[0].ids[:longest])
-    for row in rows[1:]:
-        same = next((at for at, (one, two) in enumerate(zip(first, row.ids, strict=False)) if one != two), len(first))
-        first = first[:same]
-    return len(first)
-
-
-def batch(rows: Sequence[Row], at: int) -> Batch:
-    """Rows as tensors; the first `at` ids, which are those of all, once."""
-    size = (len(rows), max(len(row.ids) for row in rows) - at)
-    ids, real, mask, logprobs = (torch.zeros(size, dtype=kind) for kind in (torch.long, torch.long, torch.bool, torch.float32))
-    for place, row in enumerate(rows):
-        width = len(row.ids) - at
-        ids[place, :width] = torch.tensor(list(row.ids[at:]))
-        real[place, :width] = 1
-        mask[place, :width] = torch.tensor(list(row.mask[at:])) > 0
-        logprobs[place, :width] = torch.tensor(list(row.logprobs[at:]) if row.logprobs is not None else [math.nan] * width)
-    advantages, weights = torch.tensor([row.advantage for row in rows]), torch.tensor([row.weight for row in rows])
-    return Batch(torch.tensor([list(rows[0].ids[:at])], dtype=torch.long), ids, real, mask, logprobs, advantages, weights)
 
 
 @dataclass(frozen=True)
@@ -107,14 +51,13 @@ class _Pass:
     norm: float
     worst: float
     ratio: float
-    lr: float
 
 
 class Learner:
     """A policy, its tokenizer and its optimizer."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.recipe, self.done = recipe, 0
+        self.recipe = recipe
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.train()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -122,8 +65,8 @@ class Learner:
         scales = [each for each in self.model.parameters() if each.ndim == 1 and each is not final]
         tables = [each for each in self.model.parameters() if each.ndim > 1]
         parts = ((tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr))
-        groups = [{"params": found, "lr": peak, "peak": peak} for found, peak in parts]
-        self._optimizer = torch.optim.AdamW(groups, betas=recipe.betas, weight_decay=recipe.weight_decay)
+        groups = [{"params": found, "lr": rate} for found, rate in parts]
+        self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)  # a run is some sixty steps: betas for few of them
 
     def own(self, given: Batch) -> Tensor:
         """The policy's logprob of every id behind the prompt but the first, at temperature 1."""
@@ -147,12 +90,12 @@ class Learner:
         at = shared(rows)  # of all rows, so that what no gradient flows through does not depend on how they are cut into batches
         batches = [batch(few, at) for few in micro(taught, self.recipe.micro)]
         if not batches:
-            return Step(len(rows), sum(row.trained for row in rows), 0, 0.0, 0.0, 0.0, 1.0, 0.0)
+            return Step(len(rows), sum(row.trained for row in rows), 0, 0.0, 0.0, 0.0, 1.0)
         batches = [self._known(each) for each in batches]
         passes = [self._update(batches) for _ in range(self.recipe.inner)]
         tokens = sum(int(each.mask[:, 1:].sum()) for each in batches)
         first, ratio = passes[0], sum(each.ratio for each in passes) / len(passes) / tokens
-        return Step(len(rows), sum(row.trained for row in rows), len(passes), first.loss, first.norm, first.worst, ratio, passes[-1].lr)
+        return Step(len(rows), sum(row.trained for row in rows), len(passes), first.loss, first.norm, first.worst, ratio)
 
     def _update(self, batches: Sequence[Batch]) -> "_Pass":
         loss, ratio, worst = 0.0, 0.0, 0.0
@@ -160,14 +103,10 @@ class Learner:
             value, seen, away = objective(self.own(given), given, self.recipe)
             value.backward()  # type: ignore[no-untyped-call]
             loss, ratio, worst = loss + float(value.detach()), ratio + seen, max(worst, away)
-        warm = min(1.0, (self.done + 1) / max(1, self.recipe.warmup))
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm))
-        for group in self._optimizer.param_groups:
-            group["lr"] = warm * group["peak"]
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self.done += 1
-        return _Pass(loss, norm, worst, ratio, warm * self.recipe.lr)
+        return _Pass(loss, norm, worst, ratio)
 
     @torch.no_grad()
     def _known(self, given: Batch) -> Batch:
@@ -197,9 +136,3 @@ def objective(own: Tensor, given: Batch, recipe: Recipe) -> tuple[Tensor, float,
     weight = ratio.clamp(max=recipe.cap) * mask
     loss = -(weight * ~gone * advantage * given.weights[:, None] * own).sum()
     return loss, float(weight.sum()), float(away.abs().max())
-
-
-def micro(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
-    """Rows of like length together, so that little is padding."""
-    ordered = sorted(rows, key=lambda row: len(row.ids))
-    return (ordered[at : at + size] for at in range(0, len(ordered), size))

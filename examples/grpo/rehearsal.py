@@ -20,7 +20,8 @@ from torch import Tensor
 from examples.grpo import tasks
 from examples.grpo.__main__ import PACKAGED, parsed, plan_of, recipe_of
 from examples.grpo.decoder import Decoder
-from examples.grpo.learner import Learner, Row
+from examples.grpo.learner import Learner
+from examples.grpo.rows import Row
 from examples.tiny_policy.prompts import prompt
 from examples.tiny_policy.rollout import understand
 from examples.tiny_policy.tasks import Task

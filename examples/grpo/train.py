@@ -4,7 +4,6 @@ Rule for whoever edits it: everything of a node is its client's; everything of l
 so that runs of one seed differ by what they are told to and by chance alone.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.grpo import tasks
-from examples.grpo.learner import Learner, Row, Step
+from examples.grpo.learner import Learner, Step
+from examples.grpo.log import log, summary
 from examples.grpo.retold import retold
+from examples.grpo.rows import Row
 from examples.tiny_policy.tasks import Task
 from polarnode.client import PolarnodeClient
 from polarnode.groups import Estimator, Group, rows_of
@@ -151,28 +152,5 @@ class Run:
                 shutil.rmtree(old)
 
     def log(self, kind: str, line: dict[str, Any]) -> dict[str, Any]:
-        """A line of log.jsonl, and one to look at."""
-        with (self.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": kind, **line}) + "\n")
-        print(kind, *(f"{name} {said(value)}" for name, value in line.items()), flush=True)
+        log(self.out / "log.jsonl", kind, line)
         return line
-
-
-def said(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def summary(groups: Sequence[Group]) -> dict[str, Any]:
-    """What became of the sessions: a reward that is not there, because the machine lost a session, is no failure of the policy."""
-    rewards = [member.reward for group in groups for member in group.members if member.reward is not None]
-    sessions = [each for group in groups for each in group.trajectories]
-    traces = [trace for each in sessions for trace in each.traces]
-    return {
-        "reward": sum(rewards) / max(1, len(rewards)),
-        "sessions": sum(len(group.members) for group in groups),
-        "unusable": sum(not member.usable for group in groups for member in group.members),
-        "uniform": sum(len({member.reward for member in group.members}) == 1 for group in groups),
-        "turns": len({(each.session_id, span.turn) for each in sessions for trace in each.traces for span in trace.turn_spans}),
-        "traces": len(traces),
-        "versions": sorted({span.version for trace in traces for span in trace.version_spans}),
-    }

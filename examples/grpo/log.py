@@ -1,0 +1,34 @@
+"""What is said of a step: a line of log.jsonl, and one to look at."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polarnode.groups import Group
+
+
+def log(file: Path, kind: str, line: Mapping[str, Any]) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps({"kind": kind, **line}) + "\n")
+    print(kind, *(f"{name} {said(value)}" for name, value in line.items()), flush=True)
+
+
+def said(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def summary(groups: Sequence[Group]) -> dict[str, Any]:
+    """What became of the sessions: a reward that is not there, because the machine lost a session, is no failure of the policy."""
+    rewards = [member.reward for group in groups for member in group.members if member.reward is not None]
+    sessions = [each for group in groups for each in group.trajectories]
+    traces = [trace for each in sessions for trace in each.traces]
+    return {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "sessions": sum(len(group.members) for group in groups),
+        "unusable": sum(not member.usable for group in groups for member in group.members),
+        "uniform": sum(len({member.reward for member in group.members}) == 1 for group in groups),
+        "turns": len({(each.session_id, span.turn) for each in sessions for trace in each.traces for span in trace.turn_spans}),
+        "traces": len(traces),
+        "versions": sorted({span.version for trace in traces for span in trace.version_spans}),
+    }
