@@ -12,7 +12,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.conversation import Json
-from polarnode.errors import PolarnodeError
+from polarnode.errors import DiskFull, PolarnodeError
 from polarnode.shell.engine.statistics import EngineStatistics
 from polarnode.shell.journal import Journal, Retention, open_journal
 from polarnode.shell.tally import Tally
@@ -46,6 +46,8 @@ class TaskTaker:
             raise Conflict(f"another task has the id or key {spec.task_id or idempotency_key!r}: choose a new one")
         if known is not None:
             return Submitted(task_id=known.task_id, session_ids=tuple(one.session_id for one in known.sessions), created=False)
+        if self.journal.refuses_tasks:
+            raise DiskFull("the disk is full: make room")
         task_id = spec.task_id or f"task-{len(self.live)}"
         sessions = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))
         self.journal.task_submitted(spec, task_id=task_id, session_ids=sessions, idempotency_key=idempotency_key)

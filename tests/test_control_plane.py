@@ -157,8 +157,11 @@ async def test_how_the_node_says_no(started: Started, refusal: Any, status: int,
 
 async def test_a_full_disk_takes_no_new_task(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as (_, client):
+        known = (await client.post("/v1/tasks", {**TASK, "task_id": "known"})).json()
         monkeypatch.setattr("polarnode.shell.journal.journal.DISK_FREE_BYTES", 1 << 60)
         assert error_of(await client.post("/v1/tasks", TASK))[:2] == (507, "disk_full")
+        again = await client.post("/v1/tasks", {**TASK, "task_id": "known"})
+        assert (again.status, again.json()) == (202, {**known, "created": False}), "what was taken before is answered again"
         assert "make room" in (await client.get("/v1/status")).json()["journal"]["warning"]
 
 

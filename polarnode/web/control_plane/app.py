@@ -4,7 +4,7 @@ The rules for whoever edits it. Quart's own time limits are off (they cut a stre
 Every route but the two for probes needs the token, and what is not in the table is a 404 with a sentence.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from hmac import compare_digest
 from pathlib import Path
 
@@ -20,9 +20,8 @@ from polarnode.web.control_plane.openapi import EVERY, document
 from polarnode.web.control_plane.query import read_query
 from polarnode.web.control_plane.routes import Routes
 from polarnode.web.control_plane.service import Service
+from polarnode.web.handlers import RouteRow
 from polarnode.wire import dump_json
-
-RouteRow = tuple[str, str, Callable[..., Awaitable[Response]]]  # method, path, handler
 
 BODY_BYTES = 64 << 20  # a task with its workspace as base64 files; what is larger belongs in an image
 OPEN_PATHS = ("/healthz", "/readyz")  # a probe has no token, and learns nothing

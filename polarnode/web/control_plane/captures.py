@@ -3,7 +3,7 @@
 The rule for whoever edits it: these routes decide nothing; who may have which place and what stands is the room of captures' to say.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import trio
 from attrs import frozen
@@ -14,7 +14,8 @@ from polarnode.records import Trajectory
 from polarnode.shell.captures import Captures
 from polarnode.web.control_plane.errors import NotFound, json_response
 from polarnode.web.control_plane.query import read_query
-from polarnode.wire import plain, read_capture, read_capture_end, read_json
+from polarnode.web.handlers import RouteRow, body_json_or
+from polarnode.wire import plain, read_capture, read_capture_end
 
 
 @frozen(kw_only=True)
@@ -23,7 +24,7 @@ class CaptureRoutes:
 
     captures: Captures
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         """The rows of the control plane's table."""
         yield from (
             ("POST", "/v1/capture", self.begin),
@@ -35,7 +36,7 @@ class CaptureRoutes:
     async def begin(self) -> Response:
         """201 when the capture is in the journal; 200 for one that was opened before and is open."""
         read_query(request.args)
-        opened = await self.captures.begin(read_capture(await _said()))
+        opened = await self.captures.begin(read_capture(await body_json_or({})))
         return json_response(plain(opened), 201 if opened.created else 200)
 
     async def list(self) -> Response:
@@ -55,7 +56,7 @@ class CaptureRoutes:
     async def end(self, session_id: str) -> Response:
         """The answer when the trajectory is on disk."""
         read_query(request.args)
-        return self._ended(session_id, await self.captures.end(session_id, read_capture_end(await _said())))
+        return self._ended(session_id, await self.captures.end(session_id, read_capture_end(await body_json_or({}))))
 
     def _ended(self, session_id: str, found: Trajectory | None) -> Response:
         if found is None:
@@ -77,9 +78,3 @@ def ended_json(found: Trajectory) -> dict[str, Json]:
         "sampled_tokens": found.sampled_tokens,
         "trainable_tokens": found.trainable_tokens,
     }
-
-
-async def _said() -> Json:
-    """The body; without one, what nothing says: every default."""
-    body = await request.get_data()
-    return read_json(body if isinstance(body, bytes) else body.encode()) if body else {}  # Quart's annotation allows text, which is never given

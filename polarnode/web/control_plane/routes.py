@@ -16,9 +16,10 @@ from polarnode.web.control_plane.exports import export
 from polarnode.web.control_plane.formats import check_format, format_json
 from polarnode.web.control_plane.metrics import CONTENT_TYPE, exposition
 from polarnode.web.control_plane.query import FILTERS, Query, last_event_id, read_query
-from polarnode.web.control_plane.service import Conflict, DiskFull, Service
+from polarnode.web.control_plane.service import Conflict, Service
 from polarnode.web.control_plane.streams import event_stream, file_pieces
-from polarnode.wire import dump_json, plain, read_json, read_task, structure, task_json, trajectory_json, turns_json
+from polarnode.web.handlers import body_json
+from polarnode.wire import dump_json, plain, read_task, structure, task_json, trajectory_json, turns_json
 from polarnode.wire.arrays import encoder
 
 
@@ -43,9 +44,7 @@ class Routes:
     async def submit(self) -> Response:
         """202 when the task is in the journal: what was answered so is not forgotten."""
         read_query(request.args)
-        spec = read_task(read_json(await _body()))
-        if self.journal.refuses_tasks:
-            raise DiskFull(str(self.journal.statistics().warning))
+        spec = read_task(await body_json())
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
         await self.journal.flushed()
         return json_response(plain(submitted), 202)
@@ -92,7 +91,7 @@ class Routes:
         return await self.journal.position(consumer)
 
     async def acknowledge(self) -> Response:
-        ack = structure(read_json(await _body()), Ack, forbid_extra=True)
+        ack = structure(await body_json(), Ack, forbid_extra=True)
         position = await self.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
         return json_response({"consumer": ack.consumer, "position": position})
 
@@ -190,11 +189,6 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-async def _body() -> bytes:
-    body = await request.get_data()
-    return body if isinstance(body, bytes) else body.encode()  # Quart's annotation allows text, which only as_text=True gives
 
 
 # ── records as JSON ───────────────────────────────────────────────────────────

@@ -5,7 +5,7 @@ nothing.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from attrs import frozen
 from quart import Response, request
@@ -27,10 +27,8 @@ from polarnode.shell.weights import (
 )
 from polarnode.web.control_plane.errors import NotFound, json_response
 from polarnode.web.control_plane.query import read_query
-from polarnode.wire import plain, read_json, structure
-
-if TYPE_CHECKING:
-    from polarnode.web.control_plane.app import RouteRow
+from polarnode.web.handlers import RouteRow, body_json, body_json_or
+from polarnode.wire import plain, structure
 
 T = TypeVar("T")
 
@@ -52,7 +50,7 @@ class WeightsRoutes:
     weights: Weights
     control: EngineControl
 
-    def rows(self) -> "Iterator[RouteRow]":
+    def rows(self) -> Iterator[RouteRow]:
         yield from (
             ("POST", "/v1/weights", self.update),
             ("GET", "/v1/weights", self.show),
@@ -124,17 +122,17 @@ class WeightsRoutes:
     # ── the engine ────────────────────────────────────────────────────────────
 
     async def pause(self) -> Response:
-        return json_response(plain(await self.weights.pause(await _body(PauseOrder, PauseOrder()))))
+        return json_response(plain(await self.weights.pause(await _body(PauseOrder, optional=True))))
 
     async def resume(self) -> Response:
         read_query(request.args)
         return json_response(plain(await self.weights.resume()))
 
     async def release(self) -> Response:
-        return json_response(plain(await self.control.release(await _body(MemoryOrder, MemoryOrder()))))
+        return json_response(plain(await self.control.release(await _body(MemoryOrder, optional=True))))
 
     async def take(self) -> Response:
-        return json_response(plain(await self.control.take(await _body(MemoryOrder, MemoryOrder()))))
+        return json_response(plain(await self.control.take(await _body(MemoryOrder, optional=True))))
 
 
 def _reported(report: UpdateReport) -> Response:
@@ -146,11 +144,8 @@ def _told(served: Served) -> dict[str, Json]:
     return {name: value for name, value in plain(served).items() if name not in ("digest", "model", "files")}
 
 
-async def _body(shape: type[T], default: T | None = None) -> T:
-    """The body; none is `default`, where there is one."""
+async def _body(shape: type[T], *, optional: bool = False) -> T:
+    """The body; none says nothing, where all that a body says may be left out."""
     read_query(request.args)
-    said = await request.get_data()
-    body = said if isinstance(said, bytes) else said.encode()  # Quart's annotation allows text, which only as_text=True gives
-    if default is not None and not body.strip():
-        return default
-    return structure(read_json(body), shape, forbid_extra=True)
+    said = await (body_json_or({}) if optional else body_json())
+    return structure(said, shape, forbid_extra=True)

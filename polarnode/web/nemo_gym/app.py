@@ -4,22 +4,22 @@ The rule for whoever edits it: refusals are in the words Gym's own servers use (
 id of another request, 503 while the node gives no answer, because that one is worth asking again.
 """
 
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
 from attrs import frozen
-from quart import Response, request
+from quart import Response
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError, Refused
+from polarnode.web.handlers import RouteRow, body_json
 from polarnode.web.nemo_gym.answers import aggregated, response, verify_response
 from polarnode.web.nemo_gym.asked import Asked, read_responses, read_run
 from polarnode.web.nemo_gym.rollouts import Rollouts
 from polarnode.web.nemo_gym.template import Template
-from polarnode.wire import dump_json, read_json, structure
+from polarnode.wire import dump_json, structure
 
 BODY_BYTES: Final = 256 << 20  # the answers of a whole collection come back for their metrics, stripped of tokens
 CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
@@ -30,7 +30,7 @@ def create_gym_app(rollouts: Rollouts, template: Template) -> QuartTrio:
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
     agent = _Agent(rollouts=rollouts, template=template)
-    rows: tuple[tuple[str, str, Callable[..., Awaitable[Response]]], ...] = (
+    rows: tuple[RouteRow, ...] = (
         ("GET", "/", agent.alive),
         ("POST", "/run", agent.run),
         ("POST", "/v1/responses", agent.responses),
@@ -66,25 +66,20 @@ class _Agent:
 
     async def run(self) -> Response:
         """One rollout of a dataset's row, scored."""
-        asked = read_run(await _body())
+        asked = read_run(await body_json())
         found = await self.rollouts.run(self.template.task(asked), key=asked.key)
         return _json(await trio.to_thread.run_sync(verify_response, asked, found))
 
     async def responses(self, rollout_id: str | None = None) -> Response:
         """One rollout of an instruction alone."""
-        asked: Asked = read_responses(await _body(), rollout_id=rollout_id)
+        asked: Asked = read_responses(await body_json(), rollout_id=rollout_id)
         found = await self.rollouts.run(self.template.task(asked), key=asked.key)
         return _json(await trio.to_thread.run_sync(response, asked.params, found))
 
     async def aggregate(self) -> Response:
         """The metrics of a collection."""
-        said = structure(await _body(), AggregateRequest)
+        said = structure(await body_json(), AggregateRequest)
         return _json(aggregated(list(said.verify_responses)))
-
-
-async def _body() -> Json:
-    body = await request.get_data()
-    return read_json(body if isinstance(body, bytes) else body.encode())  # Quart's annotation allows text, which is never given
 
 
 def _json(value: Json, status: int = 200) -> Response:

@@ -4,11 +4,11 @@ The rule for whoever edits it: a field that Polar documents is there with Polar'
 here keeps anything that the journal does not.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 from attrs import frozen
-from quart import Response
 
+from polarnode.web.handlers import RouteRow
 from polarnode.web.polar_api.answers import answered
 from polarnode.web.polar_api.events import EventRoutes
 from polarnode.web.polar_api.house import PolarHouse
@@ -25,7 +25,7 @@ class PolarFace:
 
     house: PolarHouse
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         """The rows of the control plane's table."""
         tasks = TaskRoutes(self.house)
         rooms = (tasks, SessionRoutes(house=self.house, tasks=tasks), NodeRoutes(house=self.house), EventRoutes(house=self.house))

@@ -15,7 +15,7 @@ from quart import Response, request
 from polarnode.conversation import Json
 from polarnode.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
 from polarnode.web.control_plane.errors import NotFound, json_response
-from polarnode.wire import read_json
+from polarnode.web.handlers import body_json
 
 P = ParamSpec("P")
 STEP = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\d+)\]|\['([^']*)'\]")
@@ -60,8 +60,7 @@ def _location(path: str | None) -> list[Json]:
 
 async def body_object() -> dict[str, Json]:
     """The JSON object of the request's body."""
-    body = await request.get_data()
-    found = read_json(body if isinstance(body, bytes) else body.encode())  # Quart's annotation allows text, which is never given
+    found = await body_json()
     if not isinstance(found, dict):
         raise Refused("the body is no JSON object: send one", path="$")
     return found

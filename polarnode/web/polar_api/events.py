@@ -4,7 +4,7 @@ The rule for whoever edits it: it is for dashboards, which may miss what was bet
 trajectories. No scope and no nursery around a `yield`.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import trio
 from attrs import frozen
@@ -13,6 +13,7 @@ from quart import Response
 from polarnode.conversation import Json
 from polarnode.shell.glances import SessionStatus
 from polarnode.trainers.polar import PHASES, outcome_word
+from polarnode.web.handlers import RouteRow
 from polarnode.web.polar_api.house import PolarHouse
 from polarnode.wire import dump_json
 
@@ -26,7 +27,7 @@ class EventRoutes:
 
     house: PolarHouse
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         yield ("GET", "/events", self.events)
 
     async def events(self) -> Response:

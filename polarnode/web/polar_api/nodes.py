@@ -5,7 +5,7 @@ one (`register`, `heartbeat`), or say what a session was worth (`callbacks/sessi
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import trio
 from attrs import frozen
@@ -16,6 +16,7 @@ from polarnode.shell.polar_results import polar_id, status_head
 from polarnode.shell.weights import PauseOrder
 from polarnode.trainers.polar import PHASES
 from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.web.handlers import RouteRow
 from polarnode.web.polar_api.answers import moment
 from polarnode.web.polar_api.house import PolarHouse
 
@@ -29,7 +30,7 @@ class NodeRoutes:
 
     house: PolarHouse
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         yield from (
             ("GET", "/health", self.health),
             ("GET", "/nodes", self.nodes),

@@ -3,7 +3,7 @@
 The rule for whoever edits it: nothing of a session is dropped because somebody asks for it; what Polar deletes, ends here with what it has.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from attrs import frozen
 from quart import Response, request
@@ -17,6 +17,7 @@ from polarnode.shell.polar_results import polar_id, session_body
 from polarnode.tasks import CaptureEnd, CaptureSpec
 from polarnode.trainers.polar import Origin, with_origin
 from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.web.handlers import RouteRow
 from polarnode.web.polar_api.answers import body_object, count, moment
 from polarnode.web.polar_api.completions import completion_pieces
 from polarnode.web.polar_api.house import PolarHouse
@@ -34,7 +35,7 @@ class SessionRoutes:
     house: PolarHouse
     tasks: TaskRoutes
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         yield from (
             ("GET", "/sessions", self.list),
             ("POST", "/sessions", self.create),

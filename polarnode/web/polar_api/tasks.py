@@ -4,7 +4,7 @@ The rule for whoever edits it: a task that was taken is in the journal before it
 trainer use again names the task that was submitted last.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import trio
@@ -23,7 +23,7 @@ from polarnode.tasks import CallbackFormat, TaskSpec
 from polarnode.trainers.polar import Origin, origin_of, outcome_word, with_origin
 from polarnode.trainers.polar.origin import KEY
 from polarnode.web.control_plane.errors import NotFound, json_response
-from polarnode.web.control_plane.service import DiskFull
+from polarnode.web.handlers import RouteRow
 from polarnode.web.polar_api.answers import body_object, count, moment
 from polarnode.web.polar_api.house import PolarHouse
 from polarnode.web.polar_api.names import run_name, task_name
@@ -41,7 +41,7 @@ class TaskRoutes:
     house: PolarHouse
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)  # two submissions of one id at once must be one task
 
-    def rows(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def rows(self) -> Iterator[RouteRow]:
         yield from (
             ("POST", "/rollout/task/submit", self.submit),
             ("GET", "/rollout/task/<task_id>", self.task),
@@ -75,8 +75,6 @@ class TaskRoutes:
             if KEY in spec.metadata:
                 raise Refused(f"{KEY} in a task's metadata is the node's own: call yours otherwise", path=f"$.metadata.{KEY}")
             spec = evolve(spec, task_id=run_name(name, run), metadata=with_origin(spec.metadata, known))
-            if self.house.journal.refuses_tasks:
-                raise DiskFull(str(self.house.journal.statistics().warning))
             with their_paths():
                 await self.house.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
             await self.house.journal.flushed()
