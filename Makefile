@@ -26,7 +26,7 @@ meaning: setup
 
 # The loop that learns, on a node of its own, with the figures and tables of docs/learning.md: OUT/report.json, curve.svg, log.jsonl.
 learn: setup
-	$(PY) -m examples.grpo --out out/grpo --stop-at 0.85 --expect 0.8
+	$(PY) -m examples.grpo --out out/grpo --stop-at 0.88 --expect 0.8
 
 learn-ablations: setup
 	$(PY) -m examples.grpo.ablations --out out/grpo-ablations
@@ -34,7 +34,7 @@ learn-ablations: setup
 # TRL stands in an environment of its own, over the node's.
 learn-trl: setup
 	$(PY) tools/trl_environment.py
-	TRL_EXPERIMENTAL_SILENCE=1 .venv/trl/bin/python -m examples.grpo.with_trl --out out/grpo-trl
+	TRL_EXPERIMENTAL_SILENCE=1 .venv/trl/bin/python -m examples.grpo.with_trl --out out/grpo-trl --steps 7
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache

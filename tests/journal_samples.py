@@ -2,10 +2,19 @@
 
 from typing import Any
 
+from attrs import define
+
 from polarnode.conversation import Answer, TextPart
 from polarnode.merge.trajectory import Identity
 from polarnode.records import Outcome, Trace, Trajectory, Turn, TurnSpan, VersionSpan, floats, ids
 from polarnode.tasks import HarnessSpec, TaskSpec
+
+
+@define
+class Clock:
+    """Wall time as the test says it is."""
+
+    time: float = 1000.0
 
 
 def make_spec(**more: Any) -> TaskSpec:

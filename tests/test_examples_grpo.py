@@ -290,8 +290,10 @@ def test_a_table_has_a_line_a_run() -> None:
         for reward in (0.5, 0.7)
     ]
     summary = command.outcome({"reward": 0.5}, steps, {"reward": 0.75}, train.Plan()) | {"training_s": 120.0, "load_before": 0.5}
-    made = ablations.table({("faithful", 0): {"summary": summary}}).splitlines()
-    assert len(made) == 3
+    unseen = command.outcome({}, steps, {}, train.Plan()) | {"training_s": 120.0, "load_before": 0.5}
+    made = ablations.table({("faithful", 0): {"summary": summary}, ("per_request", 1): {"summary": unseen}}).splitlines()
+    assert len(made) == 4
+    assert made[3].startswith("| per_request | 1 | - | 0.600 | - |")
     assert made[2] == "| faithful | 0 | 0.500 | 0.600 | 0.750 | 2 | 128 | 128 | 8 | 6,000 | 120 | 18 | 0.5 |"
 
 

@@ -11,8 +11,7 @@ import attrs
 import orjson
 import pytest
 import trio
-from attrs import define
-from journal_samples import make_identity, make_spec, make_trajectory, make_turn
+from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
 
 from polarnode.errors import JournalError, Refused
 from polarnode.records import Outcome, RoutedExperts, TopLogprobs, Trajectory, floats, ids
@@ -22,13 +21,6 @@ from polarnode.shell.journal.schema import VERSION
 from polarnode.wire import trajectory_json
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
-
-
-@define
-class Clock:
-    """Wall time as the test says it is."""
-
-    time: float = 1000.0
 
 
 @pytest.fixture

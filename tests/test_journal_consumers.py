@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from attrs import define
-from journal_samples import make_identity, make_spec, make_trajectory, make_turn
+from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
 
 from polarnode.config import NodeConfig, read_config
 from polarnode.errors import ConfigError, Refused
@@ -21,13 +20,6 @@ from polarnode.shell.journal.recent import Recent
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 HOUR = 3600.0
 ALL = Retention(acknowledged=1 << 40, everything=1 << 50)  # nothing goes for its size
-
-
-@define
-class Clock:
-    """Wall time as the test says it is."""
-
-    time: float = 1000.0
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def table(reports: dict[tuple[str, int], dict[str, Any]]) -> str:
     lines = [HEAD, ("---",) * len(HEAD)]
     for (arm, seed), report in reports.items():
         said = report["summary"]
-        shares = (f"{said[name]:.3f}" for name in ("before", "last_steps", "after"))
+        shares = ("-" if said[name] is None else f"{said[name]:.3f}" for name in ("before", "last_steps", "after"))
         counts = (f"{said[name]:,}" for name in ("steps", "sessions", "rows", "updates", "tokens_trained"))
         lines.append((arm, str(seed), *shares, *counts, f"{said['training_s']:.0f}", f"{said['learned_s']:.0f}", f"{said['load_before']:.1f}"))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -7,6 +7,7 @@ the same numbers. What all rows of a step begin with (a harness's own prompt) is
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,12 +62,7 @@ class Learner:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.train()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        final = self.model.model.norm.weight
-        scales = [each for each in self.model.parameters() if each.ndim == 1 and each is not final]
-        tables = [each for each in self.model.parameters() if each.ndim > 1]
-        parts = ((tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr))
-        groups = [{"params": found, "lr": rate} for found, rate in parts]
-        self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)  # a run is some sixty steps: betas for few of them
+        self._optimizer = optimizer_of(self.model, recipe)
 
     def own(self, given: Batch) -> Tensor:
         """The policy's logprob of every id behind the prompt but the first, at temperature 1."""
@@ -120,6 +116,16 @@ class Learner:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         return folder
+
+
+def optimizer_of(model: Any, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW with a rate each for tables, for the norms' scales, and for the last of them."""
+    final = model.model.norm.weight
+    scales = [each for each in model.parameters() if each.ndim == 1 and each is not final]
+    tables = [each for each in model.parameters() if each.ndim > 1]
+    rates = ((tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr))
+    groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)  # a run is some sixty steps: betas for few of them
 
 
 def objective(own: Tensor, given: Batch, recipe: Recipe) -> tuple[Tensor, float, float]:

@@ -29,9 +29,9 @@ class Plan:
 
     harness: str = "pi"
     kinds: Sequence[str] = ("write", "follow")
-    steps: int = 16
-    prompts: int = 8
-    samples: int = 8
+    steps: int = 12
+    prompts: int = 16
+    samples: int = 4
     seed: int = 0
     evaluate: int = 96
     estimator: Estimator = "grpo"
@@ -55,8 +55,6 @@ class Run:
     curve: list[float] = field(default_factory=list)
     _waiting: dict[str, Group] = field(default_factory=dict)
     _stream: Iterator[Group] | None = None
-
-    # ── the loop ──────────────────────────────────────────────────────────────
 
     def train(self) -> list[dict[str, Any]]:
         """All steps; what the log says of each."""
@@ -109,8 +107,6 @@ class Run:
         by_kind = {kind: [group for group, task in zip(groups, asked, strict=True) if task.kind == kind] for kind in self.plan.kinds}
         line = {**summary(groups), "kinds": {kind: summary(found)["reward"] for kind, found in by_kind.items() if found}}
         return self.log(title, line | {"seconds": time.monotonic() - self.began})
-
-    # ── what the node is asked ────────────────────────────────────────────────
 
     def submit(self, step: int) -> list[str]:
         """A step's tasks; their names."""

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from examples.grpo import tasks
 from examples.grpo.__main__ import PACKAGED, node, parsed, plan_of, recipe_of
 from examples.grpo.curve import smooth, svg
-from examples.grpo.learner import Learner
+from examples.grpo.learner import Learner, optimizer_of
 from examples.grpo.train import Plan, Run
 from polarnode.groups import Group
 from polarnode.records import Trajectory
@@ -80,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(out=Path("out/grpo-trl"))
     given = parsed(arguments, parser)
-    torch.set_num_threads(1)
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
     plan = plan_of(given)
@@ -110,23 +109,24 @@ def train(run: Run, plan: Plan, given: argparse.Namespace) -> list[float]:
         train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(plan.steps * plan.prompts)]}),
         rollout_func=rollouts,
         callbacks=[Push(run)],
+        optimizers=(optimizer_of(model, run.learner.recipe), None),
     )
     trainer.train()
     return rollouts.rewards
 
 
 def config(plan: Plan, given: argparse.Namespace) -> GRPOConfig:
-    """A rollout of prompts x samples, then `inner` optimizer steps on all of it."""
+    """A rollout of prompts x samples, then `inner` optimizer steps, each on its share: TRL reads a row's whole prompt whenever it reads the row."""
+    batches = plan.prompts * plan.samples // ROWS_AT_ONCE
     return GRPOConfig(
         output_dir=str(given.out / "trl"),
         use_cpu=True,
         bf16=False,
         per_device_train_batch_size=ROWS_AT_ONCE,
-        gradient_accumulation_steps=plan.prompts * plan.samples // ROWS_AT_ONCE,
+        gradient_accumulation_steps=batches // given.inner,
+        steps_per_generation=batches,
         num_generations=plan.samples,
-        num_iterations=given.inner,
         max_steps=plan.steps * given.inner,
-        learning_rate=given.lr,
         lr_scheduler_type="constant",
         max_grad_norm=given.clip_norm,
         epsilon=given.clip,

@@ -49,6 +49,16 @@ first_token_s = 0.02
 answer_tokens = 24
 chunk_tokens = 8
 """
+# No containers kept warm, and answers without a pause: for what is asked once.
+AT_ONCE = """
+engine = "simulated"
+warm = 0
+[simulated]
+tokens_per_s = 0
+first_token_s = 0
+prefill_tokens_per_s = 0
+answer_tokens = 12
+"""
 
 
 @frozen(kw_only=True)

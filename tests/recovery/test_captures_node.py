@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from captures_kit import Told, asked
-from recovery_kit import TOKEN, Place, ServingNode, place_at, short_temporary, until
+from recovery_kit import AT_ONCE, TOKEN, Place, ServingNode, place_at, short_temporary, until
 
 from polarnode.config import NodeConfig
 from polarnode.errors import ConfigError
@@ -21,21 +21,11 @@ from polarnode.web.server import Address, listening_socket
 
 pytestmark = pytest.mark.podman
 
-SIMULATED = """
-engine = "simulated"
-warm = 0
-[simulated]
-tokens_per_s = 0
-first_token_s = 0
-prefill_tokens_per_s = 0
-answer_tokens = 12
-"""
-
 
 @pytest.fixture
 def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
     with short_temporary() as temporary:
-        yield place_at(tmp_path, temporary, settings=SIMULATED)
+        yield place_at(tmp_path, temporary, settings=AT_ONCE)
 
 
 def call(node: ServingNode, method: str, path: str, body: Any = None) -> Any:

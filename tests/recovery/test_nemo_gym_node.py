@@ -13,21 +13,12 @@ from typing import Any
 import httpx
 import pytest
 from gym_models import AggregateMetrics, GymResponse, VerifyResponse, message_log
-from recovery_kit import HARNESS, TOKEN, Place, ServingNode, free_port, place_at, short_temporary, until
+from recovery_kit import AT_ONCE, HARNESS, TOKEN, Place, ServingNode, free_port, place_at, short_temporary, until
 
 from polarnode.cli import gym, gym_serving
 
 pytestmark = pytest.mark.podman
 
-SETTINGS = """
-engine = "simulated"
-warm = 0
-[simulated]
-tokens_per_s = 0
-first_token_s = 0
-prefill_tokens_per_s = 0
-answer_tokens = 12
-"""
 TEMPLATE = """
 instruction = "{{input}}"
 
@@ -49,7 +40,7 @@ source = "ledger.py"
 @pytest.fixture
 def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
     with short_temporary() as temporary:
-        yield place_at(tmp_path, temporary, settings=SETTINGS)
+        yield place_at(tmp_path, temporary, settings=AT_ONCE)
 
 
 @contextmanager
