@@ -24,9 +24,10 @@ harness-matrix: setup
 meaning: setup
 	$(PY) tools/meaning.py
 
-# The loop that learns, on a node of its own, with the figures and tables of docs/learning.md: OUT/report.json, curve.svg, log.jsonl.
+# The loop that learns, on a node of its own, with the figures and tables of docs/learning.md: OUT/report.json, curve.svg, log.jsonl. What is expected
+# of the 96 held-out tasks is 0.8 less two standard deviations.
 learn: setup
-	$(PY) -m examples.grpo --out out/grpo --stop-at 0.88 --expect 0.8
+	$(PY) -m examples.grpo --out out/grpo --stop-at 0.88 --expect 0.72
 
 learn-ablations: setup
 	$(PY) -m examples.grpo.ablations --out out/grpo-ablations
