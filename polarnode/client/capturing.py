@@ -5,19 +5,17 @@ ended whatever the agent did, because an open capture holds a place on the node.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from secrets import token_hex
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
 from polarnode.client.commands import Request
-from polarnode.client.errors import read_answer
-from polarnode.client.requests import JSON_BODY, part
+from polarnode.client.requests import answered, part
 from polarnode.conversation import Json
 from polarnode.records import Outcome
 from polarnode.tasks import CaptureEnd, CaptureSpec
-from polarnode.wire import dump_json, plain
+from polarnode.wire import plain
 
 MOST_REASON = 1000  # characters: a sentence for a table, not a traceback
 LEAVING_S = 30.0  # for a node to be told of a fault: the fault itself goes on behind it
@@ -129,9 +127,8 @@ def named(spec: CaptureSpec | None, **said: Any) -> CaptureSpec:
 
 
 def begin(spec: CaptureSpec) -> Request[Opened]:
-    return Request(method="POST", path="/v1/capture", body=dump_json(plain(spec)), headers=JSON_BODY, read=partial(read_answer, shape=Opened))
+    return answered(Opened, "POST", "/v1/capture", plain(spec))
 
 
 def end(session_id: str, said: CaptureEnd) -> Request[Captured]:
-    body, read = dump_json(plain(said)), partial(read_answer, shape=Captured)
-    return Request(method="DELETE", path=f"/v1/capture/{part(session_id)}", body=body, headers=JSON_BODY, read=read, silence_s=END_SILENCE_S)
+    return answered(Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(said), silence_s=END_SILENCE_S)

@@ -1,4 +1,4 @@
-"""Bytes of a stream into events: server-sent events, decoded piece by piece as they come.
+"""Bytes of a stream into lines, and lines into events: server-sent events, decoded piece by piece as they come.
 
 The rule for whoever edits it: bytes are looked at once (a trajectory is megabytes), and what can not be read is never passed over in silence.
 """
@@ -14,6 +14,28 @@ from polarnode.errors import Refused
 from polarnode.wire import read_json
 
 MOST_BYTES = 1 << 30  # of one event: a session may carry 256 MiB beside its tokens, which base64 makes a third more
+
+
+@define(eq=False)
+class Lines:
+    """Bytes into lines, each byte looked at once. What stands behind the last line's end is `rest` bytes long."""
+
+    _buffer: bytearray = field(factory=bytearray, init=False)
+    _looked: int = field(default=0, init=False)  # so far there is no line's end
+
+    @property
+    def rest(self) -> int:
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """What is whole now. Take all of it before more is fed."""
+        self._buffer += data
+        while (end := self._buffer.find(b"\n", self._looked)) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            self._looked = 0
+            yield line
+        self._looked = len(self._buffer)
 
 
 @frozen(kw_only=True)
@@ -36,8 +58,7 @@ LIFE: Final = Life()
 class Decoder:
     """One body's bytes. Whatever follows the last blank line when the body ends was cut, and is dropped."""
 
-    _buffer: bytearray = field(factory=bytearray, init=False)
-    _looked: int = field(default=0, init=False)  # so far there is no line's end
+    _lines: Lines = field(factory=Lines, init=False)
     _held: int = field(default=0, init=False)  # bytes of the block that is not whole yet
     _kind: str = field(default="", init=False)
     _id: str | None = field(default=None, init=False)
@@ -45,14 +66,11 @@ class Decoder:
 
     def feed(self, data: bytes) -> Iterator[Block | Life]:
         """What is whole now. Take all of it before more is fed."""
-        self._buffer += data
-        while (end := self._buffer.find(b"\n", self._looked)) >= 0:
-            line = bytes(self._buffer[:end]).removesuffix(b"\r")
-            del self._buffer[: end + 1]
-            self._looked, self._held = 0, self._held + len(line)
+        for whole in self._lines.feed(data):
+            line = whole.removesuffix(b"\r")
+            self._held += len(line)
             yield from self._line(line)
-        self._looked = len(self._buffer)
-        if self._held + self._looked > MOST_BYTES:
+        if self._held + self._lines.rest > MOST_BYTES:
             raise Unreachable(f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this a polarnode?")
 
     def _line(self, line: bytes) -> Iterator[Block | Life]:

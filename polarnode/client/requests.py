@@ -3,12 +3,14 @@
 The rule for whoever edits it: one function a route and use; it says nothing of who sends the request, nor of how often.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from polarnode.client.commands import SILENCE_S, Request
+from attrs import evolve
+
+from polarnode.client.commands import SILENCE_S, Request, T
 from polarnode.client.errors import read_answer, read_object
 from polarnode.client.values import Consumer, Consumers, Submitted, TaskStatus
 from polarnode.conversation import Json
@@ -31,19 +33,30 @@ def part(name: str) -> str:
     return quote(name, safe="")
 
 
+def request(
+    read: Callable[[bytes], T], method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S
+) -> Request[T]:
+    """A request, with a body of JSON if it has one."""
+    sent = None if body is None else dump_json(dict(body))
+    return Request(method=method, path=path, read=read, body=sent, headers={} if body is None else JSON_BODY, silence_s=silence_s)
+
+
 def asked(method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S) -> Request[dict[str, Any]]:
     """A request whose answer is an object, taken as it is."""
-    sent = None if body is None else dump_json(dict(body))
-    return Request(method=method, path=path, read=read_object, body=sent, headers={} if body is None else JSON_BODY, silence_s=silence_s)
+    return request(read_object, method, path, body, silence_s=silence_s)
+
+
+def answered(shape: type[T], method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S) -> Request[T]:
+    """A request whose answer is a `shape`."""
+    return request(partial(read_answer, shape=shape), method, path, body, silence_s=silence_s)
 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
 def submit(spec: TaskSpec | dict[str, Json], *, idempotency_key: str) -> Request[Submitted]:
-    body = dump_json(task_json(spec) if isinstance(spec, TaskSpec) else spec)
-    headers = {"Idempotency-Key": idempotency_key, **JSON_BODY}
-    return Request(method="POST", path="/v1/tasks", body=body, headers=headers, read=partial(read_answer, shape=Submitted))
+    plain = answered(Submitted, "POST", "/v1/tasks", task_json(spec) if isinstance(spec, TaskSpec) else spec)
+    return evolve(plain, headers={**plain.headers, "Idempotency-Key": idempotency_key})
 
 
 def task(task_id: str) -> Request[dict[str, Any]]:
@@ -51,28 +64,27 @@ def task(task_id: str) -> Request[dict[str, Any]]:
 
 
 def task_status(task_id: str) -> Request[TaskStatus]:
-    return Request(method="GET", path=f"/v1/tasks/{part(task_id)}", read=partial(read_answer, shape=TaskStatus))
+    return answered(TaskStatus, "GET", f"/v1/tasks/{part(task_id)}")
 
 
 def tasks(*, limit: int, before: str | None) -> Request[list[dict[str, Any]]]:
-    return Request(method="GET", path="/v1/tasks" + query(limit=limit, before=before), read=lambda body: list(read_object(body)["tasks"]))
+    return request(lambda body: list(read_object(body)["tasks"]), "GET", "/v1/tasks" + query(limit=limit, before=before))
 
 
 def cancel(task_id: str) -> Request[bool]:
-    return Request(method="DELETE", path=f"/v1/tasks/{part(task_id)}", read=lambda body: bool(read_object(body)["cancelled"]))
+    return request(lambda body: bool(read_object(body)["cancelled"]), "DELETE", f"/v1/tasks/{part(task_id)}")
 
 
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
 def acknowledge(consumer: str, seq: int) -> Request[int]:
-    body = dump_json({"consumer": consumer, "seq": seq})
-    return Request(method="POST", path="/v1/trajectories/ack", body=body, headers=JSON_BODY, read=lambda body: int(read_object(body)["position"]))
+    return request(lambda body: int(read_object(body)["position"]), "POST", "/v1/trajectories/ack", {"consumer": consumer, "seq": seq})
 
 
 def trajectory(session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64") -> Request[Trajectory]:
     path = f"/v1/trajectories/{part(session_id)}" + query(turns=turns, arrays=arrays)
-    return Request(method="GET", path=path, read=lambda body: read_trajectory(read_object(body)))
+    return request(lambda body: read_trajectory(read_object(body)), "GET", path)
 
 
 def formatted(session_id: str, *, format: str, arrays: Arrays) -> Request[dict[str, Any]]:
@@ -84,15 +96,15 @@ def session(session_id: str) -> Request[dict[str, Any]]:
 
 
 def artifacts(session_id: str) -> Request[bytes]:
-    return Request(method="GET", path=f"/v1/sessions/{part(session_id)}/artifacts", read=bytes)
+    return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
 
 
 def export(**said: object) -> Request[bytes]:
-    return Request(method="GET", path="/v1/export" + query(**said), read=bytes)
+    return request(bytes, "GET", "/v1/export" + query(**said))
 
 
 def consumers() -> Request[tuple[Consumer, ...]]:
-    return Request(method="GET", path="/v1/consumers", read=lambda body: read_answer(body, Consumers).consumers)
+    return request(lambda body: read_answer(body, Consumers).consumers, "GET", "/v1/consumers")
 
 
 def forget_consumer(consumer: str) -> Request[dict[str, Any]]:
@@ -107,4 +119,4 @@ def status() -> Request[dict[str, Any]]:
 
 
 def metrics() -> Request[str]:
-    return Request(method="GET", path="/metrics", read=lambda body: body.decode())
+    return request(bytes.decode, "GET", "/metrics")

@@ -4,7 +4,7 @@ The rule for whoever edits it: what is given is acknowledged when the next is as
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from attrs import define
 
@@ -12,6 +12,7 @@ from polarnode.client.acks import Acks
 from polarnode.client.collecting import Collector, Gathered
 from polarnode.client.commands import Give, Open, Read, Request, Script, ask
 from polarnode.client.errors import ClientError, Unreachable, read_object
+from polarnode.client.events import Lines
 from polarnode.client.following import Follower, Over
 from polarnode.client.patience import Patience, patiently
 from polarnode.client.requests import task_status, trajectory
@@ -120,19 +121,3 @@ def objects(request: Request[bytes]) -> Script[None]:
     while data := (yield Read()):
         for line in whole.feed(data):
             yield Give(read_object(line))
-
-
-class Lines:
-    """Bytes into lines, each looked at once."""
-
-    def __init__(self) -> None:
-        self._buffer, self._looked = bytearray(), 0
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        self._buffer += data
-        while (end := self._buffer.find(b"\n", self._looked)) >= 0:
-            line = bytes(self._buffer[:end])
-            del self._buffer[: end + 1]
-            self._looked = 0
-            yield line
-        self._looked = len(self._buffer)

@@ -6,17 +6,15 @@ weights are served, which is as long as the engine takes.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from attrs import field, frozen
 
 from polarnode.client.commands import Request, Script, ask
-from polarnode.client.errors import ClientError, Unreachable, read_answer
+from polarnode.client.errors import ClientError, Unreachable
 from polarnode.client.patience import Patience, patiently
-from polarnode.client.requests import JSON_BODY, asked, part
+from polarnode.client.requests import answered, asked, part
 from polarnode.conversation import Json
-from polarnode.wire import dump_json
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +81,15 @@ class WeightsStatus:
 
 
 def update(version: str, source: Mapping[str, Json], mode: Mode) -> Request[WeightsReport]:
-    body = dump_json({"version": version, "source": dict(source), "mode": mode})
-    read = partial(read_answer, shape=WeightsReport)
-    return Request(method="POST", path="/v1/weights", body=body, headers=JSON_BODY, read=read, silence_s=UPDATE_SILENCE_S)
+    return answered(WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S)
+
+
+def _order(version: str, source: Mapping[str, Json], mode: Mode) -> dict[str, Json]:
+    return {"version": version, "source": dict(source), "mode": mode}
 
 
 def status() -> Request[WeightsStatus]:
-    return Request(method="GET", path="/v1/weights", read=partial(read_answer, shape=WeightsStatus))
+    return answered(WeightsStatus, "GET", "/v1/weights")
 
 
 # ── an update of several requests ─────────────────────────────────────────────
@@ -107,21 +107,15 @@ class UpdateOpened:
 
 def push(version: str, source: Mapping[str, Json], buckets: Iterable[Mapping[str, Json]], mode: Mode, patience: Patience) -> Script[WeightsReport]:
     """Begin, one bucket after the other, and commit. Whatever fails before that, the node goes on with what it served."""
-    opened = yield from ask(_begin(version, source, mode))
+    opened = yield from ask(answered(UpdateOpened, "POST", UPDATES, _order(version, source, mode), silence_s=UPDATE_SILENCE_S))
     try:
         for bucket in buckets:
             yield from ask(asked("POST", f"{UPDATES}/{part(opened.update_id)}/buckets", bucket, silence_s=UPDATE_SILENCE_S))
     except Exception:  # of whoever makes the buckets, too
         yield from _give_up(opened.update_id)
         raise
-    read = partial(read_answer, shape=WeightsReport)
-    commit = Request(method="POST", path=f"{UPDATES}/{part(opened.update_id)}/commit", read=read, silence_s=UPDATE_SILENCE_S)
+    commit = answered(WeightsReport, "POST", f"{UPDATES}/{part(opened.update_id)}/commit", silence_s=UPDATE_SILENCE_S)
     return (yield from patiently(commit, patience))
-
-
-def _begin(version: str, source: Mapping[str, Json], mode: Mode) -> Request[UpdateOpened]:
-    body, read = dump_json({"version": version, "source": dict(source), "mode": mode}), partial(read_answer, shape=UpdateOpened)
-    return Request(method="POST", path=UPDATES, body=body, headers=JSON_BODY, read=read, silence_s=UPDATE_SILENCE_S)
 
 
 def _give_up(update_id: str) -> Script[None]:
@@ -146,15 +140,13 @@ def leave(name: str) -> Request[dict[str, Any]]:
 
 
 def memory(verb: Literal["release", "resume"], tags: Sequence[MemoryTag] | None) -> Request[WeightsStatus]:
-    body, read = dump_json({} if tags is None else {"tags": list(tags)}), partial(read_answer, shape=WeightsStatus)
-    return Request(method="POST", path=f"/v1/engine/memory/{verb}", body=body, headers=JSON_BODY, read=read, silence_s=UPDATE_SILENCE_S)
+    body: dict[str, Json] = {} if tags is None else {"tags": list(tags)}
+    return answered(WeightsStatus, "POST", f"/v1/engine/memory/{verb}", body, silence_s=UPDATE_SILENCE_S)
 
 
 def pause(mode: PauseMode) -> Request[WeightsStatus]:
-    body, read = dump_json({"mode": mode}), partial(read_answer, shape=WeightsStatus)
-    return Request(method="POST", path="/v1/engine/pause", body=body, headers=JSON_BODY, read=read, silence_s=UPDATE_SILENCE_S)
+    return answered(WeightsStatus, "POST", "/v1/engine/pause", {"mode": mode}, silence_s=UPDATE_SILENCE_S)
 
 
 def resume() -> Request[WeightsStatus]:
-    read = partial(read_answer, shape=WeightsStatus)
-    return Request(method="POST", path="/v1/engine/resume", read=read, silence_s=UPDATE_SILENCE_S)
+    return answered(WeightsStatus, "POST", "/v1/engine/resume", silence_s=UPDATE_SILENCE_S)
