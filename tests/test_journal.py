@@ -15,7 +15,7 @@ from journal_samples import Clock, make_identity, make_spec, make_trajectory, ma
 
 from polarnode.errors import JournalError, Refused
 from polarnode.records import Outcome, RoutedExperts, TopLogprobs, Trajectory, floats, ids
-from polarnode.shell.journal import Filters, Journal, Retention, check_consumer, open_journal
+from polarnode.shell.journal import Filters, Journal, Retention, as_json, check_consumer, open_journal
 from polarnode.shell.journal.entries import Entry
 from polarnode.shell.journal.schema import VERSION
 from polarnode.wire import trajectory_json
@@ -117,7 +117,7 @@ async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
         record(journal, make_trajectory("a"))
         record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
         await journal.flushed()
-        page = await journal.events(0, arrays="base64")
+        page = await journal.events(0, telling=as_json("base64"))
         bodies = [orjson.loads(event.json) for event in page.events]
         assert bodies[0] == {
             "seq": 1,

@@ -14,7 +14,7 @@ from journal_samples import Clock, make_identity, make_spec, make_trajectory, ma
 from polarnode.config import NodeConfig, read_config
 from polarnode.errors import ConfigError, Refused
 from polarnode.node.settings import retention_of
-from polarnode.shell.journal import Filters, Journal, Retention, consumers, journal, open_journal, writer
+from polarnode.shell.journal import Filters, Journal, Retention, as_json, consumers, journal, open_journal, writer
 from polarnode.shell.journal.recent import Recent
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
@@ -352,9 +352,9 @@ async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch:
 async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened() as found:
         await publish(found, "a", "b")
-        first = await found.events(0, arrays="base64")
-        again = await found.events(0, arrays="base64", filters=Filters(kinds=("trajectory",)))
-        other = await found.events(0, arrays="json")
+        first = await found.events(0, telling=as_json("base64"))
+        again = await found.events(0, telling=as_json("base64"), filters=Filters(kinds=("trajectory",)))
+        other = await found.events(0, telling=as_json("json"))
         assert again.events[1].body is first.events[3].body
         assert other.events[0].body != first.events[0].body
 

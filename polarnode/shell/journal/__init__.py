@@ -6,6 +6,8 @@ The rule for whoever edits it: other rooms import from here; SQL stays in `schem
 from polarnode.shell.journal.journal import Journal
 from polarnode.shell.journal.opening import check_consumer, open_journal
 from polarnode.shell.journal.values import (
+    GONE,
+    KEYS_ALONE,
     USUAL_KINDS,
     ConsumerRecord,
     EventKind,
@@ -16,10 +18,14 @@ from polarnode.shell.journal.values import (
     SessionRecord,
     StoredEvent,
     TaskRecord,
+    Telling,
     UnfinishedSession,
+    as_json,
 )
 
 __all__ = [
+    "GONE",
+    "KEYS_ALONE",
     "USUAL_KINDS",
     "ConsumerRecord",
     "EventKind",
@@ -31,7 +37,9 @@ __all__ = [
     "SessionRecord",
     "StoredEvent",
     "TaskRecord",
+    "Telling",
     "UnfinishedSession",
+    "as_json",
     "check_consumer",
     "open_journal",
 ]

@@ -45,12 +45,13 @@ from polarnode.shell.journal.values import (
     Progress,
     SessionRecord,
     TaskRecord,
+    Telling,
     UnfinishedSession,
+    as_json,
 )
 from polarnode.shell.journal.weights import WeightsRow, weights, weights_entry, weights_of
 from polarnode.shell.journal.writer import Writer
 from polarnode.tasks import TaskSpec
-from polarnode.wire import Arrays, Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -216,11 +217,9 @@ class Journal:
         """Sessions of earlier lives without a trajectory: give each one, so that it ends `interrupted`."""
         return await self._read(reads.unfinished)
 
-    async def events(
-        self, after: int, *, filters: Filters | None = None, arrays: Arrays = "json", turns: Turns = "table", limit: int = EVENTS_A_PAGE
-    ) -> EventPage:
-        """The events after `after`, bounded in number and bytes. Go on from the page's `seen`."""
-        return await self._read(reads.events, after, limit, filters or Filters(), arrays, turns, self._recent)
+    async def events(self, after: int, *, filters: Filters | None = None, telling: Telling | None = None, limit: int = EVENTS_A_PAGE) -> EventPage:
+        """The events after `after`, bounded in number and bytes, as JSON unless told otherwise. Go on from the page's `seen`."""
+        return await self._read(reads.events, after, limit, filters or Filters(), telling or as_json(), self._recent)
 
     async def wait_after(self, seq: int) -> None:
         """Return when there is an event after `seq`."""

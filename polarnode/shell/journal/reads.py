@@ -5,7 +5,7 @@ filters pass over everything must still move on.
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polarnode.merge.roles import recast
@@ -13,9 +13,9 @@ from polarnode.merge.trajectory import Identity
 from polarnode.records import Outcome, Trajectory, Turn
 from polarnode.shell.journal.recent import Recent
 from polarnode.shell.journal.schema import snapshot
-from polarnode.shell.journal.values import EventPage, Filters, SessionRecord, StoredEvent, TaskRecord, UnfinishedSession
+from polarnode.shell.journal.values import GONE, EventPage, Filters, SessionRecord, StoredEvent, TaskRecord, Telling, UnfinishedSession
 from polarnode.tasks import TaskSpec
-from polarnode.wire import Arrays, Turns, dump_json, read_json, structure, trajectory_json, unpack_trajectory, unpack_turn
+from polarnode.wire import read_json, structure, unpack_trajectory, unpack_turn
 
 PAGE_BYTES = 1 << 20  # of JSON a page: what one slow stream may hold in memory, beside one trajectory; a page costs 0.2 ms, its JSON 5
 
@@ -137,7 +137,7 @@ def _unfinished(db: sqlite3.Connection, session_id: str, task_id: str, sample_in
 # ── events ────────────────────────────────────────────────────────────────────
 
 
-def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, arrays: Arrays, turns_as: Turns, recent: Recent) -> EventPage:
+def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, telling: Telling, recent: Recent) -> EventPage:
     """Up to `limit` events after `after`, fewer when they are large; at least one when there is one. `recent` has what was just made."""
     where, values = _where(filters)
     with snapshot(db):
@@ -149,7 +149,7 @@ def events(db: sqlite3.Connection, after: int, limit: int, filters: Filters, arr
         found: list[StoredEvent] = []
         size = 0
         for row in rows:
-            found.append(_event(db, arrays, turns_as, recent, *row))
+            found.append(_event(db, telling, recent, *row))
             size += len(found[-1].body)
             if size > PAGE_BYTES:
                 break
@@ -172,22 +172,15 @@ def _where(filters: Filters) -> tuple[str, list[object]]:
 
 
 def _event(
-    db: sqlite3.Connection,
-    arrays: Arrays,
-    turns_as: Turns,
-    recent: Recent,
-    seq: int,
-    kind: Any,
-    key: str,
-    session_id: str | None,
-    body: bytes | None,
+    db: sqlite3.Connection, telling: Telling, recent: Recent, seq: int, kind: Any, key: str, session_id: str | None, body: bytes | None
 ) -> StoredEvent:
-    """A trajectory is stored packed and written as JSON when it is read; a group or task is stored as JSON."""
+    """A trajectory is stored packed and told when it is read; a group or task is stored as JSON."""
     if body is None:
-        body = recent.get((seq, arrays, turns_as), lambda: _trajectory_body(db, arrays, turns_as, session_id or ""))
+        write = telling.write
+        body = b"" if write is None else recent.get((seq, telling.name), lambda: _trajectory_body(db, write, session_id or ""))
     return StoredEvent(seq=seq, kind=kind, key=key, body=body)
 
 
-def _trajectory_body(db: sqlite3.Connection, arrays: Arrays, turns_as: Turns, session_id: str) -> bytes:
+def _trajectory_body(db: sqlite3.Connection, write: Callable[[Trajectory], bytes], session_id: str) -> bytes:
     whole = _trajectory(db, session_id)
-    return b"null" if whole is None else dump_json(trajectory_json(whole, arrays=arrays, turns=turns_as))
+    return GONE if whole is None else write(whole)

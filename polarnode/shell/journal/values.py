@@ -1,14 +1,14 @@
 """What the journal answers: frozen values. The rule for whoever edits it: nothing here knows SQL."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Final, Literal
 
 from attrs import field, frozen
 
 from polarnode.merge.trajectory import Identity
-from polarnode.records import Outcome, Turn
+from polarnode.records import Outcome, Trajectory, Turn
 from polarnode.tasks import TaskSpec
-from polarnode.wire import dump_json
+from polarnode.wire import Arrays, Turns, dump_json, trajectory_json
 
 EventKind = Literal["trajectory", "group", "task", "attempt"]
 USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")  # what a reader gets who asks for no kinds: attempts are nobody's data
@@ -51,8 +51,31 @@ class TaskRecord:
 
 
 @frozen(kw_only=True)
+class Telling:
+    """How a reader wants trajectories written. Equal names write equal bytes, which are kept for whoever reads next; `write` None leaves them out.
+
+    It is called where the journal's reads run, off the event loop.
+    """
+
+    name: Hashable
+    write: Callable[[Trajectory], bytes] | None = None
+
+
+KEYS_ALONE: Final = Telling(name="keys alone")
+GONE: Final = b"null"  # in place of a trajectory that was pruned between its event and it
+
+
+def as_json(arrays: Arrays = "json", turns: Turns = "table") -> Telling:
+    """A trajectory as the API's own JSON."""
+    return Telling(name=("json", arrays, turns), write=lambda whole: dump_json(trajectory_json(whole, arrays=arrays, turns=turns)))
+
+
+@frozen(kw_only=True)
 class StoredEvent:
-    """One event: `key` is the same however often it is delivered; `body` is the trajectory (a replaced one for `attempt`), group or task as JSON."""
+    """One event: `key` is the same however often it is delivered.
+
+    `body` is the group or task as JSON, or the trajectory (a replaced one for `attempt`) as its reader wants it told.
+    """
 
     seq: int
     kind: EventKind

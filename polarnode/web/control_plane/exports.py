@@ -6,32 +6,29 @@ is made is made in a reader's thread.
 
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from attrs import define, field
+from attrs import define, evolve, field
 from quart import Response
 
 from polarnode.errors import ConfigError, Refused
 from polarnode.offline import sft_lines
 from polarnode.offline.rows import GROUP_TOKENS, Row, arrow, rows_of, schema, table
 from polarnode.records import Trajectory
-from polarnode.shell.journal import Filters, Journal
-from polarnode.web.control_plane.formats import check_format, session_of, told
+from polarnode.shell.journal import GONE, KEYS_ALONE, Journal, StoredEvent, Telling
+from polarnode.web.control_plane.formats import check_format, telling_of
 from polarnode.web.control_plane.query import PARQUET, Query
-from polarnode.web.control_plane.streams import export_lines
 from polarnode.wire import dump_json
 
 
 def export(journal: Journal, query: Query) -> Response:
     """GET /v1/export, in the shape that was asked for."""
     if query.kind == "sft":
-        return _lines(_sft_lines(journal, _alone(query)))
-    if query.format is None:
-        return _lines(export_lines(journal, query))
+        return _lines(journal, _alone(query), SFT)
     if query.format == PARQUET:
         _check_arrow()
         return Response(_parquet(journal, query), content_type="application/vnd.apache.parquet")
-    return _lines(_format_lines(journal, check_format(query), query.format))
+    return _lines(journal, check_format(query), telling_of(query))
 
 
 def _check_arrow() -> None:
@@ -42,8 +39,8 @@ def _check_arrow() -> None:
         raise ConfigError("format=parquet needs pyarrow where the node runs: pip install 'polarnode[data]'") from error
 
 
-def _lines(lines: AsyncIterator[bytes]) -> Response:
-    return Response(lines, content_type="application/x-ndjson")
+def _lines(journal: Journal, query: Query, telling: Telling) -> Response:
+    return Response(_told_lines(journal, query, telling), content_type="application/x-ndjson")
 
 
 def _alone(query: Query) -> Query:
@@ -52,42 +49,41 @@ def _alone(query: Query) -> Query:
     return query
 
 
-async def _finished(journal: Journal, query: Query) -> AsyncIterator[Trajectory]:
+async def _finished(journal: Journal, query: Query, telling: Telling) -> AsyncIterator[StoredEvent]:
     """Every trajectory that is over when this begins, oldest first."""
     seen, last = 0, journal.last_seq
-    filters = Filters(task_id=query.task_id, group_id=query.group_id, outcome=query.outcome, min_reward=query.min_reward, kinds=("trajectory",))
+    filters = evolve(query.filters(), kinds=("trajectory",))
     while seen < last:
-        page = await journal.events(seen, filters=filters, arrays="base64")
+        page = await journal.events(seen, filters=filters, telling=telling)
         for event in page.events:
-            found = await journal.trajectory(session_of(event)) if event.seq <= last else None
-            if found is not None:
-                yield found
+            if event.seq <= last:
+                yield event
         seen = page.seen
 
 
-async def _format_lines(journal: Journal, query: Query, name: str) -> AsyncIterator[bytes]:
-    async for trajectory in _finished(journal, query):
-        yield await journal.read(partial(told, name, trajectory, query.arrays)) + b"\n"
-
-
-async def _sft_lines(journal: Journal, query: Query) -> AsyncIterator[bytes]:
-    """Messages and tools, a line for each main lineage that has words: those that polarnode 0.1 recorded have none."""
-    async for trajectory in _finished(journal, query):
-        if body := await journal.read(partial(_conversations, trajectory)):
-            yield body
+async def _told_lines(journal: Journal, query: Query, telling: Telling) -> AsyncIterator[bytes]:
+    """What is told of each; nothing of one that was pruned meanwhile, or of which there is nothing to tell."""
+    async for event in _finished(journal, query, telling):
+        if event.body not in (b"", GONE):
+            yield event.body + b"\n"
 
 
 def _conversations(trajectory: Trajectory) -> bytes:
+    """Messages and tools, a line for each main lineage that has words: those that polarnode 0.1 recorded have none."""
     lines, _ = sft_lines(trajectory)
-    return b"".join(dump_json(line.body) + b"\n" for line in lines)
+    return b"\n".join(dump_json(line.body) for line in lines)
+
+
+SFT: Final = Telling(name="sft", write=_conversations)
 
 
 async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
     """The rows of every session as a Parquet file, sent as it is written: a file that breaks off has no end, and no reader takes it."""
     file = await journal.read(ParquetFile)
     waiting: list[Row] = []
-    async for trajectory in _finished(journal, query):
-        waiting += rows_of(trajectory, accepted=True, held_out=False)
+    async for event in _finished(journal, query, KEYS_ALONE):
+        trajectory = await journal.trajectory(event.key.partition(":")[2])
+        waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
         if sum(row.tokens for row in waiting) >= GROUP_TOKENS:
             yield await journal.read(partial(file.written, tuple(waiting)))
             waiting.clear()

@@ -8,12 +8,11 @@ from base64 import b64encode
 from typing import Any
 
 import numpy
-from attrs import evolve
 
 from polarnode.conversation import Json
 from polarnode.errors import Refused
 from polarnode.records import Trajectory
-from polarnode.shell.journal import EventPage, Journal, StoredEvent
+from polarnode.shell.journal import Telling, as_json
 from polarnode.trainers import FORMATS, project
 from polarnode.web.control_plane.query import PARQUET, Query
 from polarnode.wire import Arrays, dump_json, plain
@@ -72,26 +71,12 @@ def _base64(data: bytes) -> str:
     return b64encode(data).decode()
 
 
-# ── the stream ────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────
 
 
-async def in_format(journal: Journal, page: EventPage, query: Query) -> EventPage:
-    """A page with its trajectories in the format that was asked for; groups and tasks stay what they are."""
+def telling_of(query: Query) -> Telling:
+    """How the trajectories of a stream or an export are written."""
     if query.format is None:
-        return page
-    return evolve(page, events=tuple([await _event(journal, event, query.format, query.arrays) for event in page.events]))
-
-
-async def _event(journal: Journal, event: StoredEvent, name: str, arrays: Arrays) -> StoredEvent:
-    if event.kind not in ("trajectory", "attempt"):
-        return event
-    found = await journal.trajectory(session_of(event))
-    if found is None:  # pruned in between, as the event itself would be now
-        return evolve(event, body=b"null")
-    whole = found
-    return evolve(event, body=await journal.read(lambda: told(name, whole, arrays)))
-
-
-def session_of(event: StoredEvent) -> str:
-    """Whose trajectory an event tells."""
-    return event.key.partition(":")[2]
+        return as_json(query.arrays, query.turns)
+    name, arrays = query.format, query.arrays
+    return Telling(name=("format", name, arrays), write=lambda whole: told(name, whole, arrays))

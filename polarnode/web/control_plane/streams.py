@@ -1,4 +1,4 @@
-"""What is long: the stream of events (SSE), the export (JSONL) and a session's artifacts (tar), read piece by piece as the client takes it.
+"""What is long: the stream of events (SSE) and a session's artifacts (tar), read piece by piece as the client takes it.
 
 The rules for whoever edits it. No scope and no nursery around a `yield`. A stream is silent for at most KEEP_ALIVE_S. It can be cut at any
 byte and resumed at its last `id:`, exactly; so a failure is said as an `error` event and ends the stream, and the client comes again.
@@ -13,9 +13,9 @@ from attrs import define
 
 from polarnode.conversation import Json
 from polarnode.errors import PolarnodeError
-from polarnode.shell.journal import EventPage, Filters, Journal, StoredEvent
+from polarnode.shell.journal import EventPage, Journal, StoredEvent
 from polarnode.web.control_plane.errors import error_json
-from polarnode.web.control_plane.formats import in_format
+from polarnode.web.control_plane.formats import telling_of
 from polarnode.web.control_plane.query import Query
 from polarnode.wire import dump_json
 
@@ -86,8 +86,7 @@ async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[
 
 async def _page(journal: Journal, query: Query, seen: int) -> EventPage | PolarnodeError:
     try:
-        page = await journal.events(seen, filters=query.filters(), arrays=query.arrays, turns=query.turns)
-        return await in_format(journal, page, query)
+        return await journal.events(seen, filters=query.filters(), telling=telling_of(query))
     except PolarnodeError as error:
         return error
 
@@ -129,18 +128,6 @@ def _pieces(events: Iterable[StoredEvent]) -> Iterator[bytes]:
 
 def _head(kind: str, seq: int) -> bytes:
     return b"event: %b\nid: %d\ndata: " % (kind.encode(), seq)  # compact JSON has no line breaks
-
-
-async def export_lines(journal: Journal, query: Query) -> AsyncIterator[bytes]:
-    """Every trajectory that is over when this begins, a line each, oldest first."""
-    seen, last = 0, journal.last_seq
-    filters = Filters(task_id=query.task_id, group_id=query.group_id, outcome=query.outcome, min_reward=query.min_reward, kinds=("trajectory",))
-    while seen < last:
-        page = await journal.events(seen, filters=filters, arrays=query.arrays, turns=query.turns)
-        for event in page.events:
-            if event.seq <= last:
-                yield event.body + b"\n"
-        seen = page.seen
 
 
 async def file_pieces(path: Path, size: int) -> AsyncIterator[bytes]:
