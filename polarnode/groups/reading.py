@@ -6,12 +6,12 @@ not say yet what is usable.
 
 from collections.abc import Iterable
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from polarnode.conversation import Json
 from polarnode.groups.group import Group, GroupState, Member
 from polarnode.groups.judging import Facts, judged
-from polarnode.records import Outcome, Status, Trajectory
+from polarnode.records import Outcome, Trajectory
 from polarnode.tasks import GroupSpec
 from polarnode.wire import plain, structure
 
@@ -30,15 +30,11 @@ def group_json(group: Group) -> dict[str, Json]:
 
 
 @frozen(kw_only=True)
-class MemberShape:
-    session_id: str
-    sample_index: int
-    status: Status
+class MemberShape(Member):
+    """A member as journals of any version say it."""
+
     reward: float | None = None
     usable: bool = False
-    staleness: int | None = None
-    stale: bool = False
-    why: str | None = None
 
 
 @frozen(kw_only=True)
@@ -60,19 +56,7 @@ def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
 
 
 def _group(shape: GroupShape, state: GroupState) -> Group:
-    members = tuple(
-        Member(
-            session_id=each.session_id,
-            sample_index=each.sample_index,
-            status=each.status,
-            reward=each.reward,
-            usable=each.usable,
-            staleness=each.staleness,
-            stale=each.stale,
-            why=each.why,
-        )
-        for each in shape.sessions
-    )
+    members = tuple(Member(**asdict(each)) for each in shape.sessions)
     return Group(task_id=shape.task_id, group_id=shape.group_id, state=state, members=members, reason=shape.reason)
 
 

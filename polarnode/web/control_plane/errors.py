@@ -44,24 +44,31 @@ def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Js
     return {"error": {"type": kind, "message": message, **where}}
 
 
+def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
+    """What an error is called, its status, and the headers that go with it."""
+    match error:
+        case Refused():
+            return "invalid_request", 400, {}
+        case Unauthorized():
+            return "unauthorized", 401, {"WWW-Authenticate": "Bearer"}
+        case NotFound():
+            return "not_found", 404, {}
+        case Conflict():
+            return "conflict", 409, {}
+        case Busy():
+            return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
+        case DiskFull():
+            return "disk_full", 507, {}
+    return error.boundary, 500, {}
+
+
 async def answer_error(error: Exception) -> Response:
     """Quart's handler for what we raise on purpose and for what it raises itself."""
     await trio.lowlevel.checkpoint()  # async though it waits for nothing: Quart would run a plain function in a thread
     match error:
-        case Refused():
-            return json_response(error_json("invalid_request", str(error), error.path), 400)
-        case Unauthorized():
-            return json_response(error_json("unauthorized", str(error)), 401, {"WWW-Authenticate": "Bearer"})
-        case NotFound():
-            return json_response(error_json("not_found", str(error)), 404)
-        case Conflict():
-            return json_response(error_json("conflict", str(error)), 409)
-        case Busy():
-            return json_response(error_json("busy", str(error)), 429, {"Retry-After": str(ceil(error.retry_after))})
-        case DiskFull():
-            return json_response(error_json("disk_full", str(error)), 507)
         case PolarnodeError():
-            return json_response(error_json(error.boundary, str(error)), 500)
+            kind, status, headers = answer_of(error)
+            return json_response(error_json(kind, str(error), error.path if isinstance(error, Refused) else None), status, headers)
         case HTTPException():
             kind, sentence = SENTENCES.get(error.code or 500, ("http", error.description or error.name))
             allowed = {"Allow": ", ".join(error.valid_methods or ())} if isinstance(error, MethodNotAllowed) else None

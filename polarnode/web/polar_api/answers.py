@@ -7,14 +7,13 @@ import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import wraps
-from math import ceil
 from typing import ParamSpec
 
 from quart import Response, request
 
 from polarnode.conversation import Json
-from polarnode.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
-from polarnode.web.control_plane.errors import NotFound, json_response
+from polarnode.errors import PolarnodeError, Refused
+from polarnode.web.control_plane.errors import answer_of, json_response
 from polarnode.web.handlers import body_json
 
 P = ParamSpec("P")
@@ -36,18 +35,10 @@ def answered(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable
 
 def refusal(error: PolarnodeError) -> Response:
     """What could not be done, as FastAPI tells it."""
-    match error:
-        case Refused():
-            return json_response({"detail": [{"loc": _location(error.path), "msg": str(error), "type": "value_error"}]}, 422)
-        case NotFound():
-            return json_response({"detail": str(error)}, 404)
-        case Conflict():
-            return json_response({"detail": str(error)}, 409)
-        case Busy():
-            return json_response({"detail": str(error)}, 429, {"Retry-After": str(ceil(error.retry_after))})
-        case DiskFull():
-            return json_response({"detail": str(error)}, 507)
-    return json_response({"detail": str(error)}, 500)
+    if isinstance(error, Refused):
+        return json_response({"detail": [{"loc": _location(error.path), "msg": str(error), "type": "value_error"}]}, 422)
+    _, status, headers = answer_of(error)
+    return json_response({"detail": str(error)}, status, headers)
 
 
 def _location(path: str | None) -> list[Json]:
