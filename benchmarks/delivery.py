@@ -1,8 +1,10 @@
-"""What reading costs a node: events a second to 1, 4 and 16 readers, as JSON and as base64, made once or for each; and what slow readers cost.
+"""What reading costs a node: events a second to 1, 4 and 16 readers, as JSON and as base64, made once or for
+each; and what slow readers cost.
 
 python benchmarks/delivery.py [SESSIONS]     (default 300 sessions of 20 turns, 2800 tokens each)
 
-The readers are processes of their own, on the same machine, which count bytes and parse nothing. Compare the ratios of one run.
+The readers are processes of their own, on the same machine, which count bytes and parse nothing. Compare the
+ratios of one run.
 """
 
 import socket
@@ -20,12 +22,13 @@ import trio
 from attrs import frozen
 from journal import PROMPT, SAMPLED, turn
 
-from polarnode.conversation import Json
-from polarnode.records import Outcome, Trace, Trajectory, TurnSpan, VersionSpan, floats, ids
-from polarnode.shell.journal import Journal, open_journal
-from polarnode.shell.journal.recent import KEPT_BYTES, Recent
-from polarnode.web.control_plane import create_app
-from polarnode.web.server import Address, open_server
+from polarnode.api.app import create_app
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Json
+from polarnode.core.trajectory import Outcome, Trace, Trajectory, TurnSpan, VersionSpan
+from polarnode.http.server import Address, open_server
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.queries import KEPT_BYTES, Recent
 
 TURNS = 20
 READERS = (1, 4, 16)
@@ -68,10 +71,14 @@ def trajectory(number: int) -> Trajectory:
                 lineage=0,
                 token_ids=ids(range(step * TURNS)),
                 loss_mask=(b"\0" * PROMPT + b"\1" * SAMPLED) * TURNS,
-                logprobs=floats(-0.001 * place if place % step >= PROMPT else 0.0 for place in range(step * TURNS)),
+                logprobs=floats(
+                    -0.001 * place if place % step >= PROMPT else 0.0 for place in range(step * TURNS)
+                ),
                 prompt_length=PROMPT,
                 turn_spans=tuple(TurnSpan(turn=index, start=start, end=end) for index, start, end in spans),
-                version_spans=tuple(VersionSpan(version="0", start=start, end=end) for _, start, end in spans),
+                version_spans=tuple(
+                    VersionSpan(version="0", start=start, end=end) for _, start, end in spans
+                ),
             ),
         ),
         turns=(),
@@ -92,27 +99,35 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
             publish(journal, number)
         await journal.flushed()
         service: Any = NoNode()
-        async with open_server(create_app(service, token=None, journal=journal), Address(host="127.0.0.1", port=0)) as address:
+        async with open_server(
+            create_app(service, token=None, journal=journal), Address(host="127.0.0.1", port=0)
+        ) as address:
             yield journal, address
 
 
 @frozen(kw_only=True)
 class Reading:
-    """One round: seconds until all readers had everything, what it cost the node's process, and the bytes of one reader."""
+    """One round: seconds until all readers had everything, what it cost the node's process, and the bytes of
+    one reader.
+    """
 
     took: float
     cpu: float
     size: int
 
 
-async def read_all(journal: Journal, address: Address, readers: int, arrays: str, *, kept: int = KEPT_BYTES) -> Reading:
+async def read_all(
+    journal: Journal, address: Address, readers: int, arrays: str, *, kept: int = KEPT_BYTES
+) -> Reading:
     """So many readers at once read everything; `kept` bytes of JSON are kept for the next."""
     journal._recent = Recent(limit=kept)
     said: list[str] = []
 
     async def read() -> None:
         path = f"/v1/trajectories/stream?follow=false&after=0&arrays={arrays}"
-        told = await trio.run_process([sys.executable, "-c", READER, address.host, str(address.port), path], capture_stdout=True)
+        told = await trio.run_process(
+            [sys.executable, "-c", READER, address.host, str(address.port), path], capture_stdout=True
+        )
         said.append(told.stdout.decode())
 
     before = time.process_time()
@@ -121,7 +136,11 @@ async def read_all(journal: Journal, address: Address, readers: int, arrays: str
             nursery.start_soon(read)
     cpu = time.process_time() - before
     times = [tuple(map(float, each.split())) for each in said]
-    return Reading(took=max(end for _, end, _ in times) - min(began for began, _, _ in times), cpu=cpu, size=int(times[0][2]))
+    return Reading(
+        took=max(end for _, end, _ in times) - min(began for began, _, _ in times),
+        cpu=cpu,
+        size=int(times[0][2]),
+    )
 
 
 @contextmanager
@@ -141,13 +160,20 @@ def stopped(address: Address, count: int, arrays: str) -> Iterator[None]:
 
 
 def median(rounds: list[Reading]) -> Reading:
-    return Reading(took=statistics.median(each.took for each in rounds), cpu=statistics.median(each.cpu for each in rounds), size=rounds[0].size)
+    return Reading(
+        took=statistics.median(each.took for each in rounds),
+        cpu=statistics.median(each.cpu for each in rounds),
+        size=rounds[0].size,
+    )
 
 
 async def measure(folder: Path, sessions: int) -> None:
     """All of it, a line each."""
     async with serving(folder, sessions) as (journal, address):
-        print("| arrays | readers | kB an event | events/s to each | node's CPU, ms an event sent | made for each reader: events/s | ms |")
+        print(
+            "| arrays | readers | kB an event | events/s to each | node's CPU, ms an event sent | made for"
+            " each reader: events/s | ms |"
+        )
         print("|---|---|---|---|---|---|---|")
         for arrays in ("json", "base64"):
             for readers in READERS:
@@ -164,8 +190,8 @@ async def one_row(journal: Journal, address: Address, readers: int, arrays: str,
     once, each = map(median, rounds)
     sent = sessions * readers
     print(
-        f"| {arrays} | {readers} | {once.size / sessions / 1e3:.0f} | {sessions / once.took:,.0f} | {once.cpu / sent * 1e3:.2f} | "
-        f"{sessions / each.took:,.0f} | {each.cpu / sent * 1e3:.2f} |"
+        f"| {arrays} | {readers} | {once.size / sessions / 1e3:.0f} | {sessions / once.took:,.0f} |"
+        f" {once.cpu / sent * 1e3:.2f} | {sessions / each.took:,.0f} | {each.cpu / sent * 1e3:.2f} |"
     )
 
 
@@ -178,8 +204,9 @@ async def beside_stopped(journal: Journal, address: Address, sessions: int) -> N
             rounds[1].append(await read_all(journal, address, 4, "json"))
     alone, beside = map(median, rounds)
     print(
-        f"4 readers: {sessions / alone.took:,.0f} events/s to each, {alone.cpu / sessions / 4 * 1e3:.2f} ms of CPU an event; beside {STOPPED} that take "
-        f"nothing {sessions / beside.took:,.0f} and {beside.cpu / sessions / 4 * 1e3:.2f}"
+        f"4 readers: {sessions / alone.took:,.0f} events/s to each, {alone.cpu / sessions / 4 * 1e3:.2f} ms"
+        f" of CPU an event; beside {STOPPED} that take nothing {sessions / beside.took:,.0f} and"
+        f" {beside.cpu / sessions / 4 * 1e3:.2f}"
     )
 
 

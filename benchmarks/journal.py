@@ -1,4 +1,5 @@
-"""What the journal costs: durable turns a second with group commit, the latency of one flush, and bytes on disk.
+"""What the journal costs: durable turns a second with group commit, the latency of one flush, and bytes on
+disk.
 
 python benchmarks/journal.py [TURNS]     (default 20000 turns of 60 new prompt tokens and 80 sampled)
 """
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import trio
 
-from polarnode.conversation import Answer, TextPart
-from polarnode.records import Turn, VersionSpan, floats, ids
-from polarnode.shell.journal import Journal, open_journal
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Answer, TextPart
+from polarnode.core.trajectory import Turn, VersionSpan
+from polarnode.journal.journal import Journal, open_journal
 
 PROMPT, SAMPLED = 60, 80
 FLUSHES = 300
@@ -59,7 +61,10 @@ async def one_by_one(journal: Journal, first: int) -> None:
         await journal.flushed()
         took.append(time.perf_counter() - began)
     took.sort()
-    print(f"one flush: median {statistics.median(took) * 1e3:.2f} ms, p99 {took[int(len(took) * 0.99)] * 1e3:.2f} ms")
+    print(
+        f"one flush: median {statistics.median(took) * 1e3:.2f} ms, p99"
+        f" {took[int(len(took) * 0.99)] * 1e3:.2f} ms"
+    )
 
 
 def main() -> None:
@@ -69,7 +74,10 @@ def main() -> None:
         folder = Path(name)
         trio.run(measure, folder, turns)
         size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{size / ((turns + FLUSHES) * SAMPLED):.1f} bytes on disk a sampled token, with {PROMPT} prompt tokens and the answer's text a turn")
+    print(
+        f"{size / ((turns + FLUSHES) * SAMPLED):.1f} bytes on disk a sampled token, with {PROMPT} prompt"
+        " tokens and the answer's text a turn"
+    )
 
 
 if __name__ == "__main__":

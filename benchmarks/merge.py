@@ -1,14 +1,16 @@
-"""What merging costs, by shape and size of a session: time of each turn and of the rows, memory, and whether anything was lost.
+"""What merging costs, by shape and size of a session: time of each turn and of the rows, memory, and whether
+anything was lost.
 
     python benchmarks/merge.py                          a minute: every shape small, two of them at 1,000 turns and 128k tokens
     python benchmarks/merge.py --full                   half an hour: every shape from 10 turns to 5,000
     python benchmarks/merge.py 1000:128000 --shape mixed --path text
 
-`text` is a session of our own model plane: each request echoes its agent's whole history, as harnesses do, and is planned, known and kept by
-`Lineages`. `tokens` is the same session as another gateway would have recorded it, merged as `polarnode merge` does: prompt ids, a line of
-JSON a call. Writing the line is not counted, reading it is; building is with checking, and its rows are JSON. Times are of the CPU, so a busy
-machine raises them less than its clock, but does. `build peak` is what building holds at its most over what it made. Exit code 1 when rows or
-trained tokens are not as due.
+`text` is a session of our own model plane: each request echoes its agent's whole history, as harnesses do,
+and is planned, known and kept by `Lineages`. `tokens` is the same session as another gateway would have
+recorded it, merged as `polarnode merge` does: prompt ids, a line of JSON a call. Writing the line is not
+counted, reading it is; building is with checking, and its rows are JSON. Times are of the CPU, so a busy
+machine raises them less than its clock, but does. `build peak` is what building holds at its most over what
+it made. Exit code 1 when rows or trained tokens are not as due.
 """
 
 import argparse
@@ -32,18 +34,26 @@ import orjson
 from attrs import define, evolve, field, frozen
 from merge_shapes import SHAPES, Ask, rows_due
 
-from polarnode.conversation import Answer, Conversation, Message, TextPart, Tool, ToolCall
+from polarnode.core.arrays import floats
+from polarnode.core.conversation import Answer, Conversation, Message, TextPart, Tool, ToolCall
+from polarnode.core.task import BuilderSpec
+from polarnode.core.trajectory import Built, Turn, VersionSpan
+from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
-from polarnode.merge.by_tokens.sessions import Sessions
-from polarnode.merge.checks import check
-from polarnode.merge.lineage import Lineages, Plan
-from polarnode.records import Built, Turn, VersionSpan, floats
-from polarnode.tasks import BuilderSpec
+from polarnode.merge.invariants import check
+from polarnode.merge.lineage import Lineages
+from polarnode.merge.recorded_calls import Sessions
 
 Way = Literal["text", "tokens"]
 BYTES_A_TOKEN: Final = 9  # of a row: an int32 id, a float32 logprob, a byte of mask
 SECRET: Final = b"k" * 32
-TOOLS: Final = (Tool(name="bash", description="Run a command. " * 12, parameters={"type": "object", "properties": {"command": {"type": "string"}}}),)
+TOOLS: Final = (
+    Tool(
+        name="bash",
+        description="Run a command. " * 12,
+        parameters={"type": "object", "properties": {"command": {"type": "string"}}},
+    ),
+)
 LARGEST_TRACED: Final = 1000  # turns: beyond it the second play, which counts what is kept, takes minutes
 
 
@@ -59,7 +69,9 @@ class Case:
 
 @frozen(kw_only=True)
 class Found:
-    """What one session cost. Times in ms of the CPU, sizes in MB; `ingest` is a turn's mean, `peak` the build's over what it made, None unmeasured."""
+    """What one session cost. Times in ms of the CPU, sizes in MB; `ingest` is a turn's mean, `peak` the
+    build's over what it made, None unmeasured.
+    """
 
     case: Case
     rows: int
@@ -81,12 +93,20 @@ class Found:
 
 COLUMNS: Final = ("session", "turns", "tokens", "by", "rows", "trainable", "ingest ms/turn", "build ms", "check ms", "rows MB", "build peak",
                   "kept MB", "process +MB")  # fmt: skip
-QUICK: Final = [(shape, 100, 32_000) for shape in SHAPES] + [(shape, 1000, 128_000) for shape in ("linear", "mixed")]
-FULL: Final = [(shape, *size) for size in ((10, 4_000), (100, 32_000), (1000, 128_000), (5000, 128_000)) for shape in SHAPES]
+QUICK: Final = [(shape, 100, 32_000) for shape in SHAPES] + [
+    (shape, 1000, 128_000) for shape in ("linear", "mixed")
+]
+FULL: Final = [
+    (shape, *size)
+    for size in ((10, 4_000), (100, 32_000), (1000, 128_000), (5000, 128_000))
+    for shape in SHAPES
+]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sizes", nargs="*", metavar="TURNS:TOKENS")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--shape", choices=[*SHAPES], action="append")
@@ -213,7 +233,8 @@ class OurOwn(Player):
     def ask(self, ask: Ask, delta: "array[int]", sampled: "array[int]") -> None:
         """One request, and its answer."""
         messages = self._messages(ask)
-        # In strings of their own, as they come from a body: equal, and nothing of them known yet. Where only memory is counted, the same ones.
+        # In strings of their own, as they come from a body: equal, and nothing of them known yet. Where only
+        # memory is counted, the same ones.
         body = tuple(messages) if tracemalloc.is_tracing() else pickle.loads(pickle.dumps(tuple(messages)))
         conversation = Conversation(messages=body, tools=TOOLS)
         hints = {"agent": f"a{ask.agent}"} if ask.agent else {}
@@ -231,17 +252,30 @@ class OurOwn(Player):
             messages += [turn.answer.as_message(), result]
 
     def _messages(self, ask: Ask) -> list[Message]:
-        head = [Message(role="system", text=f"You are agent {ask.agent}. " * 100), Message(role="user", text="do it")]
+        head = [
+            Message(role="system", text=f"You are agent {ask.agent}. " * 100),
+            Message(role="user", text="do it"),
+        ]
         messages = self.histories.setdefault(ask.agent, head)
         if ask.compacted:
-            messages[:] = [head[0], Message(role="user", text="This session is being continued from a previous conversation: half is done")]
+            messages[:] = [
+                head[0],
+                Message(
+                    role="user",
+                    text="This session is being continued from a previous conversation: half is done",
+                ),
+            ]
         if ask.respelled and len(messages) > len(head):
             call = messages[-2].calls[0]
-            messages[-2] = evolve(messages[-2], calls=(evolve(call, arguments=call.arguments.replace(": ", ":")),))
+            messages[-2] = evolve(
+                messages[-2], calls=(evolve(call, arguments=call.arguments.replace(": ", ":")),)
+            )
         return messages
 
     def _answer(self, plan: Plan) -> Answer:
-        call = ToolCall(id=self.lineages.references.call_id(plan.index, 0), name="bash", arguments='{"command": "ls -la"}')
+        call = ToolCall(
+            id=self.lineages.references.call_id(plan.index, 0), name="bash", arguments='{"command": "ls -la"}'
+        )
         return Answer(parts=(TextPart(f"step {plan.index} "), call), finish_reason="tool_calls")
 
     def merge(self) -> None:
@@ -307,7 +341,9 @@ def peak(call: Callable[[], object]) -> float:
 
 @define(eq=False, kw_only=True)
 class Elsewhere(Player):
-    """Calls as lines of JSON, to `polarnode merge`. What a respelled answer was is another id in place of its last two."""
+    """Calls as lines of JSON, to `polarnode merge`. What a respelled answer was is another id in place of its
+    last two.
+    """
 
     sessions: Sessions = field(factory=Sessions)
     texts: dict[int, "array[int]"] = field(factory=dict)

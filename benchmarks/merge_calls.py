@@ -1,8 +1,10 @@
-"""What `polarnode merge` costs: time of reading and of making rows, ids a second, and peak memory, for several shapes of a session.
+"""What `polarnode merge` costs: time of reading and of making rows, ids a second, and peak memory, for
+several shapes of a session.
 
     python benchmarks/merge_calls.py [TURNS:TOKENS ...]     (default 29:32000 1000:128000)
 
-Calls are made as they are read, so that no shape needs a file; making them is not counted. 5000:128000 reads 2 GB and takes some minutes.
+Calls are made as they are read, so that no shape needs a file; making them is not counted. 5000:128000 reads
+2 GB and takes some minutes.
 """
 
 import random
@@ -11,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from polarnode.merge.by_tokens.sessions import Sessions
+from polarnode.merge.recorded_calls import Sessions
 
 Text = list[str]
 
@@ -36,8 +38,15 @@ def measure(name: str, lines: Iterator[bytes]) -> None:
     written = sum(len(row) for row in sessions.rows())
     rows, counts = time.process_time() - began, sessions.counts
     share = counts.trainable / counts.sampled
-    print(f"{name}: read {size / 1e6:.1f} MB in {spent:.2f} s, {counts.rows} rows of {written / 1e6:.2f} MB in {rows:.3f} s,", end=" ")
-    print(f"{share:.0%} of sampled tokens trainable, peak of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+    print(
+        f"{name}: read {size / 1e6:.1f} MB in {spent:.2f} s, {counts.rows} rows of {written / 1e6:.2f} MB in"
+        f" {rows:.3f} s,",
+        end=" ",
+    )
+    print(
+        f"{share:.0%} of sampled tokens trainable, peak of the process"
+        f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB"
+    )
 
 
 def agents(count: int) -> Callable[[int, int], Iterator[bytes]]:

@@ -1,7 +1,9 @@
-"""The sessions that merging is measured with: who asks when, whose history was replaced, whose answer comes back in other tokens.
+"""The sessions that merging is measured with: who asks when, whose history was replaced, whose answer comes
+back in other tokens.
 
-A shape is a sequence of asks and says nothing of texts or ids, so that the same session is played to the lineages of our own model plane and
-to `polarnode merge`. Whoever adds one adds the rows it must give: `rows_due` counts them from the asks alone.
+A shape is a sequence of asks and says nothing of texts or ids, so that the same session is played to the
+lineages of our own model plane and to `polarnode merge`. Whoever adds one adds the rows it must give:
+`rows_due` counts them from the asks alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +16,9 @@ from attrs import frozen
 class Ask:
     """One model call. `agent` 0 is the main one.
 
-    `compacted`: its agent's history was replaced by a summary. `respelled`: its agent's last answer comes back in other tokens (and its JSON
-    with other spaces). `again`: it will be asked once more, and that answer be used.
+    `compacted`: its agent's history was replaced by a summary. `respelled`: its agent's last answer comes
+    back in other tokens (and its JSON with other spaces). `again`: it will be asked once more, and that
+    answer be used.
     """
 
     agent: int = 0
@@ -56,9 +59,14 @@ def respelled(turns: int) -> Iterator[Ask]:
 
 
 def mixed(turns: int) -> Iterator[Ask]:
-    """A main agent that is compacted once, its four sub-agents, and every twentieth call with an answer in other tokens."""
+    """A main agent that is compacted once, its four sub-agents, and every twentieth call with an answer in
+    other tokens.
+    """
     half = turns // 2 - turns // 2 % 2
-    return (Ask(agent=_under_main(turn), compacted=turn == half, respelled=turn % 20 == 17) for turn in range(turns))
+    return (
+        Ask(agent=_under_main(turn), compacted=turn == half, respelled=turn % 20 == 17)
+        for turn in range(turns)
+    )
 
 
 def _under_main(turn: int) -> int:
@@ -77,7 +85,9 @@ SHAPES: Final[Mapping[str, Callable[[int], Iterator[Ask]]]] = {
 
 
 def rows_due(asks: Sequence[Ask], *, by_tokens: bool) -> int:
-    """The fewest rows: one an agent, a compaction and a call asked again; by tokens alone also one for each answer in other tokens."""
+    """The fewest rows: one an agent, a compaction and a call asked again; by tokens alone also one for each
+    answer in other tokens.
+    """
     agents = len({ask.agent for ask in asks})
     compacted, again = sum(ask.compacted for ask in asks), sum(ask.again for ask in asks)
     answered: set[int] = set()

@@ -1,10 +1,13 @@
-"""What a model call costs the node, in each API, plain and streamed; and what the node adds to the engine's own time, at 1 to 1,000 agents.
+"""What a model call costs the node, in each API, plain and streamed; and what the node adds to the engine's
+own time, at 1 to 1,000 agents.
 
-    python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--group N] [--profile]
+    python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--group N]
+    [--profile]
 
-The load is the one the peers were measured with: sessions of 29 turns, requests growing from 13.5 to 127 KB, a tool call in every turn, 256
-sampled tokens a turn. The node has one core, the load and the (simulated) engine another. CPU a request is the figure to trust where others
-use the machine too. `cost`: the engine answers at once. `paced`: it takes its time, and latency is what the client waited beyond that.
+The load is the one the peers were measured with: sessions of 29 turns, requests growing from 13.5 to 127 KB,
+a tool call in every turn, 256 sampled tokens a turn. The node has one core, the load and the (simulated)
+engine another. CPU a request is the figure to trust where others use the machine too. `cost`: the engine
+answers at once. `paced`: it takes its time, and latency is what the client waited beyond that.
 """
 
 import asyncio
@@ -27,7 +30,13 @@ from plane_agents import TURNS, Agent, Head, Played, Text
 from plane_apis import APIS
 
 GATEWAY = Path(__file__).with_name("plane_gateway.py")
-AT_ONCE = {"tokens_per_s": 0, "first_token_s": 0, "prefill_tokens_per_s": 0, "calling_turns": 10**6, "max_running": 4096}
+AT_ONCE = {
+    "tokens_per_s": 0,
+    "first_token_s": 0,
+    "prefill_tokens_per_s": 0,
+    "calling_turns": 10**6,
+    "max_running": 4096,
+}
 GENERATION_S = {1: 0.25, 32: 1.0, 256: 4.0, 1000: 10.4}  # of each number of agents, as the peers were asked
 RAMP_S = 2.0  # agents of one load start within it
 PROFILE_HZ = 250
@@ -50,10 +59,21 @@ class Gateway:
 @asynccontextmanager
 async def open_gateway(simulation: dict[str, Any], *, doors: int, sessions: int) -> AsyncIterator[Gateway]:
     node, beside = cores()
-    said = {"simulation": simulation, "doors": doors, "sessions": sessions, "core": [node], "beside": [beside]}
+    said = {
+        "simulation": simulation,
+        "doors": doors,
+        "sessions": sessions,
+        "core": [node],
+        "beside": [beside],
+    }
     os.sched_setaffinity(0, [beside])
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(GATEWAY), json.dumps(said), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        sys.executable,
+        str(GATEWAY),
+        json.dumps(said),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     try:
         yield Gateway(**await _line(process), process=process)
@@ -73,7 +93,9 @@ async def _line(process: "asyncio.subprocess.Process") -> dict[str, Any]:
 
 
 def cores() -> tuple[int, int]:
-    """The node's core and the load's; one and the same where there is only one, which the figures then show."""
+    """The node's core and the load's; one and the same where there is only one, which the figures
+    then show.
+    """
     found = sorted(os.sched_getaffinity(os.getppid()))
     return found[0], found[-1]
 
@@ -96,11 +118,26 @@ class Load:
         return self.spent("cpu_s") / len(self.played) * 1e3
 
 
-async def play(gateway: Gateway, api: str, *, agents: int, turns: int, stream: bool, group: int = 1, first: int = 0, ramp_s: float = 0.0) -> Load:
-    """Each agent plays one session; session numbers begin with `first`. So many of them are a `group`, which shares its head."""
+async def play(
+    gateway: Gateway,
+    api: str,
+    *,
+    agents: int,
+    turns: int,
+    stream: bool,
+    group: int = 1,
+    first: int = 0,
+    ramp_s: float = 0.0,
+) -> Load:
+    """Each agent plays one session; session numbers begin with `first`. So many of them are a `group`, which
+    shares its head.
+    """
     text = Text()
     heads = [Head.of(text) for _ in range(-(-agents // group))]
-    players = [Agent(APIS[api], gateway.ports[number % len(gateway.ports)], stream, text, heads[number // group]) for number in range(agents)]
+    players = [
+        Agent(APIS[api], gateway.ports[number % len(gateway.ports)], stream, text, heads[number // group])
+        for number in range(agents)
+    ]
 
     async def one(number: int) -> None:
         await asyncio.sleep(ramp_s * number / agents)
@@ -110,7 +147,12 @@ async def play(gateway: Gateway, api: str, *, agents: int, turns: int, stream: b
     began = time.perf_counter()
     await asyncio.gather(*map(one, range(agents)))
     wall = time.perf_counter() - began
-    return Load(before=before, after=await gateway.figures(), played=[each for player in players for each in player.played], wall_s=wall)
+    return Load(
+        before=before,
+        after=await gateway.figures(),
+        played=[each for player in players for each in player.played],
+        wall_s=wall,
+    )
 
 
 # ── what is measured ──────────────────────────────────────────────────────────
@@ -120,13 +162,17 @@ async def cost(apis: Sequence[str], *, agents: int, turns: int, chunks: Sequence
     """CPU a request, a token and a chunk, with an engine that is no part of it."""
     print(f"\n{agents} agents at once, sessions of {turns} turns, the engine answers at once\n")
     print(
-        "| API | tokens a chunk | CPU ms/request | of it in the loop | requests/s of one core | us/sampled token | gc | lag p50 / p99 / max ms | extended | B/token kept (RSS) | B/token disk |"
+        "| API | tokens a chunk | CPU ms/request | of it in the loop | requests/s of one core | us/sampled"
+        " token | gc | lag p50 / p99 / max ms | extended | B/token kept (RSS) | B/token disk |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for api in apis:
         for stream, chunk in [(False, 16), *((True, each) for each in chunks)]:
-            async with open_gateway({**AT_ONCE, "chunk_tokens": chunk}, doors=agents, sessions=2 * agents) as gateway:
-                await play(gateway, api, agents=agents, turns=2, stream=stream)  # warm: the first calls import and compile
+            async with open_gateway(
+                {**AT_ONCE, "chunk_tokens": chunk}, doors=agents, sessions=2 * agents
+            ) as gateway:
+                # warm: the first calls import and compile
+                await play(gateway, api, agents=agents, turns=2, stream=stream)
                 async with profiled(gateway.pid, wanted=profile):
                     load = await play(gateway, api, agents=agents, turns=turns, stream=stream, first=agents)
             print(row(f"{api}{', streamed' if stream else ''}", chunk, load), flush=True)
@@ -147,14 +193,20 @@ def row(name: str, chunk: int, load: Load) -> str:
         lag,
         extended,
     )
-    return f"| {' | '.join(map(str, cells))} | {load.spent('kept') / tokens:.0f} ({load.spent('rss') / tokens:.0f}) | {load.spent('disk') / tokens:.0f} |"
+    return (
+        f"| {' | '.join(map(str, cells))} | {load.spent('kept') / tokens:.0f}"
+        f" ({load.spent('rss') / tokens:.0f}) | {load.spent('disk') / tokens:.0f} |"
+    )
 
 
 async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group: int) -> None:
-    """What a client waits beyond the engine's own time, from the second turn of a session on: the first renders everything."""
+    """What a client waits beyond the engine's own time, from the second turn of a session on: the first
+    renders everything.
+    """
     print(f"\nan engine that takes its time; {turns} turns of each agent, {group} of them with one head\n")
     print(
-        "| API | agents | engine s | added p50 / p99 ms | first turn p50 / p99 ms | wall s (ideal) | core in use | us/token | lag p50 / p99 / max ms |"
+        "| API | agents | engine s | added p50 / p99 ms | first turn p50 / p99 ms | wall s (ideal) | core in"
+        " use | us/token | lag p50 / p99 / max ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for api in apis:
@@ -164,12 +216,28 @@ async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group
                 engine = {**AT_ONCE, "tokens_per_s": 255 / generation}
                 async with open_gateway(engine, doors=count, sessions=count + 1) as gateway:
                     await play(gateway, api, agents=1, turns=2, stream=stream, first=count)
-                    load = await play(gateway, api, agents=count, turns=turns, stream=stream, group=group, ramp_s=min(RAMP_S, generation))
-                print(paced_row(f"{api}{', streamed' if stream else ''}", count, generation, turns, load), flush=True)
+                    load = await play(
+                        gateway,
+                        api,
+                        agents=count,
+                        turns=turns,
+                        stream=stream,
+                        group=group,
+                        ramp_s=min(RAMP_S, generation),
+                    )
+                print(
+                    paced_row(f"{api}{', streamed' if stream else ''}", count, generation, turns, load),
+                    flush=True,
+                )
 
 
 def paced_row(name: str, count: int, generation: float, turns: int, load: Load) -> str:
-    added = {later: sorted((each.last - each.sent - generation) * 1e3 for each in load.played if (each.turn > 0) is later) for later in (True, False)}
+    added = {
+        later: sorted(
+            (each.last - each.sent - generation) * 1e3 for each in load.played if (each.turn > 0) is later
+        )
+        for later in (True, False)
+    }
     ideal = generation * turns + min(RAMP_S, generation) * (count - 1) / count
     after = load.after
     lag = f"{after['lag_p50_ms']:.1f} / {after['lag_p99_ms']:.0f} / {after['lag_max_ms']:.0f}"
@@ -229,12 +297,22 @@ def options() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=["cost", "paced", []], help="cost, paced [default: both]")
     parser.add_argument("--api", nargs="+", default=list(APIS), choices=list(APIS))
-    parser.add_argument("--agents", nargs="+", type=int, help="[default: 32 for cost; 1 32 256 1000 for paced]")
+    parser.add_argument(
+        "--agents", nargs="+", type=int, help="[default: 32 for cost; 1 32 256 1000 for paced]"
+    )
     parser.add_argument("--turns", type=int, help="of each session [default: 29 for cost, 3 for paced]")
     parser.add_argument(
-        "--group", type=int, default=1, help="sessions that share a system prompt and tools, for paced [default: 1, as the peers were measured]"
+        "--group",
+        type=int,
+        default=1,
+        help=(
+            "sessions that share a system prompt and tools, for paced [default: 1, as the peers were"
+            " measured]"
+        ),
     )
-    parser.add_argument("--chunks", nargs="*", type=int, default=[16, 1], help="tokens a streamed chunk, for cost")
+    parser.add_argument(
+        "--chunks", nargs="*", type=int, default=[16, 1], help="tokens a streamed chunk, for cost"
+    )
     parser.add_argument("--profile", action="store_true", help="py-spy beside each load of cost")
     return parser.parse_args()
 
@@ -244,9 +322,13 @@ async def main() -> None:
     parts = asked.parts or ["cost", "paced"]
     if "cost" in parts:
         agents = asked.agents[0] if asked.agents else 32
-        await cost(asked.api, agents=agents, turns=asked.turns or TURNS, chunks=asked.chunks, profile=asked.profile)
+        await cost(
+            asked.api, agents=agents, turns=asked.turns or TURNS, chunks=asked.chunks, profile=asked.profile
+        )
     if "paced" in parts:
-        await paced(asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3, group=asked.group)
+        await paced(
+            asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3, group=asked.group
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The load: agents that play sessions of tool calls over raw sockets, spending as little as they can on it.
 
-asyncio, and a client of a few lines: the load generator has one core for a thousand agents, and what it spends is not the node's.
+asyncio, and a client of a few lines: the load generator has one core for a thousand agents, and what it
+spends is not the node's.
 """
 
 import asyncio
@@ -14,9 +15,10 @@ from attrs import Factory, define, field, frozen
 from plane_apis import Api, events
 from tokenizers import Tokenizer
 
-from polarnode.config import TINY_MODEL
+from polarnode.node.config import TINY_MODEL
 
-TURNS = 29  # of a session, and the bytes of its first and its last request: the load of the peers' measurement
+# of a session, and the bytes of its first and its last request: the load of the peers' measurement
+TURNS = 29
 FIRST, LAST = 13_500, 127_000
 TOOLS = 10
 _SHORT = re.compile("\u0120[a-z]{2,3}")  # some four bytes a token, as English has in a large vocabulary
@@ -59,7 +61,12 @@ class Head:
 
     @classmethod
     def of(cls, text: Text) -> "Head":
-        return cls(tools=tuple((name, text.of(300)) for name in ("bash", *(f"tool{number}" for number in range(1, TOOLS)))), system=text.of(4000))
+        return cls(
+            tools=tuple(
+                (name, text.of(300)) for name in ("bash", *(f"tool{number}" for number in range(1, TOOLS)))
+            ),
+            system=text.of(4000),
+        )
 
 
 @define(eq=False)
@@ -71,7 +78,8 @@ class Agent:
     stream: bool
     text: Text
     shared: Head
-    opening: str = field(init=False, default=Factory(lambda self: self.text.of(FIRST), takes_self=True))  # a thousand of them are seconds of work
+    # a thousand of them are seconds of work
+    opening: str = field(init=False, default=Factory(lambda self: self.text.of(FIRST), takes_self=True))
     played: list[Played] = field(factory=list)
     _client: "Client | None" = None
 
@@ -84,7 +92,9 @@ class Agent:
         else:
             history = []
         opening = orjson.dumps(head)[:-1] + f',"{api.history}":['.encode()
-        history.append(orjson.dumps(api.user(self.opening[: FIRST - len(opening) - sum(map(len, history)) - 60])))
+        history.append(
+            orjson.dumps(api.user(self.opening[: FIRST - len(opening) - sum(map(len, history)) - 60]))
+        )
         for turn in range(turns):
             answer = await self._ask(opening + b",".join(history) + b"]}", key, turn)
             said, calls = api.read(answer)
@@ -94,12 +104,16 @@ class Agent:
 
     async def _ask(self, body: bytes, key: str, turn: int) -> object:
         if self._client is None:
-            self._client = (await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", self.port))[1]
+            self._client = (
+                await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", self.port)
+            )[1]
         head = f"POST {self.api.path(self.stream)} HTTP/1.1\r\nhost: x\r\n{self.api.key_header}{key}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         sent = time.perf_counter()
         status, answer = await self._client.ask(head.encode() + body)
-        self.played.append(Played(turn=turn, sent=sent, first=self._client.first, last=time.perf_counter(), bytes=len(body)))
+        self.played.append(
+            Played(turn=turn, sent=sent, first=self._client.first, last=time.perf_counter(), bytes=len(body))
+        )
         if status != 200:
             raise RuntimeError(f"{self.api.name}, turn {turn}: status {status}: {answer[:500]!r}")
         return self.api.joined(list(events(answer))) if self.stream else orjson.loads(answer)
@@ -129,12 +143,20 @@ class Client(asyncio.Protocol):
         if not self._buffer:
             self.first = time.perf_counter()
         self._buffer += data
-        if self._answer is not None and not self._answer.done() and (found := whole(self._buffer)) is not None:
+        if (
+            self._answer is not None
+            and not self._answer.done()
+            and (found := whole(self._buffer)) is not None
+        ):
             self._answer.set_result(found)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(f"the node closed the connection: {exc}, after {bytes(self._buffer[-200:])!r}"))
+            self._answer.set_exception(
+                ConnectionError(
+                    f"the node closed the connection: {exc}, after {bytes(self._buffer[-200:])!r}"
+                )
+            )
 
 
 def whole(buffer: bytearray) -> tuple[int, bytes] | None:
@@ -147,7 +169,8 @@ def whole(buffer: bytearray) -> tuple[int, bytes] | None:
     if (at := head.find(b"content-length:")) >= 0:
         size = int(head[at + 15 :].split(b"\r\n", 1)[0])
         return (status, bytes(buffer[end + 4 :])) if len(buffer) >= end + 4 + size else None
-    if not buffer.endswith(b"0\r\n\r\n"):  # the last chunk; looking at the end alone keeps a long stream linear
+    # the last chunk; looking at the end alone keeps a long stream linear
+    if not buffer.endswith(b"0\r\n\r\n"):
         return None
     parts, place = [], end + 4
     while (size := int(buffer[place : (line := buffer.index(b"\r\n", place))], 16)) > 0:

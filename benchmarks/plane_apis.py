@@ -1,4 +1,5 @@
-"""The four APIs as a harness of each speaks them, no more than a benchmark needs: what is asked, and what of an answer is said again.
+"""The four APIs as a harness of each speaks them, no more than a benchmark needs: what is asked, and what of
+an answer is said again.
 
 History is kept as JSON text, made once: a harness's own work is not what is measured.
 """
@@ -10,12 +11,18 @@ import orjson
 from attrs import frozen
 
 Json = Any
-PARAMETERS: Json = {"type": "object", "properties": {"command": {"type": "string", "description": "What to run."}}, "required": ["command"]}
+PARAMETERS: Json = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "description": "What to run."}},
+    "required": ["command"],
+}
 
 
 @frozen(kw_only=True)
 class Api:
-    """One API. `before` and `after` enclose a request's history; `echo` is what of an answer a harness says again, with its calls' ids."""
+    """One API. `before` and `after` enclose a request's history; `echo` is what of an answer a harness says
+    again, with its calls' ids.
+    """
 
     name: str
     path: Callable[[bool], str]
@@ -32,7 +39,10 @@ class Api:
 
 
 def _chat_head(system: str, tools: Sequence[tuple[str, str]], stream: bool) -> dict[str, Json]:
-    functions = [{"type": "function", "function": {"name": name, "description": text, "parameters": PARAMETERS}} for name, text in tools]
+    functions = [
+        {"type": "function", "function": {"name": name, "description": text, "parameters": PARAMETERS}}
+        for name, text in tools
+    ]
     return {"model": "m", "stream": stream, "tools": functions}
 
 
@@ -46,12 +56,17 @@ def _chat_joined(events: list[Json]) -> Json:
     for event in events:
         for choice in event["choices"]:
             text.append(choice["delta"].get("content") or "")
-            calls += [{key: value for key, value in call.items() if key != "index"} for call in choice["delta"].get("tool_calls") or ()]
+            calls += [
+                {key: value for key, value in call.items() if key != "index"}
+                for call in choice["delta"].get("tool_calls") or ()
+            ]
     return {"choices": [{"message": {"role": "assistant", "content": "".join(text), "tool_calls": calls}}]}
 
 
 def _chat_result(calls: list[tuple[str, str]], text: str) -> Json:
-    return [{"role": "tool", "tool_call_id": each[0], "content": text} for each in calls] or [{"role": "user", "content": text}]
+    return [{"role": "tool", "tool_call_id": each[0], "content": text} for each in calls] or [
+        {"role": "user", "content": text}
+    ]
 
 
 # ── Anthropic ─────────────────────────────────────────────────────────────────
@@ -64,7 +79,9 @@ def _messages_head(system: str, tools: Sequence[tuple[str, str]], stream: bool) 
 
 def _messages_read(body: Json) -> tuple[list[Json], list[tuple[str, str]]]:
     content = body["content"]
-    return [{"role": "assistant", "content": content}], [(each["id"], each["name"]) for each in content if each["type"] == "tool_use"]
+    return [{"role": "assistant", "content": content}], [
+        (each["id"], each["name"]) for each in content if each["type"] == "tool_use"
+    ]
 
 
 def _messages_joined(events: list[Json]) -> Json:
@@ -93,7 +110,10 @@ def _messages_result(calls: list[tuple[str, str]], text: str) -> Json:
 
 
 def _responses_head(system: str, tools: Sequence[tuple[str, str]], stream: bool) -> dict[str, Json]:
-    functions = [{"type": "function", "name": name, "description": text, "parameters": PARAMETERS, "strict": False} for name, text in tools]
+    functions = [
+        {"type": "function", "name": name, "description": text, "parameters": PARAMETERS, "strict": False}
+        for name, text in tools
+    ]
     return {"model": "m", "stream": stream, "store": False, "instructions": system, "tools": functions}
 
 
@@ -119,8 +139,13 @@ def _responses_user(text: str) -> Json:
 
 
 def _google_head(system: str, tools: Sequence[tuple[str, str]], stream: bool) -> dict[str, Json]:
-    functions = [{"name": name, "description": text, "parametersJsonSchema": PARAMETERS} for name, text in tools]
-    return {"systemInstruction": {"parts": [{"text": system}]}, "tools": [{"functionDeclarations": functions}]}
+    functions = [
+        {"name": name, "description": text, "parametersJsonSchema": PARAMETERS} for name, text in tools
+    ]
+    return {
+        "systemInstruction": {"parts": [{"text": system}]},
+        "tools": [{"functionDeclarations": functions}],
+    }
 
 
 def _google_read(body: Json) -> tuple[list[Json], list[tuple[str, str]]]:
@@ -141,7 +166,16 @@ def _google_joined(events: list[Json]) -> Json:
 
 
 def _google_result(calls: list[tuple[str, str]], text: str) -> Json:
-    answers = [{"functionResponse": {"name": name, **({"id": number} if number else {}), "response": {"output": text}}} for number, name in calls]
+    answers = [
+        {
+            "functionResponse": {
+                "name": name,
+                **({"id": number} if number else {}),
+                "response": {"output": text},
+            }
+        }
+        for number, name in calls
+    ]
     return [{"role": "user", "parts": answers or [{"text": text}]}]
 
 

@@ -1,7 +1,9 @@
-"""The node's side of `benchmarks/model_plane.py`: a model plane, its sessions, their journal, and a simulated engine, in one process.
+"""The node's side of `benchmarks/model_plane.py`: a model plane, its sessions, their journal, and a simulated
+engine, in one process.
 
-Started by the benchmark with its settings as JSON. It prints where it serves, then answers each line on its input with figures of itself.
-One door a session, as a node has them; what a door leads to is the program people run.
+Started by the benchmark with its settings as JSON. It prints where it serves, then answers each line on its
+input with figures of itself. One door a session, as a node has them; what a door leads to is the program
+people run.
 """
 
 import ctypes
@@ -19,20 +21,21 @@ from typing import Any
 import trio
 from attrs import define, field
 
-from polarnode.config import TINY_MODEL
-from polarnode.conversation import Sampling
-from polarnode.engine_host.protocol import Marks, Simulation
+from polarnode.core.conversation import Sampling
+from polarnode.core.task import Budgets
+from polarnode.core.trajectory import Turn
+from polarnode.engine.engines import open_engines
+from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.gateway.call import Model
+from polarnode.gateway.endpoint import ModelPlane
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.http.server import Address, open_server
+from polarnode.journal.journal import Journal, open_journal
 from polarnode.merge.lineage import Lineages
-from polarnode.node import rare_collections
-from polarnode.records import Turn
-from polarnode.shell.engine import EngineSettings, Simulated, open_engines
-from polarnode.shell.journal import Journal, open_journal
-from polarnode.shell.live import LiveSession, LiveSessions
-from polarnode.tasks import Budgets
-from polarnode.tokens.model import LoadedModel, load_model
-from polarnode.web.model import Model
-from polarnode.web.model_plane import ModelPlane
-from polarnode.web.server import Address, open_server
+from polarnode.node.config import TINY_MODEL
+from polarnode.node.opening import rare_collections
+from polarnode.tokens.template import LoadedModel, load_model
 
 TICK = 0.01  # seconds between looks at the loop: what a step holds it beyond that is its lag
 
@@ -74,9 +77,16 @@ class Figures:
             self.lags.append(time.perf_counter() - before - TICK)
 
     def told(self, folder: Path) -> dict[str, Any]:
-        """Since the start, but for the lag: since it was last asked. `kept` is memory after what is free was given back, `rss` before."""
+        """Since the start, but for the lag: since it was last asked. `kept` is memory after what is free was
+        given back, `rss` before.
+        """
         lags, self.lags = sorted(self.lags) or [0.0], []
-        spent = {"cpu_s": time.process_time(), "loop_s": time.thread_time(), "gc_s": self.collecting_s, "rss": resident()}
+        spent = {
+            "cpu_s": time.process_time(),
+            "loop_s": time.thread_time(),
+            "gc_s": self.collecting_s,
+            "rss": resident(),
+        }
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return {
@@ -102,12 +112,21 @@ async def main(said: dict[str, Any]) -> None:
     model = load_model(TINY_MODEL)
     with tempfile.TemporaryDirectory(prefix="pnbench") as name:
         folder = Path(name)
-        engine = EngineSettings(model_path=TINY_MODEL, device="cpu", state_dir=folder / "engine", simulated=simulated(model, said["simulation"]))
+        engine = EngineSettings(
+            model_path=TINY_MODEL,
+            device="cpu",
+            state_dir=folder / "engine",
+            simulated=simulated(model, said["simulation"]),
+        )
         (folder / "journal").mkdir()
-        async with open_journal(folder / "journal" / "journal.sqlite", now=time.time) as journal, open_engines(engine) as engines:
+        async with (
+            open_journal(folder / "journal" / "journal.sqlite", now=time.time) as journal,
+            open_engines(engine) as engines,
+        ):
             figures = Figures(journal)
             plane = ModelPlane(sessions=sessions(said["sessions"], figures), model=served(model, engines))
-            os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, said["beside"])  # beside the load: what is measured is the node's own core
+            # beside the load: what is measured is the node's own core
+            os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, said["beside"])
             async with doors(plane, said["doors"]) as ports:
                 with rare_collections():
                     await answer(figures, {"ports": ports, "pid": os.getpid()}, folder / "journal")
@@ -159,7 +178,10 @@ async def doors(plane: ModelPlane, count: int) -> AsyncIterator[list[int]]:
     """The ports of so many servers of one plane."""
     async with AsyncExitStack() as stack:
         app = plane.app_for(None)
-        yield [(await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))).port for _ in range(count)]
+        yield [
+            (await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))).port
+            for _ in range(count)
+        ]
 
 
 def say(figures: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
-"""What prewarming is worth: containers started a second, how much of INIT hides behind RUN, and how long an evaluator waits for its own runtime.
+"""What prewarming is worth: containers started a second, how much of INIT hides behind RUN, and how long an
+evaluator waits for its own runtime.
 
     python benchmarks/runtimes.py                 two minutes, real Podman, no engine: harnesses that sleep
     python benchmarks/runtimes.py --sessions 32 --run-s 10 --files 2000
 
-Three ways of the same work, in one run and one after the other, so that what the machine does besides falls on all: `each prepares` is a cold
-start and the task's steps in every container; `from a copy` prepares once and starts the others from the copy, still cold; `prewarmed` has
-warm ones of the copy besides. Ratios are to the first row. From the first harness that runs to the last that begins, `RUN idle` is the part of
-RUN's places that stood empty, and `hidden` the part of the time in which somebody was in INIT and no place stood empty for it.
+Three ways of the same work, in one run and one after the other, so that what the machine does besides falls
+on all: `each prepares` is a cold start and the task's steps in every container; `from a copy` prepares once
+and starts the others from the copy, still cold; `prewarmed` has warm ones of the copy besides. Ratios are to
+the first row. From the first harness that runs to the last that begins, `RUN idle` is the part of RUN's
+places that stood empty, and `hidden` the part of the time in which somebody was in INIT and no place stood
+empty for it.
 """
 
 import argparse
@@ -14,7 +17,13 @@ import secrets
 import statistics
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -23,17 +32,21 @@ from typing import Final
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.errors import EvaluatorError
+from polarnode.containers.images import ensure_images
+from polarnode.containers.probe import default_state_dir
+from polarnode.containers.recipes import RuntimesSettings
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.ports import Judge
+from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.merge.trajectory import Identity
-from polarnode.ports import Judge
-from polarnode.records import Trajectory, Turn
-from polarnode.shell import session, workspace
-from polarnode.shell.gates import Gate
-from polarnode.shell.live import LiveSessions
-from polarnode.shell.orders import House, Stages
-from polarnode.shell.podman import PodmanRuntime, Runtimes, RuntimesSettings, default_state_dir, ensure_images, open_runtimes
-from polarnode.shell.scheduler import Scheduler, Who
-from polarnode.tasks import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.rollouts import session, session_containers
+from polarnode.rollouts.scheduler import Scheduler, Who
+from polarnode.rollouts.services import House, Stages
+from polarnode.support.semaphore import Gate
 
 AT_ONCE: Final = 4  # the node's init_limit
 RUN_PLACES: Final = 4
@@ -43,7 +56,10 @@ LIFETIME_S: Final = 900.0
 LOOK_S: Final = 0.02
 
 # A small repository with its packages: that many files of 4 KB in folders of a hundred.
-MAKE: Final = 'i=0; while [ $i -lt "$1" ]; do mkdir -p d$((i/100)); head -c 4096 /dev/urandom > d$((i/100))/f$i; i=$((i+1)); done'
+MAKE: Final = (
+    'i=0; while [ $i -lt "$1" ]; do mkdir -p d$((i/100)); head -c 4096 /dev/urandom > d$((i/100))/f$i;'
+    " i=$((i+1)); done"
+)
 
 
 @frozen(kw_only=True)
@@ -64,7 +80,9 @@ WAYS: Final = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--run-s", type=float, default=5.0)
     parser.add_argument("--files", type=int, default=200)
@@ -78,11 +96,23 @@ async def measure(sessions: int, run_s: float, files: int) -> None:
     with TemporaryDirectory() as folder:
         await ensure_images(_settings(0), ["base"], log=Path(folder) / "build.log", say=print)
         started = [await starts_a_second(way, sessions, files) for way in WAYS]
-        table("containers started", ("a second", "ratio"), [(f"{each:.2f}", f"{each / started[0]:.1f}×") for each in started])
+        table(
+            "containers started",
+            ("a second", "ratio"),
+            [(f"{each:.2f}", f"{each / started[0]:.1f}×") for each in started],
+        )
         flows = [await flow(way, sessions, run_s, files, Path(folder)) for way in WAYS]
-        table("INIT behind RUN", ("INIT s each", "RUN idle", "hidden", "all s"), [each.shown() for each in flows])
+        table(
+            "INIT behind RUN",
+            ("INIT s each", "RUN idle", "hidden", "all s"),
+            [each.shown() for each in flows],
+        )
         waits = [await evaluators_wait(way, sessions, run_s, files, Path(folder)) for way in WAYS]
-        table("evaluator's runtime", ("POST s, median", "ratio"), [(f"{each:.2f}", f"{each / waits[0]:.2f}×") for each in waits])
+        table(
+            "evaluator's runtime",
+            ("POST s, median", "ratio"),
+            [(f"{each:.2f}", f"{each / waits[0]:.2f}×") for each in waits],
+        )
 
 
 def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -98,7 +128,10 @@ def _settings(warm: int) -> RuntimesSettings:
 
 def _spec(way: Way, files: int) -> RuntimeSpec:
     """A workspace nobody prepared before."""
-    steps = (PrepareStep(argv=("sh", "-c", MAKE, "sh", str(files))), PrepareStep(argv=("true", secrets.token_hex(8))))
+    steps = (
+        PrepareStep(argv=("sh", "-c", MAKE, "sh", str(files))),
+        PrepareStep(argv=("true", secrets.token_hex(8))),
+    )
     return RuntimeSpec(image="base", memory_mb=256, pids=64, prepare=steps, reuse_prepared=way.reuse)
 
 
@@ -106,10 +139,16 @@ def _spec(way: Way, files: int) -> RuntimeSpec:
 
 
 async def starts_a_second(way: Way, count: int, files: int) -> float:
-    """Containers with their workspace, AT_ONCE at a time, from the first to the last. The one that prepares for all is not counted."""
+    """Containers with their workspace, AT_ONCE at a time, from the first to the last. The one that prepares
+    for all is not counted.
+    """
     spec, places = _spec(way, files), trio.CapacityLimiter(AT_ONCE)
     counted = count if way.reuse else count - 1
-    async with open_runtimes(_settings(way.warm)) as runtimes, opened(runtimes, spec), AsyncExitStack() as held:
+    async with (
+        open_runtimes(_settings(way.warm)) as runtimes,
+        opened(runtimes, spec),
+        AsyncExitStack() as held,
+    ):
         await _warmed(runtimes, spec, min(way.warm, count))
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -118,7 +157,9 @@ async def starts_a_second(way: Way, count: int, files: int) -> float:
         return counted / (trio.current_time() - began)
 
 
-async def _start_one(runtimes: Runtimes, spec: RuntimeSpec, places: trio.CapacityLimiter, held: AsyncExitStack) -> None:
+async def _start_one(
+    runtimes: Runtimes, spec: RuntimeSpec, places: trio.CapacityLimiter, held: AsyncExitStack
+) -> None:
     async with places:
         await held.enter_async_context(opened(runtimes, spec))
 
@@ -132,9 +173,11 @@ async def _warmed(runtimes: Runtimes, spec: RuntimeSpec, count: int) -> None:
 
 def opened(runtimes: Runtimes, spec: RuntimeSpec) -> AbstractAsyncContextManager[PodmanRuntime]:
     async def prepare(runtime: PodmanRuntime) -> None:
-        await workspace.prepare(runtime, spec)
+        await session_containers.prepare(runtime, spec)
 
-    return runtimes.open_prepared(spec, session_id="benchmark", lifetime_s=LIFETIME_S, prepare=prepare, shared=True)
+    return runtimes.open_prepared(
+        spec, session_id="benchmark", lifetime_s=LIFETIME_S, prepare=prepare, shared=True
+    )
 
 
 # ── sessions ──────────────────────────────────────────────────────────────────
@@ -142,7 +185,9 @@ def opened(runtimes: Runtimes, spec: RuntimeSpec) -> AbstractAsyncContextManager
 
 @frozen(kw_only=True)
 class Flow:
-    """Sessions from the first to the last. Shares are of the time between the first harness that runs and the last that begins."""
+    """Sessions from the first to the last. Shares are of the time between the first harness that runs and the
+    last that begins.
+    """
 
     ended: tuple[Trajectory, ...]
     spent: float
@@ -178,12 +223,16 @@ class Looks:
         places, init = self.places[began:over], self.init[began:over]
         if not any(init):
             return 0.0, 1.0
-        hidden = sum(inside == RUN_PLACES for inside, busy in zip(places, init, strict=True) if busy) / sum(init)
+        hidden = sum(inside == RUN_PLACES for inside, busy in zip(places, init, strict=True) if busy) / sum(
+            init
+        )
         return 1 - sum(places) / (RUN_PLACES * len(places)), hidden
 
 
 async def flow(way: Way, count: int, run_s: float, files: int, folder: Path) -> Flow:
-    """A task's sessions through all phases. The first way has no READY either: each place of RUN waits for its own INIT."""
+    """A task's sessions through all phases. The first way has no READY either: each place of RUN waits for
+    its own INIT.
+    """
     ready = READY_PLACES if way.beforehand or way.reuse else 0
     return await _played(way, _task(way, count, run_s, files), folder, ready)
 
@@ -191,19 +240,30 @@ async def flow(way: Way, count: int, run_s: float, files: int, folder: Path) -> 
 async def evaluators_wait(way: Way, count: int, run_s: float, files: int, folder: Path) -> float:
     """The median of POST, whose evaluator has a runtime of its own and does nothing in it."""
     evaluator = EvaluatorSpec(name="command", config={"argv": ["true"]}, fresh_runtime=True)
-    played = await _played(way, evolve(_task(way, count, run_s, files), evaluator=evaluator), folder, READY_PLACES)
+    played = await _played(
+        way, evolve(_task(way, count, run_s, files), evaluator=evaluator), folder, READY_PLACES
+    )
     return statistics.median(each.timing.post_s for each in played.ended)
 
 
 def _task(way: Way, count: int, run_s: float, files: int) -> TaskSpec:
     harness = HarnessSpec(name="shell", command=("sleep", str(run_s)))
-    return TaskSpec(instruction="sleep", harness=harness, num_samples=count, runtime=_spec(way, files), budgets=Budgets(retries=0))
+    return TaskSpec(
+        instruction="sleep",
+        harness=harness,
+        num_samples=count,
+        runtime=_spec(way, files),
+        budgets=Budgets(retries=0),
+    )
 
 
 async def _played(way: Way, task: TaskSpec, folder: Path, ready: int) -> Flow:
     notes = Notes()
     with _beforehand(way.beforehand):
-        async with open_runtimes(_settings(way.warm)) as runtimes, open_scheduler(runtimes, notes, folder, ready, way.warm) as scheduler:
+        async with (
+            open_runtimes(_settings(way.warm)) as runtimes,
+            open_scheduler(runtimes, notes, folder, ready, way.warm) as scheduler,
+        ):
             spent, (idle, hidden) = await _looked_at(scheduler, task)
     wrong = [each.outcome for each in notes.published if each.outcome.status not in ("completed", "failed")]
     if wrong:
@@ -239,7 +299,9 @@ class Notes:
 
     published: list[Trajectory] = field(factory=list)
 
-    def task_submitted(self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None) -> None: ...
+    def task_submitted(
+        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
+    ) -> None: ...
 
     def session_started(self, identity: Identity) -> None: ...
 
@@ -255,9 +317,16 @@ class Notes:
 
 
 @asynccontextmanager
-async def open_scheduler(runtimes: Runtimes, notes: Notes, folder: Path, ready: int, warm: int) -> AsyncIterator[Scheduler]:
+async def open_scheduler(
+    runtimes: Runtimes, notes: Notes, folder: Path, ready: int, warm: int
+) -> AsyncIterator[Scheduler]:
     """The sessions' part of a node, with doors that lead nowhere."""
-    stages = Stages(live=Gate(limit=RUN_PLACES + ready), init=Gate(limit=AT_ONCE), run=Gate(limit=RUN_PLACES), post=Gate(limit=8))
+    stages = Stages(
+        live=Gate(limit=RUN_PLACES + ready),
+        init=Gate(limit=AT_ONCE),
+        run=Gate(limit=RUN_PLACES),
+        post=Gate(limit=8),
+    )
     house = House(
         runtimes=runtimes,
         stages=stages,
@@ -271,7 +340,9 @@ async def open_scheduler(runtimes: Runtimes, notes: Notes, folder: Path, ready: 
     )
     who, lives = Who(node="benchmark", model="none"), LiveSessions()
     async with trio.open_nursery() as nursery:
-        yield Scheduler(nursery=nursery, house=house, lives=lives, record=notes, who=who, want=runtimes.want, warm=warm)
+        yield Scheduler(
+            nursery=nursery, house=house, lives=lives, record=notes, who=who, want=runtimes.want, warm=warm
+        )
 
 
 def _no_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:

@@ -1,10 +1,13 @@
-"""Whether a node holds: hundreds of sessions through a whole one, and what of its memory, descriptors, threads and containers stays behind.
+"""Whether a node holds: hundreds of sessions through a whole one, and what of its memory, descriptors,
+threads and containers stays behind.
 
-    python benchmarks/soak.py [--sessions 500] [--at-once 64] [--turns 4] [--think 1.0] [--tokens 256] [--nice 0] [--profile FILE]
+    python benchmarks/soak.py [--sessions 500] [--at-once 64] [--turns 4] [--think 1.0] [--tokens 256] [--nice
+    0] [--profile FILE]
 
-The node is `polarnode` as people start it, in its own process, with real Podman and the simulated engine. Each session is a program in a
-container that calls the model some turns and thinks between them. Figures of the node's process come from /proc and from its own status; the
-load of the machine is printed with them, for they hold for nothing else. `--profile` has py-spy look at the node meanwhile.
+The node is `polarnode` as people start it, in its own process, with real Podman and the simulated engine.
+Each session is a program in a container that calls the model some turns and thinks between them. Figures of
+the node's process come from /proc and from its own status; the load of the machine is printed with them, for
+they hold for nothing else. `--profile` has py-spy look at the node meanwhile.
 
 Exit code 1 when a session did not complete, or something was left behind.
 """
@@ -27,10 +30,9 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.client import PolarnodeClient
-from polarnode.records import Trajectory
-from polarnode.shell.journal import open_journal
-from polarnode.shell.podman import default_state_dir
-from polarnode.shell.podman.store import store_at
+from polarnode.containers.probe import default_state_dir, store_at
+from polarnode.core.trajectory import Trajectory
+from polarnode.journal.journal import open_journal
 
 AGENT = """
 import json, os, random, sys, time, urllib.request
@@ -59,7 +61,9 @@ GROUP = 4  # sessions a task
 
 @frozen(kw_only=True)
 class Look:
-    """The node's process at one moment. `rss` in bytes; `p50`, `p99` and `worst` are the loop's lateness within the minute before, in seconds."""
+    """The node's process at one moment. `rss` in bytes; `p50`, `p99` and `worst` are the loop's lateness
+    within the minute before, in seconds.
+    """
 
     at: float
     ended: int
@@ -130,13 +134,19 @@ def serving(options: Namespace, folder: Path) -> Iterator[Node]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (folder / "node.toml").write_text(
-        f'engine = "simulated"\nport = {port}\nnode_id = "{node_id()}"\nrun_limit = {options.at_once}\nstate_dir = "{folder / "state"}"\n'
-        f"[simulated]\ntokens_per_s = 200\nanswer_tokens = {options.tokens}\ncalling_turns = {options.turns}\nmax_running = 256\n"
+        f'engine = "simulated"\nport = {port}\nnode_id = "{node_id()}"\nrun_limit ='
+        f' {options.at_once}\nstate_dir = "{folder / "state"}"\n[simulated]\ntokens_per_s ='
+        f" 200\nanswer_tokens = {options.tokens}\ncalling_turns = {options.turns}\nmax_running = 256\n"
     )
     argv = [sys.executable, "-m", "polarnode.cli", "--config", str(folder / "node.toml")]
-    with (folder / "said.log").open("wb") as said, subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT) as process:
+    with (
+        (folder / "said.log").open("wb") as said,
+        subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            node = Node(process=process, client=PolarnodeClient(f"http://127.0.0.1:{port}"), state=folder / "state")
+            node = Node(
+                process=process, client=PolarnodeClient(f"http://127.0.0.1:{port}"), state=folder / "state"
+            )
             wait_ready(node, folder / "said.log")
             yield node
         finally:
@@ -145,7 +155,9 @@ def serving(options: Namespace, folder: Path) -> Iterator[Node]:
 
 
 def favour(pid: int, nice: int) -> None:
-    """Every thread of a process, for one that is put aside while it holds the interpreter's lock holds up the loop; later ones inherit it."""
+    """Every thread of a process, for one that is put aside while it holds the interpreter's lock holds up the
+    loop; later ones inherit it.
+    """
     for thread in (Path("/proc") / str(pid) / "task").iterdir():
         os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
 
@@ -170,7 +182,10 @@ def submit(node: Node, options: Namespace) -> None:
             {
                 "instruction": f"Task {first}.",
                 "num_samples": min(GROUP, options.sessions - first),
-                "harness": {"name": "shell", "command": ["python3", "/work/agent.py", str(options.turns), str(options.think)]},
+                "harness": {
+                    "name": "shell",
+                    "command": ["python3", "/work/agent.py", str(options.turns), str(options.think)],
+                },
                 "runtime": {"files": [{"path": "agent.py", "text": AGENT}], "memory_mb": 128, "pids": 32},
                 "evaluator": {"name": "command", "config": {"script": "test -s out"}},
             }
@@ -193,15 +208,23 @@ def watched(node: Node, options: Namespace) -> float:
 def line(look: Look, started: float) -> str:
     """One look, for a person who waits."""
     lag = f"loop late p50 {1e3 * look.p50:.1f} p99 {1e3 * look.p99:.1f} max {1e3 * look.worst:.0f} ms"
-    held = f"{look.rss >> 20} MiB, {look.descriptors} descriptors, {look.threads} threads, {look.processes} processes"
-    return f"{look.at - started:6.0f} s  {look.ended:4d} over, {look.live:3d} live; {held}; {lag}; load {os.getloadavg()[0]:.1f}"
+    held = (
+        f"{look.rss >> 20} MiB, {look.descriptors} descriptors, {look.threads} threads, {look.processes}"
+        " processes"
+    )
+    return (
+        f"{look.at - started:6.0f} s  {look.ended:4d} over, {look.live:3d} live; {held}; {lag}; load"
+        f" {os.getloadavg()[0]:.1f}"
+    )
 
 
 # ── what stays behind ─────────────────────────────────────────────────────────
 
 
 def slope(looks: Sequence[Look], of: str) -> float:
-    """How much more there is of something after each 100 sessions, by least squares, from when the node was warm."""
+    """How much more there is of something after each 100 sessions, by least squares, from when the node was
+    warm.
+    """
     last = looks[-1].ended
     warm = [look for look in looks if look.ended >= WARM * last and look.live >= 1]
     if len({look.ended for look in warm}) < 3:
@@ -213,7 +236,9 @@ def containers_left() -> list[str]:
     """Containers with this run's label that Podman still knows."""
     argv = ["podman", "ps", "--all", "--quiet", "--filter", f"label=polarnode.node={node_id()}"]
     store = store_at(default_state_dir())
-    return subprocess.run(argv, env={**os.environ, **store.environment()}, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        argv, env={**os.environ, **store.environment()}, capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 async def trajectories(state: Path) -> list[Trajectory]:
@@ -222,7 +247,9 @@ async def trajectories(state: Path) -> list[Trajectory]:
         found, before = [], None
         while page := await journal.tasks(limit=100, before=before):
             before = page[-1].task_id
-            found += [await journal.trajectory(session.session_id) for task in page for session in task.sessions]
+            found += [
+                await journal.trajectory(session.session_id) for task in page for session in task.sessions
+            ]
     return [each for each in found if each is not None]
 
 
@@ -230,23 +257,47 @@ def report(node: Node, took: float, idle: Look, options: Namespace) -> int:
     """Print the figures; returns the exit code."""
     ended, left = trio.run(trajectories, node.state), containers_left()
     outcomes = Counter(each.outcome.status for each in ended)
-    print(f"\n{len(ended)} sessions at {options.at_once} at a time in {took:.0f} s: {len(ended) / took:.2f} a second; {dict(outcomes)}")
-    print(f"turns {sum(len(each.turns) for each in ended)}; rewarded {sum((each.reward or 0) > 0 for each in ended)}; load now {os.getloadavg()}")
+    print(
+        f"\n{len(ended)} sessions at {options.at_once} at a time in {took:.0f} s: {len(ended) / took:.2f} a"
+        f" second; {dict(outcomes)}"
+    )
+    print(
+        f"turns {sum(len(each.turns) for each in ended)}; rewarded"
+        f" {sum((each.reward or 0) > 0 for each in ended)}; load now {os.getloadavg()}"
+    )
     for phase in ("init_s", "ready_s", "run_s", "post_s"):
         spent = sorted(getattr(each.timing, phase) for each in ended)
-        print(f"  {phase:8s} median {median(spent):6.2f}  p95 {spent[len(spent) * 95 // 100]:6.2f}  max {spent[-1]:6.2f}")
+        print(
+            f"  {phase:8s} median {median(spent):6.2f}  p95 {spent[len(spent) * 95 // 100]:6.2f}  max"
+            f" {spent[-1]:6.2f}"
+        )
     warm = [look for look in node.looks if look.ended >= WARM * options.sessions]
     print(
-        f"memory {warm[0].rss / 2**20:.1f} MiB when warm, {idle.rss / 2**20:.1f} at the end; {slope(node.looks, 'rss') / 2**20:+.2f} MiB each 100 sessions"
+        f"memory {warm[0].rss / 2**20:.1f} MiB when warm, {idle.rss / 2**20:.1f} at the end;"
+        f" {slope(node.looks, 'rss') / 2**20:+.2f} MiB each 100 sessions"
     )
     print(
-        f"descriptors {node.looks[0].descriptors} at the start, {max(look.descriptors for look in node.looks)} at most, {idle.descriptors} at the end"
+        f"descriptors {node.looks[0].descriptors} at the start,"
+        f" {max(look.descriptors for look in node.looks)} at most, {idle.descriptors} at the end"
     )
-    print(f"threads {node.looks[0].threads}, {max(look.threads for look in node.looks)}, {idle.threads}; processes below it {idle.processes}")
-    busy = [look for look in node.looks if look.live >= min(options.at_once, options.sessions) / 2] or node.looks
-    late = [1e3 * figure for figure in (median(look.p50 for look in busy), median(look.p99 for look in busy), max(look.p99 for look in busy))]
     print(
-        f"event loop late, a minute each: p50 {late[0]:.1f} ms; p99 {late[1]:.1f} ms (median minute), {late[2]:.1f} ms (worst); max {1e3 * max(look.worst for look in node.looks):.0f} ms"
+        f"threads {node.looks[0].threads}, {max(look.threads for look in node.looks)}, {idle.threads};"
+        f" processes below it {idle.processes}"
+    )
+    busy = [
+        look for look in node.looks if look.live >= min(options.at_once, options.sessions) / 2
+    ] or node.looks
+    late = [
+        1e3 * figure
+        for figure in (
+            median(look.p50 for look in busy),
+            median(look.p99 for look in busy),
+            max(look.p99 for look in busy),
+        )
+    ]
+    print(
+        f"event loop late, a minute each: p50 {late[0]:.1f} ms; p99 {late[1]:.1f} ms (median minute),"
+        f" {late[2]:.1f} ms (worst); max {1e3 * max(look.worst for look in node.looks):.0f} ms"
     )
     print(f"containers left {len(left)}; processes left {len(alive(node.seen))}")
     return int(len(ended) < options.sessions or outcomes["completed"] < options.sessions or bool(left))
@@ -258,7 +309,9 @@ def alive(seen: Mapping[int, str]) -> list[int]:
 
 
 def start_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None for one that is gone, or only waits for somebody to ask how it ended."""
+    """When a process started, in the kernel's ticks; None for one that is gone, or only waits for somebody to
+    ask how it ended.
+    """
     try:
         told = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -278,8 +331,23 @@ def profiled(node: Node, file: str | None) -> Iterator[None]:
     if file is None:
         yield
         return
-    argv = ["py-spy", "record", "--pid", str(node.process.pid), "--output", file, "--format", "raw", "--rate", "50", "--duration", "36000"]
-    with subprocess.Popen([str(Path(sys.executable).with_name(argv[0])), *argv[1:]], stdout=subprocess.DEVNULL) as spy:
+    argv = [
+        "py-spy",
+        "record",
+        "--pid",
+        str(node.process.pid),
+        "--output",
+        file,
+        "--format",
+        "raw",
+        "--rate",
+        "50",
+        "--duration",
+        "36000",
+    ]
+    with subprocess.Popen(
+        [str(Path(sys.executable).with_name(argv[0])), *argv[1:]], stdout=subprocess.DEVNULL
+    ) as spy:
         try:
             yield
         finally:
@@ -294,7 +362,9 @@ def read_options(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--turns", type=int, default=4, help="model calls a session")
     parser.add_argument("--think", type=float, default=1.0, help="seconds between them, on average")
     parser.add_argument("--tokens", type=int, default=256, help="sampled in each")
-    parser.add_argument("--nice", type=int, default=0, help="of the node's process alone, on a machine that others use too")
+    parser.add_argument(
+        "--nice", type=int, default=0, help="of the node's process alone, on a machine that others use too"
+    )
     parser.add_argument("--profile", metavar="FILE", help="py-spy's raw stacks of the node")
     return parser.parse_args(argv)
 

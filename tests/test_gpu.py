@@ -1,10 +1,12 @@
-"""The single-GPU smoke test: what a CPU can not show of the embedded engine. `pytest -m gpu`; skips with its reason where there is no GPU.
+"""The single-GPU smoke test: what a CPU can not show of the embedded engine. `pytest -m gpu`; skips with its
+reason where there is no GPU.
 
-It checks, on one GPU: a start on the real kernels with CUDA graphs and overlap scheduling; greedy tokens and logprobs against transformers;
-weights updated from disk under requests frozen in place and retracted; ids refused before they reach the device; a killed scheduler's memory
-given back; a killed node's engine gone; aborts under load; deterministic sampling; the experts of a mixture; a bystander process that
-survives the shutdown; weights of a trainer by CUDA IPC and, where there are two GPUs, over NCCL; memory lent and taken again. Not here:
-several engines, tensor parallelism, hours of soak.
+It checks, on one GPU: a start on the real kernels with CUDA graphs and overlap scheduling; greedy tokens and
+logprobs against transformers; weights updated from disk under requests frozen in place and retracted; ids
+refused before they reach the device; a killed scheduler's memory given back; a killed node's engine gone;
+aborts under load; deterministic sampling; the experts of a mixture; a bystander process that survives the
+shutdown; weights of a trainer by CUDA IPC and, where there are two GPUs, over NCCL; memory lent and taken
+again. Not here: several engines, tensor parallelism, hours of soak.
 """
 
 import os
@@ -20,19 +22,32 @@ from uuid import uuid4
 import pytest
 import trio
 from engine_mixture import a_conversation_tells_each_position_once, experts_of, make_mixture
-from engine_reference import Reference, a_node, difference, host_pid, nothing_is_left, scheduler_of, settings, shared_memory_of, temporary
+from engine_reference import (
+    Reference,
+    a_node,
+    difference,
+    host_pid,
+    nothing_is_left,
+    scheduler_of,
+    settings,
+    shared_memory_of,
+    temporary,
+)
 from fakes_engine import contract, joined, order, sample, until_idle
 from weights_kit import Plane, free_port, open_trainer, open_weights_plane
 
-from polarnode.conversation import Sampling
-from polarnode.errors import EngineError
-from polarnode.ports import Chunk, GenerateOrder
-from polarnode.shell.engine import Engines, EngineSettings, open_engines
-from polarnode.shell.processes import group_members
+from polarnode.core.conversation import Sampling
+from polarnode.core.errors import EngineError
+from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.settings import EngineSettings
+from polarnode.support.processes import group_members
 
 __all__ = ["temporary"]  # a fixture, asked for by name
 
-NEAR = 0.06  # nats at bfloat16 against float32, on a model whose logits spread over some 3: rounding of 8 bits of mantissa through two layers
+# nats at bfloat16 against float32, on a model whose logits spread over some 3: rounding of 8 bits of mantissa
+# through two layers
+NEAR = 0.06
 NEAR_EXPERTS = 0.5  # of two experts' logits, which spread over some 20: at bfloat16 the other may be chosen
 MANY = 64  # requests at once: several decode batches of a CUDA graph's sizes
 
@@ -63,18 +78,29 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def on_gpu(reference: Reference, state_dir: Path, **more: object) -> EngineSettings:
-    return settings(reference, state_dir, **{"device": "cuda", "gpus": (0,), "dtype": "bfloat16", "mem_fraction": 0.5, **more})
+    return settings(
+        reference,
+        state_dir,
+        **{"device": "cuda", "gpus": (0,), "dtype": "bfloat16", "mem_fraction": 0.5, **more},
+    )
 
 
 def compute_processes() -> set[int]:
     """Processes that hold memory of a GPU, as the driver sees them."""
-    listed = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return {int(line) for line in listed.stdout.split()}
 
 
 @contextmanager
 def a_bystander() -> "Iterator[subprocess.Popen[bytes]]":
-    """A child of this process, as a sandbox of the node would be: SGLang kills every child it finds in its own."""
+    """A child of this process, as a sandbox of the node would be: SGLang kills every child it finds in its
+    own.
+    """
     with subprocess.Popen(["sleep", "3600"]) as process:
         try:
             yield process
@@ -104,10 +130,13 @@ async def it_samples_what_transformers_does(engines: Engines, reference: Referen
     for prompt in ([5], [1, 2, 3], list(range(10, 300))):
         chosen = joined(await sample(engines, order(prompt, max_tokens=16)))
         rows = reference.rows(prompt, chosen)
-        assert all(float(row.max() - row[token]) < NEAR for row, token in zip(rows, chosen, strict=True))  # ties of bfloat16 may differ
+        # ties of bfloat16 may differ
+        assert all(float(row.max() - row[token]) < NEAR for row, token in zip(rows, chosen, strict=True))
     for temperature in (1.0, 0.7):
         chunks = await sample(engines, order([7, 11], max_tokens=128, temperature=temperature))
-        assert difference(chunks, reference.logprobs([7, 11], joined(chunks), temperature)) < NEAR / temperature
+        assert (
+            difference(chunks, reference.logprobs([7, 11], joined(chunks), temperature)) < NEAR / temperature
+        )
 
 
 async def aborts_under_load_free_the_cache(engines: Engines) -> None:
@@ -120,7 +149,9 @@ async def aborts_under_load_free_the_cache(engines: Engines) -> None:
     await until_idle(engines)
 
 
-async def weights_change_under_requests(engines: Engines, wanted: Reference, *, mode: str, version: str) -> None:
+async def weights_change_under_requests(
+    engines: Engines, wanted: Reference, *, mode: str, version: str
+) -> None:
     prompt = list(range(100, 200))
     before = engines.statistics().weight_version
     await sample(engines, order(prompt))  # a cached prefix that must not be found afterwards
@@ -131,7 +162,8 @@ async def weights_change_under_requests(engines: Engines, wanted: Reference, *, 
         chunks += [chunk async for chunk in stream]
     old, new = chunks[-1].version_spans
     assert (old.version, old.start, new.version, new.end) == (before, 0, version, 4000)
-    if mode == "retract":  # the cache was filled again by the new weights; frozen in place it is the old one's, by design
+    # the cache was filled again by the new weights; frozen in place it is the old one's, by design
+    if mode == "retract":
         assert difference(chunks, wanted.logprobs(prompt, joined(chunks)), new) < NEAR
     fresh = await sample(engines, order(prompt, max_tokens=32, temperature=1.0))
     assert difference(fresh, wanted.logprobs(prompt, joined(fresh))) < NEAR
@@ -169,9 +201,13 @@ async def serves(plane: Plane, wanted: Reference, version: str) -> None:
 
 
 async def test_weights_come_by_cuda_ipc(reference: Reference, updated: Reference, tmp_path: Path) -> None:
-    """A trainer's process on the same GPU; then half a model, which leaves the one before. CUDA graphs read what was copied back in place."""
+    """A trainer's process on the same GPU; then half a model, which leaves the one before. CUDA graphs read
+    what was copied back in place.
+    """
     with trio.fail_after(900), open_trainer(device="cuda") as trainer:
-        async with open_weights_plane(on_gpu(reference, tmp_path, mem_fraction=0.4), tmp_path / "journal") as plane:
+        async with open_weights_plane(
+            on_gpu(reference, tmp_path, mem_fraction=0.4), tmp_path / "journal"
+        ) as plane:
             names = await trainer.ask(do="load", path=str(updated.path))
             payload = await trainer.ask(do="payload", names=names)
             prompt, chunks = list(range(100, 200)), []
@@ -179,13 +215,21 @@ async def test_weights_come_by_cuda_ipc(reference: Reference, updated: Reference
                 chunks.append(await stream.__anext__())
                 await plane.update("1", {"kind": "tensor", "buckets": [{"payloads": [payload]}]}, "retract")
                 chunks += [chunk async for chunk in stream]
-            assert difference(chunks, updated.logprobs(prompt, joined(chunks)), chunks[-1].version_spans[-1]) < NEAR
+            assert (
+                difference(chunks, updated.logprobs(prompt, joined(chunks)), chunks[-1].version_spans[-1])
+                < NEAR
+            )
             flat = await trainer.ask(do="payload", names=names, flat=True)
-            await plane.update("2", {"kind": "tensor", "buckets": [{"payloads": [flat], "layout": "flattened_bucket"}]})
+            await plane.update(
+                "2", {"kind": "tensor", "buckets": [{"payloads": [flat], "layout": "flattened_bucket"}]}
+            )
             await serves(plane, updated, "2")
             names = await trainer.ask(do="load", path=str(reference.path))
             half = await trainer.ask(do="payload", names=names[:-1])
-            refused = await plane.node.post("/v1/weights", {"version": "3", "source": {"kind": "tensor", "buckets": [{"payloads": [half]}]}})
+            refused = await plane.node.post(
+                "/v1/weights",
+                {"version": "3", "source": {"kind": "tensor", "buckets": [{"payloads": [half]}]}},
+            )
             assert (refused.status, "is missing" in refused.text) == (400, True), refused.text
             await serves(plane, updated, "2")
 
@@ -211,7 +255,9 @@ async def test_memory_is_lent_and_taken_again(kept: str, reference: Reference, t
     if find_spec("torch_memory_saver") is None:
         pytest.skip("torch_memory_saver is not installed: the engine can not lend memory without it")
     with trio.fail_after(900):
-        async with open_weights_plane(on_gpu(reference, tmp_path, memory_saver=kept), tmp_path / "journal", keeps=kept == "backup") as plane:
+        async with open_weights_plane(
+            on_gpu(reference, tmp_path, memory_saver=kept), tmp_path / "journal", keeps=kept == "backup"
+        ) as plane:
             node, before = plane.node, gpu_bytes()
             async with plane.engines.generate(order([1, 2, 3], max_tokens=4000, temperature=1.0)) as stream:
                 await stream.__anext__()
@@ -220,22 +266,33 @@ async def test_memory_is_lent_and_taken_again(kept: str, reference: Reference, t
                 await node.post("/v1/engine/pause", {"mode": "retract"})
                 released = await node.call("POST", "/v1/engine/memory/release")
                 assert (released.status, len(released.json()["released"])) == (200, 3), released.text
-                assert gpu_bytes() < before * 0.5  # of what is left most is CUDA's own and the test's reference
+                # of what is left most is CUDA's own and the test's reference
+                assert gpu_bytes() < before * 0.5
                 assert (await node.call("POST", "/v1/engine/resume")).status == 409
-                assert (await node.post("/v1/weights", {"version": "1", "source": {"kind": "disk", "path": str(reference.path)}})).status == 409
+                assert (
+                    await node.post(
+                        "/v1/weights",
+                        {"version": "1", "source": {"kind": "disk", "path": str(reference.path)}},
+                    )
+                ).status == 409
                 assert (await node.call("POST", "/v1/engine/memory/resume")).json()["released"] == []
                 if kept == "discard":
-                    assert (await node.call("POST", "/v1/engine/resume")).status == 409  # there are no weights
+                    # there are no weights
+                    assert (await node.call("POST", "/v1/engine/resume")).status == 409
                     await plane.update("1", {"kind": "disk", "path": str(reference.path)}, "retract")
                 assert (await node.call("POST", "/v1/engine/resume")).status == 200
                 assert len([chunk async for chunk in stream]) > 1
             await serves(plane, reference, "1" if kept == "discard" else "0")
 
 
-async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Reference, tmp_path: Path) -> None:
+async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(
+    reference: Reference, tmp_path: Path
+) -> None:
     def seeded(seed: int) -> GenerateOrder:
         sampling = Sampling(temperature=1.0, seed=seed, max_tokens=64)
-        return GenerateOrder(request_id=uuid4().hex, prompt=array("i", [1, 2, 3]), sampling=sampling, stop_ids=())
+        return GenerateOrder(
+            request_id=uuid4().hex, prompt=array("i", [1, 2, 3]), sampling=sampling, stop_ids=()
+        )
 
     found: dict[int, list[int]] = {}
 
@@ -243,7 +300,9 @@ async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Refe
         found[seed] = joined(await sample(engines, seeded(seed)))
 
     with trio.fail_after(900):
-        async with open_engines(on_gpu(reference, tmp_path, extra={"enable_deterministic_inference": True})) as engines:
+        async with open_engines(
+            on_gpu(reference, tmp_path, extra={"enable_deterministic_inference": True})
+        ) as engines:
             alone = joined(await sample(engines, seeded(7)))
             async with trio.open_nursery() as nursery:
                 for seed in range(MANY):
@@ -253,7 +312,9 @@ async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(reference: Refe
 
 
 async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Path) -> None:
-    """On the real kernels, with CUDA graphs and overlap: (prompt + sample - 1) x layers x experts a token, each position once."""
+    """On the real kernels, with CUDA graphs and overlap: (prompt + sample - 1) x layers x experts a token,
+    each position once.
+    """
     mixture = make_mixture(tmp_path / "mixture", head_dim=64, device="cuda")
     with trio.fail_after(900):
         async with open_engines(on_gpu(mixture, tmp_path, routed_experts=True)) as engines:  # type: ignore[arg-type]  # it reads the path alone
@@ -263,7 +324,9 @@ async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Pat
             assert (experts_of(chunks).start, experts_of(chunks).end) == (5990, 6039)
 
 
-async def test_a_killed_node_leaves_no_engine_on_the_gpu(reference: Reference, tmp_path: Path, temporary: Path) -> None:
+async def test_a_killed_node_leaves_no_engine_on_the_gpu(
+    reference: Reference, tmp_path: Path, temporary: Path
+) -> None:
     parent = a_node(reference, tmp_path, "cuda")
     assert parent.stdout is not None
     with parent.stdout as said, trio.fail_after(900):

@@ -1,6 +1,7 @@
-"""Every rule of the token contract is held by some test: a mutant of each, and none survives. `mutants.py` says how, `mutant_rules.py` which.
+"""Every rule of the token contract is held by some test: a mutant of each, and none survives. `mutants.py`
+says how, `mutant_rules.py` which.
 
-To look at one: `python tests/mutants.py "the stop token is dropped"`.
+To look at one: `python tests/kits/mutants.py "the stop token is dropped"`.
 """
 
 import json
@@ -20,7 +21,13 @@ NAMES = [mutant.name for mutant in MUTANTS]
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     """What became of every mutant, by name: one process loads the libraries, and a fork of it tests each."""
-    ran = subprocess.run([sys.executable, str(Path(__file__).parent / "mutants.py")], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "kits" / "mutants.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     told = json.JSONDecoder()  # a fork's pytest may put its dot behind a line
     found = [told.raw_decode(line)[0] for line in ran.stdout.splitlines() if line.startswith("{")]
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -35,7 +42,9 @@ def test_a_mutant_dies(mutant: Mutant, outcomes: dict[str, Any]) -> None:
 
 
 def test_the_mutants_tests_pass_on_the_program_as_it_is() -> None:
-    """A test that fails anyway kills every mutant. These are run with the rest of the suite; here only that they are there, and mutants many."""
+    """A test that fails anyway kills every mutant. These are run with the rest of the suite; here only that
+    they are there, and mutants many.
+    """
     assert len(MUTANTS) >= 30
     assert [name for name, count in Counter(NAMES).items() if count > 1] == []
     files = {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}
@@ -44,5 +53,8 @@ def test_the_mutants_tests_pass_on_the_program_as_it_is() -> None:
 
 def test_a_rule_that_moved_is_said() -> None:
     gone = Mutant(name="gone", module="polarnode.merge.attach", old="no such text", new="", tests=())
-    with pytest.raises(LookupError, match=r"rule moved: polarnode.merge.attach holds 'no such text' 0 times; update the mutant 'gone'"):
+    with pytest.raises(
+        LookupError,
+        match=r"rule moved: polarnode.merge.attach holds 'no such text' 0 times; update the mutant 'gone'",
+    ):
         gone.changed()

@@ -1,7 +1,8 @@
-"""The 25 things a model endpoint owes to harnesses that do not know it (harnesses.md, section 14), each under its number.
+"""The 25 things a model endpoint owes to harnesses that do not know it (harnesses.md, section 14), each under
+its number.
 
-Most are tested where they are made, by functions named `test_14_<number>_…`; here are those that only the whole plane can show, in every
-dialect, and the test that none of the 25 is without one.
+Most are tested where they are made, by functions named `test_14_<number>_…`; here are those that only the
+whole plane can show, in every dialect, and the test that none of the 25 is without one.
 """
 
 import json
@@ -19,9 +20,9 @@ from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, Asgi, HandEngine, Stage, answers, served, spelled, stage
 from tokens_kit import model
 
-from polarnode.errors import EngineError
+from polarnode.core.errors import EngineError
 from polarnode.harnesses import harness, mini_swe_agent, openhands_sdk, shell
-from polarnode.harnesses.exits import exit_outcome
+from polarnode.harnesses.harness import exit_outcome
 
 REQUIREMENTS = {
     1: "four dialects under any prefix",
@@ -51,7 +52,14 @@ REQUIREMENTS = {
     25: "exit codes are not believed",
 }
 
-CALL = ("Let me see.", "<tool_call>", '\n{"name": "look", ', '"arguments": {"path": ', '"a.txt"}}\n', "</tool_call>")
+CALL = (
+    "Let me see.",
+    "<tool_call>",
+    '\n{"name": "look", ',
+    '"arguments": {"path": ',
+    '"a.txt"}}\n',
+    "</tool_call>",
+)
 LOOK: Any = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 
@@ -78,7 +86,11 @@ class Api:
 
 
 def _chat(text: str) -> dict[str, Any]:
-    return {"model": "any-name", "messages": [{"role": "user", "content": text}], "stream_options": {"include_usage": True}}
+    return {
+        "model": "any-name",
+        "messages": [{"role": "user", "content": text}],
+        "stream_options": {"include_usage": True},
+    }
 
 
 FUNCTION: Any = {"name": "look", "description": "Reads.", "parameters": LOOK}
@@ -95,7 +107,11 @@ APIS = (
         name="anthropic",
         path="/v1/messages",
         streamed="/v1/messages",
-        body=lambda text: {"model": "any-name", "max_tokens": 90, "messages": [{"role": "user", "content": text}]},
+        body=lambda text: {
+            "model": "any-name",
+            "max_tokens": 90,
+            "messages": [{"role": "user", "content": text}],
+        },
         tools=[{"name": "look", "input_schema": LOOK}],
         ends=b'data: {"type":"message_stop"}\n\n',
     ),
@@ -129,7 +145,9 @@ class Client(Asgi):
 
 
 def scripted(*texts: str, **settings: Any) -> ScriptedEngine:
-    return ScriptedEngine(reply=answers(*texts), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT, **settings)
+    return ScriptedEngine(
+        reply=answers(*texts), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT, **settings
+    )
 
 
 def parts(api: Api, body: bytes) -> list[Any]:
@@ -144,7 +162,9 @@ def parts(api: Api, body: bytes) -> list[Any]:
 
 
 @every_api
-async def test_14_4_headers_leave_before_the_first_token(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_4_headers_leave_before_the_first_token(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
@@ -154,7 +174,9 @@ async def test_14_4_headers_leave_before_the_first_token(autojump_clock: trio.te
 
 
 @every_api
-async def test_14_5_silence_is_filled_with_data_and_never_with_comments(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_5_silence_is_filled_with_data_and_never_with_comments(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
@@ -170,7 +192,9 @@ async def test_14_5_silence_is_filled_with_data_and_never_with_comments(autojump
 
 
 @every_api
-async def test_14_6_a_whole_answer_waits_without_a_byte(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_6_a_whole_answer_waits_without_a_byte(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=False))
@@ -205,11 +229,14 @@ async def test_14_7_who_leaves_ends_the_sampling_and_who_asks_again_gets_the_res
     engine.give("loaf.", "<|im_end|>", finish="stop")
     second = await Client().ask(here, asked)
     assert second.whole
-    assert list(here.turns[1].sampled) == spelled("loaf.", "<|im_end|>")  # nothing is sampled, or recorded, twice
+    # nothing is sampled, or recorded, twice
+    assert list(here.turns[1].sampled) == spelled("loaf.", "<|im_end|>")
 
 
 @every_api
-async def test_14_8_a_stream_whose_engine_died_has_no_end(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_8_a_stream_whose_engine_died_has_no_end(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     engine, client = HandEngine(), Client()
     here = stage(engine)
     async with trio.open_nursery() as nursery:
@@ -218,7 +245,8 @@ async def test_14_8_a_stream_whose_engine_died_has_no_end(autojump_clock: trio.t
         await trio.sleep(1)
         engine.fail(EngineError("out of memory"))
     assert api.ends not in client.body
-    assert not client.whole or api.name == "google"  # its clients know a failure by Google's own last words, and by no broken connection
+    # its clients know a failure by Google's own last words, and by no broken connection
+    assert not client.whole or api.name == "google"
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
@@ -226,28 +254,42 @@ async def test_14_8_a_stream_whose_engine_died_has_no_end(autojump_clock: trio.t
 
 
 @every_api
-async def test_14_9_a_call_sampled_token_by_token_arrives_in_one_piece(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_9_a_call_sampled_token_by_token_arrives_in_one_piece(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     here = stage(scripted("|".join(CALL), chunk=1))
     client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
     sent = [message["body"] for message in client.sent[1:] if b"a.txt" in message["body"]]
-    begun = [message["body"] for message in client.sent[1:] if b'"look"' in message["body"] and b"response.created" not in message["body"]]
+    begun = [
+        message["body"]
+        for message in client.sent[1:]
+        if b'"look"' in message["body"] and b"response.created" not in message["body"]
+    ]
     assert sent[0] in begun
     assert not any(b"<tool_call>" in message["body"] for message in client.sent[1:])
 
 
 @every_api
-async def test_14_10_an_answer_with_a_call_ends_as_its_api_ends_one(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_10_an_answer_with_a_call_ends_as_its_api_ends_one(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     here = stage(scripted("|".join(CALL)))
     client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
     assert client.whole
     assert api.ends in client.body
-    words = {"openai_chat": b'"finish_reason":"tool_calls"', "anthropic": b'"stop_reason":"tool_use"', "openai_responses": b"output_item.done"}
+    words = {
+        "openai_chat": b'"finish_reason":"tool_calls"',
+        "anthropic": b'"stop_reason":"tool_use"',
+        "openai_responses": b"output_item.done",
+    }
     assert words.get(api.name, b'"functionCall"') in client.body
 
 
 @every_api
 @pytest.mark.parametrize("stream", [False, True])
-async def test_14_12_usage_is_what_was_read_and_sampled(autojump_clock: trio.testing.MockClock, api: Api, stream: bool) -> None:
+async def test_14_12_usage_is_what_was_read_and_sampled(
+    autojump_clock: trio.testing.MockClock, api: Api, stream: bool
+) -> None:
     here = stage(scripted("Hello there."))
     client = await Client().ask(here, api.asks(stream=stream))
     last = parts(api, client.body)[-1] if stream else json.loads(client.body)
@@ -264,13 +306,19 @@ def _usage(api: Api, values: list[Any], last: Any) -> tuple[int, int]:
         usage = last["usageMetadata"]
         return usage["promptTokenCount"], usage["candidatesTokenCount"]
     usage = last.get("usage") or last["response"]["usage"]
-    names = ("prompt_tokens", "completion_tokens") if api.name == "openai_chat" else ("input_tokens", "output_tokens")
+    names = (
+        ("prompt_tokens", "completion_tokens")
+        if api.name == "openai_chat"
+        else ("input_tokens", "output_tokens")
+    )
     return usage[names[0]], usage[names[1]]
 
 
 @every_api
 @pytest.mark.parametrize("stream", [False, True])
-async def test_14_16_any_name_is_served_and_said_again(autojump_clock: trio.testing.MockClock, api: Api, stream: bool) -> None:
+async def test_14_16_any_name_is_served_and_said_again(
+    autojump_clock: trio.testing.MockClock, api: Api, stream: bool
+) -> None:
     client = await Client().ask(stage(scripted("Hello.")), api.asks(stream=stream))
     assert client.status == 200
     assert b'"any-name"' in client.body
@@ -280,7 +328,9 @@ async def test_14_16_any_name_is_served_and_said_again(autojump_clock: trio.test
 
 
 @every_api
-async def test_14_17_a_call_without_tools_beside_others_is_marked(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_17_a_call_without_tools_beside_others_is_marked(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     here = stage(scripted("Hello."))
     await Client().ask(here, api.asks(stream=True, tools=api.tools))
     await Client().ask(here, api.asks(stream=True, text="Write a title for this conversation."))
@@ -288,7 +338,9 @@ async def test_14_17_a_call_without_tools_beside_others_is_marked(autojump_clock
 
 
 @every_api
-async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(
+    autojump_clock: trio.testing.MockClock, api: Api
+) -> None:
     release = trio.Event()
     engine = scripted("Hello there, and more.", hold=release, chunk=1)
     here = stage(engine)
@@ -303,12 +355,21 @@ async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(autojump_clo
 
 @pytest.mark.parametrize("prefix", ["", "/v1", "/sessions/key-s1/v1"])
 async def test_14_23_a_websocket_is_told_426_so_that_codex_asks_over_http_at_once(prefix: str) -> None:
-    headers = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
+    headers = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
     async with served(stage(scripted("x")).app) as base:
-        reply = await trio.to_thread.run_sync(lambda: httpx2.get(f"{base}{prefix}/responses", headers=headers))
+        reply = await trio.to_thread.run_sync(
+            lambda: httpx2.get(f"{base}{prefix}/responses", headers=headers)
+        )
     assert reply.status_code == 426
 
 
 def test_14_25_an_exit_code_of_nothing_done_is_not_believed() -> None:
-    liar = harness.Harness(name="liar", version="1", image="base", launch=shell.launch, exit_code_honest=False)
+    liar = harness.Harness(
+        name="liar", version="1", image="base", launch=shell.launch, exit_code_honest=False
+    )
     assert exit_outcome(liar, 0, ()).status == "failed"

@@ -1,7 +1,8 @@
-"""Runs the whole live matrix and writes its table into docs/harnesses.md: `make harness-matrix`, or some cases: `harness_matrix.py NAME...`.
+"""Runs the whole live matrix and writes its table into docs/harnesses.md: `make harness-matrix`, or some
+cases: `harness_matrix.py NAME...`.
 
-A case that was not run keeps its row. The exit code is the tests'. Rule for whoever edits it: nothing is judged here; the rows are what
-tests/live/test_harness_matrix.py saw, failed cases too.
+A case that was not run keeps its row. The exit code is the tests'. Rule for whoever edits it: nothing is
+judged here; the rows are what tests/live/test_harness_matrix.py saw, failed cases too.
 """
 
 import json
@@ -18,8 +19,8 @@ TESTS = ("tests/live/test_harness_matrix.py", "tests/live/test_subagents_live.py
 PAGE = ROOT / "docs" / "harnesses.md"
 PART = "matrix"
 HEAD = (
-    "| case | version | API | shell / write / final | turns | calls beside | lineages | rows | first prompt | seconds | remarks |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|\n"
+    "| case | version | API | shell / write / final | turns | calls beside | lineages | rows | first prompt |"
+    " seconds | remarks |\n|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -27,7 +28,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
         code = tested(",".join(sys.argv[1:]) or "all", out)
-        seen = {row["case"]: line(row) for row in map(json.loads, out.read_text().splitlines() if out.exists() else ())}
+        seen = {
+            row["case"]: line(row)
+            for row in map(json.loads, out.read_text().splitlines() if out.exists() else ())
+        }
     lines = kept() | seen
     write_part(PAGE, PART, HEAD + "".join(lines[case] for case in sorted(lines)))
     return code
@@ -46,8 +50,12 @@ def kept() -> dict[str, str]:
 
 
 def line(row: dict[str, Any]) -> str:
-    result = " / ".join("–" if row[name] is None else "yes" if row[name] else "no" for name in ("shell", "write", "final"))
-    remarks = "; ".join(filter(None, [row["why"], *(f"fails: {problem}" for problem in row["problems"])])).replace("|", "\\|")
+    result = " / ".join(
+        "–" if row[name] is None else "yes" if row[name] else "no" for name in ("shell", "write", "final")
+    )
+    remarks = "; ".join(
+        filter(None, [row["why"], *(f"fails: {problem}" for problem in row["problems"])])
+    ).replace("|", "\\|")
     columns = (
         row["case"],
         row["version"],

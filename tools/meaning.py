@@ -1,8 +1,9 @@
-"""Runs sessions of every harness and writes what their rows mean into docs/token-fidelity.md: `make meaning`, or `meaning.py FOLDER` to read what a
-run left there.
+"""Runs sessions of every harness and writes what their rows mean into docs/token-fidelity.md: `make meaning`,
+or `meaning.py FOLDER` to read what a run left there.
 
-Two kinds of sessions, all at temperature 1 unless their line says otherwise, all kept: the policy alone, from `polarnode run`; and behind a
-script that leads it into a harness's work, from tests/live/test_meaning_live.py. Rule for whoever edits it: nothing is judged or chosen here.
+Two kinds of sessions, all at temperature 1 unless their line says otherwise, all kept: the policy alone, from
+`polarnode run`; and behind a script that leads it into a harness's work, from
+tests/live/test_meaning_live.py. Rule for whoever edits it: nothing is judged or chosen here.
 """
 
 import json
@@ -20,7 +21,8 @@ from polarnode.harnesses.registry import HARNESSES
 PAGE = ROOT / "docs" / "token-fidelity.md"
 SAMPLES = 3
 USUAL = {"temperature": 1.0, "max_tokens": 256}
-CUT = {"temperature": 100.0, "max_tokens": 48}  # nearly uniform, so cut by its length: Claude Code asks for the rest, again and again
+# nearly uniform, so cut by its length: Claude Code asks for the rest, again and again
+CUT = {"temperature": 100.0, "max_tokens": 48}
 
 
 def main() -> int:
@@ -40,9 +42,18 @@ def main() -> int:
 
 def alone(folder: Path) -> None:
     """The policy alone. A session that ends in an error is kept too, with what it has."""
-    tasks = [task_file(folder, name, {"name": name}, USUAL) for name in sorted(HARNESSES) if name != "shell"]  # a shell has no work of its own
+    # a shell has no work of its own
+    tasks = [task_file(folder, name, {"name": name}, USUAL) for name in sorted(HARNESSES) if name != "shell"]
     tasks.append(task_file(folder, "claude_code_cut", {"name": "claude_code"}, CUT))
-    options = ["--cpu", "--run-limit", "2", "--record-requests", str(folder / "requests"), "--out", str(folder)]
+    options = [
+        "--cpu",
+        "--run-limit",
+        "2",
+        "--record-requests",
+        str(folder / "requests"),
+        "--out",
+        str(folder),
+    ]
     subprocess.run([ROOT / ".venv" / "bin" / "polarnode", "run", *options, *tasks], cwd=ROOT, check=False)
 
 
@@ -62,7 +73,16 @@ def task_file(folder: Path, name: str, harness: dict[str, Any], sampling: dict[s
 
 def led(folder: Path) -> None:
     environment = {**os.environ, "POLARNODE_MATRIX": "all", "POLARNODE_MEANING_OUT": str(folder)}
-    program = [sys.executable, "-m", "pytest", "-m", "harness", "-p", "no:cacheprovider", "tests/live/test_meaning_live.py"]
+    program = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "harness",
+        "-p",
+        "no:cacheprovider",
+        "tests/live/test_meaning_live.py",
+    ]
     subprocess.run(program, cwd=ROOT, env=environment, check=False)
 
 

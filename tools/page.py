@@ -1,4 +1,6 @@
-"""A part of a page that a program writes, between two marks that are comments. What stands around them is people's."""
+"""A part of a page that a program writes, between two marks that are comments. What stands around them is
+people's.
+"""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ fi
 oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 swebench==5.0.2 unidiff==1.0.1)
 [ "$extra" = cpu ] && oracles+=(openai-harmony==0.0.8 tiktoken==0.14.0)
 # Trainers whose own classes and code our projections are held to (19 MB to fetch, 146 MB there). They lie beside the environment, in .venv/oracles, where only
-# the programs of tests/trainers_program.py and tests/trl_program.py look: some bring a package named `tests`, and with accelerate in reach
+# the programs of tests/kits/trainers_program.py and tests/kits/trl_program.py look: some bring a package named `tests`, and with accelerate in reach
 # transformers is another library. tinker imports protobuf; what follows it is what TRL's GRPOTrainer imports.
 beside=(
   verl==0.9.1 skyrl==0.3.0 areal==1.0.4 atroposlib==0.4.0 tinker==0.38.0 protobuf==7.36.2

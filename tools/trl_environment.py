@@ -1,6 +1,8 @@
-"""An environment for `examples.grpo.with_trl` in .venv/trl: the node's own, and over it TRL with what its GRPOTrainer imports.
+"""An environment for `examples.grpo.with_trl` in .venv/trl: the node's own, and over it TRL with what its
+GRPOTrainer imports.
 
-Over it and not in it, because with accelerate in reach transformers is another library. Rule for whoever edits it: a second run does nothing.
+Over it and not in it, because with accelerate in reach transformers is another library. Rule for whoever
+edits it: a second run does nothing.
 """
 
 import subprocess
@@ -21,7 +23,10 @@ def main() -> int:
     python, own = folder / "bin" / "python", sysconfig.get_path("purelib")
     where = Path(
         subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
     )
     (where / "beside.pth").write_text(f"import site; site.addsitedir({own!r})\n")

@@ -1,9 +1,10 @@
-"""The loop in one command: a node of its own, a real harness in Podman, held-out tasks before and after, and the curve between.
+"""The loop in one command: a node of its own, a real harness in Podman, held-out tasks before and after, and
+the curve between.
 
     python -m examples.grpo [--out out/grpo] [--stop-at 0.8]
 
-Leaves OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a node that runs already. Exit code 1 where what it should
-have learned was not learned (`--expect`).
+Leaves OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a node that runs already.
+Exit code 1 where what it should have learned was not learned (`--expect`).
 """
 
 import argparse
@@ -31,10 +32,12 @@ PACKAGED = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parsed(arguments)
-    torch.set_num_threads(1)  # the other core is the engine's and the harnesses'; two threads are no faster on a model of this size
+    # the other core is the engine's and the harnesses'; two threads are no faster on a model of this size
+    torch.set_num_threads(1)
     report = run(given, plan_of(given), recipe_of(given))
     print(json.dumps(report["summary"], indent=2))
-    return int(given.expect is not None and (report["summary"]["after"] or 0.0) < given.expect)  # what was not evaluated was not learned
+    # what was not evaluated was not learned
+    return int(given.expect is not None and (report["summary"]["after"] or 0.0) < given.expect)
 
 
 def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]:
@@ -63,7 +66,9 @@ def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]
     return report
 
 
-def outcome(before: dict[str, Any], steps: Sequence[dict[str, Any]], after: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def outcome(
+    before: dict[str, Any], steps: Sequence[dict[str, Any]], after: dict[str, Any], plan: Plan
+) -> dict[str, Any]:
     """A run in a few numbers; `before` and `after` are None where nothing was evaluated."""
     rewards = [line["reward"] for line in steps]
     return {
@@ -107,22 +112,32 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 
 def recipe_of(given: argparse.Namespace) -> Recipe:
-    return Recipe(**{name: getattr(given, name) for name in Recipe.__dataclass_fields__ if hasattr(given, name)})
+    return Recipe(
+        **{name: getattr(given, name) for name in Recipe.__dataclass_fields__ if hasattr(given, name)}
+    )
 
 
-def parsed(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+def parsed(
+    arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
     """The options of a run; a command with more of them hands its own parser in."""
-    parser = parser or argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser or argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/grpo"))
     parser.add_argument("--url", help="of a node that runs; POLARNODE_TOKEN is its token")
     parser.add_argument("--run-limit", type=int, default=10, help="sessions at once, on a node of its own")
-    parser.add_argument("--expect", type=float, help="exit with 1 unless held-out tasks then succeed so often")
+    parser.add_argument(
+        "--expect", type=float, help="exit with 1 unless held-out tasks then succeed so often"
+    )
     plan, recipe = Plan(), Recipe()
     parser.add_argument("--kinds", default=",".join(plan.kinds))
     parser.add_argument("--harness", default=plan.harness, choices=("pi", "mini_swe_agent"))
     parser.add_argument("--builder", default=plan.builder, choices=("prefix_merging", "per_request"))
     parser.add_argument("--stop-at", type=float, default=plan.stop_at)
-    parser.add_argument("--overlap", action="store_true", help="roll the next step out while this one is trained on")
+    parser.add_argument(
+        "--overlap", action="store_true", help="roll the next step out while this one is trained on"
+    )
     parser.add_argument("--retokenise", action="store_true", help="train on rows made anew of their text")
     for name in ("steps", "prompts", "samples", "seed", "evaluate"):
         parser.add_argument(f"--{name}", type=int, default=getattr(plan, name))

@@ -1,9 +1,12 @@
-"""The paper's ablations in small: each arm is the whole loop with one thing changed, on the same tasks in the same order.
+"""The paper's ablations in small: each arm is the whole loop with one thing changed, on the same tasks in the
+same order.
 
-    python -m examples.grpo.ablations [--arms faithful,per_request,retokenised] [--seeds 0,1] [--out out/grpo-ablations]
+    python -m examples.grpo.ablations [--arms faithful,per_request,retokenised] [--seeds 0,1] [--out
+    out/grpo-ablations]
 
-Leaves a folder for each arm and seed as `python -m examples.grpo` does, curves.svg with all of them, and table.md for docs/learning.md. An arm
-whose report is there already is not run again, so a table can be made bit by bit.
+Leaves a folder for each arm and seed as `python -m examples.grpo` does, curves.svg with all of them, and
+table.md for docs/learning.md. An arm whose report is there already is not run again, so a table can be made
+bit by bit.
 """
 
 import argparse
@@ -42,7 +45,9 @@ HEAD = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0")
     parser.set_defaults(out=Path("out/grpo-ablations"))
@@ -72,9 +77,21 @@ def table(reports: dict[tuple[str, int], dict[str, Any]]) -> str:
     lines = [HEAD, ("---",) * len(HEAD)]
     for (arm, seed), report in reports.items():
         said = report["summary"]
-        shares = ("-" if said[name] is None else f"{said[name]:.3f}" for name in ("before", "last_steps", "after"))
+        shares = (
+            "-" if said[name] is None else f"{said[name]:.3f}" for name in ("before", "last_steps", "after")
+        )
         counts = (f"{said[name]:,}" for name in ("steps", "sessions", "rows", "updates", "tokens_trained"))
-        lines.append((arm, str(seed), *shares, *counts, f"{said['training_s']:.0f}", f"{said['learned_s']:.0f}", f"{said['load_before']:.1f}"))
+        lines.append(
+            (
+                arm,
+                str(seed),
+                *shares,
+                *counts,
+                f"{said['training_s']:.0f}",
+                f"{said['learned_s']:.0f}",
+                f"{said['load_before']:.1f}",
+            )
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -82,9 +99,15 @@ def curves(out: Path, arms: Sequence[tuple[str, int]]) -> str:
     """All arms in one picture, over sessions: what they cost in time depends on the machine."""
     found = {}
     for arm, seed in arms:
-        steps = [line for line in map(json.loads, (out / f"{arm}-{seed}" / "log.jsonl").read_text().splitlines()) if line["kind"] == "step"]
+        steps = [
+            line
+            for line in map(json.loads, (out / f"{arm}-{seed}" / "log.jsonl").read_text().splitlines())
+            if line["kind"] == "step"
+        ]
         sessions = [sum(line["sessions"] for line in steps[: at + 1]) for at in range(len(steps))]
-        found[f"{arm}, seed {seed}"] = list(zip(sessions, smooth([line["reward"] for line in steps], 3), strict=True))
+        found[f"{arm}, seed {seed}"] = list(
+            zip(sessions, smooth([line["reward"] for line in steps], 3), strict=True)
+        )
     return svg(found, title="Reward of training sessions, mean of 3 steps", x="sessions", goal=0.8)
 
 

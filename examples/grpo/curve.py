@@ -1,4 +1,6 @@
-"""Curves as SVG, by hand: a trainer's machine need not have a plotting library. Rule for whoever edits it: a pure function of the numbers."""
+"""Curves as SVG, by hand: a trainer's machine need not have a plotting library. Rule for whoever edits it: a
+pure function of the numbers.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -17,10 +19,20 @@ def svg(curves: Mapping[str, Points], *, title: str, x: str, goal: float | None 
     for number, (name, points) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         parts.append(line(points, widest, colour))
-        parts += [f'<circle cx="{at(each, widest)[0]:.1f}" cy="{at(each, widest)[1]:.1f}" r="2.5" fill="{colour}"/>' for each in points]
-        parts.append(f'<text x="{WIDTH - RIGHT - 220}" y="{HEIGHT - BOTTOM - 12 - 16 * number}" fill="{colour}">{escape(name)}</text>')
+        parts += [
+            f'<circle cx="{at(each, widest)[0]:.1f}" cy="{at(each, widest)[1]:.1f}" r="2.5" fill="{colour}"/>'
+            for each in points
+        ]
+        parts.append(
+            f'<text x="{WIDTH - RIGHT - 220}" y="{HEIGHT - BOTTOM - 12 - 16 * number}"'
+            f' fill="{colour}">{escape(name)}</text>'
+        )
     style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>\n' + "\n".join(parts) + "\n</svg>\n"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
 def axes(widest: float, x: str) -> list[str]:
@@ -31,8 +43,14 @@ def axes(widest: float, x: str) -> list[str]:
         (across, _), (_, up) = at((widest * share, 0), widest), at((0, share), widest)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up:.1f}" y2="{up:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{up + 4:.1f}" text-anchor="end">{share:.1f}</text>')
-        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{widest * share:.4g}</text>')
-    return [*parts, f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>']
+        parts.append(
+            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}"'
+            f' text-anchor="middle">{widest * share:.4g}</text>'
+        )
+    return [
+        *parts,
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>',
+    ]
 
 
 def line(points: Points, widest: float, colour: str, more: str = "") -> str:

@@ -1,6 +1,8 @@
-"""Sampling many sessions in step, in plain torch: Qwen3's forward pass one token at a time, the prompt that all share read once and kept once.
+"""Sampling many sessions in step, in plain torch: Qwen3's forward pass one token at a time, the prompt that
+all share read once and kept once.
 
-Rule for whoever edits it: its logits are transformers' own, within rounding; `tests/test_examples_grpo.py` holds it to that.
+Rule for whoever edits it: its logits are transformers' own, within rounding;
+`tests/examples/test_examples_grpo.py` holds it to that.
 """
 
 from typing import Any
@@ -24,7 +26,10 @@ class Decoder:
         shape = (count, self.config.num_key_value_heads, longest, self.size)
         self.own = [(torch.zeros(shape), torch.zeros(shape)) for _ in self.head]
         base = torch.arange(0, self.size, 2).float() / self.size
-        angles = torch.outer(torch.arange(self.before + longest).float(), 1.0 / (self.config.rope_parameters["rope_theta"] ** base))
+        angles = torch.outer(
+            torch.arange(self.before + longest).float(),
+            1.0 / (self.config.rope_parameters["rope_theta"] ** base),
+        )
         self.angles = torch.cat([angles, angles], -1)
 
     @torch.inference_mode()
@@ -36,24 +41,34 @@ class Decoder:
             seen = normed(hidden, layer.input_layernorm.weight)
             hidden = hidden + self.attended(number, layer.self_attn, seen, places, rows, turn)
             seen = normed(hidden, layer.post_attention_layernorm.weight)
-            hidden = hidden + layer.mlp.down_proj(functional.silu(layer.mlp.gate_proj(seen)) * layer.mlp.up_proj(seen))
+            hidden = hidden + layer.mlp.down_proj(
+                functional.silu(layer.mlp.gate_proj(seen)) * layer.mlp.up_proj(seen)
+            )
         logits: Tensor = self.model.lm_head(normed(hidden, inner.norm.weight))
         return logits
 
-    def attended(self, number: int, part: Any, seen: Tensor, places: Tensor, rows: Tensor, turn: Tensor) -> Tensor:
+    def attended(
+        self, number: int, part: Any, seen: Tensor, places: Tensor, rows: Tensor, turn: Tensor
+    ) -> Tensor:
         """Attention over the shared prompt and over each session's own tokens, in one softmax."""
         count, heads = len(rows), self.config.num_key_value_heads
         queries = turned(normed(part.q_proj(seen).view(count, -1, self.size), part.q_norm.weight), turn)
         queries = queries.view(count, heads, -1, self.size) * self.size**-0.5
         keys, values = self.own[number]
-        keys[rows, :, places] = turned(normed(part.k_proj(seen).view(count, heads, self.size), part.k_norm.weight), turn)
+        keys[rows, :, places] = turned(
+            normed(part.k_proj(seen).view(count, heads, self.size), part.k_norm.weight), turn
+        )
         values[rows, :, places] = part.v_proj(seen).view(count, heads, self.size)
         reach = int(places.max()) + 1
         there = torch.arange(reach)[None] <= places[:, None]
         shared_keys, shared_values = self.head[number]
         own = queries @ keys[rows, :, :reach].transpose(2, 3)
-        scores = torch.cat([queries @ shared_keys.transpose(1, 2), own.masked_fill(~there[:, None, None], -torch.inf)], -1).softmax(-1)
-        found = scores[..., : self.before] @ shared_values + scores[..., self.before :] @ values[rows, :, :reach]
+        scores = torch.cat(
+            [queries @ shared_keys.transpose(1, 2), own.masked_fill(~there[:, None, None], -torch.inf)], -1
+        ).softmax(-1)
+        found = (
+            scores[..., : self.before] @ shared_values + scores[..., self.before :] @ values[rows, :, :reach]
+        )
         result: Tensor = part.o_proj(found.reshape(count, -1))
         return result
 

@@ -1,7 +1,9 @@
-"""The policy in training: rows of a node in, one optimizer step out. Plain torch and transformers; knows nothing of a node.
+"""The policy in training: rows of a node in, one optimizer step out. Plain torch and transformers; knows
+nothing of a node.
 
-Rule for whoever edits it: a row is what the engine saw and sampled, id for id, so `worst` of a first step is the difference of two ways to compute
-the same numbers. What all rows of a step begin with (a harness's own prompt) is computed once, as one cache for all of them.
+Rule for whoever edits it: a row is what the engine saw and sampled, id for id, so `worst` of a first step is
+the difference of two ways to compute the same numbers. What all rows of a step begin with (a harness's own
+prompt) is computed once, as one cache for all of them.
 """
 
 from collections.abc import Sequence
@@ -18,24 +20,34 @@ from examples.grpo.rows import Batch, Row, batch, micro, shared
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step is made. `cap` bounds the importance weight, for rows sampled by older weights than those being trained; a token whose
-    probability has gone further than `clip` from the recorded one, where its advantage drives it, is left alone."""
+    """How a step is made. `cap` bounds the importance weight, for rows sampled by older weights than those
+    being trained; a token whose probability has gone further than `clip` from the recorded one, where its
+    advantage drives it, is left alone.
+    """
 
     lr: float = 3e-5
-    scale_lr: float = 1e-3  # of the norms' scales within the layers, which make attention sharper: few numbers, near 1
-    final_lr: float = 3e-2  # of the last norm's scale, which makes answers sharper: what a policy mostly gets wrong is bad luck at temperature 1
+    # of the norms' scales within the layers, which make attention sharper: few numbers, near 1
+    scale_lr: float = 1e-3
+    # of the last norm's scale, which makes answers sharper: what a policy mostly gets wrong is bad luck at
+    # temperature 1
+    final_lr: float = 3e-2
     clip_norm: float = 1.0
     cap: float = 2.0
     clip: float = 0.2
-    inner: int = 4  # optimizer steps on the same rows: a session costs a hundred times what a row costs to train on
-    micro: int = 8  # rows computed at once, of no other meaning; more of them at once are slower on a CPU, whose cache they leave (64: three times)
-    through_prompt: bool = False  # whether the gradient flows through what all rows begin with: it costs as much as they do
+    # optimizer steps on the same rows: a session costs a hundred times what a row costs to train on
+    inner: int = 4
+    # rows computed at once, of no other meaning; more of them at once are slower on a CPU, whose cache they
+    # leave (64: three times)
+    micro: int = 8
+    # whether the gradient flows through what all rows begin with: it costs as much as they do
+    through_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a batch did to the policy. `worst` is the largest |recorded - own| logprob before its first step; `ratio` the mean importance weight
-    over all of its steps."""
+    """What a batch did to the policy. `worst` is the largest |recorded - own| logprob before its first step;
+    `ratio` the mean importance weight over all of its steps.
+    """
 
     rows: int
     tokens: int
@@ -74,16 +86,21 @@ class Learner:
             cache.batch_repeat_interleave(len(given.ids))
             real = torch.cat([torch.ones(len(given.ids), before, dtype=torch.long), real], 1)
         places = torch.arange(before, before + given.ids.shape[1]).expand_as(given.ids)
-        hidden = self.model.model(given.ids, attention_mask=real, position_ids=places, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = self.model.model(
+            given.ids, attention_mask=real, position_ids=places, past_key_values=cache, use_cache=True
+        ).last_hidden_state
         wanted = given.mask[:, 1:]
         found = torch.log_softmax(self.model.lm_head(hidden[:, :-1][wanted]).float(), -1)
         picked = found.gather(1, given.ids[:, 1:][wanted][:, None])[:, 0]
         return torch.zeros(wanted.shape).masked_scatter(wanted, picked)
 
     def learn(self, rows: Sequence[Row]) -> Step:
-        """The recipe's number of AdamW steps on these rows. Those without an advantage change nothing, and are not computed."""
+        """The recipe's number of AdamW steps on these rows. Those without an advantage change nothing, and
+        are not computed.
+        """
         taught = [row for row in rows if row.advantage and row.trained]
-        at = shared(rows)  # of all rows, so that what no gradient flows through does not depend on how they are cut into batches
+        # of all rows, so that what no gradient flows through does not depend on how they are cut into batches
+        at = shared(rows)
         batches = [batch(few, at) for few in micro(taught, self.recipe.micro)]
         if not batches:
             return Step(len(rows), sum(row.trained for row in rows), 0, 0.0, 0.0, 0.0, 1.0)
@@ -91,7 +108,15 @@ class Learner:
         passes = [self._update(batches) for _ in range(self.recipe.inner)]
         tokens = sum(int(each.mask[:, 1:].sum()) for each in batches)
         first, ratio = passes[0], sum(each.ratio for each in passes) / len(passes) / tokens
-        return Step(len(rows), sum(row.trained for row in rows), len(passes), first.loss, first.norm, first.worst, ratio)
+        return Step(
+            len(rows),
+            sum(row.trained for row in rows),
+            len(passes),
+            first.loss,
+            first.norm,
+            first.worst,
+            ratio,
+        )
 
     def _update(self, batches: Sequence[Batch]) -> "_Pass":
         loss, ratio, worst = 0.0, 0.0, 0.0
@@ -106,9 +131,15 @@ class Learner:
 
     @torch.no_grad()
     def _known(self, given: Batch) -> Batch:
-        """Where nobody recorded what the sampler thought, the policy's own view before the batch stands in for it."""
+        """Where nobody recorded what the sampler thought, the policy's own view before the batch stands in
+        for it.
+        """
         known = given.logprobs.clone()
-        known[:, 1:] = torch.where(known[:, 1:].isnan(), self.own(given), known[:, 1:]) if known.isnan().any() else known[:, 1:]
+        known[:, 1:] = (
+            torch.where(known[:, 1:].isnan(), self.own(given), known[:, 1:])
+            if known.isnan().any()
+            else known[:, 1:]
+        )
         return replace(given, logprobs=known)
 
     def save(self, folder: Path) -> Path:
@@ -125,15 +156,17 @@ def optimizer_of(model: Any, recipe: Recipe) -> torch.optim.AdamW:
     tables = [each for each in model.parameters() if each.ndim > 1]
     rates = ((tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr))
     groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)  # a run is some sixty steps: betas for few of them
+    # a run is some sixty steps: betas for few of them
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def objective(own: Tensor, given: Batch, recipe: Recipe) -> tuple[Tensor, float, float]:
-    """Summed over trained tokens, each with its row's weight: -min(own probability / recorded probability, cap) * advantage * logprob, the
-    importance weight without a gradient.
+    """Summed over trained tokens, each with its row's weight: -min(own probability / recorded probability,
+    cap) * advantage * logprob, the importance weight without a gradient.
 
-    With the weights that sampled it this is REINFORCE, with others truncated importance sampling; where PPO's clip cuts the gradient it is cut
-    here. Also the sum of the weights, and the largest difference of own and recorded logprobs.
+    With the weights that sampled it this is REINFORCE, with others truncated importance sampling; where PPO's
+    clip cuts the gradient it is cut here. Also the sum of the weights, and the largest difference of own and
+    recorded logprobs.
     """
     mask, advantage = given.mask[:, 1:], given.advantages[:, None]
     away = (own.detach() - given.logprobs[:, 1:]) * mask

@@ -19,7 +19,9 @@ def said(value: object) -> str:
 
 
 def summary(groups: Sequence[Group]) -> dict[str, Any]:
-    """What became of the sessions: a reward that is not there, because the machine lost a session, is no failure of the policy."""
+    """What became of the sessions: a reward that is not there, because the machine lost a session, is no
+    failure of the policy.
+    """
     rewards = [member.reward for group in groups for member in group.members if member.reward is not None]
     sessions = [each for group in groups for each in group.trajectories]
     traces = [trace for each in sessions for trace in each.traces]
@@ -28,7 +30,14 @@ def summary(groups: Sequence[Group]) -> dict[str, Any]:
         "sessions": sum(len(group.members) for group in groups),
         "unusable": sum(not member.usable for group in groups for member in group.members),
         "uniform": sum(len({member.reward for member in group.members}) == 1 for group in groups),
-        "turns": len({(each.session_id, span.turn) for each in sessions for trace in each.traces for span in trace.turn_spans}),
+        "turns": len(
+            {
+                (each.session_id, span.turn)
+                for each in sessions
+                for trace in each.traces
+                for span in trace.turn_spans
+            }
+        ),
         "traces": len(traces),
         "versions": sorted({span.version for trace in traces for span in trace.version_spans}),
     }

@@ -1,6 +1,8 @@
-"""A node for one run: `polarnode --cpu` as a program of its own, in a process group of its own, stopped in order at the end.
+"""A node for one run: `polarnode --cpu` as a program of its own, in a process group of its own, stopped in
+order at the end.
 
-Rule for whoever edits it: a trainer needs nothing of a node but its address. What is here is only so that one command does it all.
+Rule for whoever edits it: a trainer needs nothing of a node but its address. What is here is only so that one
+command does it all.
 """
 
 import os
@@ -14,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polarnode.client import PolarnodeClient
-from polarnode.errors import PolarnodeError
+from polarnode.core.errors import PolarnodeError
 
 START_S = 900.0  # the engine takes some twenty seconds, images that are not there yet some minutes
 STOP_S = 60.0  # sessions end with what they have
@@ -61,7 +63,10 @@ def wait_ready(client: PolarnodeClient, process: "subprocess.Popen[bytes]", fold
     deadline = time.monotonic() + START_S
     while not ready(client):
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the node does not serve; its last words: {(folder / 'node.txt').read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(
+                "the node does not serve; its last words:"
+                f" {(folder / 'node.txt').read_text(errors='replace')[-2000:]}"
+            )
         time.sleep(POLL_S)
 
 

@@ -1,9 +1,12 @@
-"""The same learning without a node: to look for a recipe in minutes, where a session costs a hundredth of a harness's.
+"""The same learning without a node: to look for a recipe in minutes, where a session costs a hundredth of a
+harness's.
 
-    python -m examples.grpo.rehearsal --steps 12 --every 3 [--harness pi] [--lr 3e-5] [--final-lr 3e-2] [--inner 4]
+    python -m examples.grpo.rehearsal --steps 12 --every 3 [--harness pi] [--lr 3e-5] [--final-lr 3e-2]
+    [--inner 4]
 
-Tasks, learner and loss are the loop's own; the prompt is the harness's, from a capture (`python -m examples.tiny_policy.capture`), and its tools
-are simulated. Rule for whoever edits it: it says what a recipe may do, and never stands for a run with the harness itself.
+Tasks, learner and loss are the loop's own; the prompt is the harness's, from a capture (`python -m
+examples.tiny_policy.capture`), and its tools are simulated. Rule for whoever edits it: it says what a recipe
+may do, and never stands for a run with the harness itself.
 """
 
 import argparse
@@ -88,21 +91,31 @@ class Stage:
         before = len(self.head)
         return Row(self.head + seat.ids, [0] * before + seat.mask, [0.0] * before + seat.logprobs)
 
-    def beat(self, decoder: Decoder, seats: list[Seat], ready: dict[int, tuple[int, float, bool]]) -> dict[int, tuple[int, float, bool]]:
-        """One token of every session that goes on; what each of them has next: its token, its logprob, and whether it is the policy's own."""
+    def beat(
+        self, decoder: Decoder, seats: list[Seat], ready: dict[int, tuple[int, float, bool]]
+    ) -> dict[int, tuple[int, float, bool]]:
+        """One token of every session that goes on; what each of them has next: its token, its logprob, and
+        whether it is the policy's own.
+        """
         places = torch.tensor([len(seats[number].ids) for number in ready])
-        logprobs = decoder.step(torch.tensor([token for token, _, _ in ready.values()]), places, torch.tensor(list(ready))).log_softmax(-1)
+        logprobs = decoder.step(
+            torch.tensor([token for token, _, _ in ready.values()]), places, torch.tensor(list(ready))
+        ).log_softmax(-1)
         drawn = torch.multinomial(logprobs.exp(), 1, generator=self.dice)[:, 0]
         sampled = self.sampled(logprobs, drawn)
         after = {}
-        for (number, (token, logprob, own)), (next_token, next_logprob) in zip(ready.items(), sampled, strict=True):
+        for (number, (token, logprob, own)), (next_token, next_logprob) in zip(
+            ready.items(), sampled, strict=True
+        ):
             seat = seats[number]
             seat.take(token, logprob, own=own)
             if own:
                 self.hear(seat, token)
             if seat.over:
                 continue
-            after[number] = (seat.heard.pop(0), 0.0, False) if seat.heard else (next_token, next_logprob, True)
+            after[number] = (
+                (seat.heard.pop(0), 0.0, False) if seat.heard else (next_token, next_logprob, True)
+            )
         return after
 
     def sampled(self, logprobs: Tensor, drawn: Tensor) -> list[tuple[int, float]]:
@@ -114,18 +127,26 @@ class Stage:
         seat.over = len(seat.ids) >= LONGEST - 1
         if token != self.learner.tokenizer.eos_token_id and len(seat.said) < tasks.MAX_TOKENS:
             return
-        answer, seat.said, seat.turns = understand(self.learner.tokenizer.decode(seat.said)), [], seat.turns + 1
+        answer, seat.said, seat.turns = (
+            understand(self.learner.tokenizer.decode(seat.said)),
+            [],
+            seat.turns + 1,
+        )
         if answer is None or not answer.calls or seat.turns >= tasks.MAX_TURNS:
             seat.over = True
             return
         try:
-            seat.heard = list(self.learner.tokenizer.encode(response(use(self.harness, seat.bench, answer.calls[0]))))
+            seat.heard = list(
+                self.learner.tokenizer.encode(response(use(self.harness, seat.bench, answer.calls[0])))
+            )
         except Submitted:
             seat.over = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=3, help="steps between looks at held-out tasks")
     given = parsed(arguments, parser)
     torch.set_num_threads(1)
@@ -142,10 +163,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weight = 1 / sum(row.trained for row, _ in played)
         rolled = time.monotonic()
         done = learner.learn(
-            [Row(row.ids, row.mask, row.logprobs, advantage, weight) for (row, _), advantage in zip(played, advantages, strict=True)]
+            [
+                Row(row.ids, row.mask, row.logprobs, advantage, weight)
+                for (row, _), advantage in zip(played, advantages, strict=True)
+            ]
         )
         spent = f"{rolled - began:.0f} s played, {time.monotonic() - rolled:.0f} s learned"
-        print(f"step {step} reward {sum(rewards) / len(rewards):.3f} norm {done.norm:.2f} worst {done.worst:.1e} {spent}", flush=True)
+        print(
+            f"step {step} reward {sum(rewards) / len(rewards):.3f} norm {done.norm:.2f} worst"
+            f" {done.worst:.1e} {spent}",
+            flush=True,
+        )
         if (step + 1) % given.every == 0:
             look(stage, (step + 1) * len(played), plan.evaluate, plan.kinds)
     return 0
@@ -154,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(stage: Stage, sessions: int, count: int, kinds: Sequence[str]) -> None:
     asked = tasks.held_out(count, kinds)
     rewards = [reward for _, reward in stage.play(asked)]
-    by_kind = {kind: [reward for reward, task in zip(rewards, asked, strict=True) if task.kind == kind] for kind in kinds}
+    by_kind = {
+        kind: [reward for reward, task in zip(rewards, asked, strict=True) if task.kind == kind]
+        for kind in kinds
+    }
     said = " ".join(f"{kind} {sum(found):.0f}/{len(found)}" for kind, found in by_kind.items())
     print(f"held out after {sessions} sessions: {sum(rewards) / len(rewards):.3f} ({said})", flush=True)
 

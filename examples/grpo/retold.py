@@ -1,15 +1,16 @@
-"""A row made anew of its conversation, as gateways of text make it: rendered once with the model's own template, encoded, the answers' spans trained.
+"""A row made anew of its conversation, as gateways of text make it: rendered once with the model's own
+template, encoded, the answers' spans trained.
 
-The other side of the ablation. Rule for whoever edits it: it favours the text. Every message is as the node heard it, the thoughts are kept, and
-a span begins and ends where the template itself puts an answer.
+The other side of the ablation. Rule for whoever edits it: it favours the text. Every message is as the node
+heard it, the thoughts are kept, and a span begins and ends where the template itself puts an answer.
 """
 
 from typing import Any
 
-from polarnode.conversation import Message
+from polarnode.core.conversation import Message
+from polarnode.core.trajectory import Trace, Trajectory, Turn
 from polarnode.merge.transcript import tools_of
-from polarnode.records import Trace, Trajectory, Turn
-from polarnode.tokens.shape import messages_shape, tools_shape
+from polarnode.tokens.rendering import messages_shape, tools_shape
 
 
 def retold(trace: Trace, session: Trajectory, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -17,17 +18,27 @@ def retold(trace: Trace, session: Trajectory, tokenizer: Any) -> tuple[list[int]
     turns = {turn.index: turn for turn in session.turns}
     line = [turns[span.turn] for span in trace.turn_spans]
     said, places = conversation(line)
-    messages, tools = messages_shape(said), tools_shape(tools_of(line[0].heard)) if line[0].heard is not None else []
+    messages, tools = (
+        messages_shape(said),
+        tools_shape(tools_of(line[0].heard)) if line[0].heard is not None else [],
+    )
 
     def rendered(upto: int, *, asking: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:upto], tools=tools or None, tokenize=False, add_generation_prompt=asking))
+        return str(
+            tokenizer.apply_chat_template(
+                messages[:upto], tools=tools or None, tokenize=False, add_generation_prompt=asking
+            )
+        )
 
     whole = rendered(len(messages), asking=False)
     starts = [common(rendered(at, asking=True), whole) for at in places]
-    ends = [len(whole[: common(rendered(at + 1, asking=False), whole)].rstrip()) for at in places]  # what follows a turn's end is the template's
+    # what follows a turn's end is the template's
+    ends = [len(whole[: common(rendered(at + 1, asking=False), whole)].rstrip()) for at in places]
     spans = list(zip(starts, ends, strict=True))
     found = tokenizer(whole, return_offsets_mapping=True, add_special_tokens=False)
-    mask = [int(any(start <= one and two <= end for start, end in spans)) for one, two in found["offset_mapping"]]
+    mask = [
+        int(any(start <= one and two <= end for start, end in spans)) for one, two in found["offset_mapping"]
+    ]
     return list(found["input_ids"]), mask
 
 
@@ -38,10 +49,14 @@ def conversation(line: list[Turn]) -> tuple[list[Message], list[int]]:
     for turn in line:
         messages += turn.heard.messages if turn.heard is not None else ()
         places.append(len(messages))
-        messages.append(Message(role="assistant") if turn.answer is None else turn.answer.as_message())  # what the harness was given
+        # what the harness was given
+        messages.append(Message(role="assistant") if turn.answer is None else turn.answer.as_message())
     return messages, places
 
 
 def common(one: str, other: str) -> int:
     """How many characters two texts begin with in common."""
-    return next((at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), min(len(one), len(other)))
+    return next(
+        (at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs),
+        min(len(one), len(other)),
+    )

@@ -1,6 +1,8 @@
-"""Rows of a node as tensors: padded at the end, and what all of them begin with (a harness's own prompt) once.
+"""Rows of a node as tensors: padded at the end, and what all of them begin with (a harness's own prompt)
+once.
 
-Rule for whoever edits it: a row is what the engine saw and sampled, id for id; nothing here adds an id or takes one away.
+Rule for whoever edits it: a row is what the engine saw and sampled, id for id; nothing here adds an id or
+takes one away.
 """
 
 import math
@@ -13,8 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """One training sequence: `mask` where it was sampled and is trained, `logprobs` as recorded there (None: nobody knows), an advantage and a
-    weight for each token of it."""
+    """One training sequence: `mask` where it was sampled and is trained, `logprobs` as recorded there (None:
+    nobody knows), an advantage and a weight for each token of it.
+    """
 
     ids: Sequence[int]
     mask: Sequence[int]
@@ -41,11 +44,18 @@ class Batch:
 
 
 def shared(rows: Sequence[Row]) -> int:
-    """How many ids all rows begin with, and none is trained on; at least one id of each row is behind them."""
-    longest = min((min(list(row.mask).index(1) if 1 in row.mask else len(row.ids), len(row.ids)) - 1 for row in rows), default=0)
+    """How many ids all rows begin with, and none is trained on; at least one id of each row is behind
+    them.
+    """
+    longest = min(
+        (min(list(row.mask).index(1) if 1 in row.mask else len(row.ids), len(row.ids)) - 1 for row in rows),
+        default=0,
+    )
     first = list(rows[0].ids[:longest])
     for row in rows[1:]:
-        same = next((at for at, (one, two) in enumerate(zip(first, row.ids, strict=False)) if one != two), len(first))
+        same = next(
+            (at for at, (one, two) in enumerate(zip(first, row.ids, strict=False)) if one != two), len(first)
+        )
         first = first[:same]
     return len(first)
 
@@ -53,15 +63,30 @@ def shared(rows: Sequence[Row]) -> int:
 def batch(rows: Sequence[Row], at: int) -> Batch:
     """Rows as tensors; the first `at` ids, which are those of all, once."""
     size = (len(rows), max(len(row.ids) for row in rows) - at)
-    ids, real, mask, logprobs = (torch.zeros(size, dtype=kind) for kind in (torch.long, torch.long, torch.bool, torch.float32))
+    ids, real, mask, logprobs = (
+        torch.zeros(size, dtype=kind) for kind in (torch.long, torch.long, torch.bool, torch.float32)
+    )
     for place, row in enumerate(rows):
         width = len(row.ids) - at
         ids[place, :width] = torch.tensor(list(row.ids[at:]))
         real[place, :width] = 1
         mask[place, :width] = torch.tensor(list(row.mask[at:])) > 0
-        logprobs[place, :width] = torch.tensor(list(row.logprobs[at:]) if row.logprobs is not None else [math.nan] * width)
-    advantages, weights = torch.tensor([row.advantage for row in rows]), torch.tensor([row.weight for row in rows])
-    return Batch(torch.tensor([list(rows[0].ids[:at])], dtype=torch.long), ids, real, mask, logprobs, advantages, weights)
+        logprobs[place, :width] = torch.tensor(
+            list(row.logprobs[at:]) if row.logprobs is not None else [math.nan] * width
+        )
+    advantages, weights = (
+        torch.tensor([row.advantage for row in rows]),
+        torch.tensor([row.weight for row in rows]),
+    )
+    return Batch(
+        torch.tensor([list(rows[0].ids[:at])], dtype=torch.long),
+        ids,
+        real,
+        mask,
+        logprobs,
+        advantages,
+        weights,
+    )
 
 
 def micro(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:

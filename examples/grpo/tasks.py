@@ -1,6 +1,8 @@
-"""The tasks of a run as the node takes them: those of `examples.tiny_policy.tasks`, in a real harness, scored by their own check.
+"""The tasks of a run as the node takes them: those of `examples.tiny_policy.tasks`, in a real harness, scored
+by their own check.
 
-Rule for whoever edits it: a pure function of its arguments; a step's tasks are the same whatever was learned, so that runs can be compared.
+Rule for whoever edits it: a pure function of its arguments; a step's tasks are the same whatever was learned,
+so that runs can be compared.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ def numbered(number: int, *, seed: int, kinds: Sequence[str]) -> Task:
 
 def of_step(step: int, *, seed: int, prompts: int, kinds: Sequence[str]) -> list[Task]:
     """A step's training tasks."""
-    return [numbered(number, seed=seed, kinds=kinds) for number in range(step * prompts, (step + 1) * prompts)]
+    return [
+        numbered(number, seed=seed, kinds=kinds) for number in range(step * prompts, (step + 1) * prompts)
+    ]
 
 
 def held_out(count: int, kinds: Sequence[str]) -> list[Task]:
@@ -30,7 +34,13 @@ def held_out(count: int, kinds: Sequence[str]) -> list[Task]:
 
 
 def spec(
-    task: Task, *, name: str, harness: str, samples: int, builder: str = "prefix_merging", group: dict[str, Any] | None = None
+    task: Task,
+    *,
+    name: str,
+    harness: str,
+    samples: int,
+    builder: str = "prefix_merging",
+    group: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A TaskSpec as JSON."""
     return {

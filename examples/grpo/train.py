@@ -1,7 +1,9 @@
-"""GRPO against a node that runs: submit a step's tasks, read their groups, take a step, give the node the new weights. Again.
+"""GRPO against a node that runs: submit a step's tasks, read their groups, take a step, give the node the new
+weights. Again.
 
-Rule for whoever edits it: everything of a node is its client's; everything of learning is `learner.py`'s. A step's tasks are known beforehand,
-so that runs of one seed differ by what they are told to and by chance alone.
+Rule for whoever edits it: everything of a node is its client's; everything of learning is `learner.py`'s. A
+step's tasks are known beforehand, so that runs of one seed differ by what they are told to and by chance
+alone.
 """
 
 import shutil
@@ -20,12 +22,15 @@ from examples.tiny_policy.tasks import Task
 from polarnode.client import PolarnodeClient
 from polarnode.groups import Estimator, Group, rows_of
 
-TRUTH = 1e-3  # nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
+# nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
+TRUTH = 1e-3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained on. `overlap`: the next step's sessions run while this one is trained on, so they are one version behind."""
+    """What is trained on. `overlap`: the next step's sessions run while this one is trained on, so they are
+    one version behind.
+    """
 
     harness: str = "pi"
     kinds: Sequence[str] = ("write", "follow")
@@ -81,20 +86,37 @@ class Run:
         learned = time.monotonic()
         if done.updates:
             self.push(str(step + 1))
-        line = {"step": step, **summary(groups), **asdict(done), "waited_s": came - asked, "learned_s": learned - came}
-        line |= {"pushed_s": time.monotonic() - learned, "seconds": time.monotonic() - self.began, "version": str(step + 1)}
+        line = {
+            "step": step,
+            **summary(groups),
+            **asdict(done),
+            "waited_s": came - asked,
+            "learned_s": learned - came,
+        }
+        line |= {
+            "pushed_s": time.monotonic() - learned,
+            "seconds": time.monotonic() - self.began,
+            "version": str(step + 1),
+        }
         self.curve.append(line["reward"])
         return self.log("step", line)
 
     def enough(self) -> bool:
         last = self.curve[-self.plan.window :]
-        return self.plan.stop_at is not None and len(last) == self.plan.window and sum(last) / len(last) >= self.plan.stop_at
+        return (
+            self.plan.stop_at is not None
+            and len(last) == self.plan.window
+            and sum(last) / len(last) >= self.plan.stop_at
+        )
 
     def check(self, step: int, done: Step) -> None:
-        """Tokens are true: what the engine recorded of them is what the trainer computes of them. Not where rows are made anew, or behind."""
+        """Tokens are true: what the engine recorded of them is what the trainer computes of them. Not where
+        rows are made anew, or behind.
+        """
         if not self.plan.retokenise and not (self.plan.overlap and step) and done.worst > TRUTH:
             raise RuntimeError(
-                f"step {step}: a recorded logprob is {done.worst:.4f} nats from the policy's own; rows and weights are not each other's"
+                f"step {step}: a recorded logprob is {done.worst:.4f} nats from the policy's own; rows and"
+                " weights are not each other's"
             )
 
     def evaluate(self, title: str) -> dict[str, Any]:
@@ -104,8 +126,14 @@ class Run:
         for name, task in zip(names, asked, strict=True):
             self.client.submit(self.spec(task, name=name, harness=self.plan.harness, samples=1))
         groups = self.collect(names)
-        by_kind = {kind: [group for group, task in zip(groups, asked, strict=True) if task.kind == kind] for kind in self.plan.kinds}
-        line = {**summary(groups), "kinds": {kind: summary(found)["reward"] for kind, found in by_kind.items() if found}}
+        by_kind = {
+            kind: [group for group, task in zip(groups, asked, strict=True) if task.kind == kind]
+            for kind in self.plan.kinds
+        }
+        line = {
+            **summary(groups),
+            "kinds": {kind: summary(found)["reward"] for kind, found in by_kind.items() if found},
+        }
         return self.log(title, line | {"seconds": time.monotonic() - self.began})
 
     def submit(self, step: int) -> list[str]:
@@ -114,13 +142,19 @@ class Run:
         asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
         names = [f"step-{step}-{number}" for number in range(len(asked))]
         for name, task in zip(names, asked, strict=True):
-            self.client.submit(self.spec(task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder))
+            self.client.submit(
+                self.spec(task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder)
+            )
         return names
 
     def collect(self, names: Sequence[str]) -> list[Group]:
-        """The groups of these tasks, in this order, as soon as all are over. Others that come meanwhile are kept."""
+        """The groups of these tasks, in this order, as soon as all are over. Others that come meanwhile are
+        kept.
+        """
         if self._stream is None:
-            self._stream = self.client.groups(consumer="grpo", ack=True, turns="full" if self.plan.retokenise else "table")
+            self._stream = self.client.groups(
+                consumer="grpo", ack=True, turns="full" if self.plan.retokenise else "table"
+            )
         while any(name not in self._waiting for name in names):
             group = next(self._stream)
             self._waiting[group.task_id] = group

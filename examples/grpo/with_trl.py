@@ -1,8 +1,10 @@
-"""The same loop in TRL's GRPOTrainer: its `rollout_func` asks a node, a callback gives the node each step's weights.
+"""The same loop in TRL's GRPOTrainer: its `rollout_func` asks a node, a callback gives the node each step's
+weights.
 
     make learn-trl        (an environment with TRL beside the node's own, then: python -m examples.grpo.with_trl [--out out/grpo-trl])
 
-Rule for whoever edits it: TRL decides all of the learning. Its prompts are names of tasks, for what a model is really asked is the harness's.
+Rule for whoever edits it: TRL decides all of the learning. Its prompts are names of tasks, for what a model
+is really asked is the harness's.
 """
 
 import argparse
@@ -26,8 +28,8 @@ from examples.grpo.__main__ import PACKAGED, node, parsed, plan_of, recipe_of
 from examples.grpo.curve import smooth, svg
 from examples.grpo.learner import Learner, optimizer_of
 from examples.grpo.train import Plan, Run
+from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group
-from polarnode.records import Trajectory
 from polarnode.trainers.rows import Absent
 from polarnode.trainers.trl import rollout_output
 
@@ -47,17 +49,25 @@ class Rollouts:
         names = [f"trl-{version}-{name}" for name, _ in wanted]
         for name, (prompt, count) in zip(names, wanted, strict=True):
             task = tasks.numbered(int(prompt), seed=self.run.plan.seed, kinds=self.run.plan.kinds)
-            self.run.client.submit(self.run.spec(task, name=name, harness=self.run.plan.harness, samples=count))
+            self.run.client.submit(
+                self.run.spec(task, name=name, harness=self.run.plan.harness, samples=count)
+            )
         groups = self.run.collect(names)
         found = [member.reward for group in groups for member in group.members if member.reward is not None]
         self.rewards.append(sum(found) / max(1, len(found)))
-        return rollout_output([each for group in groups for each in whole(group)], absent=Absent(token_id=self._pad))
+        return rollout_output(
+            [each for group in groups for each in whole(group)], absent=Absent(token_id=self._pad)
+        )
 
 
 def whole(group: Group) -> tuple[Trajectory, ...]:
-    """Every member, with one row at most: TRL has room for one completion a prompt, and the last is what the harness went on with."""
+    """Every member, with one row at most: TRL has room for one completion a prompt, and the last is what the
+    harness went on with.
+    """
     if len(group.trajectories) != len(group.members):
-        raise RuntimeError(f"{group.task_id}: {len(group.trajectories)} of {len(group.members)} trajectories came")
+        raise RuntimeError(
+            f"{group.task_id}: {len(group.trajectories)} of {len(group.members)} trajectories came"
+        )
     return tuple(evolve(each, traces=each.traces[-1:]) for each in group.trajectories)
 
 
@@ -77,7 +87,9 @@ def reward(completions: list[Any], reward: list[float | None], **_: Any) -> list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.set_defaults(out=Path("out/grpo-trl"))
     given = parsed(arguments, parser)
     shutil.rmtree(given.out, ignore_errors=True)
@@ -91,14 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {"before": before, "rewards": rewards, "after": after, "load": os.getloadavg()[0]}
     (given.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     points = list(enumerate(smooth(rewards, plan.window)))
-    (given.out / "curve.svg").write_text(svg({"TRL, mean of 3 steps": points}, title="Reward of training sessions in TRL", x="step", goal=0.8))
+    (given.out / "curve.svg").write_text(
+        svg({"TRL, mean of 3 steps": points}, title="Reward of training sessions in TRL", x="step", goal=0.8)
+    )
     print(json.dumps({"before": before.get("reward"), "rewards": rewards, "after": after.get("reward")}))
     return 0
 
 
 def train(run: Run, plan: Plan, given: argparse.Namespace) -> list[float]:
     """TRL's own loop; the mean reward of each of its rollouts."""
-    tokenizer, model = AutoTokenizer.from_pretrained(PACKAGED), AutoModelForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(PACKAGED),
+        AutoModelForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32),
+    )
     run.learner.model = model  # what is pushed is TRL's
     rollouts = Rollouts(run, tokenizer.pad_token_id)
     trainer = GRPOTrainer(
@@ -106,7 +123,9 @@ def train(run: Run, plan: Plan, given: argparse.Namespace) -> list[float]:
         processing_class=tokenizer,
         reward_funcs=reward,
         args=config(plan, given),
-        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(plan.steps * plan.prompts)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [str(number) for number in range(plan.steps * plan.prompts)]}
+        ),
         rollout_func=rollouts,
         callbacks=[Push(run)],
         optimizers=(optimizer_of(model, run.learner.recipe), None),
@@ -116,7 +135,9 @@ def train(run: Run, plan: Plan, given: argparse.Namespace) -> list[float]:
 
 
 def config(plan: Plan, given: argparse.Namespace) -> GRPOConfig:
-    """A rollout of prompts x samples, then `inner` optimizer steps, each on its share: TRL reads a row's whole prompt whenever it reads the row."""
+    """A rollout of prompts x samples, then `inner` optimizer steps, each on its share: TRL reads a row's
+    whole prompt whenever it reads the row.
+    """
     batches = plan.prompts * plan.samples // ROWS_AT_ONCE
     return GRPOConfig(
         output_dir=str(given.out / "trl"),

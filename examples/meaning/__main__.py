@@ -1,6 +1,8 @@
-"""Prints what becomes of recorded logprobs when a row is kept, and when it is tokenised again. Exit code 1 when a kept row is off.
+"""Prints what becomes of recorded logprobs when a row is kept, and when it is tokenised again. Exit code 1
+when a kept row is off.
 
-    python -m examples.meaning out/trajectories.jsonl --requests out/requests [--model polarnode/models/tiny] [--tolerance 0.02]
+    python -m examples.meaning out/trajectories.jsonl --requests out/requests [--model polarnode/models/tiny]
+    [--tolerance 0.02]
 
 Rule for whoever edits it: this only puts together what the other modules find.
 """
@@ -20,9 +22,17 @@ MODEL = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.meaning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.meaning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("files", type=Path, nargs="+", metavar="TRAJECTORIES")
-    parser.add_argument("--requests", type=Path, help="what polarnode run --record-requests wrote; without it nothing is rendered anew")
+    parser.add_argument(
+        "--requests",
+        type=Path,
+        help="what polarnode run --record-requests wrote; without it nothing is rendered anew",
+    )
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
     given = parser.parse_args(arguments)
@@ -31,7 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
         count(tallies.setdefault(session.label, Tally()), session, given.requests, checkpoint)
     print(tables(tallies))
     if given.requests is not None and (unmatched := sum(tally.unmatched for tally in tallies.values())):
-        print(f"\n{unmatched} turns have no recorded request that is surely theirs, and rows with them are not rendered anew")
+        print(
+            f"\n{unmatched} turns have no recorded request that is surely theirs, and rows with them are not"
+            " rendered anew"
+        )
     wrong = list(problems(tallies, given.tolerance))
     print("\n" + ("\n".join(wrong) or "every recorded logprob is the model's own in the row as it is"))
     return int(bool(wrong))
@@ -46,7 +59,9 @@ def count(tally: Tally, session: Session, requests: Path | None, checkpoint: Che
     tally.longest = max(tally.longest, *(len(row.samples) for row in session.rows), 0)
     tally.unmatched += len(session.turns) - len(echoed)
     for row in session.rows:
-        compare(tally.kept, row, row.ids, {at: at for sample in row.samples for at in sample.trained}, checkpoint)
+        compare(
+            tally.kept, row, row.ids, {at: at for sample in row.samples for at in sample.trained}, checkpoint
+        )
         retell(tally.in_place, row, retold.in_place(row, checkpoint), checkpoint)
         if (anew := retold.rendered(row, session, echoed, checkpoint)) is not None:
             retell(tally.rendered, row, anew, checkpoint)
@@ -61,9 +76,12 @@ def retell(found: Retellings, row: Row, again: retold.Retold, checkpoint: Checkp
     compare(found.differences, row, again.ids, again.kept, checkpoint)
 
 
-def compare(found: Differences, row: Row, ids: list[int], kept: dict[int, int], checkpoint: Checkpoint) -> None:
+def compare(
+    found: Differences, row: Row, ids: list[int], kept: dict[int, int], checkpoint: Checkpoint
+) -> None:
     """The trained tokens of a row with the model's logprobs of the same tokens in `ids`."""
-    there = [(sample, at) for sample, at in trained(row) if kept.get(at, 0) > 0]  # the first token of all has no logprob
+    # the first token of all has no logprob
+    there = [(sample, at) for sample, at in trained(row) if kept.get(at, 0) > 0]
     own = checkpoint.logprobs(ids, [kept[at] for _, at in there], [sample.temperature for sample, _ in there])
     found.add((row.logprobs[at] for _, at in there), own)
     found.lost += row.tokens - len(there)

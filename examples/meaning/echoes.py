@@ -1,8 +1,10 @@
-"""The conversation as a harness sent it with each request, in the shape chat templates read; and which request was which turn.
+"""The conversation as a harness sent it with each request, in the shape chat templates read; and which
+request was which turn.
 
-`polarnode run --record-requests FOLDER` keeps the requests. Reading them is the only thing here that is polarnode's: every gateway reads them,
-and the two ways compared are to differ in nothing but what becomes of the model's own turns. Rule for whoever edits it: what can not be
-matched for sure is not compared, and counted.
+`polarnode run --record-requests FOLDER` keeps the requests. Reading them is the only thing here that is
+polarnode's: every gateway reads them, and the two ways compared are to differ in nothing but what becomes of
+the model's own turns. Rule for whoever edits it: what can not be matched for sure is not compared, and
+counted.
 """
 
 import json
@@ -12,9 +14,9 @@ from typing import Any
 
 from examples.meaning.checkpoint import Checkpoint
 from examples.meaning.trajectories import Session
-from polarnode.conversation import Conversation, Message
-from polarnode.providers.dialect import NoMemory
-from polarnode.replay.recording import read_recorded
+from polarnode.core.conversation import Conversation, Message
+from polarnode.gateway.recorded_request import read_recorded
+from polarnode.providers.contract import NoMemory
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,26 @@ class Echo:
 
     def whole(self, answer: dict[str, Any], checkpoint: Checkpoint) -> str:
         """With what was answered to it."""
-        return checkpoint.rendered([*self.messages, answered(answer)], self.tools, asking=False, thinking=self.thinking)
+        return checkpoint.rendered(
+            [*self.messages, answered(answer)], self.tools, asking=False, thinking=self.thinking
+        )
 
 
 def echoes(folder: Path, session: Session, checkpoint: Checkpoint) -> dict[int, Echo]:
-    """The request of each turn, by its index: the first one unused whose rendering ends with what the turn added to its prompt."""
+    """The request of each turn, by its index: the first one unused whose rendering ends with what the turn
+    added to its prompt.
+    """
     sent = [(echo, echo.prompt(checkpoint)) for echo in requests(folder / session.id)]
     found: dict[int, Echo] = {}
     for turn in sorted(session.turns.values(), key=lambda turn: turn.index):
-        place = next((place for place, (_, text) in enumerate(sent) if text.endswith(checkpoint.text(turn.delta[turn.close_length :]))), None)
+        place = next(
+            (
+                place
+                for place, (_, text) in enumerate(sent)
+                if text.endswith(checkpoint.text(turn.delta[turn.close_length :]))
+            ),
+            None,
+        )
         if place is not None:
             found[turn.index] = sent.pop(place)[0]
     return found
@@ -46,7 +59,10 @@ def echoes(folder: Path, session: Session, checkpoint: Checkpoint) -> dict[int, 
 
 def requests(folder: Path) -> list[Echo]:
     """What was asked of the model, in its order."""
-    read = (read_recorded(file.name, file.read_bytes(), NoMemory()) for file in sorted(folder.glob("*-request.json"), key=number))
+    read = (
+        read_recorded(file.name, file.read_bytes(), NoMemory())
+        for file in sorted(folder.glob("*-request.json"), key=number)
+    )
     return [echo(each.request.conversation) for each in read if each.request is not None]
 
 
@@ -55,9 +71,16 @@ def number(file: Path) -> int:
 
 
 def echo(conversation: Conversation) -> Echo:
-    functions = [{"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)} for tool in conversation.tools]
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+        for tool in conversation.tools
+    ]
     tools = [{"type": "function", "function": function} for function in functions]
-    return Echo(messages=[shape(message) for message in conversation.messages], tools=tools, thinking=conversation.thinking)
+    return Echo(
+        messages=[shape(message) for message in conversation.messages],
+        tools=tools,
+        thinking=conversation.thinking,
+    )
 
 
 def shape(message: Message) -> dict[str, Any]:
@@ -73,7 +96,10 @@ def answered(answer: dict[str, Any]) -> dict[str, Any]:
     """The message made of a sample, as the harness was given it."""
     parts = answer["parts"]
     calls = [call(part["name"], part["arguments"]) for part in parts if part["type"] == "tool_call"]
-    made: dict[str, Any] = {"role": "assistant", "content": "".join(part["text"] for part in parts if part["type"] == "text")}
+    made: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(part["text"] for part in parts if part["type"] == "text"),
+    }
     if thought := "".join(part["text"] for part in parts if part["type"] == "thinking"):
         made["reasoning_content"] = thought
     return {**made, "tool_calls": calls} if calls else made
@@ -85,4 +111,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
         value = json.loads(arguments or "{}")
     except json.JSONDecodeError:
         value = arguments
-    return {"type": "function", "function": {"name": name, "arguments": value if isinstance(value, dict) else arguments}}
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": value if isinstance(value, dict) else arguments},
+    }

@@ -1,7 +1,9 @@
-"""The same row made again of its text, in the two ways of gateways that keep no ids, and which of the sampled tokens are still in it.
+"""The same row made again of its text, in the two ways of gateways that keep no ids, and which of the sampled
+tokens are still in it.
 
-Rule for whoever edits it: the comparison favours the text. Its row keeps every control token, and a sampled token counts as kept wherever the
-longest common runs of ids leave it one; what is then compared is the model's logprob of that very token.
+Rule for whoever edits it: the comparison favours the text. Its row keeps every control token, and a sampled
+token counts as kept wherever the longest common runs of ids leave it one; what is then compared is the
+model's logprob of that very token.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ from examples.meaning.trajectories import Row, Session
 
 @dataclass(frozen=True)
 class Retold:
-    """`kept` says where in the new ids a place of the old ones is. `whole` are the turns behind whose samples nothing before has changed."""
+    """`kept` says where in the new ids a place of the old ones is. `whole` are the turns behind whose samples
+    nothing before has changed.
+    """
 
     ids: list[int]
     kept: dict[int, int]
@@ -23,21 +27,27 @@ class Retold:
 
 
 def in_place(row: Row, checkpoint: Checkpoint) -> Retold:
-    """Each sample decoded and encoded where it stands: what a gateway of text trains on, its prompts granted to it."""
+    """Each sample decoded and encoded where it stands: what a gateway of text trains on, its prompts granted
+    to it.
+    """
     ids: list[int] = []
     kept: dict[int, int] = {}
     done = 0
     for sample in row.samples:
         ids += row.ids[done : sample.start]
         new = checkpoint.encoded(checkpoint.text(row.ids[sample.start : sample.end]))
-        kept |= {sample.start + old: len(ids) + at for old, at in common(row.ids[sample.start : sample.end], new)}
+        kept |= {
+            sample.start + old: len(ids) + at for old, at in common(row.ids[sample.start : sample.end], new)
+        }
         ids += new
         done = sample.end
     return Retold(ids, kept, _whole(row, ids))
 
 
 def rendered(row: Row, session: Session, echoes: dict[int, Echo], checkpoint: Checkpoint) -> Retold | None:
-    """The chat template over the row's last conversation as its harness gave it back, and its answer. None where either is not known."""
+    """The chat template over the row's last conversation as its harness gave it back, and its answer. None
+    where either is not known.
+    """
     last = session.turns[row.samples[-1].turn]
     if last.index not in echoes or last.answer is None:
         return None
@@ -46,7 +56,9 @@ def rendered(row: Row, session: Session, echoes: dict[int, Echo], checkpoint: Ch
 
 
 def pieces(row: Row, session: Session, echoes: dict[int, Echo], checkpoint: Checkpoint) -> int | None:
-    """Into how many rows a gateway cuts this one that renders each request anew and joins only exact prefixes. None where a request is not known."""
+    """Into how many rows a gateway cuts this one that renders each request anew and joins only exact
+    prefixes. None where a request is not known.
+    """
     if any(sample.turn not in echoes for sample in row.samples):
         return None
     count, so_far = 1, None

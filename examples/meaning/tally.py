@@ -1,14 +1,20 @@
-"""What is counted of a harness's sessions, and the lines of the tables. Rule for whoever edits it: a share has its whole beside it."""
+"""What is counted of a harness's sessions, and the lines of the tables. Rule for whoever edits it: a share
+has its whole beside it.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-TOLERANCE = 2e-2  # nats: what the engine's kernels and transformers' may differ by; float32 on one machine stays a thousand times below
+# nats: what the engine's kernels and transformers' may differ by; float32 on one machine stays a thousand
+# times below
+TOLERANCE = 2e-2
 
 
 @dataclass
 class Differences:
-    """|recorded - recomputed| of the trained tokens that are there to be compared; `lost` are those that are not."""
+    """|recorded - recomputed| of the trained tokens that are there to be compared; `lost` are those that are
+    not.
+    """
 
     worst: float = 0.0
     total: float = 0.0
@@ -19,7 +25,12 @@ class Differences:
     def add(self, recorded: Iterable[float], own: Iterable[float]) -> None:
         for one, other in zip(recorded, own, strict=True):
             away = abs(one - other)
-            self.worst, self.total, self.count, self.off = max(self.worst, away), self.total + away, self.count + 1, self.off + (away > TOLERANCE)
+            self.worst, self.total, self.count, self.off = (
+                max(self.worst, away),
+                self.total + away,
+                self.count + 1,
+                self.off + (away > TOLERANCE),
+            )
 
     @property
     def mean(self) -> float:
@@ -79,16 +90,29 @@ def share(part: int, whole: int) -> str:
 
 
 FAITHFUL = ("harness", "sessions", "turns", "most turns", "rows", "trained tokens", "max Δ", "mean Δ")
-RETOLD = ("harness", "rows broken", "turns broken", "tokens lost", f"tokens off by more than {TOLERANCE:g}", "max Δ", "mean Δ")
+RETOLD = (
+    "harness",
+    "rows broken",
+    "turns broken",
+    "tokens lost",
+    f"tokens off by more than {TOLERANCE:g}",
+    "max Δ",
+    "mean Δ",
+)
 
 
 def tables(tallies: dict[str, Tally]) -> str:
-    """Markdown: as they are; samples decoded and encoded; conversations rendered anew, with the rows of a gateway that joins exact prefixes."""
+    """Markdown: as they are; samples decoded and encoded; conversations rendered anew, with the rows of a
+    gateway that joins exact prefixes.
+    """
     named = sorted(tallies.items())
     as_they_are = table(FAITHFUL, [[name, *each.faithful()] for name, each in named])
     in_place = table(RETOLD, [[name, *each.in_place.line()] for name, each in named])
     heads = (*RETOLD, "rows by exact prefixes")
-    anew = table(heads, [[name, *each.rendered.line(), f"{each.pieces} for {each.compared_rows}"] for name, each in named])
+    anew = table(
+        heads,
+        [[name, *each.rendered.line(), f"{each.pieces} for {each.compared_rows}"] for name, each in named],
+    )
     parts = [
         "As they are:",
         as_they_are,

@@ -1,4 +1,6 @@
-"""What a trajectories.jsonl says, as little of it as the proof needs. Rule for whoever edits it: whatever can not be checked ends the program."""
+"""What a trajectories.jsonl says, as little of it as the proof needs. Rule for whoever edits it: whatever can
+not be checked ends the program.
+"""
 
 import json
 import math
@@ -8,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}  # and the values that change no logit
+# and the values that change no logit
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One model call: what it added to the prompt it extends, its sample, and the message that was made of it (None: none was)."""
+    """One model call: what it added to the prompt it extends, its sample, and the message that was made of it
+    (None: none was).
+    """
 
     index: int
     parent: int | None
@@ -28,7 +33,8 @@ class Turn:
 class Sample:
     """Tokens [start, end) of a row are what a turn sampled; `trained` of them by their places.
 
-    None of them where a test made the engine say the turn (`scripted`): with one choice a step its logprobs are all 0, and no model's.
+    None of them where a test made the engine say the turn (`scripted`): with one choice a step its logprobs
+    are all 0, and no model's.
     """
 
     turn: int
@@ -81,7 +87,12 @@ def session(said: dict[str, Any]) -> Session:
     if said.get("arrays", "json") != "json":
         sys.exit("the arrays are base64: export them with arrays=json")
     turns = {each["index"]: turn(each) for each in said["turns"]}
-    return Session(id=said["session_id"], harness=said["harness"]["name"], turns=turns, rows=[row(trace, turns) for trace in said["traces"]])
+    return Session(
+        id=said["session_id"],
+        harness=said["harness"]["name"],
+        turns=turns,
+        rows=[row(trace, turns) for trace in said["traces"]],
+    )
 
 
 def turn(said: dict[str, Any]) -> Turn:
@@ -105,13 +116,18 @@ def row(trace: dict[str, Any], turns: dict[int, Turn]) -> Row:
     """A trace; one that shows only the end of a longer row has the rest of it before it, from the turns."""
     before = conditioned(turns, trace["turn_spans"][-1]["turn"])[: trace.get("offset", 0)]
     mask, logprobs = [0] * len(before) + trace["loss_mask"], [0.0] * len(before) + trace["logprobs"]
-    spans = [(turns[span["turn"]], range(span["start"] + len(before), span["end"] + len(before))) for span in trace["turn_spans"]]
+    spans = [
+        (turns[span["turn"]], range(span["start"] + len(before), span["end"] + len(before)))
+        for span in trace["turn_spans"]
+    ]
     places = {at for _, span in spans for at in span if mask[at]}
     if len(places) != sum(mask):
         sys.exit("a trainable token was not sampled by any turn")
     if any(logprobs[at] is None or not math.isfinite(logprobs[at]) for at in places):
         sys.exit("a logprob is no number")
-    return Row(before + trace["token_ids"], logprobs, [sample(turn, span, mask, logprobs) for turn, span in spans])
+    return Row(
+        before + trace["token_ids"], logprobs, [sample(turn, span, mask, logprobs) for turn, span in spans]
+    )
 
 
 def conditioned(turns: dict[int, Turn], last: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Lessons as tensors.
 
-A prompt is ten times as long as a demonstration.  Where all tasks of a step share one, it is computed once and its
-keys and values are handed to every demonstration after it.
+A prompt is ten times as long as a demonstration.  Where all tasks of a step share one, it is computed once
+and its keys and values are handed to every demonstration after it.
 """
 
 import random
@@ -24,7 +24,9 @@ Row = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class Batch:
-    """`heads` are prompts, `tails` what follows them, one head for all or for each; `said` marks what is learned."""
+    """`heads` are prompts, `tails` what follows them, one head for all or for each; `said` marks what is
+    learned.
+    """
 
     heads: Tensor
     heads_mask: Tensor
@@ -55,14 +57,20 @@ def _pad(rows: Sequence[Sequence[int]], left: bool = False) -> tuple[Tensor, Ten
     return ids, mask
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, rng: random.Random, shared: bool, brief: bool) -> tuple[str, Row]:
-    """The prompt's text and the session's row; where a prompt is `shared`, the task's own part of it is in the row."""
+def _row(
+    tokenizer: PreTrainedTokenizerBase, lesson: Lesson, rng: random.Random, shared: bool, brief: bool
+) -> tuple[str, Row]:
+    """The prompt's text and the session's row; where a prompt is `shared`, the task's own part of it is in
+    the row.
+    """
     text = render(prompt(lesson.harness, lesson.task.instruction, None if shared else rng, brief))
     own = text[text.rindex(_USER) :] if shared else ""
     return text, encode(tokenizer, own, lesson.demo)
 
 
-def batch(tokenizer: PreTrainedTokenizerBase, lessons: Sequence[Lesson], rng: random.Random, brief: bool = False) -> Batch:
+def batch(
+    tokenizer: PreTrainedTokenizerBase, lessons: Sequence[Lesson], rng: random.Random, brief: bool = False
+) -> Batch:
     """One step's lessons, all of one harness; pi says the same to every task before it names the task."""
     shared = lessons[0].harness == "pi"
     made = [_row(tokenizer, lesson, rng, shared, brief) for lesson in lessons]
@@ -92,13 +100,21 @@ def loss(model: Qwen3ForCausalLM, given: Batch, through: bool = True) -> Tensor:
     places = given.heads_mask.cumsum(1) - 1
     with torch.set_grad_enabled(through):
         last = model.model(
-            heads, attention_mask=given.heads_mask, position_ids=places.clamp(min=0), past_key_values=cache, use_cache=True
+            heads,
+            attention_mask=given.heads_mask,
+            position_ids=places.clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state[:, -1:]
     cache.batch_repeat_interleave(repeat)
     before = given.heads_mask.repeat_interleave(repeat, 0)
     mask = torch.cat([before, given.tails_mask], 1)
     hidden = model.model(
-        given.tails, attention_mask=mask, position_ids=(mask.cumsum(1) - 1)[:, before.shape[1] :], past_key_values=cache, use_cache=True
+        given.tails,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1)[:, before.shape[1] :],
+        past_key_values=cache,
+        use_cache=True,
     ).last_hidden_state
     hidden = torch.cat([last.repeat_interleave(repeat, 0), hidden[:, :-1]], 1)
     logits = model.lm_head(hidden[given.said])

@@ -1,8 +1,9 @@
-"""Demonstrations: what a competent small policy does with each harness's own tools, and what a careless one does.
+"""Demonstrations: what a competent small policy does with each harness's own tools, and what a careless one
+does.
 
-A demonstration is a generator: it yields what the model says and is sent what the harness answers.  A careless
-one (`noise` above 0) forgets, guesses, gives up and spells its JSON oddly, because reinforcement learning needs a
-policy that fails sometimes and can do better.
+A demonstration is a generator: it yields what the model says and is sent what the harness answers.  A
+careless one (`noise` above 0) forgets, guesses, gives up and spells its JSON oddly, because reinforcement
+learning needs a policy that fails sometimes and can do better.
 """
 
 import json
@@ -93,7 +94,8 @@ def plan(hand: Hand) -> str:
     )
 
 
-# --- pi ------------------------------------------------------------------------------------------------------
+# --- pi
+# ------------------------------------------------------------------------------------------------------
 
 
 def pi(hand: Hand) -> Demo:
@@ -126,7 +128,9 @@ def _pi_read_and_write(hand: Hand) -> Demo:
     if task.kind == "follow":
         second = found(hand, shown) if not hand.slips(GUESS) else task.target
         folder, slash, _ = task.source.rpartition("/")
-        shown = yield Answer("", (hand.call("read", path=f"{folder}{slash}{second}"),), hand.think(f"The file is {second}."))
+        shown = yield Answer(
+            "", (hand.call("read", path=f"{folder}{slash}{second}"),), hand.think(f"The file is {second}.")
+        )
     if hand.slips(GIVE_UP):
         yield Answer("Done.")
         return
@@ -143,7 +147,8 @@ def _pi_write(hand: Hand, word: str, thinking: str) -> Demo:
     yield Answer(hand.rng.choice(("Done.", f"I wrote {word} to {path}.")))
 
 
-# --- mini-swe-agent ------------------------------------------------------------------------------------------
+# --- mini-swe-agent
+# ------------------------------------------------------------------------------------------
 
 
 def mini(hand: Hand) -> Demo:
@@ -170,14 +175,18 @@ def _mini_pipe(hand: Hand) -> Demo:
 
 def _mini_read_and_write(hand: Hand) -> Demo:
     task = hand.task
-    shown = yield Answer("I read the file.", (hand.call("bash", command=f"cat {hand.path(task.source)}"),), plan(hand))
+    shown = yield Answer(
+        "I read the file.", (hand.call("bash", command=f"cat {hand.path(task.source)}"),), plan(hand)
+    )
     if "No such file" in shown:
         shown = yield Answer("I read the file.", (hand.call("bash", command=f"cat {task.source}"),))
     if task.kind == "follow":
         second = found(hand, _output(shown)) if not hand.slips(GUESS) else task.target
         folder, slash, _ = task.source.rpartition("/")
         command = f"cat {folder}{slash}{second}"
-        shown = yield Answer("I read the file.", (hand.call("bash", command=command),), hand.think(f"The file is {second}."))
+        shown = yield Answer(
+            "I read the file.", (hand.call("bash", command=command),), hand.think(f"The file is {second}.")
+        )
     if not hand.slips(GIVE_UP):
         seen = found(hand, _output(shown))
         yield from _mini_write(hand, seen, hand.think(f"The word is {seen}."))

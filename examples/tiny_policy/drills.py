@@ -1,7 +1,7 @@
 """Exercises in copying, before any task: lists said twice, and values looked up by their key.
 
-A policy that cannot copy a word learns every form of the demonstrations and nothing of their content, for as long
-as one cares to wait.  A few hundred small steps of this make copying form first.
+A policy that cannot copy a word learns every form of the demonstrations and nothing of their content, for as
+long as one cares to wait.  A few hundred small steps of this make copying form first.
 """
 
 import random
@@ -21,7 +21,9 @@ def _item(rng: random.Random) -> str:
 
 def echo(rng: random.Random) -> Transcript:
     """A list, then the same list again: to go on as before is what copying is made of."""
-    text = "".join(rng.choice((" ", " ", "", '"', "/", ", ")) + _item(rng) for _ in range(rng.randrange(6, 20)))
+    text = "".join(
+        rng.choice((" ", " ", "", '"', "/", ", ")) + _item(rng) for _ in range(rng.randrange(6, 20))
+    )
     return (Piece(text + "\n", False), Piece(text, True))
 
 

@@ -40,7 +40,12 @@ def message(answer: Answer, turn: int) -> Json:
     body: Json = {"role": "assistant", "content": answer.text}
     if answer.calls:
         body["tool_calls"] = [
-            {"index": i, "id": f"call_{turn}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "index": i,
+                "id": f"call_{turn}_{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for i, call in enumerate(answer.calls)
         ]
     return body
@@ -52,7 +57,14 @@ def completion(answer: Answer, turn: int, key: str) -> Json:
     kind = "chat.completion" if key == "message" else "chat.completion.chunk"
     choice = {"index": 0, key: message(answer, turn), "finish_reason": finish}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return {"id": f"turn-{turn}", "object": kind, "created": 0, "model": "local-model", "choices": [choice], "usage": usage}
+    return {
+        "id": f"turn-{turn}",
+        "object": kind,
+        "created": 0,
+        "model": "local-model",
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):

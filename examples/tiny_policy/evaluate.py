@@ -53,17 +53,19 @@ def report(title: str, episodes: Iterable[Episode]) -> None:
     for kind, group in sorted(groups.items()):
         turns = [n for e in group for n in e.sampled]
         print(
-            f"{title:9} {kind:7} passed {sum(e.passed for e in group):3}/{len(group):<3} "
-            f"{sum(e.passed for e in group) / len(group):.2f}  malformed {sum(e.malformed for e in group):2}  "
-            f"turns {len(turns) / len(group):.1f} (at most {max(len(e.sampled) for e in group)})  "
-            f"tokens a turn {sum(turns) / len(turns):.0f} (at most {max(turns)})",
+            f"{title:9} {kind:7} passed {sum(e.passed for e in group):3}/{len(group):<3}"
+            f" {sum(e.passed for e in group) / len(group):.2f}  malformed {sum(e.malformed for e in group):2}"
+            f"  turns {len(turns) / len(group):.1f} (at most {max(len(e.sampled) for e in group)})  tokens a"
+            f" turn {sum(turns) / len(turns):.0f} (at most {max(turns)})",
             flush=True,
         )
 
 
 def main() -> None:
     """Evaluate a policy in both harnesses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=PACKAGED)
     parser.add_argument("--episodes", type=int, default=40, help="simulated attempts a harness")
     parser.add_argument("--real", type=int, default=0, help="attempts in the real harness, each")
@@ -73,12 +75,18 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = Policy.load(options.model)
     for harness in HARNESSES:
-        simulated = [attempt(policy, harness, task, options.seed + i) for i, task in enumerate(tasks(options.episodes, options.seed))]
+        simulated = [
+            attempt(policy, harness, task, options.seed + i)
+            for i, task in enumerate(tasks(options.episodes, options.seed))
+        ]
         for episode in simulated[: options.show]:
             print(episode.task.instruction, dict(episode.task.files), episode.passed, episode.text, sep="\n")
         if simulated:
             report(f"{harness} (sim)", simulated)
-        real = [real_attempt(policy, harness, task, options.seed + i) for i, task in enumerate(tasks(options.real, options.seed + 10_000))]
+        real = [
+            real_attempt(policy, harness, task, options.seed + i)
+            for i, task in enumerate(tasks(options.real, options.seed + 10_000))
+        ]
         if real:
             report(f"{harness} real", real)
 

@@ -28,7 +28,9 @@ def find(name: str, given: str | None = None) -> str:
     """The harness's executable: as given, by `TINY_POLICY_<NAME>`, or from PATH."""
     found = given or os.environ.get(f"TINY_POLICY_{name.upper()}") or shutil.which(name)
     if not found:
-        raise SystemExit(f"no {name} executable: install it, then put it on PATH or set TINY_POLICY_{name.upper()}")
+        raise SystemExit(
+            f"no {name} executable: install it, then put it on PATH or set TINY_POLICY_{name.upper()}"
+        )
     return str(Path(found).absolute())
 
 
@@ -39,7 +41,19 @@ def pi_command(program: str, prompt: str) -> list[str]:
 
 def mini_command(program: str, prompt: str) -> list[str]:
     """mini-swe-agent, headless, without asking and without a limit on cost."""
-    return [program, "-m", "openai/local-model", "-t", prompt, "-y", "-l", "0", "--exit-immediately", "-o", "/tmp/trajectory.json"]
+    return [
+        program,
+        "-m",
+        "openai/local-model",
+        "-t",
+        prompt,
+        "-y",
+        "-l",
+        "0",
+        "--exit-immediately",
+        "-o",
+        "/tmp/trajectory.json",
+    ]
 
 
 COMMANDS = {"pi": pi_command, "mini": mini_command}
@@ -47,7 +61,9 @@ COMMANDS = {"pi": pi_command, "mini": mini_command}
 
 def environment(program: str, home: Path, url: str) -> dict[str, str]:
     """What both harnesses need, and nothing that calls home."""
-    path = os.pathsep.join([str(Path(program).parent), *_tool_folders(), "/usr/local/bin", "/usr/bin", "/bin"])
+    path = os.pathsep.join(
+        [str(Path(program).parent), *_tool_folders(), "/usr/local/bin", "/usr/bin", "/bin"]
+    )
     return {
         "HOME": str(home),
         "PATH": path,
@@ -90,13 +106,32 @@ def write_pi_models(home: Path, url: str) -> None:
     (folder / "models.json").write_text(json.dumps({"providers": {"local": provider}}))
 
 
-def run(name: str, program: str, prompt: str, folder: Path, home: Path, url: str, limit: float = 120) -> Finished:
+def run(
+    name: str, program: str, prompt: str, folder: Path, home: Path, url: str, limit: float = 120
+) -> Finished:
     """Run harness `name` on `prompt` in `folder`, seen as WORKDIR; a run past `limit` seconds is ended."""
     home.mkdir(parents=True, exist_ok=True)
     write_pi_models(home, url)
-    command = ["unshare", "-rm", "sh", "-c", _MOUNT, "sh", str(folder), WORKDIR, *COMMANDS[name](program, prompt)]
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        _MOUNT,
+        "sh",
+        str(folder),
+        WORKDIR,
+        *COMMANDS[name](program, prompt),
+    ]
     try:
-        done = subprocess.run(command, env=environment(program, home, url), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command,
+            env=environment(program, home, url),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
     except subprocess.TimeoutExpired as late:
         return Finished(124, str(late))
     return Finished(done.returncode, done.stdout + done.stderr)

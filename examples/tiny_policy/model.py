@@ -39,7 +39,9 @@ def config() -> Qwen3Config:
 
 
 def fresh(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
-    """The policy before it has learned anything, but for three hints, without which copying takes hours to form."""
+    """The policy before it has learned anything, but for three hints, without which copying takes hours to
+    form.
+    """
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config())
     table = model.model.embed_tokens.weight.data
@@ -56,8 +58,8 @@ def fresh(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
 def _relate_spellings(table: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
     """Begin `kiwi`, ` kiwi` and `"kiwi` as one vector plus one for what stands before the word.
 
-    Qwen3's split puts a sign before a word into the word's token.  Without this, copying a word from a sentence
-    into JSON would have to be learned word by word.
+    Qwen3's split puts a sign before a word into the word's token.  Without this, copying a word from a
+    sentence into JSON would have to be learned word by word.
     """
     texts = [tokenizer.decode([number]) for number in range(len(tokenizer))]
     numbers = {text: number for number, text in enumerate(texts)}
@@ -68,7 +70,9 @@ def _relate_spellings(table: Tensor, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _let_through(values: Tensor, output: Tensor, strength: float = 0.1) -> None:
-    """Begin every head so that what it looks at, it passes on: where to look is then all that is left to learn."""
+    """Begin every head so that what it looks at, it passes on: where to look is then all that is left to
+    learn.
+    """
     rows, _ = torch.linalg.qr(torch.randn(values.shape[1], values.shape[0]))
     values.copy_(rows.T)
     shared = output.shape[1] // values.shape[0]
@@ -80,7 +84,9 @@ def _let_through(values: Tensor, output: Tensor, strength: float = 0.1) -> None:
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write weights and configuration; engines that read older configurations find their keys too."""
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=[TURN_END, END_OF_TEXT], pad_token_id=END_OF_TEXT)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=[TURN_END, END_OF_TEXT], pad_token_id=END_OF_TEXT
+    )
     model.save_pretrained(folder)
     target = folder / "config.json"
     settings = json.loads(target.read_text())

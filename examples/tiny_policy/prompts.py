@@ -1,7 +1,7 @@
 """What each harness says before the model's first word, with everything that varies between machines varied.
 
-The prose is the harness's own, from a capture.  Date, installation path, kernel and the like are drawn anew for
-every prompt, so that the policy cannot lean on them.
+The prose is the harness's own, from a capture.  Date, installation path, kernel and the like are drawn anew
+for every prompt, so that the policy cannot lean on them.
 """
 
 import random
@@ -64,9 +64,22 @@ def tool(given: Json) -> Json:
 
 def _kernel(rng: random.Random) -> str:
     version = f"{rng.randrange(4, 8)}.{rng.randrange(0, 20)}.{rng.randrange(0, 200)}"
-    flavour = rng.choice(("", "-amd64", "-generic", f"-{rng.randrange(9, 99)}-generic", "-cloud-amd64", "-fc"))
-    stamp = rng.choice(("", f" Debian {version}-1", " @0", f" ({_date(rng)})", f" Sat Nov {rng.randrange(1, 29)} 10:00:00 UTC 2026"))
-    return f"Linux {version}{flavour} #{rng.randrange(1, 99)} SMP PREEMPT_DYNAMIC{stamp} {rng.choice(('x86_64', 'x86_64', 'aarch64'))}"
+    flavour = rng.choice(
+        ("", "-amd64", "-generic", f"-{rng.randrange(9, 99)}-generic", "-cloud-amd64", "-fc")
+    )
+    stamp = rng.choice(
+        (
+            "",
+            f" Debian {version}-1",
+            " @0",
+            f" ({_date(rng)})",
+            f" Sat Nov {rng.randrange(1, 29)} 10:00:00 UTC 2026",
+        )
+    )
+    return (
+        f"Linux {version}{flavour} #{rng.randrange(1, 99)} SMP PREEMPT_DYNAMIC{stamp}"
+        f" {rng.choice(('x86_64', 'x86_64', 'aarch64'))}"
+    )
 
 
 def _date(rng: random.Random) -> str:
@@ -84,10 +97,14 @@ def vary(text: str, rng: random.Random) -> str:
 
 
 def crop(text: str, rng: random.Random, keep: int) -> str:
-    """The prose without most of its lines: the first, the task's own, and a stretch of at most `keep` others."""
+    """The prose without most of its lines: the first, the task's own, and a stretch of at most `keep`
+    others.
+    """
     lines = text.split("\n")
     start = rng.randrange(len(lines))
-    return "\n".join(line for i, line in enumerate(lines) if i == 0 or PROMPT in line or start <= i < start + keep)
+    return "\n".join(
+        line for i, line in enumerate(lines) if i == 0 or PROMPT in line or start <= i < start + keep
+    )
 
 
 def bare(given: Json) -> Json:
@@ -110,5 +127,9 @@ def prompt(harness: str, instruction: str, rng: random.Random | None = None, bri
     if rng and brief:
         made = shorten(made, rng)
     elif rng and rng.random() < CROPPED:
-        made = Prompt([{**m, "content": crop(m["content"], rng, rng.randrange(100))} for m in made.messages], made.tools)
-    return Prompt([{**m, "content": m["content"].replace(PROMPT, instruction)} for m in made.messages], made.tools)
+        made = Prompt(
+            [{**m, "content": crop(m["content"], rng, rng.randrange(100))} for m in made.messages], made.tools
+        )
+    return Prompt(
+        [{**m, "content": m["content"].replace(PROMPT, instruction)} for m in made.messages], made.tools
+    )

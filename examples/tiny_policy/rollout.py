@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedTokenizerBase,
+    Qwen3ForCausalLM,
+)
 
 from examples.tiny_policy.endpoint import Answer, Call, Json
 from examples.tiny_policy.prompts import Prompt, plain, prompt, tool
@@ -59,7 +65,9 @@ class Session:
         said: list[int] = []
         end = self.policy.tokenizer.eos_token_id
         while len(said) < MAX_TURN and end not in said[-1:]:
-            output = self.policy.model(torch.tensor([self._waiting]), past_key_values=self._cache, logits_to_keep=1)
+            output = self.policy.model(
+                torch.tensor([self._waiting]), past_key_values=self._cache, logits_to_keep=1
+            )
             chances = output.logits[0, -1].float().softmax(-1)
             self._waiting = [int(torch.multinomial(chances, 1, generator=self._dice))]
             said += self._waiting
@@ -130,7 +138,9 @@ def _converse(session: Session, bench: Workbench, episode: Episode) -> None:
 
 
 class Speaker:
-    """Answers a harness's requests: continues the session a request extends, else starts from a full render."""
+    """Answers a harness's requests: continues the session a request extends, else starts from a full
+    render.
+    """
 
     def __init__(self, policy: Policy, seed: int) -> None:
         self.policy, self.seed = policy, seed
@@ -143,7 +153,12 @@ class Speaker:
         """The policy's answer; a turn that is no proper turn is passed on as plain text."""
         messages = request["messages"]
         new = messages[self._known :]
-        if self._session and len(new) > 1 and new[0]["role"] == "assistant" and all(m["role"] == "tool" for m in new[1:]):
+        if (
+            self._session
+            and len(new) > 1
+            and new[0]["role"] == "assistant"
+            and all(m["role"] == "tool" for m in new[1:])
+        ):
             self._session.hear(_suffix([plain(m["content"]) for m in new[1:]]))
         else:
             self._session = Session(self.policy, self.seed + len(messages))

@@ -1,7 +1,7 @@
 """The policy's own tokenizer: byte-level BPE with Qwen3's split and control tokens, learned where it is used.
 
-Learning it on the harnesses' prompts and on the demonstrations makes prompts short; being byte-level, it still
-spells any text.
+Learning it on the harnesses' prompts and on the demonstrations makes prompts short; being byte-level, it
+still spells any text.
 """
 
 import inspect
@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from examples.tiny_policy.data import Lesson
 from examples.tiny_policy.prompts import prompt
@@ -21,7 +31,10 @@ from examples.tiny_policy.words import KEYS, STEMS, WORDS
 VOCABULARY = 2304
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def blank() -> Tokenizer:
@@ -31,7 +44,9 @@ def blank() -> Tokenizer:
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
-    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.post_processor = processors.ByteLevel(
+        add_prefix_space=False, trim_offsets=False, use_regex=False
+    )
     tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     return tokenizer
 
@@ -45,7 +60,9 @@ def _words() -> Iterator[str]:
 
 
 def _prose(modules: tuple[ModuleType, ...]) -> Iterator[str]:
-    """Some general English and code, from the standard library: what the policy meets under other harnesses."""
+    """Some general English and code, from the standard library: what the policy meets under other
+    harnesses.
+    """
     for module in modules:
         yield inspect.getsource(module)
 
@@ -78,7 +95,9 @@ def learn(lessons: list[Lesson], vocabulary: int = VOCABULARY) -> Tokenizer:
     """Learn the vocabulary and add the control tokens after it, with Qwen3's flags."""
     tokenizer = blank()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=vocabulary - len(SPECIAL) - len(MARKS), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocabulary - len(SPECIAL) - len(MARKS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus(lessons), trainer)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])

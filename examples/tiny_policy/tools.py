@@ -109,7 +109,11 @@ def pi_write(bench: Workbench, path: str, content: str) -> str:
 
 
 def _missing(name: str, needed: tuple[str, ...], given: Mapping[str, object]) -> str:
-    lines = [f"  - {key}: must have required properties {key}" for key in needed if not isinstance(given.get(key), str)]
+    lines = [
+        f"  - {key}: must have required properties {key}"
+        for key in needed
+        if not isinstance(given.get(key), str)
+    ]
     shown = json.dumps(given, indent=2)
     return f'Validation failed for tool "{name}":\n' + "\n".join(lines) + f"\n\nReceived arguments:\n{shown}"
 
@@ -117,7 +121,11 @@ def _missing(name: str, needed: tuple[str, ...], given: Mapping[str, object]) ->
 _Tool = Callable[..., str]
 _TOOLS: Mapping[str, Mapping[str, tuple[_Tool, tuple[str, ...]]]] = {
     "mini": {"bash": (mini_bash, ("command",))},
-    "pi": {"bash": (pi_bash, ("command",)), "read": (pi_read, ("path",)), "write": (pi_write, ("path", "content"))},
+    "pi": {
+        "bash": (pi_bash, ("command",)),
+        "read": (pi_read, ("path",)),
+        "write": (pi_write, ("path", "content")),
+    },
 }
 
 

@@ -2,8 +2,8 @@
 
     python -m examples.tiny_policy.train --out DIR [--round 2]
 
-First exercises in copying, because copying must form before anything else can; then demonstrations, under short
-prompts and then whole ones; then some careless ones, for variety; then careful ones again.
+First exercises in copying, because copying must form before anything else can; then demonstrations, under
+short prompts and then whole ones; then some careless ones, for variety; then careful ones again.
 """
 
 import argparse
@@ -29,12 +29,15 @@ HARNESSES = ("pi", "mini")
 TASKS_A_STEP = {"pi": 16, "mini": 4}  # under whole prompts, which mini-swe-agent's tasks cannot share
 BRIEF_TASKS_A_STEP = 20
 DRILLS_A_STEP = 48
-LONG = 600  # tokens: no gradient flows through a longer prompt that all tasks share, for it would cost more than they
+# tokens: no gradient flows through a longer prompt that all tasks share, for it would cost more than they
+LONG = 600
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: how long, how careless the demonstrations, how often their prompts are cut short."""
+    """A stretch of training: how long, how careless the demonstrations, how often their prompts are cut
+    short.
+    """
 
     steps: int
     noise: float = 0.0
@@ -56,8 +59,8 @@ FIRST = {
     "careful": Stage(120, brief=0.3),
     "careless": Stage(120, noise=1.0, brief=0.2),
 }
-# The first round is fast and leaves the policy rough; the second, gentler, makes it copy better, and stops early: a
-# policy that always succeeds has nothing to learn.
+# The first round is fast and leaves the policy rough; the second, gentler, makes it copy better, and stops
+# early: a policy that always succeeds has nothing to learn.
 ROUNDS = (Round(2e-3, 460, FIRST), Round(1e-3, 300, {"careful again": Stage(200, brief=0.6)}))
 
 
@@ -69,14 +72,19 @@ def rate(step: int, steps: int, peak: float) -> float:
 def course(pool: Pool, stage: Stage, rng: random.Random) -> Iterator[tuple[list[Lesson], bool]]:
     """The lessons of a stage, harness by harness in turn, and whether their prompts are cut short."""
     seed = rng.randrange(1_000_000)
-    supplies = {h: lessons(orders(h, stage.steps * BRIEF_TASKS_A_STEP // 2 + 20, stage.noise, seed), pool) for h in HARNESSES}
+    supplies = {
+        h: lessons(orders(h, stage.steps * BRIEF_TASKS_A_STEP // 2 + 20, stage.noise, seed), pool)
+        for h in HARNESSES
+    }
     for step in range(stage.steps):
         harness, brief = HARNESSES[step % 2], rng.random() < stage.brief
         count = BRIEF_TASKS_A_STEP if brief else TASKS_A_STEP[harness]
         yield list(itertools.islice(supplies[harness], count)), brief
 
 
-def batches(name: str, stage: Stage, tokenizer: PreTrainedTokenizerBase, pool: Pool, seed: int) -> Iterator[tuple[str, Batch]]:
+def batches(
+    name: str, stage: Stage, tokenizer: PreTrainedTokenizerBase, pool: Pool, seed: int
+) -> Iterator[tuple[str, Batch]]:
     """What the policy is taught in stage `name`, each step with a name."""
     rng = random.Random(f"{name} {seed}")
     if name == "copying":
@@ -108,7 +116,13 @@ class Teacher:
         return value.item()
 
 
-def train(model: Qwen3ForCausalLM, number: int, tokenizer: PreTrainedTokenizerBase, pool: Pool, options: argparse.Namespace) -> None:
+def train(
+    model: Qwen3ForCausalLM,
+    number: int,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: Pool,
+    options: argparse.Namespace,
+) -> None:
     """Teach the policy one round, stage by stage, saying how it goes and saving after each."""
     began, plan = time.monotonic(), ROUNDS[number]
     teacher = Teacher(model, plan)
@@ -116,20 +130,26 @@ def train(model: Qwen3ForCausalLM, number: int, tokenizer: PreTrainedTokenizerBa
         for step, (title, given) in enumerate(batches(name, stage, tokenizer, pool, options.seed)):
             value = teacher.teach(given)
             if step % 10 < 2:
-                print(f"{time.monotonic() - began:6.0f}s {title:25} step {step:4} loss {value:.4f}", flush=True)
+                print(
+                    f"{time.monotonic() - began:6.0f}s {title:25} step {step:4} loss {value:.4f}", flush=True
+                )
         shape.save(model, options.out)
 
 
 def learn_tokenizer(folder: Path, seed: int, pool: Pool) -> PreTrainedTokenizerBase:
     """The tokenizer, learned on a few hundred demonstrations of both kinds."""
-    wanted = itertools.chain.from_iterable(orders(harness, 300, noise, seed) for harness in HARNESSES for noise in (0.0, 1.0))
+    wanted = itertools.chain.from_iterable(
+        orders(harness, 300, noise, seed) for harness in HARNESSES for noise in (0.0, 1.0)
+    )
     spelling.save(spelling.learn(list(lessons(wanted, pool))), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def main() -> None:
     """Read the options and do all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--round", type=int, default=1, choices=(1, 2), help="2: go on from what --out holds")
     parser.add_argument("--seed", type=int, default=0)
@@ -148,7 +168,10 @@ def make(pool: Pool, options: argparse.Namespace) -> None:
     else:
         tokenizer = learn_tokenizer(options.out, options.seed, pool)
         model = shape.fresh(tokenizer, options.seed)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokenizer)} tokens", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokenizer)} tokens",
+        flush=True,
+    )
     for number in range(options.round - 1, len(ROUNDS)):
         train(model, number, tokenizer, pool, options)
 

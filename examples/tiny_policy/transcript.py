@@ -37,7 +37,9 @@ def render(prompt: Prompt) -> str:
     """The text of a session's first request, up to and including the model's opening."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, _ = render_jinja_template([prompt.messages], tools=prompt.tools, chat_template=TEMPLATE, add_generation_prompt=True)
+    texts, _ = render_jinja_template(
+        [prompt.messages], tools=prompt.tools, chat_template=TEMPLATE, add_generation_prompt=True
+    )
     return str(texts[0])
 
 
@@ -52,7 +54,11 @@ def _call(call: Call, rng: random.Random | None) -> str:
     envelope = '{{"name": {name}, "arguments": {arguments}}}'
     if rng and ('":' in call.arguments and '": ' not in call.arguments):
         envelope = '{{"name":{name},"arguments":{arguments}}}'
-    return "<tool_call>\n" + envelope.format(name=json.dumps(call.name), arguments=call.arguments) + "\n</tool_call>"
+    return (
+        "<tool_call>\n"
+        + envelope.format(name=json.dumps(call.name), arguments=call.arguments)
+        + "\n</tool_call>"
+    )
 
 
 def response(result: str) -> str:

@@ -1,23 +1,37 @@
-"""The verb `gym-agent`. The rule for whoever edits it: what it serves is imported when it is called, so that every other verb starts as quickly."""
+"""`polarnode gym-agent`: a NeMo Gym agent server in front of a node that serves."""
 
 from pathlib import Path
 
-import click
+import trio
+from rich.console import Console
 
-from polarnode.cli.options import node_address, task_file
+from polarnode.cli.output import open_console
+from polarnode.cli.serve import Stop, stop_on_signals
+from polarnode.client.asynchronous import AsyncPolarnodeClient
+from polarnode.http.server import Address, open_server
+from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.requests import Template
+from polarnode.sources.reading import task_value
 
 
-@click.command(short_help="Serve NeMo Gym's /run with the harnesses of a node.")
-@click.option("--task-template", "template", required=True, type=task_file(), help="TOML of a task, with {{input}} and {{row.field}} in it.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where Gym finds this agent server.")
-@click.option("--port", type=int, default=0, help="0 takes a free one.  [default: 0]")
-@node_address
-def gym_agent(template: Path, host: str, port: int, url: str, token: str | None) -> None:
-    """Serve an agent server of NeMo Gym: each /run is a task on a node that serves, made of a template and the row of Gym's dataset.
-
-    \b
-    polarnode gym-agent --task-template task.toml --port 11000
+def serve_agent(template: Path, *, url: str, token: str | None, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM. Refused when the template can not be a task's, Unreachable when the node
+    gives no answer.
     """
-    from polarnode.cli import gym_serving
+    read = Template(value=task_value(template))
+    trio.run(
+        _serve, read, AsyncPolarnodeClient(url, token=token), Address(host=host, port=port), open_console()
+    )
 
-    gym_serving.serve_agent(template, url=url, token=token, host=host, port=port)
+
+async def _serve(template: Template, client: AsyncPolarnodeClient, where: Address, console: Console) -> None:
+    async with trio.open_nursery() as nursery, client:
+        stop = Stop(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        rollouts = Rollouts(client)
+        await nursery.start(rollouts.follow)
+        async with open_server(create_gym_app(rollouts, template), where) as address:
+            console.print(
+                f"Gym's /run is served on http://{address.host}:{address.port} · node {client.base_url}"
+            )
+            await trio.sleep_forever()

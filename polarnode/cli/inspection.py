@@ -1,7 +1,13 @@
-"""`polarnode inspect`: one session's turns, lineages and traces, with the tokens that carry loss marked.
+"""What sessions' lineages came to, as `inspect` prints it: one session's figures in words, or a table of many
+with their sums.
 
-A reader sees at a glance what a trainer will train on: green is trainable, plain is context, and a turn left out says why. Where there is no
-colour the trainable stretches stand between « and ».
+The rule for whoever edits it: figures come from `metrics.lineage` of a trajectory and are worked out nowhere
+else; a trajectory of before there were any shows none.
+
+`polarnode inspect`: one session's turns, lineages and traces, with the tokens that carry loss marked.
+
+A reader sees at a glance what a trainer will train on: green is trainable, plain is context, and a turn left
+out says why. Where there is no colour the trainable stretches stand between « and ».
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,24 +15,148 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from attrs import frozen
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polarnode import wire
-from polarnode.cli.lineages import Counted, figures_of, lineage_text, note_lines, summary, totals, turn_rewards
-from polarnode.cli.printing import fitted, harmless, open_console
+from polarnode.cli.output import fitted, harmless, open_console
 from polarnode.cli.remote import Where
-from polarnode.config import TINY_MODEL
-from polarnode.errors import Refused
-from polarnode.ports import Tokenizer
-from polarnode.records import Trace, Trajectory
+from polarnode.core import codec
+from polarnode.core.errors import Refused
+from polarnode.core.ports import Tokenizer
+from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.merge.figures import summed, word_of
+from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.tokenizer import load_tokenizer
+
+# ── lineages ────────────────────────────────────────────────────────────
+
+NAMES = ("session", "thinking")
+COUNTS = ("turns", "lineages", "leaves", "tokens_in")
+SUMS = ("reused", "edited", "left out")
+
+
+@frozen
+class Counted:
+    """A session and its figures."""
+
+    session_id: str
+    figures: Mapping[str, Any]
+
+
+def figures_of(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`metrics.lineage` of a trajectory as JSON; None where there is none."""
+    metrics = value.get("metrics")
+    found = metrics.get("lineage") if isinstance(metrics, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def lineage_text(figures: Mapping[str, Any]) -> Text:
+    """The figures of a session, or of many, in a few lines."""
+    lines = [
+        (
+            f"lineage: {figures['turns']} turns in {figures['lineages']} lineages with {figures['leaves']}"
+            f" ends, thinking {figures['thinking']}"
+        ),
+        (
+            f"  prompts: {figures['tokens_in']} tokens, {_reused(figures)} of them reused from the turn"
+            f" extended; {figures['tokens_sampled']} sampled"
+        ),
+        *(f"  {name}: {_counts(figures.get(name))}" for name in ("kinds", "reasons", "roles")),
+        *(
+            f"  {name.replace('_', ' ')}: {_counts(figures.get(name))}"
+            for name in ("notes", "left_out")
+            if figures.get(name)
+        ),
+    ]
+    if figures.get("malformed_calls"):
+        lines.append(f"  malformed calls: {figures['malformed_calls']}")
+    return Text("\n".join(map(harmless, lines)), style="dim")
+
+
+def note_lines(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """What turns' notes say of their lineage."""
+    said = [
+        (row["index"], note) for row in rows for note in row.get("notes", ()) if word_of(note) is not None
+    ]
+    return [Text(f"turn {index}: {harmless(note)}", style="dim") for index, note in said]
+
+
+def turn_rewards(trajectory: Trajectory) -> dict[int, float]:
+    """By turn, the reward of its own that it has in a trace."""
+    return {
+        span.turn: span.reward
+        for trace in trajectory.traces
+        for span in trace.turn_spans
+        if span.reward is not None
+    }
+
+
+def totals(counted: Sequence[Counted], *, narrow: bool = False) -> Table:
+    """One row a session."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
+    for name in (*NAMES, *COUNTS, *SUMS):
+        table.add_column(
+            name.replace("_", " "),
+            justify="left" if name in NAMES else "right",
+            no_wrap=name not in NAMES,
+            overflow="fold",
+        )
+    for one in counted:
+        figures = one.figures
+        notes, left = figures.get("notes", {}), figures.get("left_out", {})
+        sums = (_reused(figures), str(notes.get("edited", 0)), str(sum(left.values())))
+        table.add_row(
+            harmless(one.session_id),
+            str(figures.get("thinking")),
+            *(str(figures.get(name)) for name in COUNTS),
+            *sums,
+        )
+    return table
+
+
+def summary(counted: Sequence[Counted], table: RenderableType) -> RenderableType:
+    """The table, and the sums under it."""
+    return Group(
+        table,
+        Text(f"\n{len(counted)} sessions", style="bold"),
+        lineage_text(summed(one.figures for one in counted)),
+    )
+
+
+def _reused(figures: Mapping[str, Any]) -> str:
+    return f"{100 * figures.get('prefix_hit_rate', 0.0):.1f} %"
+
+
+def _counts(counts: Any) -> str:
+    return (
+        ", ".join(f"{word} {count}" for word, count in counts.items())
+        if isinstance(counts, dict) and counts
+        else "none"
+    )
+
+
+# ── inspection ────────────────────────────────────────────────────────────
 
 TRAINABLE = "black on green"
 CONTEXT = "dim"
 FIGURES = ("turn", "lineage", "parent", "matched", "prompt", "new", "sampled")
-COLUMNS = ("turn", "lineage", "parent", "kind", "reason", "role", "state", "matched", "prompt", "new", "sampled", "finish", "left out")
+COLUMNS = (
+    "turn",
+    "lineage",
+    "parent",
+    "kind",
+    "reason",
+    "role",
+    "state",
+    "matched",
+    "prompt",
+    "new",
+    "sampled",
+    "finish",
+    "left out",
+)
 
 Row = dict[str, Any]  # a row of the turns table, as JSON
 
@@ -36,32 +166,48 @@ def summarise(file: Path) -> None:
     found = [(str(value.get("session_id")), figures_of(value)) for value in _lines(file)]
     counted = [Counted(session, figures) for session, figures in found if figures is not None]
     if not counted:
-        raise Refused(f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION of it")
+        raise Refused(
+            f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION of it"
+        )
     console = open_console()
-    console.print(summary(counted, fitted(console, lambda narrow: totals(counted, narrow=narrow))), soft_wrap=not console.is_terminal)
+    console.print(
+        summary(counted, fitted(console, lambda narrow: totals(counted, narrow=narrow))),
+        soft_wrap=not console.is_terminal,
+    )
     if len(counted) < len(found):
-        console.print(f"{len(found) - len(counted)} more have no lineage figures: they were written before there were any")
+        console.print(
+            f"{len(found) - len(counted)} more have no lineage figures: they were written before there"
+            " were any"
+        )
 
 
 def inspect(session: str, source: Path | Where, model: Path | None, *, plain: bool) -> None:
     """Print one session, from a file or from a node."""
-    trajectory, rows = _from_node(session, source) if isinstance(source, Where) else _from_file(source, session)
+    trajectory, rows = (
+        _from_node(session, source) if isinstance(source, Where) else _from_file(source, session)
+    )
     console = open_console()
     tokenizer = load_tokenizer(model or TINY_MODEL) if model or trajectory.model == TINY_MODEL.name else None
-    console.print(shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal), soft_wrap=not console.is_terminal)
+    console.print(
+        shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal),
+        soft_wrap=not console.is_terminal,
+    )
 
 
 def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[Row]]:
     found = [value for value in _lines(file) if str(value.get("session_id")).startswith(session)]
     if len(found) != 1:
-        raise Refused(f"{len(found)} sessions in {file} begin with {session}: give " + ("one whole id" if found else "an id that is in it"))
-    return wire.read_trajectory(found[0]), found[0].get("turns", [])
+        raise Refused(
+            f"{len(found)} sessions in {file} begin with {session}: give "
+            + ("one whole id" if found else "an id that is in it")
+        )
+    return codec.read_trajectory(found[0]), found[0].get("turns", [])
 
 
 def _lines(file: Path) -> Iterator[Row]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
-            value = wire.read_json(line)
+            value = codec.read_json(line)
         except Refused as refused:
             raise Refused(f"line {number} of {file}: {refused}") from refused
         if not isinstance(value, dict):
@@ -71,21 +217,32 @@ def _lines(file: Path) -> Iterator[Row]:
 
 def _from_node(session: str, node: Where) -> tuple[Trajectory, Sequence[Row]]:
     trajectory = node.client().trajectory(session, turns="full")
-    rows: list[Any] = wire.turns_json(trajectory.turns, left_out=trajectory.left_out)
+    rows: list[Any] = codec.turns_json(trajectory.turns, left_out=trajectory.left_out)
     return trajectory, rows
 
 
-def shown(trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool) -> RenderableType:
+def shown(
+    trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool
+) -> RenderableType:
     """A session as rich text; without a tokenizer the traces show ids instead of words."""
     rewards = turn_rewards(trajectory)
-    parts: list[RenderableType] = [_head(trajectory), fitted(console, lambda narrow: turn_table(rows, narrow=narrow, rewards=rewards))]
+    parts: list[RenderableType] = [
+        _head(trajectory),
+        fitted(console, lambda narrow: turn_table(rows, narrow=narrow, rewards=rewards)),
+    ]
     parts += note_lines(rows)
-    parts += [Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow") for left in trajectory.left_out]
+    parts += [
+        Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow")
+        for left in trajectory.left_out
+    ]
     figures = figures_of({"metrics": dict(trajectory.metrics)})
     parts += [] if figures is None else [Text(""), lineage_text(figures)]
     parts.append(Text(_legend(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
-        parts += [Text(f"\ntrace {number}: {', '.join(_facts(trace, trajectory.reward))}", style="bold"), trace_text(trace, tokenizer, plain=plain)]
+        parts += [
+            Text(f"\ntrace {number}: {', '.join(_facts(trace, trajectory.reward))}", style="bold"),
+            trace_text(trace, tokenizer, plain=plain),
+        ]
     return Group(*parts)
 
 
@@ -105,7 +262,10 @@ def _facts(trace: Trace, session_reward: float | None) -> Iterator[str]:
 
 
 def _head(trajectory: Trajectory) -> Text:
-    outcome, named = trajectory.outcome, harmless(f"{trajectory.harness} {trajectory.harness_version or ''}".strip())
+    outcome, named = (
+        trajectory.outcome,
+        harmless(f"{trajectory.harness} {trajectory.harness_version or ''}".strip()),
+    )
     head = Text(f"session {trajectory.session_id}  {named}  {outcome.status}", style="bold")
     if outcome.reason:
         head.append(f"  {harmless(outcome.reason)}", style="yellow")
@@ -116,16 +276,27 @@ def _head(trajectory: Trajectory) -> Text:
 
 def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
     mark = "«between these»" if plain else "green"
-    how = "" if tokenizer is not None else "; tokens are shown as ids: give --model, the checkpoint's folder, to read them"
+    how = (
+        ""
+        if tokenizer is not None
+        else "; tokens are shown as ids: give --model, the checkpoint's folder, to read them"
+    )
     return f"\ntrainable tokens are {mark}{how}"
 
 
-def turn_table(rows: Sequence[Row], *, narrow: bool = False, rewards: Mapping[int, float] | None = None) -> Table:
-    """The turns: which extends which, why, and what became of it; with `rewards`, what those have that have one of their own."""
+def turn_table(
+    rows: Sequence[Row], *, narrow: bool = False, rewards: Mapping[int, float] | None = None
+) -> Table:
+    """The turns: which extends which, why, and what became of it; with `rewards`, what those have that have
+    one of their own.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     for name in (*COLUMNS, "reward") if rewards else COLUMNS:
         table.add_column(
-            name, justify="right" if name in (*FIGURES, "reward") else "left", no_wrap=name in (*FIGURES, "reward") or not narrow, overflow="fold"
+            name,
+            justify="right" if name in (*FIGURES, "reward") else "left",
+            no_wrap=name in (*FIGURES, "reward") or not narrow,
+            overflow="fold",
         )
     ends = {row["index"]: row["prompt_length"] + row["sampled_length"] for row in rows}
     for row in rows:
@@ -139,12 +310,23 @@ def _reward(reward: float | None) -> str:
 
 
 def _cells(row: Row, *, before: int) -> tuple[str, ...]:
-    """A row's cells; `before` are the tokens of its prompt that its parent already had. `matched`: of the request's messages."""
+    """A row's cells; `before` are the tokens of its prompt that its parent already had. `matched`: of the
+    request's messages.
+    """
     parent = "–" if row["parent"] is None else str(row["parent"])
     words = tuple(str(row[name]) for name in ("kind", "reason", "role", "state"))
     matched = "–" if row.get("matched") is None else f"{row['matched']}/{row['messages']}"
     lengths = (str(row["prompt_length"]), str(row["prompt_length"] - before), str(row["sampled_length"]))
-    return (str(row["index"]), str(row["lineage"]), parent, *words, matched, *lengths, str(row["finish_reason"]), row["left_out"] or "")
+    return (
+        str(row["index"]),
+        str(row["lineage"]),
+        parent,
+        *words,
+        matched,
+        *lengths,
+        str(row["finish_reason"]),
+        row["left_out"] or "",
+    )
 
 
 def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Text:

@@ -1,7 +1,7 @@
 """The verbs that speak to a node which serves: submit, watch, export.
 
-The rule for whoever edits it: the first word to a node is said without patience, so that a wrong address is one sentence at once; only what
-follows waits for a node that restarts.
+The rule for whoever edits it: the first word to a node is said without patience, so that a wrong address is
+one sentence at once; only what follows waits for a node that restarts.
 """
 
 import sys
@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 import click
 from attrs import frozen
 
-from polarnode.cli import tables
-from polarnode.cli.files import Sources, build_images, note_lines, written_whole
-from polarnode.cli.printing import harmless, open_console
-from polarnode.client import Event, PolarnodeClient, Submitted
-from polarnode.config import NodeConfig
-from polarnode.sources import SourcedTask
+from polarnode.cli import output
+from polarnode.cli.output import harmless, open_console
+from polarnode.cli.sources import Sources, build_images, note_lines, written_whole
+from polarnode.client.blocking import PolarnodeClient
+from polarnode.client.values import Event, Submitted
+from polarnode.node.config import NodeConfig
+from polarnode.sources.values import SourcedTask
 
 Query = Mapping[str, Any]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -44,7 +45,8 @@ class Where:
 def submit(sources: Sources, node: Where, config: NodeConfig) -> None:
     """Submit the tasks of sources; the task ids on stdout, the rest on stderr, so that scripts can use them.
 
-    An image that a task's folder is to be built into is built where the node is, which is here when its address is this machine's own.
+    An image that a task's folder is to be built into is built where the node is, which is here when its
+    address is this machine's own.
     """
     tasks = sources.tasks()
     node.client().status()
@@ -55,8 +57,17 @@ def submit(sources: Sources, node: Where, config: NodeConfig) -> None:
     else:
         _tell_images(tasks)
     submitted = [_submitted(task, node) for task in tasks]
-    sessions, known = sum(len(each.session_ids) for each in submitted), sum(not each.created for each in submitted)
-    was = "" if not known else " (it was there before)" if len(submitted) == 1 else f" ({known} tasks were there before)"
+    sessions, known = (
+        sum(len(each.session_ids) for each in submitted),
+        sum(not each.created for each in submitted),
+    )
+    was = (
+        ""
+        if not known
+        else " (it was there before)"
+        if len(submitted) == 1
+        else f" ({known} tasks were there before)"
+    )
     which = f" --task {submitted[0].task_id}" if len(submitted) == 1 else ""
     count = "" if len(submitted) == 1 else f"{len(submitted)} tasks, "
     click.echo(f"{count}{sessions} sessions{was}; follow them with: polarnode watch{which}", err=True)
@@ -71,14 +82,19 @@ def _submitted(task: SourcedTask, node: Where) -> Submitted:
 def _tell_images(tasks: Sequence[SourcedTask]) -> None:
     for build in {task.build.image: task.build for task in tasks if task.build is not None}.values():
         how = "polarnode convert --build there, on the same folder"
-        click.echo(f"· the node's machine must have {build.image}, built from {harmless(str(build.folder))}: {how}", err=True)
+        click.echo(
+            f"· the node's machine must have {build.image}, built from {harmless(str(build.folder))}: {how}",
+            err=True,
+        )
 
 
 def watch(task_id: str | None, consumer: str | None, node: Where) -> None:
     """One line a trajectory as it comes; with a task, until that task is done."""
     node.client().status() if task_id is None else node.client().task(task_id)
     console = open_console()
-    for event in node.client(patience_s=600.0).trajectories(consumer=consumer, task_id=task_id, ack=consumer is not None):
+    for event in node.client(patience_s=600.0).trajectories(
+        consumer=consumer, task_id=task_id, ack=consumer is not None
+    ):
         console.print(line(event), soft_wrap=True, style="yellow" if event.kind == "gap" else "")
 
 
@@ -93,22 +109,34 @@ def line(event: Event) -> str:
             counts = ", ".join(f"{count} {status}" for status, count in event.data["counts"].items())
             return f"task {event.data['task_id']} is over: {counts}"
         case "gap":
-            return f"what lay between {event.data['after']} and {event.data['oldest']} is no longer kept: read more often, or acknowledge later"
+            return (
+                f"what lay between {event.data['after']} and {event.data['oldest']} is no longer kept: read"
+                " more often, or acknowledge later"
+            )
     return f"{event.kind}: this polarnode is older than the node and does not know such events"
 
 
 def _group_line(data: Mapping[str, Any]) -> str:
     """A node older than this polarnode says no state."""
-    rewards = " ".join(tables.reward_text(reward) for reward in data["rewards"])
+    rewards = " ".join(output.reward_text(reward) for reward in data["rewards"])
     state, reason = data.get("state"), data.get("reason")
-    why = "" if state is None else f", {harmless(state)}" if reason is None else f", {harmless(state)} ({harmless(reason)})"
+    why = (
+        ""
+        if state is None
+        else f", {harmless(state)}"
+        if reason is None
+        else f", {harmless(state)} ({harmless(reason)})"
+    )
     return f"group {data['group_id']} is over{why}: rewards {rewards}"
 
 
 def _trajectory_line(event: Event) -> str:
     value, trajectory = event.data, event.trajectory
     trainable = 0 if trajectory is None else trajectory.trainable_tokens
-    head = f"{value['session_id']} {harmless(value['harness']['name'])} {value['outcome']['status']} reward {tables.reward_text(value['reward'])}"
+    head = (
+        f"{value['session_id']} {harmless(value['harness']['name'])} {value['outcome']['status']} reward"
+        f" {output.reward_text(value['reward'])}"
+    )
     return f"{head} turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
 
 
@@ -121,5 +149,9 @@ def export(query: Query, output: Path | None, node: Where) -> None:
         for piece in pieces:
             out.write(piece)
             lines += piece.count(b"\n")
-    what = "token rows" if query.get("format") == "parquet" else f"{lines} {'conversations' if query.get('kind') == 'sft' else 'trajectories'}"
+    what = (
+        "token rows"
+        if query.get("format") == "parquet"
+        else f"{lines} {'conversations' if query.get('kind') == 'sft' else 'trajectories'}"
+    )
     click.echo(what + (f" in {output}" if output is not None else ""), err=True)

@@ -1,38 +1,63 @@
-"""`polarnode run`: tasks from sources, on a node of their own, watched to the end.
+"""A node that lives for one command: opened, given work, stopped as whoever typed it wants.
 
-The rule for whoever edits it: each run has a journal of its own under OUT/state, so that no run sees the sessions of another, and
-trajectories.jsonl is replaced in one piece when the sessions are over.
+`polarnode run`: tasks from sources, on a node of their own, watched to the end.
+
+The rule for whoever edits it: each run has a journal of its own under OUT/state, so that no run sees the
+sessions of another, and trajectories.jsonl is replaced in one piece when the sessions are over.
 """
 
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 from attrs import evolve, frozen
 from rich.console import Console
 from rich.live import Live
 
-from polarnode import wire
-from polarnode.cli import tables
-from polarnode.cli.faults import LEFT_BY_FORCE, left_by_force
-from polarnode.cli.files import Sources, build_images, checked, note_lines, written_whole
-from polarnode.cli.own_node import on_own_node
-from polarnode.cli.printing import fitted, harmless, open_console
-from polarnode.cli.signals import Stop
-from polarnode.config import NodeConfig
-from polarnode.errors import ConfigError, boundary
-from polarnode.groups import stopped_early
+from polarnode.cli import output
+from polarnode.cli.options import LEFT_BY_FORCE, left_by_force
+from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.serve import Stop, stop_on_signals
+from polarnode.cli.sources import Sources, build_images, checked, note_lines, written_whole
+from polarnode.core import codec
+from polarnode.core.errors import ConfigError, boundary
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import stopped_early
 from polarnode.merge.trajectory import broken_laws
-from polarnode.node import Node
-from polarnode.records import Trajectory
-from polarnode.tasks import TaskSpec
+from polarnode.node.config import NodeConfig
+from polarnode.node.node import Node
+from polarnode.node.opening import open_node
+
+# ── own node ────────────────────────────────────────────────────────────
+
+Made = TypeVar("Made")
+
+
+async def on_own_node(
+    config: NodeConfig, console: Console, work: Callable[[Node, Stop], Awaitable[Made]]
+) -> Made | None:
+    """What the work gives, done on a node of its own. None when it was stopped before the node was there."""
+    made: Made | None = None
+    async with trio.open_nursery() as nursery:
+        stop = Stop(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node:
+            made = await work(node, stop)
+        nursery.cancel_scope.cancel()
+    return made
+
+
+# ── run ────────────────────────────────────────────────────────────
 
 REFRESH_S = 0.5  # the live table's pace: quick enough to follow, cheap enough to leave on
 PLAIN_REFRESH_S = 15.0  # between progress lines where there is no terminal
-FRAME_ROWS = 4  # lines of a terminal the live table leaves free: its header, the count of the rest, and what was said above
+# lines of a terminal the live table leaves free: its header, the count of the rest, and what was said above
+FRAME_ROWS = 4
 
 
 Place = tuple[str, int]  # task_id and sample_index: the session that holds it may be replaced
@@ -54,7 +79,11 @@ def run(config: NodeConfig, sources: Sources, *, out: Path, expect_reward: bool)
     specs = [task.spec for task in tasks]
     console, state = open_console(), new_state(out)
     own = evolve(own, state_dir=str(state))
-    logging.basicConfig(filename=state / "node.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        filename=state / "node.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
     for line in note_lines(tasks):
         console.print(f"· {harmless(line)}", style="dim")
     build_images(tasks, own, say=lambda text: console.print(f"· {text}", style="dim"))
@@ -62,7 +91,10 @@ def run(config: NodeConfig, sources: Sources, *, out: Path, expect_reward: bool)
         ran = trio.run(_run, own, specs, console)
     except (KeyboardInterrupt, BaseExceptionGroup) as error:
         if left_by_force(error):
-            console.print(f"left at once: what was captured lies in {state}; a node with --state-dir {state} makes trajectories of it")
+            console.print(
+                f"left at once: what was captured lies in {state}; a node with --state-dir {state} makes"
+                " trajectories of it"
+            )
         raise
     if ran is None:
         console.print("stopped before any session began")
@@ -99,7 +131,12 @@ async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: Stop, console: 
     await _watch(node, frozenset(places), console)
     await node.journal.flushed()
     tasks = [await node.journal.task(task_id) for task_id in dict.fromkeys(task_id for task_id, _ in places)]
-    found = [await node.journal.trajectory(each.session_id) for task in tasks if task is not None for each in task.sessions]
+    found = [
+        await node.journal.trajectory(each.session_id)
+        for task in tasks
+        if task is not None
+        for each in task.sessions
+    ]
     return Ran(sessions=len(places), trajectories=tuple(each for each in found if each is not None))
 
 
@@ -107,13 +144,17 @@ async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: Stop, console: 
 
 
 async def _watch(node: Node, places: frozenset[Place], console: Console) -> None:
-    """Show the sessions until all are over: a live table on a terminal, a line for each and now and then elsewhere."""
+    """Show the sessions until all are over: a live table on a terminal, a line for each and now and then
+    elsewhere.
+    """
     if not console.is_terminal:
         await _watch_plainly(node, places, console)
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not places <= _over(node):
-            live.update(tables.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS)))
+            live.update(
+                output.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS))
+            )
             await trio.sleep(REFRESH_S)
 
 
@@ -121,15 +162,28 @@ async def _watch_plainly(node: Node, places: frozenset[Place], console: Console)
     said: set[str] = set()
     last = trio.current_time()
     while True:
-        new = [status for status in node.scheduler.sessions() if status.outcome is not None and status.session_id not in said]
+        new = [
+            status
+            for status in node.scheduler.sessions()
+            if status.outcome is not None and status.session_id not in said
+        ]
         for status in new:
             reward = "" if status.reward is None else f", reward {status.reward:g}"
-            console.print(f"· {status.session_id} {status.harness}: {status.outcome}{reward}, {status.turns} turns, {status.sampled_tokens} tokens")
+            console.print(
+                f"· {status.session_id} {status.harness}: {status.outcome}{reward}, {status.turns} turns,"
+                f" {status.sampled_tokens} tokens"
+            )
             said.add(status.session_id)
         if places <= _over(node):
             return
         if not new and trio.current_time() - last > PLAIN_REFRESH_S:
-            console.print(progress(len(said), len(places), [status.phase for status in node.scheduler.sessions() if status.outcome is None]))
+            console.print(
+                progress(
+                    len(said),
+                    len(places),
+                    [status.phase for status in node.scheduler.sessions() if status.outcome is None],
+                )
+            )
         if new or trio.current_time() - last > PLAIN_REFRESH_S:
             last = trio.current_time()
         await trio.sleep(REFRESH_S)
@@ -142,7 +196,11 @@ def progress(over: int, sessions: int, phases: Sequence[str]) -> str:
 
 
 def _over(node: Node) -> frozenset[Place]:
-    return frozenset((status.task_id, status.sample_index) for status in node.scheduler.sessions() if status.outcome is not None)
+    return frozenset(
+        (status.task_id, status.sample_index)
+        for status in node.scheduler.sessions()
+        if status.outcome is not None
+    )
 
 
 # ── when they are over ────────────────────────────────────────────────────────
@@ -153,16 +211,18 @@ def write(out: Path, trajectories: Sequence[Trajectory]) -> Path:
     path = out / "trajectories.jsonl"
     with written_whole(path) as file:
         for trajectory in trajectories:
-            file.write(wire.dump_json(wire.trajectory_json(trajectory, turns="full")) + b"\n")
+            file.write(codec.dump_json(codec.trajectory_json(trajectory, turns="full")) + b"\n")
     return path
 
 
-def report(trajectories: Sequence[Trajectory], path: Path, *, expect_reward: bool, sessions: int, console: Console) -> int:
+def report(
+    trajectories: Sequence[Trajectory], path: Path, *, expect_reward: bool, sessions: int, console: Console
+) -> int:
     """Print the table and what is wrong, if anything; returns the exit code."""
-    console.print(fitted(console, lambda narrow: tables.result_table(trajectories, narrow=narrow)))
-    for line in tables.endings(trajectories):
+    console.print(fitted(console, lambda narrow: output.result_table(trajectories, narrow=narrow)))
+    for line in output.endings(trajectories):
         console.print(line)
-    console.print(f"\n{tables.summary(trajectories)}\n{path}")
+    console.print(f"\n{output.summary(trajectories)}\n{path}")
     wrong = faults(trajectories, expect_reward=expect_reward, sessions=sessions)
     for sentence in wrong:
         console.print(harmless(sentence), style="red")
@@ -171,10 +231,16 @@ def report(trajectories: Sequence[Trajectory], path: Path, *, expect_reward: boo
 
 def faults(trajectories: Sequence[Trajectory], *, expect_reward: bool, sessions: int) -> list[str]:
     """Why the exit code is 1: one sentence each, none when all is well."""
-    found = [f"{each.session_id}: error of {each.outcome.boundary}: {each.outcome.reason}" for each in trajectories if each.outcome.status == "error"]
+    found = [
+        f"{each.session_id}: error of {each.outcome.boundary}: {each.outcome.reason}"
+        for each in trajectories
+        if each.outcome.status == "error"
+    ]
     if any(broken_laws(each) for each in trajectories):
         found.append("a law of tokens was broken: this is a bug of polarnode")
-    if cancelled := sum(each.outcome.status == "cancelled" and not stopped_early(each.outcome) for each in trajectories):
+    if cancelled := sum(
+        each.outcome.status == "cancelled" and not stopped_early(each.outcome) for each in trajectories
+    ):
         found.append(f"{cancelled} sessions were stopped before their end")
     if len(trajectories) < sessions:
         found.append(f"{sessions - len(trajectories)} of {sessions} sessions have no trajectory")

@@ -1,31 +1,165 @@
-"""What both clients can do, as scripts: which requests, how often, and how their answers are put together.
+"""A capture from its caller's side: the endpoint for an agent, and how it went.
 
-The rule for whoever edits it: what is sent more than once must be taken once. Looking is asked once: whether a node is there is a question of now.
+The rule for whoever edits it: a capture is opened under a place of the caller's own naming, so that opening
+may be asked for again; and it is ended whatever the agent did, because an open capture holds a place on the
+node.
+
+What both clients can do, as scripts: which requests, how often, and how their answers are put together.
+
+The rule for whoever edits it: what is sent more than once must be taken once. Looking is asked once: whether
+a node is there is a question of now.
 """
 
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from secrets import token_hex
+from typing import Any, Literal
 
-from attrs import frozen
+from attrs import define, evolve, field, frozen
 
-from polarnode.client import capturing, requests, weights
-from polarnode.client.acks import ACK_EVERY_S, Acks
-from polarnode.client.capturing import LEAVING_S, Captured, CaptureSession, Opened
-from polarnode.client.collecting import Collector
-from polarnode.client.commands import Request, Script, T
-from polarnode.client.errors import ClientError, Unreachable
-from polarnode.client.following import Follower, Following
-from polarnode.client.patience import Patience, patiently
-from polarnode.client.streams import Groups, events, objects, pieces
-from polarnode.client.values import Submitted
+from polarnode.client import requests, weights
+from polarnode.client.requests import Request, Script, T, answered, part
+from polarnode.client.scripts import Follower, Following, Patience, patiently
+from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
+from polarnode.client.values import ClientError, Submitted, Unreachable
 from polarnode.client.weights import Mode, WeightsReport
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.records import Trajectory
-from polarnode.tasks import CaptureSpec, TaskSpec
-from polarnode.wire import Arrays, Turns
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.json import plain
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
+from polarnode.core.trajectory import Outcome, Trajectory
+
+# ── capturing ────────────────────────────────────────────────────────────
+
+MOST_REASON = 1000  # characters: a sentence for a table, not a traceback
+LEAVING_S = 30.0  # for a node to be told of a fault: the fault itself goes on behind it
+# an end is answered when it is on disk, which the node itself waits for up to 30 s, after calls under way are
+# ended
+END_SILENCE_S = 120.0
+
+
+@frozen(kw_only=True)
+class BaseUrls:
+    """Where each provider's own client is pointed at. `any` serves all of them."""
+
+    anthropic: str
+    openai: str
+    google: str
+    any: str = ""
+
+
+@frozen(kw_only=True)
+class Opened:
+    """A capture that is open."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    key: str = field(repr=False)
+    base_urls: BaseUrls = field(repr=False)  # `any` has the key in its path
+    env: Mapping[str, str] = field(factory=dict, repr=False)
+    expires_s: float = 0.0
+    sample_index: int = 0
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class Captured:
+    """What became of a capture; its tokens are in its trajectory."""
+
+    session_id: str
+    outcome: Outcome
+    reward: float | None
+    turns: int
+    traces: int
+    sampled_tokens: int = 0
+    trainable_tokens: int = 0
+
+
+@define(eq=False, kw_only=True)
+class CaptureSession:
+    """An open capture, for the code that runs the agent: where its model is, and what it was worth.
+
+    Set `reward` and the rest before the block ends; `result` is there behind it.
+    """
+
+    opened: Opened
+    reward: float | None = None
+    status: Literal["completed", "failed", "cancelled"] = "completed"
+    exit_code: int | None = None
+    reason: str | None = None
+    metrics: dict[str, Json] = field(factory=dict)
+    turn_rewards: dict[int, float] = field(factory=dict)
+    lineage_rewards: dict[int, float] = field(factory=dict)
+    result: Captured | None = field(default=None, init=False)
+
+    @property
+    def session_id(self) -> str:
+        return self.opened.session_id
+
+    @property
+    def key(self) -> str:
+        """What an agent's client sends as its API key."""
+        return self.opened.key
+
+    @property
+    def openai_base_url(self) -> str:
+        return self.opened.base_urls.openai
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self.opened.base_urls.anthropic
+
+    @property
+    def google_base_url(self) -> str:
+        return self.opened.base_urls.google
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """For a harness that is a program: laid over its environment it finds its model by itself."""
+        return self.opened.env
+
+    def failed(self, error: BaseException) -> None:
+        """The agent's code was left by `error`: a fault of its own, or an interruption of whoever ran it."""
+        self.status = "failed" if isinstance(error, Exception) else "cancelled"
+        self.reason = self.reason or f"{type(error).__name__}: {error}"[:MOST_REASON]
+
+    def end(self) -> CaptureEnd:
+        return CaptureEnd(
+            status=self.status,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            reward=self.reward,
+            metrics=self.metrics,
+            turn_rewards={str(turn): reward for turn, reward in self.turn_rewards.items()},
+            lineage_rewards={str(lineage): reward for lineage, reward in self.lineage_rewards.items()},
+        )
+
+
+def named(spec: CaptureSpec | None, **said: Any) -> CaptureSpec:
+    """The capture that is asked for: `spec` with what else is said, under a task of its own where none is
+    named.
+    """
+    whole = evolve(
+        spec or CaptureSpec(), **{name: value for name, value in said.items() if value is not None}
+    )
+    return whole if whole.task_id is not None else evolve(whole, task_id=f"capture-{token_hex(8)}")
+
+
+def begin(spec: CaptureSpec) -> Request[Opened]:
+    return answered(Opened, "POST", "/v1/capture", plain(spec))
+
+
+def end(session_id: str, said: CaptureEnd) -> Request[Captured]:
+    return answered(
+        Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(said), silence_s=END_SILENCE_S
+    )
+
+
+# ── api ────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +187,7 @@ class Reading:
     def following(self, kinds: Sequence[str], **filters: object) -> Following:
         if self.ack and self.consumer is None:
             raise Refused("ack needs a consumer: name whose position moves", path="$.consumer")
-        query = requests.query(
+        query = requests.query_string(
             consumer=self.consumer,
             follow=self.goes_on,
             arrays=self.arrays,
@@ -86,31 +220,47 @@ class Api:
     def trajectory(self, session_id: str, turns: Turns, arrays: Arrays) -> Script[Trajectory]:
         return self.patiently(requests.trajectory(session_id, turns=turns, arrays=arrays))
 
-    def update_weights(self, version: str, path: str | None, source: Mapping[str, Json] | None, mode: Mode) -> Script[WeightsReport]:
+    def update_weights(
+        self, version: str, path: str | None, source: Mapping[str, Json] | None, mode: Mode
+    ) -> Script[WeightsReport]:
         if (path is None) == (source is None):
-            raise Refused("weights come from one place: say path=, a checkpoint's folder on the node's machine, or source=", path="$.source")
-        return self.patiently(weights.update(version, {"kind": "disk", "path": path} if source is None else source, mode))
+            raise Refused(
+                "weights come from one place: say path=, a checkpoint's folder on the node's machine, or"
+                " source=",
+                path="$.source",
+            )
+        return self.patiently(
+            weights.update(version, {"kind": "disk", "path": path} if source is None else source, mode)
+        )
 
-    def push_weights(self, version: str, buckets: Iterable[Mapping[str, Json]], kind: str, group: str | None, mode: Mode) -> Script[WeightsReport]:
+    def push_weights(
+        self, version: str, buckets: Iterable[Mapping[str, Json]], kind: str, group: str | None, mode: Mode
+    ) -> Script[WeightsReport]:
         source: dict[str, Json] = {"kind": kind} if group is None else {"kind": kind, "group": group}
         return weights.push(version, source, buckets, mode, self._patience())
 
     # ── captures ──────────────────────────────────────────────────────────────
 
     def begin_capture(self, spec: CaptureSpec) -> Script[Opened]:
-        return self.patiently(capturing.begin(spec))
+        return self.patiently(begin(spec))
 
     def end_capture(self, session: CaptureSession) -> Script[Captured]:
-        return self.patiently(capturing.end(session.session_id, session.end()))
+        return self.patiently(end(session.session_id, session.end()))
 
     def leave_capture(self, session: CaptureSession, error: BaseException) -> Script[None]:
-        """End it for what its agent's code was left by; a node that can not be told is not waited for as long as otherwise."""
+        """End it for what its agent's code was left by; a node that can not be told is not waited for as long
+        as otherwise.
+        """
         session.failed(error)
         try:
-            asked = capturing.end(session.session_id, session.end())
+            asked = end(session.session_id, session.end())
             session.result = yield from patiently(asked, Patience(min(self.patience_s, LEAVING_S), self.now))
         except (ClientError, Unreachable) as unsaid:
-            logger.warning("the node was not told that capture %s is over (%s): it ends when its time is", session.session_id, unsaid)
+            logger.warning(
+                "the node was not told that capture %s is over (%s): it ends when its time is",
+                session.session_id,
+                unsaid,
+            )
 
     # ── what is iterated ──────────────────────────────────────────────────────
 
@@ -122,7 +272,13 @@ class Api:
         follower = Follower(reading.following(("trajectory", "group")), self._patience())
         collector = Collector(skip=skip, kept_bytes=kept_bytes)
         groups = Groups(
-            follower, self._acks(reading), collector, patience_s=self.patience_s, now=self.now, turns=reading.turns, arrays=reading.arrays
+            follower,
+            self._acks(reading),
+            collector,
+            patience_s=self.patience_s,
+            now=self.now,
+            turns=reading.turns,
+            arrays=reading.arrays,
         )
         return groups.script()
 

@@ -1,40 +1,181 @@
-"""The synchronous client, of the standard library: a trainer has its own event loop, or none.
+"""Scripts obeyed over http.client, one connection a request: threads may share a client, and nothing is left
+open behind a request.
 
-The rule for whoever edits it: nothing is decided here; each method hands a script to what obeys it, as `awaiting.py` does with the same script
-under the same name.
+The rule for whoever edits it: whatever a connection raises leaves this module as ClientError or Unreachable.
+
+The synchronous client, of the standard library: a trainer has its own event loop, or none.
+
+The rule for whoever edits it: nothing is decided here; each method hands a script to what obeys it, as
+`awaiting.py` does with the same script under the same name.
 """
 
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from polarnode.client import requests, weights
-from polarnode.client.acks import ACK_EVERY_S
-from polarnode.client.api import Api, Reading
-from polarnode.client.blocking_http import BlockingHttp
-from polarnode.client.capturing import CaptureSession, named
-from polarnode.client.collecting import KEPT_BYTES
-from polarnode.client.commands import Script, T, ask
-from polarnode.client.values import Consumer, Event, Submitted, TaskStatus
+from polarnode.client.api import Api, CaptureSession, Reading, named
+from polarnode.client.requests import (
+    Ask,
+    Close,
+    Command,
+    Give,
+    Open,
+    Read,
+    Request,
+    Running,
+    Script,
+    Sleep,
+    T,
+    ask,
+)
+from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
+from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
 from polarnode.client.weights import Backend, MemoryTag, Mode, PauseMode, WeightsReport, WeightsStatus
-from polarnode.conversation import Json
-from polarnode.groups import Group
-from polarnode.records import Trajectory
-from polarnode.tasks import CaptureSpec, TaskSpec
-from polarnode.wire import Arrays, Turns
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.conversation import Json
+from polarnode.core.errors import PolarnodeError
+from polarnode.core.task import CaptureSpec, TaskSpec
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+
+# ── blocking http ────────────────────────────────────────────────────────────
+
+READ_BYTES = 1 << 16
+
+
+@frozen(kw_only=True)
+class BlockingHttp:
+    """Where the node is, and the key to it."""
+
+    base_url: str
+    token: str | None = field(repr=False)
+
+    def run(self, script: Script[T]) -> T:
+        """What the script returns."""
+        running = Running(script)
+        with closing(_Wire(self)) as wire:
+            while (command := running.next()) is not None:
+                wire.step(running, command)
+        return running.value
+
+    def iterate(self, script: Script[None]) -> Iterator[Any]:
+        """What the script gives."""
+        running = Running(script)
+        with closing(_Wire(self)) as wire:
+            while (command := running.next()) is not None:
+                if isinstance(command, Give):
+                    yield command.value
+                    running.answered(None)
+                else:
+                    wire.step(running, command)
+
+    def unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"{self.base_url} does not answer ({type(error).__name__}: {error}): is the node running?"
+        )
+
+
+@define(eq=False)
+class _Wire:
+    """The connections of one script: a short one for each Ask, one that stays for what is Open."""
+
+    http: BlockingHttp
+    _connection: HTTPConnection | None = field(default=None, init=False)
+    _response: HTTPResponse | None = field(default=None, init=False)
+
+    def step(self, running: Running[Any], command: Command) -> None:
+        try:
+            answer = self._obey(command)
+        except PolarnodeError as error:
+            running.failed(error)
+        else:
+            running.answered(answer)
+
+    def _obey(self, command: Command) -> object:
+        match command:
+            case Ask(request):
+                return self._ask(request)
+            case Open(request):
+                return self._open(request)
+            case Read():
+                return self._read()
+            case Close() | Give():
+                self.close()
+            case Sleep(seconds):
+                time.sleep(seconds)
+        return None
+
+    def _ask(self, request: Request[Any]) -> bytes:
+        with closing(self._connect(request)) as connection:
+            try:
+                return self._send(connection, request).read()
+            except (OSError, HTTPException) as error:
+                raise self.http.unreachable(error) from error
+
+    def _open(self, request: Request[Any]) -> str:
+        self.close()
+        self._connection = self._connect(request)
+        try:
+            self._response = self._send(self._connection, request)
+        except (OSError, HTTPException) as error:
+            raise self.http.unreachable(error) from error
+        return str(self._response.headers.get("Content-Type", ""))
+
+    def _read(self) -> bytes:
+        if self._response is None:
+            return b""
+        try:
+            data = self._response.read1(READ_BYTES)
+            # http.client says nothing of a body shorter than it was promised
+            if not data and self._response.length:
+                raise IncompleteRead(b"", self._response.length)
+        except (OSError, HTTPException) as error:
+            raise self.http.unreachable(error) from error
+        return data
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._response = None
+
+    def _connect(self, request: Request[Any]) -> HTTPConnection:
+        url = urlsplit(self.http.base_url)
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        return kind(url.hostname or "127.0.0.1", url.port, timeout=request.silence_s)
+
+    def _send(self, connection: HTTPConnection, request: Request[Any]) -> HTTPResponse:
+        """The head of an answer of 2xx; ClientError for another."""
+        mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
+        path = urlsplit(self.http.base_url).path.rstrip("/") + request.path
+        connection.request(request.method, path, request.body, {**mine, **request.headers})
+        response = connection.getresponse()
+        if response.status >= 300:
+            said = {name.lower(): value for name, value in response.headers.items()}
+            raise read_error(response.status, response.reason, said, response.read())
+        return response
+
+
+# ── blocking ────────────────────────────────────────────────────────────
 
 if TYPE_CHECKING:
-    from polarnode.sources import Kind
+    from polarnode.sources.values import Kind
 
 
 @define(eq=False)
 class PolarnodeClient:
-    """One node's control plane. `patience_s` is how long a node that is away or full is waited for, before ClientError or Unreachable is raised.
+    """One node's control plane. `patience_s` is how long a node that is away or full is waited for, before
+    ClientError or Unreachable is raised.
 
-    Waited for are streams, submissions, acknowledgements, trajectories by their id, weights, and captures: docs/client.md. Threads may share it.
+    Waited for are streams, submissions, acknowledgements, trajectories by their id, weights, and captures:
+    docs/client.md. Threads may share it.
     """
 
     base_url: str = "http://127.0.0.1:8080"
@@ -45,14 +186,20 @@ class PolarnodeClient:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     def submit(self, spec: TaskSpec | dict[str, Json], *, idempotency_key: str | None = None) -> Submitted:
-        """Submit a task. Tried again, under one key, when the connection fails or the node has no room: it is taken once."""
+        """Submit a task. Tried again, under one key, when the connection fails or the node has no room: it is
+        taken once.
+        """
         return self._run(self._api.submit(spec, idempotency_key))
 
-    def submit_source(self, path: str | Path, *, kind: "Kind | None" = None, **overrides: Any) -> list[Submitted]:
-        """Submit every task of a source, read whole before the first goes: a task file, JSONL, a Harbor directory, a dataset, Polar's files.
+    def submit_source(
+        self, path: str | Path, *, kind: "Kind | None" = None, **overrides: Any
+    ) -> list[Submitted]:
+        """Submit every task of a source, read whole before the first goes: a task file, JSONL, a Harbor
+        directory, a dataset, Polar's files.
 
-        `overrides` are the fields of `polarnode.sources.Overrides`, such as harness="pi", samples=8, over={"budgets": {"run_s": 900}}. An image
-        that a task's folder would be built into must be on the node's machine: `polarnode convert --build` there.
+        `overrides` are the fields of `polarnode.sources.values.Overrides`, such as harness="pi", samples=8,
+        over={"budgets": {"run_s": 900}}. An image that a task's folder would be built into must be on the
+        node's machine: `polarnode convert --build` there.
         """
         return [self.submit(spec) for spec in specs_of(path, kind, overrides)]
 
@@ -92,12 +239,24 @@ class PolarnodeClient:
     ) -> Iterator[Event]:
         """Events in order, for ever; or, with a `task_id` or follow=False, until there are no more.
 
-        Begins after `after`, else where `consumer` last acknowledged, else at the oldest. With `ack` each event is acknowledged for the consumer
-        when the next is asked for (at most once a second), and the last at the end. `kinds`, where said, are all; only so comes `attempt`. With a
-        trainer's `format` (docs/trainers.md) the data of a trajectory is that, under `value`.
+        Begins after `after`, else where `consumer` last acknowledged, else at the oldest. With `ack` each
+        event is acknowledged for the consumer when the next is asked for (at most once a second), and the
+        last at the end. `kinds`, where said, are all; only so comes `attempt`. With a trainer's `format`
+        (docs/trainers.md) the data of a trajectory is that, under `value`.
         """
-        reading = Reading(consumer=consumer, after=after, task_id=task_id, group_id=group_id, follow=follow, ack=ack, arrays=arrays, turns=turns)
-        return self._http.iterate(self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format))
+        reading = Reading(
+            consumer=consumer,
+            after=after,
+            task_id=task_id,
+            group_id=group_id,
+            follow=follow,
+            ack=ack,
+            arrays=arrays,
+            turns=turns,
+        )
+        return self._http.iterate(
+            self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format)
+        )
 
     def groups(
         self,
@@ -113,13 +272,24 @@ class PolarnodeClient:
         skip: Container[str] = (),
         kept_bytes: int = KEPT_BYTES,
     ) -> Iterator[Group]:
-        """Groups as they end, each with its trajectories; for ever, or as `trajectories` until there are no more.
+        """Groups as they end, each with its trajectories; for ever, or as `trajectories` until there are no
+        more.
 
-        With `ack` a group is acknowledged when the next is asked for, and only up to what no unfinished group still needs: after a crash every
-        group that was not worked on to its end comes again, whole, and others may: `skip` holds the task ids of those that need not. Up to
-        `kept_bytes` of trajectories are kept until their group is over; the others are fetched again.
+        With `ack` a group is acknowledged when the next is asked for, and only up to what no unfinished group
+        still needs: after a crash every group that was not worked on to its end comes again, whole, and
+        others may: `skip` holds the task ids of those that need not. Up to `kept_bytes` of trajectories are
+        kept until their group is over; the others are fetched again.
         """
-        reading = Reading(consumer=consumer, after=after, task_id=task_id, group_id=group_id, follow=follow, ack=ack, arrays=arrays, turns=turns)
+        reading = Reading(
+            consumer=consumer,
+            after=after,
+            task_id=task_id,
+            group_id=group_id,
+            follow=follow,
+            ack=ack,
+            arrays=arrays,
+            turns=turns,
+        )
         return self._http.iterate(self._api.groups(reading, skip, kept_bytes))
 
     def acknowledge(self, consumer: str, seq: int) -> int:
@@ -131,15 +301,21 @@ class PolarnodeClient:
         return self._run(self._api.trajectory(session_id, turns, arrays))
 
     def formatted(self, session_id: str, format: str, *, arrays: Arrays = "base64") -> dict[str, Any]:
-        """One session in a trainer's format, under `value`: docs/trainers.md. ClientError 400 where that can not carry it."""
+        """One session in a trainer's format, under `value`: docs/trainers.md. ClientError 400 where that can
+        not carry it.
+        """
         return self._run(ask(requests.formatted(session_id, format=format, arrays=arrays)))
 
     def session(self, session_id: str) -> dict[str, Any]:
-        """All that is known of a session, over or not: its record, its turns in full, its trajectory or None."""
+        """All that is known of a session, over or not: its record, its turns in full, its trajectory
+        or None.
+        """
         return self._run(ask(requests.session(session_id)))
 
     def artifacts(self, session_id: str, to: str | Path) -> int:
-        """Write the tar of what a session's task wanted kept to a file; its bytes. ClientError 404 where there is none."""
+        """Write the tar of what a session's task wanted kept to a file; its bytes. ClientError 404 where
+        there is none.
+        """
         pieces = self._http.iterate(self._api.artifacts(session_id))
         next(pieces)  # it is there: only now is there a file
         with Path(to).open("wb") as file:
@@ -157,7 +333,14 @@ class PolarnodeClient:
         turns: Turns = "table",
     ) -> Iterator[dict[str, Any]]:
         """Every trajectory that is over, oldest first, as JSON."""
-        query = {"task_id": task_id, "group_id": group_id, "outcome": outcome, "min_reward": min_reward, "arrays": arrays, "turns": turns}
+        query = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "outcome": outcome,
+            "min_reward": min_reward,
+            "arrays": arrays,
+            "turns": turns,
+        }
         return self._http.iterate(self._api.export(**query))
 
     def export_bytes(
@@ -176,7 +359,14 @@ class PolarnodeClient:
 
         `format` is a trainer's, or parquet; kind="sft" gives conversations (docs/offline-data.md).
         """
-        query = {"task_id": task_id, "group_id": group_id, "outcome": outcome, "min_reward": min_reward, "arrays": arrays, "turns": turns}
+        query = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "outcome": outcome,
+            "min_reward": min_reward,
+            "arrays": arrays,
+            "turns": turns,
+        }
         return self._http.iterate(self._api.export_bytes(**query, format=format, kind=kind))
 
     # ── consumers ─────────────────────────────────────────────────────────────
@@ -192,9 +382,16 @@ class PolarnodeClient:
     # ── weights ───────────────────────────────────────────────────────────────
 
     def update_weights(
-        self, version: str, *, path: str | Path | None = None, source: Mapping[str, Json] | None = None, mode: Mode = "in_place"
+        self,
+        version: str,
+        *,
+        path: str | Path | None = None,
+        source: Mapping[str, Json] | None = None,
+        mode: Mode = "in_place",
     ) -> WeightsReport:
-        """Serve new weights as `version` on every engine: of a checkpoint's folder on the node's machine, or of another `source` (docs/weights.md)."""
+        """Serve new weights as `version` on every engine: of a checkpoint's folder on the node's machine, or
+        of another `source` (docs/weights.md).
+        """
         return self._run(self._api.update_weights(version, None if path is None else str(path), source, mode))
 
     def push_weights(
@@ -206,11 +403,20 @@ class PolarnodeClient:
         group: str | None = None,
         mode: Mode = "in_place",
     ) -> WeightsReport:
-        """Serve new weights as `version`, sent in buckets of `polarnode.client.tensors`; with kind="distributed" over a `group` that was joined."""
+        """Serve new weights as `version`, sent in buckets of `polarnode.client.tensors`; with
+        kind="distributed" over a `group` that was joined.
+        """
         return self._run(self._api.push_weights(version, buckets, kind, group, mode))
 
     def join_weights_group(
-        self, *, address: str, port: int, world_size: int, rank_offset: int = 1, backend: Backend = "nccl", name: str = "weights"
+        self,
+        *,
+        address: str,
+        port: int,
+        world_size: int,
+        rank_offset: int = 1,
+        backend: Backend = "nccl",
+        name: str = "weights",
     ) -> None:
         """Let the node's engines join a process group of the trainer's; answers when all of it have."""
         self._run(ask(weights.join(name, address, port, world_size, rank_offset, backend)))
@@ -252,11 +458,19 @@ class PolarnodeClient:
         num_samples: int | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Iterator[CaptureSession]:
-        """A session around an agent of your own, in this process or any other of the node's machine; what it samples becomes a trajectory.
+        """A session around an agent of your own, in this process or any other of the node's machine; what it
+        samples becomes a trajectory.
 
         Set `reward` before the block ends. An exception ends the session as failed, and goes on.
         """
-        asked = named(spec, task_id=task_id, group_id=group_id, sample_index=sample_index, num_samples=num_samples, metadata=metadata)
+        asked = named(
+            spec,
+            task_id=task_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            num_samples=num_samples,
+            metadata=metadata,
+        )
         session = CaptureSession(opened=self._run(self._api.begin_capture(asked)))
         try:
             yield session
@@ -290,7 +504,10 @@ class PolarnodeClient:
 
 
 def specs_of(path: str | Path, kind: "Kind | None", overrides: Mapping[str, Any]) -> list[TaskSpec]:
-    """The tasks of a source, all of them. Its room is imported by who needs it: it is half of what importing the client would take."""
-    from polarnode.sources import Overrides, read_source
+    """The tasks of a source, all of them. Its room is imported by who needs it: it is half of what importing
+    the client would take.
+    """
+    from polarnode.sources.source import read_source
+    from polarnode.sources.values import Overrides
 
     return [task.spec for task in read_source(path, kind=kind, overrides=Overrides(**overrides)).tasks()]

@@ -1,30 +1,147 @@
-"""The control plane's routes as requests: each a value with how its answer is read.
+"""What a script of the client asks of the world, and how a script is written.
 
-The rule for whoever edits it: one function a route and use; it says nothing of who sends the request, nor of how often.
+A script is a generator: it yields one of these commands, is sent the answer or thrown the error, and returns
+its value. It does no I/O itself, so that the synchronous and the asynchronous client obey the very same
+scripts (`blocking_http.py`, `awaiting_http.py`). The rules for whoever edits it: a script has at most one
+stream open, and every wait is a `Sleep` that it yields.
+
+The control plane's routes as requests: each a value with how its answer is read.
+
+The rule for whoever edits it: one function a route and use; it says nothing of who sends the request, nor of
+how often.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from attrs import evolve
+from attrs import define, evolve, field, frozen
 
-from polarnode.client.commands import SILENCE_S, Request, T
-from polarnode.client.errors import read_answer, read_object
-from polarnode.client.values import Consumer, Consumers, Submitted, TaskStatus
-from polarnode.conversation import Json
-from polarnode.records import Trajectory
-from polarnode.tasks import TaskSpec
-from polarnode.wire import Arrays, Turns, dump_json, read_trajectory, task_json
+from polarnode.client.values import Consumer, Consumers, Submitted, TaskStatus, read_answer, read_object
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.tasks import task_json
+from polarnode.core.codec.trajectories import Turns, read_trajectory
+from polarnode.core.conversation import Json
+from polarnode.core.errors import PolarnodeError
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Trajectory
+
+# ── commands ────────────────────────────────────────────────────────────
+
+T = TypeVar("T")
+
+SILENCE_S = 30.0  # the node speaks at least every 10 s on a stream; three misses are a dead connection
+
+
+@frozen(kw_only=True)
+class Request(Generic[T]):
+    """One request, and how its answer is read. `path` holds its query, `headers` none of the client's own."""
+
+    method: str
+    path: str
+    read: Callable[[bytes], T]
+    body: bytes | None = None
+    headers: Mapping[str, str] = field(factory=dict)
+    silence_s: float = SILENCE_S  # without a byte for so long, the connection is dead
+
+
+@frozen
+class Ask:
+    """Send the request; answer its whole body. Raises ClientError for what is no success, Unreachable for no
+    answer.
+    """
+
+    request: Request[Any]
+
+
+@frozen
+class Open:
+    """Send the request and leave its body to be read; answer its content type. Raises as Ask."""
+
+    request: Request[Any]
+
+
+@frozen
+class Read:
+    """Some bytes of the body that is open, b"" at its end. Raises Unreachable when it breaks off, or is
+    silent for too long.
+    """
+
+
+@frozen
+class Close:
+    """Close the body that is open, if one is."""
+
+
+@frozen
+class Sleep:
+    seconds: float
+
+
+@frozen
+class Give:
+    """Hand a value to whoever iterates; answered when the next is asked for."""
+
+    value: Any
+
+
+Command = Ask | Open | Read | Close | Sleep | Give
+Script = Generator[Command, Any, T]
+
+
+def ask(request: Request[T]) -> Script[T]:
+    """One request, once."""
+    body = yield Ask(request)
+    return request.read(body)
+
+
+@define(eq=False)
+class Running(Generic[T]):
+    """A script under way: what it wants next, and how that went."""
+
+    script: Script[T]
+    _step: Callable[[], Command] = field(init=False)
+    _value: T | None = field(default=None, init=False)
+
+    @_step.default
+    def _begin(self) -> Callable[[], Command]:
+        return partial(next, self.script)
+
+    def next(self) -> Command | None:
+        """What to do now; None when the script is over."""
+        try:
+            return self._step()
+        except StopIteration as stop:
+            self._value = stop.value
+            return None
+
+    def answered(self, answer: object) -> None:
+        self._step = partial(self.script.send, answer)
+
+    def failed(self, error: PolarnodeError) -> None:
+        self._step = partial(self.script.throw, error)
+
+    @property
+    def value(self) -> T:
+        """What the script returned, once it is over."""
+        return cast(T, self._value)
+
+
+# ── requests ────────────────────────────────────────────────────────────
 
 Method = Literal["GET", "POST", "DELETE"]
 JSON_BODY = {"Content-Type": "application/json"}
 
 
-def query(**given: object) -> str:
+def query_string(**given: object) -> str:
     """The query of a URL, of what is said."""
-    said = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items() if value is not None}
+    said = {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in given.items()
+        if value is not None
+    }
     return f"?{urlencode(said)}" if said else ""
 
 
@@ -34,19 +151,40 @@ def part(name: str) -> str:
 
 
 def request(
-    read: Callable[[bytes], T], method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S
+    read: Callable[[bytes], T],
+    method: Method,
+    path: str,
+    body: Mapping[str, Json] | None = None,
+    *,
+    silence_s: float = SILENCE_S,
 ) -> Request[T]:
     """A request, with a body of JSON if it has one."""
     sent = None if body is None else dump_json(dict(body))
-    return Request(method=method, path=path, read=read, body=sent, headers={} if body is None else JSON_BODY, silence_s=silence_s)
+    return Request(
+        method=method,
+        path=path,
+        read=read,
+        body=sent,
+        headers={} if body is None else JSON_BODY,
+        silence_s=silence_s,
+    )
 
 
-def asked(method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S) -> Request[dict[str, Any]]:
+def asked(
+    method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S
+) -> Request[dict[str, Any]]:
     """A request whose answer is an object, taken as it is."""
     return request(read_object, method, path, body, silence_s=silence_s)
 
 
-def answered(shape: type[T], method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S) -> Request[T]:
+def answered(
+    shape: type[T],
+    method: Method,
+    path: str,
+    body: Mapping[str, Json] | None = None,
+    *,
+    silence_s: float = SILENCE_S,
+) -> Request[T]:
     """A request whose answer is a `shape`."""
     return request(partial(read_answer, shape=shape), method, path, body, silence_s=silence_s)
 
@@ -68,7 +206,11 @@ def task_status(task_id: str) -> Request[TaskStatus]:
 
 
 def tasks(*, limit: int, before: str | None) -> Request[list[dict[str, Any]]]:
-    return request(lambda body: list(read_object(body)["tasks"]), "GET", "/v1/tasks" + query(limit=limit, before=before))
+    return request(
+        lambda body: list(read_object(body)["tasks"]),
+        "GET",
+        "/v1/tasks" + query_string(limit=limit, before=before),
+    )
 
 
 def cancel(task_id: str) -> Request[bool]:
@@ -79,16 +221,21 @@ def cancel(task_id: str) -> Request[bool]:
 
 
 def acknowledge(consumer: str, seq: int) -> Request[int]:
-    return request(lambda body: int(read_object(body)["position"]), "POST", "/v1/trajectories/ack", {"consumer": consumer, "seq": seq})
+    return request(
+        lambda body: int(read_object(body)["position"]),
+        "POST",
+        "/v1/trajectories/ack",
+        {"consumer": consumer, "seq": seq},
+    )
 
 
 def trajectory(session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64") -> Request[Trajectory]:
-    path = f"/v1/trajectories/{part(session_id)}" + query(turns=turns, arrays=arrays)
+    path = f"/v1/trajectories/{part(session_id)}" + query_string(turns=turns, arrays=arrays)
     return request(lambda body: read_trajectory(read_object(body)), "GET", path)
 
 
 def formatted(session_id: str, *, format: str, arrays: Arrays) -> Request[dict[str, Any]]:
-    return asked("GET", f"/v1/trajectories/{part(session_id)}" + query(format=format, arrays=arrays))
+    return asked("GET", f"/v1/trajectories/{part(session_id)}" + query_string(format=format, arrays=arrays))
 
 
 def session(session_id: str) -> Request[dict[str, Any]]:
@@ -100,7 +247,7 @@ def artifacts(session_id: str) -> Request[bytes]:
 
 
 def export(**said: object) -> Request[bytes]:
-    return request(bytes, "GET", "/v1/export" + query(**said))
+    return request(bytes, "GET", "/v1/export" + query_string(**said))
 
 
 def consumers() -> Request[tuple[Consumer, ...]]:

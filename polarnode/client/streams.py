@@ -1,28 +1,219 @@
-"""The scripts of everything that is iterated: events, groups, lines, bytes.
+"""Groups put together from the stream: which sessions have come, which group is whole, and up to where a
+reader is done.
 
-The rule for whoever edits it: what is given is acknowledged when the next is asked for, and not before: until then it is being worked on.
+Trajectories are kept as they come, up to a number of bytes; what comes beyond that is let go, and fetched
+again when its group is over. Keeping first, because a second read of everything would double what the node
+writes as JSON, which is the dearest thing it does; letting go, because groups that lie between one another
+are without a bound. The rules for whoever edits it. Pure. The position never passes a trajectory whose group
+has not been worked on to its end: a reader that dies is sent the whole group again.
+
+When a consumer's position is told to the node.
+
+The rule for whoever edits it: an acknowledgement that did not arrive loses nothing, for what is not
+acknowledged comes again; so while a stream is read none ends it. Only the last one is waited for.
+
+The scripts of everything that is iterated: events, groups, lines, bytes.
+
+The rule for whoever edits it: what is given is acknowledged when the next is asked for, and not before: until
+then it is being worked on.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 
-from attrs import define
+from attrs import define, field, frozen
 
-from polarnode.client.acks import Acks
-from polarnode.client.collecting import Collector, Gathered
-from polarnode.client.commands import Give, Open, Read, Request, Script, ask
-from polarnode.client.errors import ClientError, Unreachable, read_object
-from polarnode.client.events import Lines
-from polarnode.client.following import Follower, Over
-from polarnode.client.patience import Patience, patiently
-from polarnode.client.requests import task_status, trajectory
-from polarnode.client.values import Event
-from polarnode.records import Trajectory
-from polarnode.wire import Arrays, Turns
+from polarnode.client.requests import (
+    Give,
+    Open,
+    Read,
+    Request,
+    Script,
+    acknowledge,
+    ask,
+    task_status,
+    trajectory,
+)
+from polarnode.client.scripts import Follower, Lines, Over, Patience, patiently
+from polarnode.client.values import ClientError, Event, Unreachable, read_object
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group, read_group
+
+# ── collecting ────────────────────────────────────────────────────────────
+
+# as they came: some hundred sessions of 100 000 tokens each, a group or several of the largest that are
+# trained today
+KEPT_BYTES = 1 << 30
+# groups that were given: a repeat of one comes after a break of the connection or of the node, soon after it
+REMEMBERED = 1 << 16
+
+
+@frozen(kw_only=True)
+class Gathered:
+    """A group that is over, with what was kept of it, and the sessions that are to be fetched again."""
+
+    group: Group
+    kept: tuple[Trajectory, ...]
+    missing: tuple[str, ...]
+
+    def whole(self, fetched: Iterable[Trajectory]) -> Group:
+        """The group with its trajectories, in the order of its members."""
+        ours = {each.session_id: each for each in (*self.kept, *fetched)}
+        return self.group.holding(
+            ours[each.session_id] for each in self.group.members if each.session_id in ours
+        )
+
+
+@define(eq=False)
+class _Open:
+    """A task some of whose sessions have come."""
+
+    first_seq: int
+    kept: dict[str, Trajectory] = field(factory=dict)
+    size: int = 0
+
+
+@define(eq=False)
+class Collector:
+    """One reader's groups. `skip` are task ids whose groups it has had before."""
+
+    skip: Container[str] = ()
+    kept_bytes: int = KEPT_BYTES
+    # by task, in the order their first session came
+    _open: dict[str, _Open] = field(factory=dict, init=False)
+    _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
+    _heard: int = field(default=0, init=False)
+    _size: int = field(default=0, init=False)
+
+    @property
+    def position(self) -> int:
+        """Everything up to here is done with."""
+        return min((each.first_seq - 1 for each in self._open.values()), default=self._heard)
+
+    @property
+    def oldest(self) -> str | None:
+        """The task that holds the position."""
+        return min(self._open, key=lambda task_id: self._open[task_id].first_seq, default=None)
+
+    def hear(self, event: Event) -> Gathered | None:
+        """One event; the group it ends, if it ends one that was not given before."""
+        if event.kind == "gap":
+            self._pass_gap(event)
+        self._heard = event.seq
+        match event.kind:
+            case "trajectory":
+                self._keep(event)
+            case "group":
+                return self._gather(event)
+        return None
+
+    def done(self, group: Group) -> None:
+        """The group was worked on to its end."""
+        self.forget(group.task_id)
+        self._given[group.task_id] = None
+        if len(self._given) > REMEMBERED:
+            del self._given[next(iter(self._given))]
+
+    def forget(self, task_id: str) -> None:
+        """Wait for this task no longer."""
+        if (found := self._open.pop(task_id, None)) is not None:
+            self._size -= found.size
+
+    def _knows(self, task_id: str) -> bool:
+        return task_id in self._given or task_id in self.skip
+
+    def _keep(self, event: Event) -> None:
+        trajectory = event.trajectory
+        if trajectory is None or self._knows(trajectory.task_id):
+            return
+        whose = self._open.setdefault(trajectory.task_id, _Open(first_seq=event.seq))
+        if self._size + event.size <= self.kept_bytes:
+            whose.kept[trajectory.session_id] = trajectory
+            whose.size += event.size
+            self._size += event.size
+
+    def _gather(self, event: Event) -> Gathered | None:
+        group = read_group(event.data)
+        if self._knows(group.task_id):
+            self.forget(group.task_id)
+            return None
+        # it holds the position until it is done
+        whose = self._open.setdefault(group.task_id, _Open(first_seq=event.seq))
+        kept = tuple(whose.kept[each.session_id] for each in group.members if each.session_id in whose.kept)
+        missing = tuple(each.session_id for each in group.members if each.session_id not in whose.kept)
+        return Gathered(group=group, kept=kept, missing=missing)
+
+    def _pass_gap(self, gap: Event) -> None:
+        """What lies between is gone. Where numbers began anew it is another journal, whose node knows nothing
+        of what we wait for.
+        """
+        logger.warning(
+            "the node no longer keeps all events: those of groups under way may lack sessions (%s)", gap.data
+        )
+        if gap.seq < self._heard:
+            for task_id in tuple(self._open):
+                self.forget(task_id)
+
+
+# ── acks ────────────────────────────────────────────────────────────
+
+# between acknowledgements: each is one request and one commit; what is lost of them is only read again
+ACK_EVERY_S = 1.0
+
+
+@define(eq=False)
+class Acks:
+    """Of one stream. Without a consumer nothing is told to anyone."""
+
+    consumer: str | None
+    patience_s: float
+    now: Callable[[], float]
+    every_s: float = ACK_EVERY_S
+    _done: int = field(default=0, init=False)
+    _said: int = field(default=0, init=False)
+    _said_at: float = field(init=False)
+
+    @_said_at.default
+    def _begins(self) -> float:
+        return self.now()
+
+    def move(self, seq: int) -> None:
+        """Everything up to `seq` is done with. A number smaller than before is of another journal, whose
+        numbers began anew.
+        """
+        self._said = self._said if seq >= self._done else min(self._said, seq - 1)
+        self._done = seq
+
+    def tell(self) -> Script[None]:
+        """Say it, if there is something to say and the last time is long enough ago."""
+        if self.consumer is None or self._done <= self._said or self.now() - self._said_at < self.every_s:
+            return
+        self._said_at = self.now()
+        try:
+            yield from ask(acknowledge(self.consumer, self._done))
+            self._said = self._done
+        except Unreachable:
+            return
+        except ClientError as error:
+            if not error.passes:
+                raise
+
+    def tell_last(self) -> Script[None]:
+        """Say what was not said yet."""
+        if self.consumer is not None and self._done > self._said:
+            yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
+            self._said = self._done
+
+
+# ── streams ────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
-LOOK_AFTER_S = 60.0  # a task that holds the position for so long is looked at once: one without a record is in no group, and would hold it for ever
+# a task that holds the position for so long is looked at once: one without a record is in no group, and would
+# hold it for ever
+LOOK_AFTER_S = 60.0
 
 
 def events(follower: Follower, acks: Acks) -> Script[None]:
@@ -77,14 +268,18 @@ class Groups:
         self.collector.done(group)
 
     def _fetch(self, session_id: str) -> Script[Trajectory | None]:
-        """A trajectory that was not kept, or came before this reader did; None when it is nowhere any more."""
+        """A trajectory that was not kept, or came before this reader did; None when it is nowhere any
+        more.
+        """
         try:
             asked = trajectory(session_id, turns=self.turns, arrays=self.arrays)
             return (yield from patiently(asked, Patience(self.patience_s, self.now)))
         except ClientError as error:
             if error.status != 404:
                 raise
-            logger.warning("the node has no trajectory of session %s any more: its group is given without it", session_id)
+            logger.warning(
+                "the node has no trajectory of session %s any more: its group is given without it", session_id
+            )
             return None
 
     def _look(self) -> Script[None]:

@@ -1,8 +1,10 @@
-"""The trainer's side of weights that do not go over a disk: tensors as buckets for `push_weights`, by handle or by broadcast.
+"""The trainer's side of weights that do not go over a disk: tensors as buckets for `push_weights`, by handle
+or by broadcast.
 
-torch is imported here when something is asked for, and nowhere else in the client. The rules for whoever edits it. A bucket's tensors are held until
-the node has taken it: each function is a generator, and what it yielded is let go when the next is asked for. Payloads are what SGLang's own
-reader admits: tensors and names, pickled with torch's reductions, nothing of ours.
+torch is imported here when something is asked for, and nowhere else in the client. The rules for whoever
+edits it. A bucket's tensors are held until the node has taken it: each function is a generator, and what it
+yielded is let go when the next is asked for. Payloads are what SGLang's own reader admits: tensors and names,
+pickled with torch's reductions, nothing of ours.
 """
 
 from base64 import b64encode
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from polarnode.conversation import Json
+from polarnode.core.conversation import Json
 
 if TYPE_CHECKING:
     import torch
@@ -21,22 +23,29 @@ if TYPE_CHECKING:
 Named = tuple[str, "torch.Tensor"]
 Bucket = dict[str, Json]
 
-BUCKET_BYTES = 512 << 20  # a request each: a few dozen for a model of 30 GB, and the copies that are held meanwhile stay small
+# a request each: a few dozen for a model of 30 GB, and the copies that are held meanwhile stay small
+BUCKET_BYTES = 512 << 20
 DEVICE = 6  # where torch's reduction of a CUDA tensor says its device
 
 
 def buckets(named: Iterable[Named], *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Tensors of this process by handle, for a node on this machine and a trainer of one process: CUDA IPC, or shared memory on a CPU.
+    """Tensors of this process by handle, for a node on this machine and a trainer of one process: CUDA IPC,
+    or shared memory on a CPU.
 
-    Names are the checkpoint's. A trainer of several processes makes one payload a GPU itself (`payload`) and gathers them.
+    Names are the checkpoint's. A trainer of several processes makes one payload a GPU itself (`payload`) and
+    gathers them.
     """
     for part in parts(named, bucket_bytes):
         made = payload(part)
         yield {"payloads": [made.text]}
 
 
-def broadcast_buckets(named: Iterable[Named], group: Any, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Tensors that rank 0 of a joined group (`open_group`) broadcasts: each bucket is under way when it is told, and waited for before the next."""
+def broadcast_buckets(
+    named: Iterable[Named], group: Any, *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Tensors that rank 0 of a joined group (`open_group`) broadcasts: each bucket is under way when it is
+    told, and waited for before the next.
+    """
     import torch.distributed as dist
 
     for part in parts(named, bucket_bytes):
@@ -67,7 +76,9 @@ def parts(named: Iterable[Named], most: int) -> Iterator[list[Named]]:
 
 @frozen
 class Payload:
-    """Base64 of a pickle that holds handles, not numbers. Hold it until the node has taken it: what the handles lead to lives as long."""
+    """Base64 of a pickle that holds handles, not numbers. Hold it until the node has taken it: what the
+    handles lead to lives as long.
+    """
 
     text: str
     held: "Sequence[Named]"
@@ -83,7 +94,8 @@ def payload(named: Iterable[Named]) -> Payload:
     pickler = ForkingPickler(file, 4)
     pickler.dispatch_table[torch.Tensor] = _reduced
     before = sharing.get_sharing_strategy()
-    sharing.set_sharing_strategy("file_system")  # by name: descriptors would be handed over by a server that only this process's children may ask
+    # by name: descriptors would be handed over by a server that only this process's children may ask
+    sharing.set_sharing_strategy("file_system")
     try:
         pickler.dump(held)
     finally:
@@ -92,7 +104,9 @@ def payload(named: Iterable[Named]) -> Payload:
 
 
 def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
-    """On a CPU a copy: sharing moves a tensor's memory, and the trainer's own stays where its optimizer knows it."""
+    """On a CPU a copy: sharing moves a tensor's memory, and the trainer's own stays where its optimizer knows
+    it.
+    """
     import torch
 
     plain = tensor.detach()
@@ -100,7 +114,9 @@ def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
-    """As torch does it, but that a GPU is called by its UUID: its number is another in a process that sees other GPUs. SGLang reads both."""
+    """As torch does it, but that a GPU is called by its UUID: its number is another in a process that sees
+    other GPUs. SGLang reads both.
+    """
     import torch
     from torch.multiprocessing import reductions
 
@@ -112,10 +128,14 @@ def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
     return rebuild, said
 
 
-def open_group(*, address: str, port: int, world_size: int, backend: str = "nccl", name: str = "weights") -> Any:
-    """Rank 0's end of a group with the node's engines; waits until they have joined (`join_weights_group`, at the same time, from a thread).
+def open_group(
+    *, address: str, port: int, world_size: int, backend: str = "nccl", name: str = "weights"
+) -> Any:
+    """Rank 0's end of a group with the node's engines; waits until they have joined (`join_weights_group`, at
+    the same time, from a thread).
 
-    torch has no public way to a group beside the trainer's own default one; this is the one SGLang's end is made by.
+    torch has no public way to a group beside the trainer's own default one; this is the one SGLang's end is
+    made by.
     """
     from torch.distributed import distributed_c10d
 
@@ -124,7 +144,13 @@ def open_group(*, address: str, port: int, world_size: int, backend: str = "nccl
     store, rank, size = next(found)
     store.set_timeout(c10d.default_pg_timeout)
     group, _ = c10d._new_process_group_helper(
-        size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=c10d.default_pg_timeout
+        size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=c10d.default_pg_timeout,
     )
     c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
     return group

@@ -1,7 +1,7 @@
 """New weights and held generation: what is asked, and what is answered.
 
-The rule for whoever edits it: a version names one set of weights for ever, so an update may be asked for again; its answer comes when the
-weights are served, which is as long as the engine takes.
+The rule for whoever edits it: a version names one set of weights for ever, so an update may be asked for
+again; its answer comes when the weights are served, which is as long as the engine takes.
 """
 
 import logging
@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from polarnode.client.commands import Request, Script, ask
-from polarnode.client.errors import ClientError, Unreachable
-from polarnode.client.patience import Patience, patiently
-from polarnode.client.requests import answered, asked, part
-from polarnode.conversation import Json
+from polarnode.client.requests import Request, Script, answered, ask, asked, part
+from polarnode.client.scripts import Patience, patiently
+from polarnode.client.values import ClientError, Unreachable
+from polarnode.core.conversation import Json
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,9 @@ MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 UPDATES = "/v1/weights/updates"
 
 UPDATE_SILENCE_S = (
-    3600.0  # an update says nothing until it is served: `drain` waits for every call, and a checkpoint of a terabyte is read in minutes
+    # an update says nothing until it is served: `drain` waits for every call, and a checkpoint of a terabyte
+    # is read in minutes
+    3600.0
 )
 
 
@@ -66,7 +67,9 @@ class WeightsUpdate:
 
 @frozen(kw_only=True)
 class WeightsStatus:
-    """The weights now: the version served, the one being loaded, how generation is held if it is, and updates, newest first."""
+    """The weights now: the version served, the one being loaded, how generation is held if it is, and
+    updates, newest first.
+    """
 
     version: str
     versions: tuple[str, ...] = ()
@@ -81,7 +84,9 @@ class WeightsStatus:
 
 
 def update(version: str, source: Mapping[str, Json], mode: Mode) -> Request[WeightsReport]:
-    return answered(WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S)
+    return answered(
+        WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S
+    )
 
 
 def _order(version: str, source: Mapping[str, Json], mode: Mode) -> dict[str, Json]:
@@ -105,16 +110,32 @@ class UpdateOpened:
     idle_s: float = 0.0
 
 
-def push(version: str, source: Mapping[str, Json], buckets: Iterable[Mapping[str, Json]], mode: Mode, patience: Patience) -> Script[WeightsReport]:
-    """Begin, one bucket after the other, and commit. Whatever fails before that, the node goes on with what it served."""
-    opened = yield from ask(answered(UpdateOpened, "POST", UPDATES, _order(version, source, mode), silence_s=UPDATE_SILENCE_S))
+def push(
+    version: str,
+    source: Mapping[str, Json],
+    buckets: Iterable[Mapping[str, Json]],
+    mode: Mode,
+    patience: Patience,
+) -> Script[WeightsReport]:
+    """Begin, one bucket after the other, and commit. Whatever fails before that, the node goes on with what
+    it served.
+    """
+    opened = yield from ask(
+        answered(UpdateOpened, "POST", UPDATES, _order(version, source, mode), silence_s=UPDATE_SILENCE_S)
+    )
     try:
         for bucket in buckets:
-            yield from ask(asked("POST", f"{UPDATES}/{part(opened.update_id)}/buckets", bucket, silence_s=UPDATE_SILENCE_S))
+            yield from ask(
+                asked(
+                    "POST", f"{UPDATES}/{part(opened.update_id)}/buckets", bucket, silence_s=UPDATE_SILENCE_S
+                )
+            )
     except Exception:  # of whoever makes the buckets, too
         yield from _give_up(opened.update_id)
         raise
-    commit = answered(WeightsReport, "POST", f"{UPDATES}/{part(opened.update_id)}/commit", silence_s=UPDATE_SILENCE_S)
+    commit = answered(
+        WeightsReport, "POST", f"{UPDATES}/{part(opened.update_id)}/commit", silence_s=UPDATE_SILENCE_S
+    )
     return (yield from patiently(commit, patience))
 
 
@@ -124,11 +145,21 @@ def _give_up(update_id: str) -> Script[None]:
     except (ClientError, Unreachable) as error:
         if isinstance(error, ClientError) and error.status == 404:
             return  # it was given up already, for what a bucket held
-        logger.warning("the node was not told to give up the update %s (%s): it does so by itself", update_id, error)
+        logger.warning(
+            "the node was not told to give up the update %s (%s): it does so by itself", update_id, error
+        )
 
 
-def join(name: str, address: str, port: int, world_size: int, rank_offset: int, backend: Backend) -> Request[dict[str, Any]]:
-    said: dict[str, Json] = {"name": name, "address": address, "port": port, "world_size": world_size, "rank_offset": rank_offset}
+def join(
+    name: str, address: str, port: int, world_size: int, rank_offset: int, backend: Backend
+) -> Request[dict[str, Any]]:
+    said: dict[str, Json] = {
+        "name": name,
+        "address": address,
+        "port": port,
+        "world_size": world_size,
+        "rank_offset": rank_offset,
+    }
     return asked("POST", "/v1/weights/groups", said | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
 
 

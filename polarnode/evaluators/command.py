@@ -1,21 +1,89 @@
-"""`command`: the task's own test is run in the runtime. Its exit code is the verdict, or the number it writes to a reward file.
+"""A file a test writes its reward to: what stood there is taken away first, and what it holds is read
+strictly.
 
-Config: `argv` (a program with its arguments), or `script` (text for `sh`); `reward_file` (absolute path the test writes one number or
-`{"reward": number, ...}` to, removed before the test so that a harness can not have left one); `user` (default: the runtime's, since root in a
-container without capabilities can write less, not more). A harness shares this runtime: ask for `fresh_runtime` where a reward must not be forged.
+A harness may have been in the same container before: a file, a link, a folder or a pipe of its own where the
+reward is to be. The rule for whoever edits it: nothing is read that was not written after `clear`, no link is
+followed, and what is no finite number is no reward.
+
+`command`: the task's own test is run in the runtime. Its exit code is the verdict, or the number it writes to
+a reward file.
+
+Config: `argv` (a program with its arguments), or `script` (text for `sh`); `reward_file` (absolute path the
+test writes one number or `{"reward": number, ...}` to, removed before the test so that a harness can not have
+left one); `user` (default: the runtime's, since root in a container without capabilities can write less, not
+more). A harness shares this runtime: ask for `fresh_runtime` where a reward must not be forged.
+
+`session_completed`: 1 when the session is `completed` and its harness had called the model, else 0. Prefer a
+test of what it left.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import EvaluatorError, Refused
-from polarnode.evaluators import reward_files, settings
-from polarnode.evaluators.evaluator import Evaluator, Finished
-from polarnode.evaluators.running import TAIL
-from polarnode.ports import Ended
-from polarnode.records import Verdict
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.core.ports import Ended, Runtime
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import contract
+from polarnode.evaluators.contract import TAIL, Evaluator, Finished, is_finite, last_words
+
+# ── reward files ────────────────────────────────────────────────────────────
+
+REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
+
+# A folder the agent closed is opened by its owner; root in a container without capabilities may delete what
+# is root's and nothing else.
+OPEN = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
+
+
+async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = None) -> None:
+    """Take away whatever stands at these paths; EvaluatorError where something stays."""
+    ended = await runtime.run(["rm", "-rf", "--", *paths], user=user, workdir="/")
+    for again in (user, "root"):
+        if ended.exit_code == 0:
+            return
+        ended = await runtime.run(["sh", "-c", OPEN, "sh", *paths], user=again, workdir="/")
+    if ended.exit_code != 0:
+        raise EvaluatorError(
+            "what stood there before the test could not be removed, judge in a fresh_runtime:"
+            f" {last_words(ended.stderr)}"
+        )
+
+
+async def read(runtime: Runtime, path: str) -> bytes | None:
+    """The file's bytes; None where there is none, or something else than a plain file."""
+    content = await runtime.read(path, limit=REWARD_BYTES + 1)
+    if content is not None and len(content) > REWARD_BYTES:
+        raise EvaluatorError(
+            f"{path} is larger than {REWARD_BYTES} bytes: a reward is one number, or a small JSON object"
+        )
+    return content
+
+
+def parsed(content: bytes, path: str) -> Json:
+    """The file as JSON; a number alone is JSON too."""
+    try:
+        value: Json = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise EvaluatorError(f"{path} is neither a number nor JSON: {content[:80]!r}") from error
+    return value
+
+
+def finite(value: Json, path: str, content: bytes) -> float:
+    """A reward, which is a finite number and nothing that Python takes for one."""
+    if not is_finite(value):
+        raise EvaluatorError(f"{path} holds no finite number as its reward: {content[:80]!r}")
+    return float(value)
+
+
+def without(value: Mapping[str, Json], *names: str) -> dict[str, Json]:
+    """What else a reward file told."""
+    return {name: kept for name, kept in value.items() if name not in names}
+
+
+# ── command ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -30,11 +98,11 @@ class CommandConfig:
 
 def read_config(config: Mapping[str, Json]) -> CommandConfig:
     """The config, or a refusal naming the field."""
-    read = settings.read(config, CommandConfig)
+    read = contract.read(config, CommandConfig)
     if bool(read.argv) == bool(read.script):
-        raise Refused("the command evaluator needs either argv or script", path=settings.ROOT)
+        raise Refused("the command evaluator needs either argv or script", path=contract.ROOT)
     if read.reward_file is not None:
-        settings.absolute("reward_file", read.reward_file)
+        contract.absolute("reward_file", read.reward_file)
     return read
 
 
@@ -47,24 +115,27 @@ async def evaluate(finished: Finished) -> Verdict:
     """Run the test and read its verdict; a test that can not be judged raises EvaluatorError."""
     config = read_config(finished.config)
     if config.reward_file is not None:
-        await reward_files.clear(finished.runtime, [config.reward_file], user=config.user)
+        await clear(finished.runtime, [config.reward_file], user=config.user)
     argv = config.argv or ("sh", "-c", config.script or "")
     ended = await finished.runtime.run(argv, user=config.user)
-    await finished.runtime.end_processes()  # what the test started, and what of the agent's it may have woken, changes no reward any more
+    # what the test started, and what of the agent's it may have woken, changes no reward any more
+    await finished.runtime.end_processes()
     if config.reward_file is None:
         return Verdict(reward=float(ended.exit_code == 0), metrics=_metrics(ended))
     return await _from_file(finished, config.reward_file, ended)
 
 
 async def _from_file(finished: Finished, path: str, ended: Ended) -> Verdict:
-    content = await reward_files.read(finished.runtime, path)
+    content = await read(finished.runtime, path)
     if content is None:
-        raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {_tail(ended)}")
-    value = reward_files.parsed(content, path)
+        raise EvaluatorError(
+            f"the test ended with exit code {ended.exit_code} and wrote no {path}: {_tail(ended)}"
+        )
+    value = parsed(content, path)
     if not isinstance(value, dict):
-        return Verdict(reward=reward_files.finite(value, path, content), metrics=_metrics(ended))
-    reward = reward_files.finite(value.get("reward"), path, content)
-    return Verdict(reward=reward, metrics={**reward_files.without(value, "reward"), **_metrics(ended)})
+        return Verdict(reward=finite(value, path, content), metrics=_metrics(ended))
+    reward = finite(value.get("reward"), path, content)
+    return Verdict(reward=reward, metrics={**without(value, "reward"), **_metrics(ended)})
 
 
 def _metrics(ended: Ended) -> dict[str, Json]:
@@ -76,3 +147,25 @@ def _tail(ended: Ended) -> str:
 
 
 EVALUATOR = Evaluator(name="command", evaluate=evaluate, check=check)
+
+
+# ── session completed ────────────────────────────────────────────────────────────
+
+
+async def evaluate_completed(finished: Finished) -> Verdict:
+    """Reward 1.0 or 0.0 by how the run ended."""
+    completed = finished.outcome.status == "completed" and any(
+        turn.state == "complete" for turn in finished.turns
+    )
+    return Verdict(reward=float(completed))
+
+
+def check_completed(config: Mapping[str, Json]) -> None:
+    """There is nothing to set."""
+    for name in config:
+        raise Refused(f"session_completed has no setting {name}", path=f"$.evaluator.config.{name}")
+
+
+SESSION_COMPLETED = Evaluator(
+    name="session_completed", evaluate=evaluate_completed, check=check_completed, copies=False
+)

@@ -1,8 +1,10 @@
-"""`harbor`: the tests of a Harbor task, put into the container once the agent is gone, and the reward they write.
+"""`harbor`: the tests of a Harbor task, put into the container once the agent is gone, and the reward they
+write.
 
-Harbor's own convention: `tests/` is at /tests, `bash /tests/test.sh` runs in the workdir, and writes /logs/verifier/reward.txt (a number) or
-reward.json (an object of them). Tests of the older Terminal-Bench (`run-tests.sh`, no reward file) are judged by their exit code. The rule for
-whoever edits it: the agent may have made /tests and /logs/verifier its own before, so that both are emptied first, and no link is followed.
+Harbor's own convention: `tests/` is at /tests, `bash /tests/test.sh` runs in the workdir, and writes
+/logs/verifier/reward.txt (a number) or reward.json (an object of them). Tests of the older Terminal-Bench
+(`run-tests.sh`, no reward file) are judged by their exit code. The rule for whoever edits it: the agent may
+have made /tests and /logs/verifier its own before, so that both are emptied first, and no link is followed.
 """
 
 from base64 import b64decode
@@ -10,12 +12,11 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import EvaluatorError
-from polarnode.evaluators import reward_files, settings
-from polarnode.evaluators.evaluator import Evaluator, Finished
-from polarnode.evaluators.running import Ran, run_script
-from polarnode.records import Verdict
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import command, contract
+from polarnode.evaluators.contract import Evaluator, Finished, Ran, run_script
 
 TEST, OLD_TEST = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
 MODE = 0o755  # of a file given as text alone: what of the tests runs what is their business
@@ -47,29 +48,41 @@ class HarborConfig:
 def read_config(config: Mapping[str, Json]) -> HarborConfig:
     """The config, or a refusal naming the field."""
     if "tests_dir" in config:
-        raise settings.refused("tests_dir", "is a folder of the trainer's machine: put its files into tests, by name, as `polarnode run` does")
-    read = settings.read(config, HarborConfig)
+        raise contract.refused(
+            "tests_dir",
+            "is a folder of the trainer's machine: put its files into tests, by name, as `polarnode run`"
+            " does",
+        )
+    read = contract.read(config, HarborConfig)
     for path, content in read.tests.items():
         _check_file(path, content)
     if read.test_command is None and not {TEST, OLD_TEST} & read.tests.keys():
-        raise settings.refused("tests", f"has neither {TEST} nor {OLD_TEST}: give one of them, or a test_command")
-    settings.command("test_command", read.test_command)
-    settings.absolute("tests_target", read.tests_target)
-    settings.absolute("verifier_dir", read.verifier_dir)
-    settings.seconds("verifier_timeout", read.verifier_timeout)
+        raise contract.refused(
+            "tests", f"has neither {TEST} nor {OLD_TEST}: give one of them, or a test_command"
+        )
+    contract.command("test_command", read.test_command)
+    contract.absolute("tests_target", read.tests_target)
+    contract.absolute("verifier_dir", read.verifier_dir)
+    contract.seconds("verifier_timeout", read.verifier_timeout)
     if read.tests_target.strip("/") == "" or read.verifier_dir.strip("/") == "":
-        raise settings.refused("tests_target", "and verifier_dir are emptied before the tests, and can not be the root")
+        raise contract.refused(
+            "tests_target", "and verifier_dir are emptied before the tests, and can not be the root"
+        )
     return read
 
 
 def _check_file(path: str, file: str | HarborFile) -> None:
     if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise settings.refused("tests", f"names {path!r:.80}: a path must be relative to the tests, without ..")
+        raise contract.refused(
+            "tests", f"names {path!r:.80}: a path must be relative to the tests, without .."
+        )
     if isinstance(file, HarborFile):
         if (file.text is None) == (file.base64 is None):
-            raise settings.refused("tests", f"has at {path:.80} neither or both of text and base64: give one")
+            raise contract.refused("tests", f"has at {path:.80} neither or both of text and base64: give one")
         if not 0 <= file.mode <= 0o7777:
-            raise settings.refused("tests", f"has at {path:.80} the mode {file.mode}, which is none of a file")
+            raise contract.refused(
+                "tests", f"has at {path:.80} the mode {file.mode}, which is none of a file"
+            )
         _bytes(path, file)
 
 
@@ -81,7 +94,7 @@ def _bytes(path: str, file: str | HarborFile) -> bytes:
     try:
         return b64decode(file.base64, validate=True)
     except ValueError as error:
-        raise settings.refused("tests", f"has no base64 at {path:.80}: {error}") from error
+        raise contract.refused("tests", f"has no base64 at {path:.80}: {error}") from error
 
 
 def check(config: Mapping[str, Json]) -> None:
@@ -94,7 +107,11 @@ async def evaluate(finished: Finished) -> Verdict:
     config = read_config(finished.config)
     await _place(finished, config)
     ran = await run_script(
-        finished.runtime, _script(config), within_s=config.verifier_timeout, user=config.user, env={"TEST_DIR": config.tests_target, **config.env}
+        finished.runtime,
+        _script(config),
+        within_s=config.verifier_timeout,
+        user=config.user,
+        env={"TEST_DIR": config.tests_target, **config.env},
     )
     if ran.timed_out:
         reason = f"the tests were not done within {config.verifier_timeout:g} s"
@@ -103,12 +120,17 @@ async def evaluate(finished: Finished) -> Verdict:
 
 
 async def _place(finished: Finished, config: HarborConfig) -> None:
-    runtime, target, verifier = finished.runtime, config.tests_target.rstrip("/"), config.verifier_dir.rstrip("/")
-    await reward_files.clear(runtime, [target, verifier], user=config.user)
+    runtime, target, verifier = (
+        finished.runtime,
+        config.tests_target.rstrip("/"),
+        config.verifier_dir.rstrip("/"),
+    )
+    await command.clear(runtime, [target, verifier], user=config.user)
     for path, file in config.tests.items():
         mode = MODE if isinstance(file, str) else file.mode
         await runtime.put({f"{target}/{path}": _bytes(path, file)}, user=config.user, mode=mode)
-    await runtime.put({f"{verifier}/.keep": b""}, user=config.user)  # which makes the folder, and the test's user its owner
+    # which makes the folder, and the test's user its owner
+    await runtime.put({f"{verifier}/.keep": b""}, user=config.user)
 
 
 def _script(config: HarborConfig) -> str:
@@ -120,26 +142,31 @@ async def _verdict(finished: Finished, config: HarborConfig, ran: Ran) -> Verdic
     """reward.txt goes first, as in Harbor."""
     for name in ("reward.txt", "reward.json"):
         path = f"{config.verifier_dir.rstrip('/')}/{name}"
-        content = await reward_files.read(finished.runtime, path)
+        content = await command.read(finished.runtime, path)
         if content is not None:
             reward, more = _read(content, path, config)
             return Verdict(reward=reward, metrics={**more, **ran.metrics})
     if config.test_command is None and TEST not in config.tests:
         return Verdict(reward=float(ran.exit_code == 0), metrics={"by": "exit_code", **ran.metrics})
-    raise EvaluatorError(f"the tests ended with exit code {ran.exit_code} and wrote no reward to {config.verifier_dir}: {ran.tail}")
+    raise EvaluatorError(
+        f"the tests ended with exit code {ran.exit_code} and wrote no reward to {config.verifier_dir}:"
+        f" {ran.tail}"
+    )
 
 
 def _read(content: bytes, path: str, config: HarborConfig) -> tuple[float, dict[str, Json]]:
-    """A number; or of several the one that is called `reward` or as the task says; or their mean, and it is said that it is."""
-    value = reward_files.parsed(content, path)
+    """A number; or of several the one that is called `reward` or as the task says; or their mean, and it is
+    said that it is.
+    """
+    value = command.parsed(content, path)
     if not isinstance(value, dict):
-        return reward_files.finite(value, path, content), {}
+        return command.finite(value, path, content), {}
     key = config.reward_key or ("reward" if "reward" in value else None)
     if key is not None:
-        return reward_files.finite(value.get(key), path, content), {"rewards": value}
+        return command.finite(value.get(key), path, content), {"rewards": value}
     if not value:
         raise EvaluatorError(f"{path} holds no number: {content[:80]!r}")
-    numbers = [reward_files.finite(part, path, content) for part in value.values()]
+    numbers = [command.finite(part, path, content) for part in value.values()]
     return sum(numbers) / len(numbers), {"rewards": value, "by": f"the mean of {', '.join(sorted(value))}"}
 
 

@@ -1,30 +1,42 @@
-"""`llm_judge`: a model scores what a session left by a rubric. It is one of the node's own judges, named by the task and never addressed by it.
+"""`llm_judge`: a model scores what a session left by a rubric. It is one of the node's own judges, named by
+the task and never addressed by it.
 
-Config: `judge` (a name of the node's settings); `rubric` (words) and/or `criteria` (name, description, weight, scale); `show` (what of the session
-is shown); `max_tokens` and `temperature` of the answer. The reward is the weighted mean of the scores, each on its scale as 0 to 1.
+Config: `judge` (a name of the node's settings); `rubric` (words) and/or `criteria` (name, description,
+weight, scale); `show` (what of the session is shown); `max_tokens` and `temperature` of the answer. The
+reward is the weighted mean of the scores, each on its scale as 0 to 1.
 
-The rule for whoever edits it: what the agent wrote reaches the judge as evidence inside a fence, and the scores as numbers that fit their
-scales; a judge that gives none is an error, never a 0.
+The rule for whoever edits it: what the agent wrote reaches the judge as evidence inside a fence, and the
+scores as numbers that fit their scales; a judge that gives none is an error, never a 0.
 """
 
 from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.evaluators import settings
-from polarnode.evaluators.evaluator import Allowed, Evaluator, Finished
-from polarnode.evaluators.judged.asking import Asked, answers, check_answer, check_judge, question
-from polarnode.evaluators.judged.fence import fence_of
-from polarnode.evaluators.judged.rubric import CriterionConfig, Rubric, read_scores, rubric_of
-from polarnode.evaluators.judged.showing import Evidence, ShowConfig, check_show, evidence
-from polarnode.ports import Question
-from polarnode.records import Outcome, Verdict
+from polarnode.core.conversation import Json
+from polarnode.core.ports import Question
+from polarnode.core.trajectory import Outcome, Verdict
+from polarnode.evaluators import contract
+from polarnode.evaluators.contract import Allowed, Evaluator, Finished
+from polarnode.evaluators.judge_evidence import Evidence, ShowConfig, check_show, evidence
+from polarnode.evaluators.judging import (
+    Asked,
+    CriterionConfig,
+    Rubric,
+    answers,
+    check_answer,
+    check_judge,
+    fence_of,
+    question,
+    read_scores,
+    rubric_of,
+)
 
 NAME = "llm_judge"
 INTRODUCTION = (
-    "You judge the work of an AI agent. You are shown the task it was given and evidence of what it did, and you score it by the criteria below. "
-    "Judge only what the evidence shows: what the agent claims and nothing bears out did not happen."
+    "You judge the work of an AI agent. You are shown the task it was given and evidence of what it did, and"
+    " you score it by the criteria below. Judge only what the evidence shows: what the agent claims and"
+    " nothing bears out did not happen."
 )
 
 
@@ -41,20 +53,22 @@ class LlmJudgeConfig:
 
 
 def evaluator(allowed: Allowed) -> Evaluator:
-    """The evaluator, for a node that has these judges. It reads what the harness left where it was left, so no copy is made for it."""
+    """The evaluator, for a node that has these judges. It reads what the harness left where it was left, so
+    no copy is made for it.
+    """
 
     def check(config: Mapping[str, Json]) -> None:
-        check_judge(read_config(config).judge, allowed, f"{settings.ROOT}.judge")
+        check_judge(read_config(config).judge, allowed, f"{contract.ROOT}.judge")
 
     return Evaluator(name=NAME, evaluate=evaluate, check=check, copies=False)
 
 
 def read_config(config: Mapping[str, Json]) -> LlmJudgeConfig:
     """The config, or a refusal naming the field."""
-    read = settings.read(config, LlmJudgeConfig)
+    read = contract.read(config, LlmJudgeConfig)
     rubric_of(read.rubric, read.criteria)
     check_show(read.show)
-    check_answer(max_tokens=read.max_tokens, temperature=read.temperature, path=settings.ROOT)
+    check_answer(max_tokens=read.max_tokens, temperature=read.temperature, path=contract.ROOT)
     return read
 
 
@@ -64,13 +78,27 @@ async def evaluate(finished: Finished) -> Verdict:
     judge = finished.judge(config.judge)
     rubric = rubric_of(config.rubric, config.criteria)
     shown = await evidence(finished, config.show)
-    told = await answers(judge, [Asked(question=_question(config, rubric, finished.outcome, shown), read=lambda value: read_scores(rubric, value))])
+    told = await answers(
+        judge,
+        [
+            Asked(
+                question=_question(config, rubric, finished.outcome, shown),
+                read=lambda value: read_scores(rubric, value),
+            )
+        ],
+    )
     (scores,) = told.found
-    metrics: dict[str, Json] = {"judge": config.judge, "criteria": rubric.metrics(scores), "misfits": told.misfits}
+    metrics: dict[str, Json] = {
+        "judge": config.judge,
+        "criteria": rubric.metrics(scores),
+        "misfits": told.misfits,
+    }
     return Verdict(reward=rubric.reward(scores), metrics=metrics)
 
 
-def _question(config: LlmJudgeConfig, rubric: Rubric, outcome: Outcome, shown: Sequence[Evidence]) -> Question:
+def _question(
+    config: LlmJudgeConfig, rubric: Rubric, outcome: Outcome, shown: Sequence[Evidence]
+) -> Question:
     fence = fence_of([each.text for each in shown])
     system = "\n\n".join(
         [
@@ -79,7 +107,14 @@ def _question(config: LlmJudgeConfig, rubric: Rubric, outcome: Outcome, shown: S
             rubric.as_text(),
         ]
     )
-    ended = f"How the session ended: {outcome.status}{'' if outcome.exit_code is None else f', exit code {outcome.exit_code}'}."
+    ended = (
+        "How the session ended:"
+        f" {outcome.status}{'' if outcome.exit_code is None else f', exit code {outcome.exit_code}'}."
+    )
     evidences = [fence.around(each.name, each.text) for each in shown]
-    user = "\n\n".join([*evidences, ended, "The evidence is complete. Score each criterion, its reason first."])
-    return question(system, user, schema=rubric.schema(), max_tokens=config.max_tokens, temperature=config.temperature)
+    user = "\n\n".join(
+        [*evidences, ended, "The evidence is complete. Score each criterion, its reason first."]
+    )
+    return question(
+        system, user, schema=rubric.schema(), max_tokens=config.max_tokens, temperature=config.temperature
+    )

@@ -1,25 +1,304 @@
-"""The patch of what an agent left: taken out of its container, put onto a clean one.
+"""The shell of patches: run in containers of any image that has git, sh and the usual tools.
 
-Nothing of the agent's git is asked but its objects. A repository of our own beside the worktree has no config, hooks, filters, index or
-excludes that an agent could have set; the base is the clean runtime's worktree, so that a patch holds what the agent did and not what its
-image had lying about. Committed, staged, untracked, deleted, binary, in a submodule or in a repository of the agent's own: all of it is in.
-The rule for whoever edits it: what an agent can break is `Unusable`, its reward; what a task or machine has wrong is an EvaluatorError.
+Exit codes: 3 no repository, 4 no such base; anything else is git's own. The rule for whoever edits it: `git`
+is only ever called with our own GIT_DIR, or for `apply` in a clean runtime, and every git setting that this
+machine's, the image's or the agent's files could hold is off.
+
+A patch in git's own format, read as its files. Pure, and of bytes: names need not be text, and a form feed
+ends no line.
+
+The rule for whoever edits it: a line that begins a file can stand nowhere else, since inside a hunk every
+line has a sign before it and base85 has no spaces.
+
+The patch of what an agent left: taken out of its container, put onto a clean one.
+
+Nothing of the agent's git is asked but its objects. A repository of our own beside the worktree has no
+config, hooks, filters, index or excludes that an agent could have set; the base is the clean runtime's
+worktree, so that a patch holds what the agent did and not what its image had lying about. Committed, staged,
+untracked, deleted, binary, in a submodule or in a repository of the agent's own: all of it is in. The rule
+for whoever edits it: what an agent can break is `Unusable`, its reward; what a task or machine has wrong is
+an EvaluatorError.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import EvaluatorError
-from polarnode.evaluators import patch_sections
-from polarnode.evaluators.patch_scripts import APPLY, EXTRACT, FOLDERS, KEPT_OUT, NO_BASE, NO_REPOSITORY, TOO_LARGE, TREE
-from polarnode.evaluators.running import last_words
-from polarnode.ports import Ended, Runtime
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.ports import Ended, Runtime
+from polarnode.evaluators.contract import last_words
 
-PATCH_BYTES = 16 << 20  # a patch is read by people and diffs of a rewritten repository are a few MB; half of what a runtime keeps of an output
-FILE_BYTES = 8 << 20  # an untracked file larger than this is no work on a source tree: a core dump, a download
+# ── patch scripts ────────────────────────────────────────────────────────────
+
+NO_REPOSITORY = "{} is no git repository"
+NO_BASE = "the repository at {} does not hold the base {}"
+TOO_LARGE = "more than {} MiB: name what does not belong to it in exclude_patterns"
+
+# Our environment for git: no variable of the image's, no config but one file of ours, no prompt and no lock.
+_CLEAN = """
+set -u
+for name in $(env | sed -n 's/^\\(GIT_[A-Za-z0-9_]*\\)=.*/\\1/p'); do unset "$name"; done
+tmp=$(mktemp -d /tmp/polarnode-patch.XXXXXX) || exit 6
+trap 'rm -rf "$tmp"' EXIT
+export LC_ALL=C HOME="$tmp" XDG_CONFIG_HOME="$tmp" GIT_CONFIG_NOSYSTEM=1
+export GIT_CONFIG_GLOBAL="$tmp/.gitconfig" GIT_TERMINAL_PROMPT=0
+{
+  printf '[safe]\\n\\tdirectory = *\\n[core]\\n\\tcompression = 1\\n'
+  printf '\\thooksPath = /dev/null\\n\\tfsmonitor = false\\n'
+} > "$tmp/.gitconfig"
+"""
+
+# A repository of ours for a worktree that is not. Files are taken and written as the bytes they are, whatever
+# .gitattributes say: no end of line, encoding or filter is between a worktree and its patch, on neither side.
+_OWN = """
+GIT_WORK_TREE=$(pwd -P)
+export GIT_DIR="$tmp/git" GIT_WORK_TREE GIT_INDEX_FILE="$tmp/index"
+git init --quiet --template= --object-format="$format" >/dev/null 2>&1 ||
+  git init --quiet --template= >/dev/null || exit 6
+mkdir -p "$GIT_DIR/info"
+echo '* -text -ident !filter !working-tree-encoding !diff' > "$GIT_DIR/info/attributes"
+"""
+
+# $1 the folder, $2 a commit. What it holds, by content: a repository that the task itself makes has other
+# commits in each container.
+TREE = (
+    _CLEAN
+    + """
+cd "$1" || exit 3
+git rev-parse --verify HEAD >/dev/null || exit 3
+git rev-parse --verify --quiet "$2^{tree}" || exit 4
+"""
+)
+
+# $1 the folder, $2 the base's tree, $3 bytes of a patch, $4 KiB of an untracked file, then pathspecs. stdin:
+# from the base to the start.
+EXTRACT = (
+    _CLEAN
+    + """
+cat > "$tmp/start"
+cd "$1" 2>/dev/null || exit 3
+base=$2 most=$3 largest=$4; shift 4
+
+# Where a repository keeps its objects, found without asking its config: .git is a folder, or a file that
+# names one.
+objects() {
+  g=$1
+  [ -L "$g" ] && return 1
+  if [ -f "$g" ]; then
+    g=$(sed -n 's/^gitdir: //p' "$g")
+    case $g in /*) ;; *) g=$(dirname "$1")/$g ;; esac
+  fi
+  if [ -f "$g/commondir" ]; then
+    common=$(cat "$g/commondir")
+    case $common in /*) g=$common ;; *) g=$g/$common ;; esac
+  fi
+  [ -d "$g/objects" ] && (cd "$g/objects" && pwd -P)
+}
+borrow() { found=$(objects "$1") || return 1; printf '%s\\n' "$found" >> "$GIT_DIR/objects/info/alternates"; }
+
+format=sha1; [ ${#base} -eq 64 ] && format=sha256
+"""
+    + _OWN
+    + """
+borrow "$GIT_WORK_TREE/.git" || exit 3
+git cat-file -e "$base^{tree}" 2>/dev/null || exit 4
+
+# The start: the base, its submodules as the folders they are, and what the image had beside them.
+git read-tree "$base" || exit 4
+links() { git ls-files --stage | sed -n 's/^160000 \\([0-9a-f]*\\) 0\\t/\\1 /p'; }
+for deep in 1 2 3 4; do
+  links > "$tmp/links"
+  [ -s "$tmp/links" ] || break
+  while IFS= read -r line; do
+    commit=${line%% *} path=${line#* }
+    git update-index --force-remove -- "$path"
+    if borrow "$GIT_WORK_TREE/$path/.git" && git cat-file -e "$commit^{commit}" 2>/dev/null; then
+      git read-tree --prefix="$path/" "$commit"
+    fi
+  done < "$tmp/links"
+done
+if [ -s "$tmp/start" ]; then git apply --cached --binary --whitespace=nowarn "$tmp/start" || exit 7; fi
+began=$(git write-tree) || exit 7
+
+# What is too large to be work, by path, as a line of our own info/exclude.
+find . -path ./.git -prune -o -type f -size +"${largest}k" -print | while IFS= read -r path; do
+  git ls-files --error-unmatch -- ":(literal)${path#./}" >/dev/null 2>&1 && continue
+  git check-ignore --quiet -- "$path" 2>/dev/null && continue
+  printf '%s\\n' "${path#.}" | sed 's/[][*?\\\\ ]/\\\\&/g' >> "$GIT_DIR/info/exclude"
+  echo "left out, larger than $largest KiB: ${path#./}" >&2
+done
+
+# A repository inside this one is a folder like any other once the index has something in it.
+find . -mindepth 2 -name .git -prune -print | while IFS= read -r path; do
+  folder=${path#./}; folder=${folder%/.git}
+  [ -n "$(git ls-files -- ":(literal)$folder" | head -n 1)" ] && continue
+  first=$(find "./$folder" -name .git -prune -o \\( -type f -o -type l \\) -print | head -n 1)
+  if [ -n "$first" ]; then git update-index --add -- "${first#./}"
+  else printf '/%s\\n' "$folder" | sed 's/[][*?\\\\ ]/\\\\&/g' >> "$GIT_DIR/info/exclude"; fi
+done
+git add --all --ignore-errors . 2>"$tmp/said" || tail -n 20 "$tmp/said" >&2
+links | while IFS= read -r line; do git update-index --force-remove -- "${line#* }"; done
+ended=$(git write-tree) || exit 8
+
+# Larger than it may be, a file of this shell's ends its writer; what was written by then is more than $most
+# in every shell's units.
+(ulimit -f $((most / 512 + 2));
+  exec git diff-tree -r -p --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
+  "$began" "$ended" -- . "$@") > "$tmp/patch" 2>"$tmp/said"
+code=$?
+if [ "$code" -ne 0 ] && [ "$(wc -c < "$tmp/patch")" -le "$most" ]; then
+  tail -n 5 "$tmp/said" >&2
+  exit 9
+fi
+head -c "$((most + 1))" "$tmp/patch"
+"""
+)
+
+# $1 the folder, then pathspecs that the patch may not touch. stdin: the patch. Says last which of the two
+# programs took it. What it may not touch is looked at before and after, because only what a patch does is
+# what it does: it comes from a container of the agent's.
+APPLY = (
+    _CLEAN
+    + """
+cat > "$tmp/patch"
+cd "$1" || exit 3
+shift
+format=sha1
+kept_out() {
+  [ $# -eq 0 ] || (
+"""
+    + _OWN
+    + """
+    rm -f "$GIT_INDEX_FILE"
+    git ls-files -z --others -- "$@" | grep -zv '/$' | git update-index -z --add --stdin
+    git write-tree
+  ) 2>&1
+}
+before=$(kept_out "$@")
+own() {
+"""
+    + _OWN
+    + """
+  git apply --binary --whitespace=nowarn "$tmp/patch"
+}
+if (own) 2>"$tmp/said"; then by=git
+elif git apply --binary --whitespace=nowarn "$tmp/patch"; then
+  by=git  # a patch that git made with the repository's attributes
+elif patch --batch --forward --fuzz=5 -p1 -i "$tmp/patch"; then by=patch
+else exit 1; fi
+if [ "$before" != "$(kept_out "$@")" ]; then
+  echo "it changes what is not the agent's to change" >&2
+  exit 5
+fi
+echo "$by"
+"""
+)
+
+# $1 the folder, then folders in it. Says which of them are something else than a folder.
+FOLDERS = """
+cd "$1" || exit 3
+shift
+for path in "$@"; do
+  if [ -L "$path" ] || { [ -e "$path" ] && [ ! -d "$path" ]; }; then printf '%s\\n' "$path"; fi
+done
+"""
+
+# $1 the folder, $2 a command, $3 bytes: the command's output up to them, and its exit code.
+KEPT_OUT = """
+set -u
+cd "$1" || exit 3
+tmp=$(mktemp -d /tmp/polarnode-patch.XXXXXX) || exit 6
+trap 'rm -rf "$tmp"' EXIT
+shell=sh; command -v bash >/dev/null 2>&1 && shell=bash
+"$shell" -c "$2" > "$tmp/patch"; code=$?
+head -c "$3" "$tmp/patch"
+exit "$code"
+"""
+
+
+# ── patch sections ────────────────────────────────────────────────────────────
+
+BEGINS = b"diff --git "
+_QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
+_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+
+
+def sections(patch: bytes) -> Iterator[tuple[str | None, bytes]]:
+    """Each file's path and its part of the patch; first, without a path, what stands before them all."""
+    path: str | None = None
+    lines: list[bytes] = []
+    for line in _lines(patch):
+        if line.startswith(BEGINS):
+            if lines:
+                yield path, b"".join(lines)
+            path, lines = _path(line), []
+        lines.append(line)
+    if lines:
+        yield path, b"".join(lines)
+
+
+def paths(patch: bytes) -> tuple[str, ...]:
+    """The files a patch touches, in its order."""
+    return tuple(path for path, _ in sections(patch) if path is not None)
+
+
+def without(patch: bytes, patterns: Sequence[str]) -> bytes:
+    """The patch without the files whose path matches one of the patterns, where * matches / too, and without
+    what is inside a .git.
+    """
+    kept = (section for path, section in sections(patch) if path is None or not _unwanted(path, patterns))
+    return b"".join(kept)
+
+
+def _unwanted(path: str, patterns: Sequence[str]) -> bool:
+    return ".git" in path.split("/") or any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _lines(patch: bytes) -> list[bytes]:
+    """Lines by their line feeds alone: a carriage return is a file's own."""
+    *whole, last = patch.split(b"\n")
+    return [line + b"\n" for line in whole] + ([last] if last else [])
+
+
+def _path(line: bytes) -> str:
+    """The second name of `diff --git a/x b/x`. Bytes that are no UTF-8 become surrogates, as Python has them
+    in file names.
+    """
+    names = line.rstrip(b"\r\n").removeprefix(BEGINS)
+    quoted = _QUOTED.findall(names)
+    if quoted:
+        name = _unquoted(quoted[-1]) if names.endswith(b'"') else names.rpartition(b" ")[2]
+    else:
+        # both names are the same but for their a/ and b/, whatever spaces they hold
+        half = names[(len(names) + 1) // 2 :]
+        name = (
+            half
+            if half.startswith(b"b/") and names[: len(names) // 2][2:] == half[2:]
+            else names.rpartition(b" ")[2]
+        )
+    return name.removeprefix(b"b/").decode("utf-8", "surrogateescape")
+
+
+def _unquoted(name: bytes) -> bytes:
+    def plain(found: re.Match[bytes]) -> bytes:
+        told = found[1]
+        return bytes([int(told, 8) & 0xFF]) if len(told) == 3 else _LETTERS.get(told, told)
+
+    return _ESCAPED.sub(plain, name)
+
+
+# ── patches ────────────────────────────────────────────────────────────
+
+# a patch is read by people and diffs of a rewritten repository are a few MB; half of what a runtime keeps of
+# an output
+PATCH_BYTES = 16 << 20
+# an untracked file larger than this is no work on a source tree: a core dump, a download
+FILE_BYTES = 8 << 20
 PATCH_SHOWN = 16_000  # characters of a patch kept in metrics: nine tenths of accepted ones are shorter
 TIMED_OUT = 124
 
@@ -29,7 +308,9 @@ LEFTOVERS = ("__pycache__/*", "*/__pycache__/*", "*.pyc", "*.pyo", ".pytest_cach
 
 @frozen(kw_only=True)
 class Repository:
-    """Where the work is, and what of it counts. `base` None: the commit a clean runtime has. `command`: a patch of the task's own making."""
+    """Where the work is, and what of it counts. `base` None: the commit a clean runtime has. `command`: a
+    patch of the task's own making.
+    """
 
     folder: str
     base: str | None = None
@@ -50,14 +331,18 @@ class Patch:
 
     @paths.default
     def _paths(self) -> tuple[str, ...]:
-        return patch_sections.paths(self.content)
+        return paths(self.content)
 
     @property
     def metrics(self) -> dict[str, Json]:
         """What is kept of it with a verdict."""
         shown = self.content[:PATCH_SHOWN].decode("utf-8", "replace")
         told: dict[str, Json] = {"bytes": len(self.content), "files": len(self.paths), "text": shown}
-        return {**told, **({"notes": list(self.notes)} if self.notes else {}), **({"applied_by": self.applied_by} if self.applied_by else {})}
+        return {
+            **told,
+            **({"notes": list(self.notes)} if self.notes else {}),
+            **({"applied_by": self.applied_by} if self.applied_by else {}),
+        }
 
 
 @frozen(kw_only=True)
@@ -82,15 +367,27 @@ async def extract(left: Runtime, clean: Runtime, of: Repository) -> Patch | Unus
 
 
 async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusable:
-    """Put the patch onto the clean runtime's repository; git first, then patch(1) as Polar does. What is excluded must be as it was."""
-    ended = await clean.run(_argv(APPLY, of, of.folder, *of.exclude), user=of.user, workdir="/", stdin=patch.content)
+    """Put the patch onto the clean runtime's repository; git first, then patch(1) as Polar does. What is
+    excluded must be as it was.
+    """
+    ended = await clean.run(
+        _argv(APPLY, of, of.folder, *of.exclude), user=of.user, workdir="/", stdin=patch.content
+    )
     if ended.exit_code != 0:
-        return Unusable(reason=f"the patch does not apply to a clean {of.folder}: {last_words(ended.stderr + ended.stdout)}")
-    return Patch(content=patch.content, notes=patch.notes, applied_by=last_words(ended.stdout).splitlines()[-1])
+        return Unusable(
+            reason=(
+                f"the patch does not apply to a clean {of.folder}: {last_words(ended.stderr + ended.stdout)}"
+            )
+        )
+    return Patch(
+        content=patch.content, notes=patch.notes, applied_by=last_words(ended.stdout).splitlines()[-1]
+    )
 
 
 async def no_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tuple[str, ...]:
-    """Which folders above these files are none in the repository: a link there leads whoever writes the files somewhere else."""
+    """Which folders above these files are none in the repository: a link there leads whoever writes the files
+    somewhere else.
+    """
     above = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents} - {"."})
     ended = await clean.run(_argv(FOLDERS, of, of.folder, *above), user=of.user, workdir="/")
     return tuple(ended.stdout.decode("utf-8", "surrogateescape").splitlines())
@@ -104,12 +401,16 @@ async def moved(left: Runtime, clean: Runtime, of: Repository) -> Patch | Unusab
 
 async def _commanded(left: Runtime, of: Repository, command: str) -> Patch | Unusable:
     """The task's own command, in the agent's container and with its git: what Polar does."""
-    ended = await left.run(_argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/")
+    ended = await left.run(
+        _argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/"
+    )
     if ended.exit_code != 0:
-        return Unusable(reason=f"the patch command ended with exit code {ended.exit_code}: {last_words(ended.stderr)}")
+        return Unusable(
+            reason=f"the patch command ended with exit code {ended.exit_code}: {last_words(ended.stderr)}"
+        )
     if len(ended.stdout) > PATCH_BYTES:
         return Unusable(reason=f"the patch command gave {TOO_LARGE.format(PATCH_BYTES >> 20)}")
-    return _usable(Patch(content=patch_sections.without(ended.stdout, (*LEFTOVERS, *of.exclude)), notes=_notes(ended)))
+    return _usable(Patch(content=without(ended.stdout, (*LEFTOVERS, *of.exclude)), notes=_notes(ended)))
 
 
 def _usable(patch: Patch) -> Patch | Unusable:
@@ -124,7 +425,10 @@ async def _base(clean: Runtime, of: Repository) -> str:
     if ended.exit_code == 4:
         raise EvaluatorError(f"the image and the task do not fit: {NO_BASE.format(of.folder, of.base)}")
     if ended.exit_code != 0:
-        raise EvaluatorError(f"{of.folder} is no git repository with a commit in the image, name the right repo_dir: {last_words(ended.stderr)}")
+        raise EvaluatorError(
+            f"{of.folder} is no git repository with a commit in the image, name the right repo_dir:"
+            f" {last_words(ended.stderr)}"
+        )
     return ended.stdout.decode("ascii", "replace").strip()
 
 
@@ -135,7 +439,9 @@ async def _run(runtime: Runtime, of: Repository, base: str, start: bytes) -> End
 
 
 def _argv(script: str, of: Repository, *arguments: str) -> Sequence[str]:
-    within = 'if command -v timeout >/dev/null 2>&1; then exec timeout -k 5 "$0" sh -c "$@"; fi; exec sh -c "$@"'
+    within = (
+        'if command -v timeout >/dev/null 2>&1; then exec timeout -k 5 "$0" sh -c "$@"; fi; exec sh -c "$@"'
+    )
     return ["sh", "-c", within, f"{of.within_s:g}", script, "sh", *arguments]
 
 
@@ -156,4 +462,6 @@ def _said(ended: Ended, of: Repository, base: str) -> str:
 def _notes(ended: Ended) -> tuple[str, ...]:
     """What the script left out, and what git said of files it could not read."""
     lines = ended.stderr.decode("utf-8", "replace").splitlines()
-    return tuple(line[:200] for line in lines if not line.startswith(("warning: in the working copy", "hint:")))[-20:]
+    return tuple(
+        line[:200] for line in lines if not line.startswith(("warning: in the working copy", "hint:"))
+    )[-20:]

@@ -1,45 +1,204 @@
-"""Which evaluator a task means: one of ours by name, the user's own by import path, or several of them as one.
+"""Several evaluators as one: each judges in turn, in the same runtime, and their rewards are added up, each
+times its weight.
 
-The rule for whoever edits it: an evaluator that works alike on every node is a row of ALIKE; one that must know what this node allows a
-task to name is made for it, by a row of MADE.
+The rule for whoever edits it: there is no reward of some of the parts. One that fails fails the whole, by its
+name; and none of them begins beside what the one before it left running.
+
+Which evaluator a task means: one of ours by name, the user's own by import path, or several of them as one.
+
+The rule for whoever edits it: an evaluator that works alike on every node is a row of ALIKE; one that must
+know what this node allows a task to name is made for it, by a row of MADE.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from polarnode.errors import Refused
-from polarnode.evaluators import combined, command, harbor, llm_judge, session_completed, swebench, test_on_output, turn_rewards
-from polarnode.evaluators.combined import Part
-from polarnode.evaluators.evaluator import Allowed, Evaluator
-from polarnode.plugins import load_value
-from polarnode.tasks import EvaluatorPart, EvaluatorSpec
+from attrs import evolve, frozen
 
-MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {"llm_judge": llm_judge.evaluator, "turn_rewards": turn_rewards.evaluator}
-ALIKE: Final = (session_completed.EVALUATOR, command.EVALUATOR, test_on_output.EVALUATOR, harbor.EVALUATOR, swebench.EVALUATOR)
-EVALUATORS: Final[Mapping[str, Evaluator]] = {known.name: known for known in (*ALIKE, *(make(Allowed()) for make in MADE.values()))}
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError, Refused, RuntimeFault, boundary
+from polarnode.core.plugins import load_value
+from polarnode.core.task import EvaluatorPart, EvaluatorSpec
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import command, harbor, llm_judge, swebench, test_on_output, turn_rewards
+from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_rewards, finite, summed
+
+# ── combined ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Part:
+    """An evaluator with its own config, and what its reward counts."""
+
+    evaluator: Evaluator
+    config: Mapping[str, Json]
+    weight: float = 1.0
+
+
+def combined(parts: Sequence[Part]) -> Evaluator:
+    """The parts as one Evaluator. Refused where they can not share a runtime.
+
+    It is fresh when one of them is, and needs a copy of the workdir when one of them does.
+    """
+    names = _names(parts)
+    fresh = any(part.evaluator.fresh for part in parts)
+    _check_shared(parts, names, fresh=fresh)
+
+    async def evaluate(finished: Finished) -> Verdict:
+        verdicts: list[tuple[str, float, Verdict]] = []
+        for name, part in zip(names, parts, strict=True):
+            if verdicts:
+                await _end_processes(finished)
+            verdicts.append((name, part.weight, await _verdict(name, part, finished)))
+        return _together(verdicts)
+
+    def check(config: Mapping[str, Json]) -> None:
+        for name in config:
+            raise Refused(
+                "the parts of an evaluator have each their own config", path=f"$.evaluator.config.{name}"
+            )
+
+    return Evaluator(
+        name=" + ".join(names),
+        evaluate=evaluate,
+        check=check,
+        fresh=fresh,
+        copies=any(part.evaluator.copies for part in parts),
+    )
+
+
+def _names(parts: Sequence[Part]) -> tuple[str, ...]:
+    """By which metrics and errors name a part: its evaluator's name, with its place behind it where there are
+    several of that name.
+    """
+    counted = Counter(part.evaluator.name for part in parts)
+    return tuple(
+        f"{part.evaluator.name}[{place}]" if counted[part.evaluator.name] > 1 else part.evaluator.name
+        for place, part in enumerate(parts)
+    )
+
+
+def _check_shared(parts: Sequence[Part], names: Sequence[str], *, fresh: bool) -> None:
+    """One that builds on a clean workdir finds no clean one where another judges the harness's."""
+    clean = [
+        name
+        for name, part in zip(names, parts, strict=True)
+        if part.evaluator.fresh and not part.evaluator.copies
+    ]
+    copied = [place for place, part in enumerate(parts) if part.evaluator.copies]
+    if len(clean) > 1:
+        place = names.index(clean[1])
+        sentence = (
+            f"{clean[0]} and {clean[1]} both put the agent's work onto a clean workdir: they can not share a"
+            " runtime"
+        )
+        raise Refused(f"{sentence}; keep one of them", path=f"$.evaluator.parts[{place}]")
+    if fresh and clean and copied:
+        sentence = (
+            f"{names[copied[0]]} judges the workdir as the harness left it and {clean[0]} a clean one: they"
+            " can not share a runtime"
+        )
+        raise Refused(f"{sentence}; keep one of them", path=f"$.evaluator.parts[{copied[0]}]")
+
+
+async def _end_processes(finished: Finished) -> None:
+    await finished.runtime.end_processes()
+    if finished.left is not finished.runtime:
+        await finished.left.end_processes()
+
+
+async def _verdict(name: str, part: Part, finished: Finished) -> Verdict:
+    failed = f"{name}, a part of the evaluator, failed"
+    try:
+        with boundary(EvaluatorError, failed):
+            return _checked(await part.evaluator.evaluate(evolve(finished, config=part.config)), finished)
+    except (EvaluatorError, RuntimeFault) as error:
+        if str(error).startswith(failed):
+            raise
+        # of its own kind: a machine's fault is not an evaluator's
+        raise type(error)(f"{failed}: {error}") from error
+
+
+def _checked(verdict: object, finished: Finished) -> Verdict:
+    """A part may be anybody's code: what it says is looked at here, where its name is still known."""
+    if not isinstance(verdict, Verdict):
+        raise EvaluatorError(f"it returned {type(verdict).__name__}: return a polarnode.records.Verdict")
+    lineages, turns = checked_rewards(verdict, finished.turns)
+    return evolve(
+        verdict, reward=finite(verdict.reward, "its reward"), lineage_rewards=lineages, turn_rewards=turns
+    )
+
+
+def _together(verdicts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
+    """The sum, and each part's own numbers by its name."""
+    session, lineages, turns = summed([(weight, verdict) for _, weight, verdict in verdicts])
+    metrics: dict[str, Json] = {
+        name: {
+            "reward": verdict.reward,
+            "weight": weight,
+            **({"metrics": dict(verdict.metrics)} if verdict.metrics else {}),
+        }
+        for name, weight, verdict in verdicts
+    }
+    return Verdict(reward=session, metrics=metrics, lineage_rewards=lineages, turn_rewards=turns)
+
+
+# ── registry ────────────────────────────────────────────────────────────
+
+MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {
+    "llm_judge": llm_judge.evaluator,
+    "turn_rewards": turn_rewards.evaluator,
+}
+ALIKE: Final = (
+    command.SESSION_COMPLETED,
+    command.EVALUATOR,
+    test_on_output.EVALUATOR,
+    harbor.EVALUATOR,
+    swebench.EVALUATOR,
+)
+EVALUATORS: Final[Mapping[str, Evaluator]] = {
+    known.name: known for known in (*ALIKE, *(make(Allowed()) for make in MADE.values()))
+}
 WHOLE = "$.evaluator"
 
 
-def find(spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = (), judges: Collection[str] | None = None) -> Evaluator:
-    """The evaluator of a task, its config already looked at. An import path must lead to an `Evaluator` value.
+def find(
+    spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = (), judges: Collection[str] | None = None
+) -> Evaluator:
+    """The evaluator of a task, its config already looked at. An import path must lead to an `Evaluator`
+    value.
 
     `judges` are the names of the node's, None where they are not known.
     """
     allowed = Allowed(imports=allowed_imports, judges=judges)
     if not spec.parts:
-        return _checked(spec, allowed, WHOLE)
-    found = [_checked(part, allowed, f"{WHOLE}.parts[{index}]") for index, part in enumerate(spec.parts)]
-    parts = tuple(Part(evaluator=each, config=part.config, weight=part.weight) for each, part in zip(found, spec.parts, strict=True))
-    return combined.evaluator(parts)
+        return _checked_evaluator(spec, allowed, WHOLE)
+    found = [
+        _checked_evaluator(part, allowed, f"{WHOLE}.parts[{index}]") for index, part in enumerate(spec.parts)
+    ]
+    parts = tuple(
+        Part(evaluator=each, config=part.config, weight=part.weight)
+        for each, part in zip(found, spec.parts, strict=True)
+    )
+    return combined(parts)
 
 
-def _checked(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, path: str) -> Evaluator:
-    """One evaluator, found and its config checked; what it refuses is refused at its own place in the task."""
-    evaluator = _named(spec.name, allowed, path) if spec.import_path is None else _imported(spec.import_path, allowed, path)
+def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, path: str) -> Evaluator:
+    """One evaluator, found and its config checked; what it refuses is refused at its own place in the
+    task.
+    """
+    evaluator = (
+        _named(spec.name, allowed, path)
+        if spec.import_path is None
+        else _imported(spec.import_path, allowed, path)
+    )
     try:
         evaluator.check(spec.config)
     except Refused as refused:
-        raise Refused(str(refused), path=(refused.path or f"{WHOLE}.config").replace(WHOLE, path, 1)) from refused
+        raise Refused(
+            str(refused), path=(refused.path or f"{WHOLE}.config").replace(WHOLE, path, 1)
+        ) from refused
     return evaluator
 
 
@@ -51,5 +210,7 @@ def _named(name: str, allowed: Allowed, path: str) -> Evaluator:
     made = MADE.get(name)
     evaluator = EVALUATORS.get(name) if made is None else made(allowed)
     if evaluator is None:
-        raise Refused(f"no evaluator is called {name}; there are: {', '.join(sorted(EVALUATORS))}", path=f"{path}.name")
+        raise Refused(
+            f"no evaluator is called {name}; there are: {', '.join(sorted(EVALUATORS))}", path=f"{path}.name"
+        )
     return evaluator

@@ -1,7 +1,9 @@
-"""`test_on_output`: the agent's patch on a clean runtime, and its tests' PASSED and FAILED lines as they were expected. Polar's config as it is.
+"""`test_on_output`: the agent's patch on a clean runtime, and its tests' PASSED and FAILED lines as they were
+expected. Polar's config as it is.
 
-The rule for whoever edits it: a config of Polar's gets the verdict Polar gives it. Stricter in one thing only: where two lines speak of one
-test, the worse counts, so that a PASSED printed by the code under test hides no failure.
+The rule for whoever edits it: a config of Polar's gets the verdict Polar gives it. Stricter in one thing
+only: where two lines speak of one test, the worse counts, so that a PASSED printed by the code under test
+hides no failure.
 """
 
 import json
@@ -10,11 +12,10 @@ from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.evaluators import patches, settings
-from polarnode.evaluators.evaluator import Evaluator, Finished
-from polarnode.evaluators.running import Ran, run_script, shown
-from polarnode.records import Verdict
+from polarnode.core.conversation import Json
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import contract, patches
+from polarnode.evaluators.contract import Evaluator, Finished, Ran, run_script, shown
 
 STATUSES = ("PASSED", "SKIPPED", "FAILED", "ERROR")  # from better to worse
 _ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
@@ -32,21 +33,23 @@ class TestOnOutputConfig:
     base_commit: str | None = None
     patch_command: str | None = None
     exclude_patterns: tuple[str, ...] = ()
-    apply_timeout: float = 300.0  # git needs seconds; on a machine with twenty times the load of its cores a minute, which is no fault of the agent
+    # git needs seconds; on a machine with twenty times the load of its cores a minute, which is no fault of
+    # the agent
+    apply_timeout: float = 300.0
     test_timeout: float = 1200.0  # Polar's and SWE-bench's order of magnitude; budgets.post_s holds as well
     user: str | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> TestOnOutputConfig:
     """The config, or a refusal naming the field."""
-    read = settings.read(config, TestOnOutputConfig)
-    settings.command("test_command", read.test_command)
-    settings.command("patch_command", read.patch_command)
-    settings.absolute("repo_dir", read.repo_dir)
-    settings.seconds("apply_timeout", read.apply_timeout)
-    settings.seconds("test_timeout", read.test_timeout)
+    read = contract.read(config, TestOnOutputConfig)
+    contract.command("test_command", read.test_command)
+    contract.command("patch_command", read.patch_command)
+    contract.absolute("repo_dir", read.repo_dir)
+    contract.seconds("apply_timeout", read.apply_timeout)
+    contract.seconds("test_timeout", read.test_timeout)
     if not expected(read):
-        raise settings.refused("expected_output_json", "must name at least one test and its status")
+        raise contract.refused("expected_output_json", "must name at least one test and its status")
     return read
 
 
@@ -62,12 +65,17 @@ def expected(config: TestOnOutputConfig) -> dict[str, str]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise settings.refused("expected_output_json", f"is no JSON: {error}") from error
+            raise contract.refused("expected_output_json", f"is no JSON: {error}") from error
     if not isinstance(value, Mapping):
-        raise settings.refused("expected_output_json", "must be an object of test names and statuses, or its text")
+        raise contract.refused(
+            "expected_output_json", "must be an object of test names and statuses, or its text"
+        )
     for name, status in value.items():
         if status not in STATUSES:
-            raise settings.refused("expected_output_json", f"expects {status!r:.40} of {name:.80}: it must be one of {', '.join(STATUSES)}")
+            raise contract.refused(
+                "expected_output_json",
+                f"expects {status!r:.40} of {name:.80}: it must be one of {', '.join(STATUSES)}",
+            )
     return _worst((short(name), str(status)) for name, status in value.items())
 
 
@@ -79,7 +87,13 @@ async def evaluate(finished: Finished) -> Verdict:
     if isinstance(moved, patches.Unusable):
         return Verdict(reward=0.0, metrics={"resolved": False, "reason": moved.reason})
     await finished.prepare()
-    ran = await run_script(finished.runtime, config.test_command, within_s=config.test_timeout, user=config.user, workdir=config.repo_dir)
+    ran = await run_script(
+        finished.runtime,
+        config.test_command,
+        within_s=config.test_timeout,
+        user=config.user,
+        workdir=config.repo_dir,
+    )
     return _verdict(expected(config), ran, moved)
 
 
@@ -97,14 +111,26 @@ def _repository(config: TestOnOutputConfig) -> patches.Repository:
 def _verdict(wanted: Mapping[str, str], ran: Ran, patch: patches.Patch) -> Verdict:
     seen = {} if ran.timed_out else statuses(ran.output)
     resolved = seen == wanted
-    metrics: dict[str, Json] = {"resolved": resolved, "expected": len(wanted), "seen": len(seen), **ran.metrics, "patch": patch.metrics}
+    metrics: dict[str, Json] = {
+        "resolved": resolved,
+        "expected": len(wanted),
+        "seen": len(seen),
+        **ran.metrics,
+        "patch": patch.metrics,
+    }
     if not resolved:
         metrics["different"] = shown(
-            f"{name}: {seen[name]}, not {wanted[name]}" for name in wanted.keys() & seen.keys() if seen[name] != wanted[name]
+            f"{name}: {seen[name]}, not {wanted[name]}"
+            for name in wanted.keys() & seen.keys()
+            if seen[name] != wanted[name]
         )
         metrics["missing"] = shown(wanted.keys() - seen.keys())
         metrics["unexpected"] = shown(f"{name}: {seen[name]}" for name in seen.keys() - wanted.keys())
-        metrics["reason"] = "the tests ran out of time" if ran.timed_out else "the tests did not come to what was expected of them"
+        metrics["reason"] = (
+            "the tests ran out of time"
+            if ran.timed_out
+            else "the tests did not come to what was expected of them"
+        )
     return Verdict(reward=float(resolved), metrics=metrics)
 
 
@@ -118,7 +144,9 @@ def statuses(output: str) -> dict[str, str]:
 
 
 def short(name: str) -> str:
-    """A test's name without its file: `method`, or `Class.method`. What pytest adds behind a dash is not part of it."""
+    """A test's name without its file: `method`, or `Class.method`. What pytest adds behind a dash is not part
+    of it.
+    """
     parts = name.split(" - ")[0].split("::")
     return ".".join(parts[-2:]) if len(parts) > 2 else parts[-1]
 

@@ -1,15 +1,36 @@
-"""A group of sessions as a trainer takes it: which of them are of use, when there are enough, how each compares with its siblings.
+"""A group of sessions as a trainer takes it: which of them are of use, when there are enough, how each
+compares with its siblings.
 
-Pure. The rule for whoever edits it: a session counts once, however many rows it became, and one that the machine lost counts as nothing, not
-as a failure of the agent.
+Pure. The rule for whoever edits it: a session counts once, however many rows it became, and one that the
+machine lost counts as nothing, not as a failure of the agent.
 """
 
-from polarnode.groups.advantages import Estimator, advantages_of, group_normalised, leave_one_out
-from polarnode.groups.group import Group, GroupState, Member
-from polarnode.groups.judging import EARLY_STOP, STALE, Facts, facts_of, judged, lost_to_the_machine, member_of, stopped_early
-from polarnode.groups.reading import group_json, read_group
-from polarnode.groups.rows import LossMean, Row, rows_of
-from polarnode.groups.staleness import stamped, updates_behind
+from polarnode.groups.group import (
+    EARLY_STOP,
+    STALE,
+    Facts,
+    Group,
+    GroupState,
+    Member,
+    facts_of,
+    group_json,
+    judged,
+    lost_to_the_machine,
+    member_of,
+    read_group,
+    stamped,
+    stopped_early,
+    updates_behind,
+)
+from polarnode.groups.training_rows import (
+    Estimator,
+    LossMean,
+    Row,
+    advantages_of,
+    group_normalised,
+    leave_one_out,
+    rows_of,
+)
 
 __all__ = [
     "EARLY_STOP",

@@ -1,22 +1,48 @@
 """What a group is when it is over: its places, and what a trainer may use of them.
 
-The rule for whoever edits it: these are the fields of the stream's `group` event, by their names; they are added to, never renamed.
+The rule for whoever edits it: these are the fields of the stream's `group` event, by their names; they are
+added to, never renamed.
+
+Which of a group's sessions are usable and why the others are not, and what that makes of the group.
+
+Pure. The rule for whoever edits it: a status never decides, what there is to learn from does. A harness that
+failed or ran out of time is usable when it was scored; what the machine lost is no failure of anyone's and
+counts as nothing.
+
+How far behind the weights of a session are: the versions its tokens were sampled by, against the history of
+those that were served.
+
+Pure. The rule for whoever edits it: a version is a name, and the same name is the same weights; what the
+history does not know is not guessed.
+
+A group as the stream's `group` event, and back.
+
+The rule for whoever edits it: fields are added, never renamed; a reader ignores what it does not know, and
+takes events of journals that did not say yet what is usable.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
-from polarnode.records import Status, Trajectory
+from polarnode.core.codec.json import plain, structure
+from polarnode.core.conversation import Json
+from polarnode.core.task import GroupSpec
+from polarnode.core.trajectory import Outcome, Status, Trajectory
 
-# complete: every place is usable. partial: enough are. early: it was stopped when enough were in. dropped: of no use, and `reason` says why.
+# ── group ────────────────────────────────────────────────────────────
+
+# complete: every place is usable. partial: enough are. early: it was stopped when enough were in. dropped: of
+# no use, and `reason` says why.
 GroupState = Literal["complete", "partial", "early", "dropped"]
 
 
 @frozen(kw_only=True)
 class Member:
-    """One place of a group: the session that held it in the end. `why` says why it is not usable, None when it is.
+    """One place of a group: the session that held it in the end. `why` says why it is not usable, None when
+    it is.
 
     `stale`: it is further behind than the task's `max_staleness`, whether that makes it unusable or not.
     """
@@ -33,7 +59,9 @@ class Member:
 
 @frozen(kw_only=True)
 class Group:
-    """A group that is over. `trajectories` are those of its members that the reader has, in order of sample_index."""
+    """A group that is over. `trajectories` are those of its members that the reader has, in order of
+    sample_index.
+    """
 
     task_id: str
     group_id: str
@@ -53,3 +81,209 @@ class Group:
     def holding(self, trajectories: Iterable[Trajectory]) -> "Group":
         """The same group with these trajectories."""
         return evolve(self, trajectories=tuple(trajectories))
+
+
+# ── judging ────────────────────────────────────────────────────────────
+
+# Whose faults are the machine's. Not `journal`, whose own writer tries again, nor `laws`: the same tokens
+# would break them again.
+MACHINE: Final = frozenset({"runtime", "engine", "node"})
+STALE: Final = "stale"  # what the reason of a member begins with that is too far behind
+# what the reason of a session begins with that was ended because its group had enough
+EARLY_STOP: Final = "early stop"
+
+
+@frozen(kw_only=True)
+class Facts:
+    """What is known of a session that is over. `trainable_tokens` is None in journals that did not count
+    them.
+    """
+
+    session_id: str
+    sample_index: int
+    outcome: Outcome
+    reward: float | None
+    trainable_tokens: int | None = None
+    staleness: int | None = None
+
+
+def facts_of(trajectory: Trajectory) -> Facts:
+    """The facts of a session, from what it left."""
+    return Facts(
+        session_id=trajectory.session_id,
+        sample_index=trajectory.sample_index,
+        outcome=trajectory.outcome,
+        reward=trajectory.reward,
+        trainable_tokens=trajectory.trainable_tokens,
+        staleness=trajectory.staleness,
+    )
+
+
+def lost_to_the_machine(outcome: Outcome) -> bool:
+    """Whether a session ended for what is no fault of its agent, its task or its trainer."""
+    return outcome.status == "interrupted" or (outcome.status == "error" and outcome.boundary in MACHINE)
+
+
+def stopped_early(outcome: Outcome) -> bool:
+    """Whether a session was ended, or never begun, because its group had enough."""
+    return outcome.status == "cancelled" and (outcome.reason or "").startswith(EARLY_STOP)
+
+
+def member_of(spec: GroupSpec, facts: Facts) -> Member:
+    """A session as its group counts it."""
+    why = _why_not(spec, facts)
+    return Member(
+        session_id=facts.session_id,
+        sample_index=facts.sample_index,
+        status=facts.outcome.status,
+        reward=facts.reward,
+        usable=why is None,
+        staleness=facts.staleness,
+        stale=_is_stale(spec, facts),
+        why=why,
+    )
+
+
+def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: str) -> Group:
+    """The group whose places are over with these sessions."""
+    ordered = sorted(facts, key=lambda each: each.sample_index)
+    members = tuple(member_of(spec, each) for each in ordered)
+    early = sum(stopped_early(each.outcome) for each in ordered)
+    state, reason = _state(spec, members, early)
+    return Group(task_id=task_id, group_id=group_id, state=state, members=members, reason=reason)
+
+
+# ── inside ────────────────────────────────────────────────────────────────────
+
+
+def _is_stale(spec: GroupSpec, facts: Facts) -> bool:
+    return (
+        spec.max_staleness is not None
+        and facts.staleness is not None
+        and facts.staleness > spec.max_staleness
+    )
+
+
+def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
+    """Each begins with a word of its own, and a colon where there is more: reasons are counted by it."""
+    if stopped_early(facts.outcome):
+        return EARLY_STOP
+    if lost_to_the_machine(facts.outcome):
+        return f"lost to the machine: {facts.outcome.boundary or 'node'}"
+    if facts.reward is None:
+        return f"no reward: {facts.outcome.status}"
+    if facts.trainable_tokens == 0:
+        return "no trainable token"
+    if _is_stale(spec, facts) and spec.stale == "drop":
+        return f"{STALE}: {facts.staleness} weight updates behind, {spec.max_staleness} are allowed"
+    return None
+
+
+def _state(spec: GroupSpec, members: Sequence[Member], early: int) -> tuple[GroupState, str | None]:
+    usable = [member.reward for member in members if member.usable]
+    counted = f"{len(usable)} of {len(members)} sessions are usable"
+    missing = _missing(members)
+    if len(usable) < spec.min_usable:
+        return "dropped", f"too few: {counted}, {spec.min_usable} are wanted ({missing})"
+    if spec.drop_uniform_reward and len(set(usable)) == 1:
+        return "dropped", f"uniform reward: {counted}, each with {usable[0]:g}"
+    if early:
+        return "early", f"{EARLY_STOP}: {counted} ({missing})"
+    return ("partial", f"some are missing: {counted} ({missing})") if missing else ("complete", None)
+
+
+def _missing(members: Sequence[Member]) -> str:
+    """How many are not usable, by the word their reason begins with."""
+    words = Counter(member.why.partition(":")[0] for member in members if member.why is not None)
+    return ", ".join(f"{count} {word}" for word, count in words.items())
+
+
+# ── staleness ────────────────────────────────────────────────────────────
+
+
+def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
+    """The trajectory of a session that ends now. `history`: the versions that were served, oldest first, the
+    last is served now.
+    """
+    return evolve(trajectory, staleness=updates_behind(trajectory, history))
+
+
+def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
+    """Weight updates between the session's oldest sampled token and the last of `history`; None when it has
+    no token of a version in it.
+
+    Of a version that was served more than once the last time counts: going back to it made its tokens fresh
+    again.
+    """
+    behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
+    sampled = {
+        span.version for turn in trajectory.turns for span in turn.version_spans if span.end > span.start
+    }
+    return max((behind[version] for version in sampled if version in behind), default=None)
+
+
+# ── reading ────────────────────────────────────────────────────────────
+
+
+def group_json(group: Group) -> dict[str, Json]:
+    """The body of the event; trajectories have events of their own."""
+    return {
+        "task_id": group.task_id,
+        "group_id": group.group_id,
+        "sessions": [plain(member) for member in group.members],
+        "rewards": [member.reward for member in group.members],
+        "state": group.state,
+        "reason": group.reason,
+        "usable": sum(member.usable for member in group.members),
+    }
+
+
+@frozen(kw_only=True)
+class MemberShape(Member):
+    """A member as journals of any version say it."""
+
+    reward: float | None = None
+    usable: bool = False
+
+
+@frozen(kw_only=True)
+class GroupShape:
+    task_id: str
+    group_id: str
+    sessions: tuple[MemberShape, ...]
+    state: GroupState | None = None
+    reason: str | None = None
+
+
+def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
+    """The group that an event's body says, with those of `trajectories` that are its members'. Refused with a
+    path when it says none.
+    """
+    shape = structure(value, GroupShape)
+    places = {each.session_id: each.sample_index for each in shape.sessions}
+    ours = {each.session_id: each for each in trajectories if each.session_id in places}
+    group = _of_an_old_journal(shape) if shape.state is None else _group(shape, shape.state)
+    return group.holding(sorted(ours.values(), key=lambda each: places[each.session_id]))
+
+
+def _group(shape: GroupShape, state: GroupState) -> Group:
+    members = tuple(Member(**asdict(each)) for each in shape.sessions)
+    return Group(
+        task_id=shape.task_id, group_id=shape.group_id, state=state, members=members, reason=shape.reason
+    )
+
+
+def _of_an_old_journal(shape: GroupShape) -> Group:
+    """Before journal version 4 an event said statuses and rewards alone: judged by them, and by the defaults
+    of a task.
+    """
+    facts = (
+        Facts(
+            session_id=each.session_id,
+            sample_index=each.sample_index,
+            outcome=Outcome(status=each.status),
+            reward=each.reward,
+        )
+        for each in shape.sessions
+    )
+    return judged(GroupSpec(), facts, task_id=shape.task_id, group_id=shape.group_id)

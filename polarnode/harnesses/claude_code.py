@@ -1,12 +1,23 @@
-"""Claude Code: speaks Anthropic Messages, configured by its environment; MCP servers come in a file named on its command line.
+"""Claude Code: speaks Anthropic Messages, configured by its environment; MCP servers come in a file named on
+its command line.
 
-Measured with 2.1.328: prompts of 40 kB and more, `system` entries in mid-conversation, tools that appear later. An unknown model name is
-taken to have a million tokens of context, so the true window is told. As root it refuses to skip permissions unless `IS_SANDBOX` is set.
+Measured with 2.1.328: prompts of 40 kB and more, `system` entries in mid-conversation, tools that appear
+later. An unknown model name is taken to have a million tokens of context, so the true window is told. As root
+it refuses to skip permissions unless `IS_SANDBOX` is set.
 """
 
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "2.1.328"
 APIS = ("anthropic",)
@@ -28,7 +39,14 @@ def launch(order: HarnessOrder) -> Launch:
 
 
 def _servers(order: HarnessOrder) -> bytes:
-    return json_bytes({"mcpServers": {name: server_json(server, kinds=("stdio", "http")) for name, server in order.mcp_servers.items()}})
+    return json_bytes(
+        {
+            "mcpServers": {
+                name: server_json(server, kinds=("stdio", "http"))
+                for name, server in order.mcp_servers.items()
+            }
+        }
+    )
 
 
 def _own(order: HarnessOrder) -> dict[str, str]:
@@ -49,4 +67,12 @@ def _own(order: HarnessOrder) -> dict[str, str]:
     }
 
 
-HARNESS = Harness(name="claude_code", version=VERSION, image="claude_code", launch=launch, apis=APIS, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="claude_code",
+    version=VERSION,
+    image="claude_code",
+    launch=launch,
+    apis=APIS,
+    mcp_servers=True,
+    skills=True,
+)

@@ -1,30 +1,51 @@
-"""Codex CLI: speaks OpenAI Responses, told everything by `~/.codex/config.toml`; the environment alone can not redirect it.
+"""Codex CLI: speaks OpenAI Responses, told everything by `~/.codex/config.toml`; the environment alone can
+not redirect it.
 
-Measured with 0.169.0. A provider of our own, `local`, because the built-in one opens a WebSocket first, compacts remotely and adds fields. A
-context overflow is fatal to it, so it is told the true window and compacts before. The model's name decides the tools: an unknown one gives
-plain functions, `gpt-5.5` a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
+Measured with 0.169.0. A provider of our own, `local`, because the built-in one opens a WebSocket first,
+compacts remotely and adds fields. A context overflow is fatal to it, so it is told the true window and
+compacts before. The model's name decides the tools: an unknown one gives plain functions, `gpt-5.5` a
+freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import toml_bytes
-from polarnode.ports import HarnessOrder, Launch
-from polarnode.tasks import McpServerSpec
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.task import McpServerSpec
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    choice,
+    environment,
+    model_name,
+    only_settings,
+    skill_files,
+    toml_bytes,
+)
 
 VERSION = "0.169.0"
 APIS = ("responses",)
-COMPACT_AT = 0.8  # of the window: the call that summarises, its answer and one more tool result must still fit
+# of the window: the call that summarises, its answer and one more tool result must still fit
+COMPACT_AT = 0.8
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`codex exec -- INSTRUCTION`, every permission given: the container is the sandbox."""
     only_settings(order.settings, ("api",))
     choice(order.settings, "api", APIS)
-    argv = ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "--json", "--")
+    argv = (
+        "codex",
+        "exec",
+        "--dangerously-bypass-approvals-and-sandbox",
+        "--skip-git-repo-check",
+        "--json",
+        "--",
+    )
     return Launch(
         argv=(*argv, argument(order.instruction, special=())),
         env=environment(order, {"CODEX_HOME": f"{order.home}/.codex", "LOCAL_API_KEY": order.endpoint.key}),
-        files={f"{order.home}/.codex/config.toml": toml_bytes(_config(order)), **skill_files(order, ".codex/skills")},
+        files={
+            f"{order.home}/.codex/config.toml": toml_bytes(_config(order)),
+            **skill_files(order, ".codex/skills"),
+        },
     )
 
 
@@ -47,7 +68,12 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
 
 
 def _provider(order: HarnessOrder) -> dict[str, Json]:
-    return {"name": "local", "base_url": f"{order.endpoint.base_url}/v1", "env_key": "LOCAL_API_KEY", "wire_api": "responses"}
+    return {
+        "name": "local",
+        "base_url": f"{order.endpoint.base_url}/v1",
+        "env_key": "LOCAL_API_KEY",
+        "wire_api": "responses",
+    }
 
 
 def _server(server: McpServerSpec) -> dict[str, Json]:
@@ -56,4 +82,6 @@ def _server(server: McpServerSpec) -> dict[str, Json]:
     return {"url": server.url, "http_headers": dict(server.headers)}
 
 
-HARNESS = Harness(name="codex", version=VERSION, image="codex", launch=launch, apis=APIS, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="codex", version=VERSION, image="codex", launch=launch, apis=APIS, mcp_servers=True, skills=True
+)

@@ -1,14 +1,25 @@
-"""Gemini CLI: speaks Google generateContent, told where by its environment and how by `~/.gemini/settings.json`.
+"""Gemini CLI: speaks Google generateContent, told where by its environment and how by
+`~/.gemini/settings.json`.
 
-Measured with 0.61.0. Without `-m` it asks a router model first, so the model is always named. It takes every unknown model for one of a million
-tokens and a context overflow is fatal to it, so its compression threshold, a share of that million, is set to a share of the true window. An
-error in mid-stream ends it with exit code 0.
+Measured with 0.61.0. Without `-m` it asks a router model first, so the model is always named. It takes every
+unknown model for one of a million tokens and a context overflow is fatal to it, so its compression threshold,
+a share of that million, is set to a share of the true window. An error in mid-stream ends it with exit code
+0.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "0.61.0"
 APIS = ("gemini", "vertex")
@@ -17,14 +28,26 @@ COMPACT_AT = 0.7  # of the window; it estimates by characters before it sends, a
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`gemini --prompt=INSTRUCTION`, every permission given: the container is the sandbox. Joined by `=`, so that it is never an option."""
+    """`gemini --prompt=INSTRUCTION`, every permission given: the container is the sandbox. Joined by `=`, so
+    that it is never an option.
+    """
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
-    argv = ("gemini", "--yolo", "--skip-trust", "-m", model_name(order), f"--prompt={argument(order.instruction, special=('/',))}")
+    argv = (
+        "gemini",
+        "--yolo",
+        "--skip-trust",
+        "-m",
+        model_name(order),
+        f"--prompt={argument(order.instruction, special=('/',))}",
+    )
     return Launch(
         argv=argv,
         env=environment(order, {**_endpoint(order, api), "GEMINI_TELEMETRY_ENABLED": "false"}),
-        files={f"{order.home}/.gemini/settings.json": json_bytes(_config(order, api)), **skill_files(order, ".gemini/skills")},
+        files={
+            f"{order.home}/.gemini/settings.json": json_bytes(_config(order, api)),
+            **skill_files(order, ".gemini/skills"),
+        },
     )
 
 
@@ -41,11 +64,23 @@ def _config(order: HarnessOrder, api: str) -> dict[str, Json]:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
-        "model": {"compressionThreshold": round(COMPACT_AT * order.endpoint.context_length / ASSUMED_WINDOW, 6)},
-        "mcpServers": {name: {**server_json(server, url="httpUrl"), "trust": True} for name, server in order.mcp_servers.items()},
+        "model": {
+            "compressionThreshold": round(COMPACT_AT * order.endpoint.context_length / ASSUMED_WINDOW, 6)
+        },
+        "mcpServers": {
+            name: {**server_json(server, url="httpUrl"), "trust": True}
+            for name, server in order.mcp_servers.items()
+        },
     }
 
 
 HARNESS = Harness(
-    name="gemini_cli", version=VERSION, image="gemini_cli", launch=launch, apis=APIS, exit_code_honest=False, mcp_servers=True, skills=True
+    name="gemini_cli",
+    version=VERSION,
+    image="gemini_cli",
+    launch=launch,
+    apis=APIS,
+    exit_code_honest=False,
+    mcp_servers=True,
+    skills=True,
 )

@@ -1,20 +1,42 @@
 """What a harness module is, and what every one of them sets.
 
-A harness is an agent program we never change. Its module says: which image of `runtimes/` carries it, which version was measured, which APIs it
-can be told to speak, whether its exit code can be believed, and how it is launched (argv, environment, files). Rule for whoever adds one: no
-argument goes through a shell, the environment is written from nothing, telemetry and updates are off, and what the harness can not do (MCP
-servers, skills) stays False here, so that a task that asks for it is refused. The node's own environment never reaches a harness.
+A harness is an agent program we never change. Its module says: which image of `runtimes/` carries it, which
+version was measured, which APIs it can be told to speak, whether its exit code can be believed, and how it is
+launched (argv, environment, files). Rule for whoever adds one: no argument goes through a shell, the
+environment is written from nothing, telemetry and updates are off, and what the harness can not do (MCP
+servers, skills) stays False here, so that a task that asks for it is refused. The node's own environment
+never reaches a harness.
+
+How a harness's run ended, judged by its exit code and, where that lies, by the session's turns.
+
+A failure behind an engine that died is the engine's: a harness whose last call the engine failed had nothing
+left to go on with. Measured: pi, openclaw, hermes and gemini_cli exit 0 having done nothing, opencode exits 1
+after a compaction although its work is done. Rule for whoever edits it: an exit code is overruled only by
+what the model plane itself saw, and the reason says so.
+
+How values are spelt in the files harnesses read. JSON is JSON and YAML's subset; only TOML needs a writer of
+its own.
+
+Rule for whoever edits it: what a task says (names, URLs, arguments) is data in every spelling, whatever
+characters it holds.
 """
 
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EngineError, Refused
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.task import McpServerSpec
+from polarnode.core.trajectory import Outcome, Turn
 
-DEFAULT_MODEL_NAME = "local-model"  # a name no harness knows gives the simplest behaviour (harnesses.md 14.16)
+# ── harness ────────────────────────────────────────────────────────────
+
+# a name no harness knows gives the simplest behaviour (harnesses.md 14.16)
+DEFAULT_MODEL_NAME = "local-model"
 ARGUMENT_BYTES = 131_071  # Linux takes no longer single argument (MAX_ARG_STRLEN less its NUL)
 
 
@@ -22,8 +44,9 @@ ARGUMENT_BYTES = 131_071  # Linux takes no longer single argument (MAX_ARG_STRLE
 class Harness:
     """One agent program: its name, the version its image pins, the image, and its launch as a pure function.
 
-    `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False where the program ends with 0 having done
-    nothing, or with 1 having done its work: then the session's turns have their say (`exits.py`).
+    `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False where the
+    program ends with 0 having done nothing, or with 1 having done its work: then the session's turns have
+    their say (`exits.py`).
     """
 
     name: str
@@ -42,7 +65,9 @@ def model_name(order: HarnessOrder) -> str:
 
 
 def quiet_environment(order: HarnessOrder) -> dict[str, str]:
-    """What every harness gets: a home, a plain terminal, no telemetry. The task's own `env` is laid over by `environment`."""
+    """What every harness gets: a home, a plain terminal, no telemetry. The task's own `env` is laid over by
+    `environment`.
+    """
     return {
         "HOME": order.home,
         "LANG": "C.UTF-8",
@@ -59,10 +84,13 @@ def environment(order: HarnessOrder, own: Mapping[str, str]) -> dict[str, str]:
 
 
 def argument(text: str, *, special: tuple[str, ...] = ("-", "@")) -> str:
-    """An instruction as an argument: one that begins with what the harness takes for a flag, a file or a command gets a blank before it."""
+    """An instruction as an argument: one that begins with what the harness takes for a flag, a file or a
+    command gets a blank before it.
+    """
     if len(text.encode()) >= ARGUMENT_BYTES:
         raise Refused(
-            f"the instruction is longer than the {ARGUMENT_BYTES} bytes a program's argument may have: put it in a file of the workspace",
+            f"the instruction is longer than the {ARGUMENT_BYTES} bytes a program's argument may have: put it"
+            " in a file of the workspace",
             path="$.instruction",
         )
     return f" {text}" if text.startswith(special) else text
@@ -77,13 +105,141 @@ def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) ->
     """A setting that must be one of `allowed`; the first is the default."""
     value = settings.get(name, allowed[0])
     if not isinstance(value, str) or value not in allowed:
-        raise Refused(f"harness setting {name} must be one of {', '.join(allowed)}", path=f"$.harness.settings.{name}")
+        raise Refused(
+            f"harness setting {name} must be one of {', '.join(allowed)}", path=f"$.harness.settings.{name}"
+        )
     return value
 
 
 def only_settings(settings: Mapping[str, Json], known: tuple[str, ...]) -> None:
-    """Refuse a setting this harness does not know, so that a misspelt one is never silently without effect."""
+    """Refuse a setting this harness does not know, so that a misspelt one is never silently without
+    effect.
+    """
     for name in settings:
         if name not in known:
             listed = ", ".join(known) or "none"
-            raise Refused(f"this harness has no setting {name}; it knows: {listed}", path=f"$.harness.settings.{name}")
+            raise Refused(
+                f"this harness has no setting {name}; it knows: {listed}", path=f"$.harness.settings.{name}"
+            )
+
+
+# ── exits ────────────────────────────────────────────────────────────
+
+
+def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
+    """Completed, failed, or an error of the engine's, with the reason where it is not plain."""
+    judged = _judged(harness, exit_code, turns)
+    return _of_engine(judged) if judged.status == "failed" and lost_its_engine(turns) else judged
+
+
+def lost_its_engine(turns: Sequence[Turn]) -> bool:
+    """Whether the engine failed the main agent's last call. One that was asked again and answered is
+    forgotten: the agent went on from there.
+    """
+    last = _last_main(turns)
+    return last is not None and last.state == "failed"
+
+
+def _of_engine(failed: Outcome) -> Outcome:
+    reason = f"the engine failed the harness's last call, and it ended with exit code {failed.exit_code}"
+    return Outcome(status="error", boundary=EngineError.boundary, exit_code=failed.exit_code, reason=reason)
+
+
+def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
+    if harness.exit_code_honest:
+        return _plain(exit_code)
+    last = _last_main(turns)
+    if exit_code == 0 and (last is None or last.state != "complete"):
+        reason = (
+            f"{harness.name} ended with exit code 0, but without a whole answer to its last call"
+            if last
+            else "it never called its model"
+        )
+        return Outcome(status="failed", exit_code=exit_code, reason=reason)
+    if exit_code != 0 and last is not None and _said_its_last(last):
+        reason = (
+            f"{harness.name} ended with exit code {exit_code} after its last answer was whole: its work was"
+            " done"
+        )
+        return Outcome(status="completed", exit_code=exit_code, reason=reason)
+    return _plain(exit_code)
+
+
+def _plain(exit_code: int) -> Outcome:
+    if exit_code == 0:
+        return Outcome(status="completed", exit_code=0)
+    return Outcome(
+        status="failed", exit_code=exit_code, reason=f"the harness ended with exit code {exit_code}"
+    )
+
+
+def _last_main(turns: Sequence[Turn]) -> Turn | None:
+    """The main agent's last turn; side calls and sub-agents say nothing about how it ended."""
+    return next((turn for turn in reversed(turns) if turn.role == "main"), None)
+
+
+def _said_its_last(turn: Turn) -> bool:
+    """A whole answer that asks for no tool: the agent loop of every harness ends on one."""
+    answer = turn.answer
+    return (
+        turn.state == "complete"
+        and answer is not None
+        and answer.finish_reason in ("stop", "stop_string")
+        and not answer.calls
+    )
+
+
+# ── spelling ────────────────────────────────────────────────────────────
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def json_bytes(value: Json) -> bytes:
+    """A config file in JSON, which is YAML too."""
+    return json.dumps(value, indent=1, ensure_ascii=False).encode()
+
+
+def toml_bytes(table: Mapping[str, Json]) -> bytes:
+    """A config file in TOML; nulls have no spelling there and are left out."""
+    return ("\n".join(_table(table, ())) + "\n").encode()
+
+
+def _table(table: Mapping[str, Json], path: tuple[str, ...]) -> Iterator[str]:
+    if path:
+        yield f"[{'.'.join(_key(part) for part in path)}]"
+    for name, value in table.items():
+        if not isinstance(value, dict) and value is not None:
+            yield f"{_key(name)} = {_value(value)}"
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _table(value, (*path, name))
+
+
+def _key(name: str) -> str:
+    return name if BARE_KEY.fullmatch(name) else _text(name)
+
+
+def _value(value: Json) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list):
+        return f"[{', '.join(_value(part) for part in value)}]"
+    return json.dumps(value)
+
+
+def _text(value: str) -> str:
+    """A JSON string is a TOML string but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def server_json(
+    server: McpServerSpec, *, url: str = "url", kinds: tuple[str, str] | None = None
+) -> dict[str, Json]:
+    """An MCP server as most harnesses read it. `url`: their word for a streamable HTTP address; `kinds`:
+    their types (stdio, http), if they want one.
+    """
+    stdio = server.command is not None
+    kind: dict[str, Json] = {} if kinds is None else {"type": kinds[0] if stdio else kinds[1]}
+    if stdio:
+        return {**kind, "command": server.command, "args": list(server.args), "env": dict(server.env)}
+    return {**kind, url: server.url, "headers": dict(server.headers)}

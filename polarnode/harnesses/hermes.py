@@ -1,29 +1,44 @@
 """Hermes agent: speaks Chat, Responses or Anthropic, told everything by `~/.hermes/config.yaml`.
 
-Measured with 0.19.0: asks its endpoint a dozen times what kind of server it is before the first call; strips text and sorts the keys of
-arguments it sends back; exits 0 whatever happened. The file is JSON, which is YAML.
+Measured with 0.19.0: asks its endpoint a dozen times what kind of server it is before the first call; strips
+text and sorts the keys of arguments it sends back; exits 0 whatever happened. The file is JSON, which is
+YAML.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "0.19.0"
 BASES = {"chat_completions": "/v1", "codex_responses": "/v1", "anthropic_messages": ""}
 APIS = tuple(BASES)
-LEAST_WINDOW = 64_000  # tokens: told less it does not start; in a smaller window it is refused in time, and sends less then
+# tokens: told less it does not start; in a smaller window it is refused in time, and sends less then
+LEAST_WINDOW = 64_000
 MAX_REPLY_TOKENS = 16384  # of a reply: it would ask for 65 536, which leaves no room in a window of that size
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`hermes --oneshot=INSTRUCTION`, every approval off: the container is the sandbox. Joined by `=`, so that it is never an option."""
+    """`hermes --oneshot=INSTRUCTION`, every approval off: the container is the sandbox. Joined by `=`, so
+    that it is never an option.
+    """
     only_settings(order.settings, ("api",))
     own = {"HERMES_HOME": f"{order.home}/.hermes", "HERMES_DISABLE_LAZY_INSTALLS": "1"}
     return Launch(
         argv=("hermes", "--yolo", f"--oneshot={order.instruction}"),
         env=environment(order, own),
-        files={f"{order.home}/.hermes/config.yaml": json_bytes(_config(order)), **skill_files(order, ".hermes/skills")},
+        files={
+            f"{order.home}/.hermes/config.yaml": json_bytes(_config(order)),
+            **skill_files(order, ".hermes/skills"),
+        },
     )
 
 
@@ -45,7 +60,21 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
 
 def _provider(order: HarnessOrder) -> dict[str, Json]:
     api = choice(order.settings, "api", APIS)
-    return {"name": "local", "base_url": f"{order.endpoint.base_url}{BASES[api]}", "api_key": order.endpoint.key, "api_mode": api}
+    return {
+        "name": "local",
+        "base_url": f"{order.endpoint.base_url}{BASES[api]}",
+        "api_key": order.endpoint.key,
+        "api_mode": api,
+    }
 
 
-HARNESS = Harness(name="hermes", version=VERSION, image="hermes", launch=launch, apis=APIS, exit_code_honest=False, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="hermes",
+    version=VERSION,
+    image="hermes",
+    launch=launch,
+    apis=APIS,
+    exit_code_honest=False,
+    mcp_servers=True,
+    skills=True,
+)

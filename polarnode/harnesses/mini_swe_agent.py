@@ -1,20 +1,25 @@
-"""mini-swe-agent: one bash tool, litellm underneath, never streams; with `text` no tool at all but a fenced command in the answer.
+"""mini-swe-agent: one bash tool, litellm underneath, never streams; with `text` no tool at all but a fenced
+command in the answer.
 
-Measured with 2.4.6: ends when the model runs `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`; has neither MCP servers nor skills; retries even a
-400 for minutes, so a spent budget must end its process and not only refuse its calls.
+Measured with 2.4.6: ends when the model runs `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`; has neither MCP
+servers nor skills; retries even a 400 for minutes, so a spent budget must end its process and not only refuse
+its calls.
 """
 
+from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings
-from polarnode.ports import HarnessOrder, Launch
 
 VERSION = "2.4.6"
 APIS = ("openai", "anthropic", "responses", "text")
 CLASSES = {"responses": ("--model-class", "litellm_response"), "text": ("--model-class", "litellm_textbased")}
-CALL_S = 7200  # seconds a call may take: longer than any run budget lets it. It would give up after 600 and ask again
+# seconds a call may take: longer than any run budget lets it. It would give up after 600 and ask again
+CALL_S = 7200
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`mini --task=INSTRUCTION`, unattended; its own trajectory file is kept in the home for whoever wants to compare."""
+    """`mini --task=INSTRUCTION`, unattended; its own trajectory file is kept in the home for whoever wants to
+    compare.
+    """
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
     own = {
@@ -25,9 +30,22 @@ def launch(order: HarnessOrder) -> Launch:
         **_endpoint(order, api),
     }
     model = f"{'anthropic' if api == 'anthropic' else 'openai'}/{model_name(order)}"
-    config = ("-c", "mini_textbased.yaml" if api == "text" else "mini.yaml", "-c", f"model.model_kwargs.timeout={CALL_S}")
+    config = (
+        "-c",
+        "mini_textbased.yaml" if api == "text" else "mini.yaml",
+        "-c",
+        f"model.model_kwargs.timeout={CALL_S}",
+    )
     fixed = ("-y", "-l", "0", "--exit-immediately", "-o", f"{order.home}/trajectory.json")
-    argv = ("mini", "-m", model, *CLASSES.get(api, ()), *config, *fixed, f"--task={argument(order.instruction, special=())}")
+    argv = (
+        "mini",
+        "-m",
+        model,
+        *CLASSES.get(api, ()),
+        *config,
+        *fixed,
+        f"--task={argument(order.instruction, special=())}",
+    )
     return Launch(argv=argv, env=environment(order, own), files={})
 
 

@@ -1,14 +1,24 @@
-"""OpenClaw: speaks Chat, Responses or Anthropic, told everything by a config file it is pinned to; no gateway runs.
+"""OpenClaw: speaks Chat, Responses or Anthropic, told everything by a config file it is pinned to; no gateway
+runs.
 
-Measured with 2026.9.6. Appends a volatile user message to each request and takes it out of the next; strips the `_` from call ids; exits 0 when
-it ignored tool calls. Its own deadline is ten minutes, so it is raised: the run budget ends it.
+Measured with 2026.9.6. Appends a volatile user message to each request and takes it out of the next; strips
+the `_` from call ids; exits 0 when it ignored tool calls. Its own deadline is ten minutes, so it is raised:
+the run budget ends it.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
-from polarnode.tasks import McpServerSpec
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.task import McpServerSpec
+from polarnode.harnesses.harness import (
+    Harness,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "2026.9.6"
 BASES = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "/v1"}
@@ -24,7 +34,17 @@ def launch(order: HarnessOrder) -> Launch:
     only_settings(order.settings, ("api",))
     folder, name = f"{order.home}/.openclaw", model_name(order)
     config, message = f"{folder}/openclaw.json", f"{folder}/instruction.md"
-    argv = ("openclaw", "agent", "exec", "--message-file", message, "--cwd", order.workdir, "--config", config)
+    argv = (
+        "openclaw",
+        "agent",
+        "exec",
+        "--message-file",
+        message,
+        "--cwd",
+        order.workdir,
+        "--config",
+        config,
+    )
     return Launch(
         argv=(*argv, "--model", f"local/{name}", "--timeout", str(DEADLINE_S), "--json"),
         env=environment(order, QUIET),
@@ -39,7 +59,13 @@ def launch(order: HarnessOrder) -> Launch:
 def _config(order: HarnessOrder, name: str, skills: str) -> dict[str, Json]:
     return {
         "update": {"checkOnStart": False, "auto": {"enabled": False}},
-        "agents": {"defaults": {"model": {"primary": f"local/{name}"}, "workspace": order.workdir, "skipBootstrap": True}},
+        "agents": {
+            "defaults": {
+                "model": {"primary": f"local/{name}"},
+                "workspace": order.workdir,
+                "skipBootstrap": True,
+            }
+        },
         "tools": {"exec": {"security": "full", "ask": "off"}},
         "models": {"mode": "merge", "providers": {"local": _provider(order, name)}},
         "mcp": {"servers": {server: _server(spec) for server, spec in order.mcp_servers.items()}},
@@ -59,11 +85,29 @@ def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
         "contextWindow": window,
         "maxTokens": min(MAX_REPLY_TOKENS, window // 4),
     }
-    return {"baseUrl": f"{order.endpoint.base_url}{BASES[api]}", "apiKey": order.endpoint.key, "api": api, "models": [model]}
+    return {
+        "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
+        "apiKey": order.endpoint.key,
+        "api": api,
+        "models": [model],
+    }
 
 
 def _server(server: McpServerSpec) -> dict[str, Json]:
-    return server_json(server) if server.command is not None else {**server_json(server), "transport": "streamable-http"}
+    return (
+        server_json(server)
+        if server.command is not None
+        else {**server_json(server), "transport": "streamable-http"}
+    )
 
 
-HARNESS = Harness(name="openclaw", version=VERSION, image="openclaw", launch=launch, apis=APIS, exit_code_honest=False, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="openclaw",
+    version=VERSION,
+    image="openclaw",
+    launch=launch,
+    apis=APIS,
+    exit_code_honest=False,
+    mcp_servers=True,
+    skills=True,
+)

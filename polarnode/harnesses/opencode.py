@@ -1,14 +1,23 @@
-"""opencode: speaks whatever AI-SDK adapter its config names; four come with it. Told everything by `~/.config/opencode/opencode.json`.
+"""opencode: speaks whatever AI-SDK adapter its config names; four come with it. Told everything by
+`~/.config/opencode/opencode.json`.
 
-Measured with 1.18.33. `--title` spares a side call before the first turn. After a compaction it exits 1 although its work is done, so its exit
-code is not believed. A missing finish reason or a JSON body sends it into an endless loop, and so does a prompt that stays too long.
+Measured with 1.18.33. `--title` spares a side call before the first turn. After a compaction it exits 1
+although its work is done, so its exit code is not believed. A missing finish reason or a JSON body sends it
+into an endless loop, and so does a prompt that stays too long.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes
-from polarnode.ports import HarnessOrder, Launch
-from polarnode.tasks import McpServerSpec
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.task import McpServerSpec
+from polarnode.harnesses.harness import (
+    Harness,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    skill_files,
+)
 
 VERSION = "1.18.33"
 ADAPTERS = {
@@ -32,7 +41,8 @@ OWN = {
 def launch(order: HarnessOrder) -> Launch:
     """`opencode run`, every permission given in its config: the container is the sandbox.
 
-    The instruction comes by stdin: as an argument it would be shown to the model in quotes, and one that is a number crashes it.
+    The instruction comes by stdin: as an argument it would be shown to the model in quotes, and one that is a
+    number crashes it.
     """
     only_settings(order.settings, ("api",))
     name = model_name(order)
@@ -73,8 +83,22 @@ def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
 
 def _server(server: McpServerSpec) -> dict[str, Json]:
     if server.command is not None:
-        return {"type": "local", "command": [server.command, *server.args], "environment": dict(server.env), "enabled": True}
+        return {
+            "type": "local",
+            "command": [server.command, *server.args],
+            "environment": dict(server.env),
+            "enabled": True,
+        }
     return {"type": "remote", "url": server.url, "headers": dict(server.headers), "enabled": True}
 
 
-HARNESS = Harness(name="opencode", version=VERSION, image="opencode", launch=launch, apis=APIS, exit_code_honest=False, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="opencode",
+    version=VERSION,
+    image="opencode",
+    launch=launch,
+    apis=APIS,
+    exit_code_honest=False,
+    mcp_servers=True,
+    skills=True,
+)

@@ -1,13 +1,23 @@
-"""OpenHands SDK: a library, so a short runner of ours drives its default agent; litellm underneath, never streams.
+"""OpenHands SDK: a library, so a short runner of ours drives its default agent; litellm underneath, never
+streams.
 
-Measured with 1.58.0: ends by its `finish` tool or a text without a call. It gives a call 300 s and asks again, and an answer that is not streamed
-can not be kept alive, so the limit is raised. A context overflow is fatal to it but for the condenser, which is told a share of the window.
+Measured with 1.58.0: ends by its `finish` tool or a text without a call. It gives a call 300 s and asks
+again, and an answer that is not streamed can not be kept alive, so the limit is raised. A context overflow is
+fatal to it but for the condenser, which is told a share of the window.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "1.58.0"
 APIS = ("openai", "responses", "anthropic", "text")
@@ -31,7 +41,9 @@ agent = Agent(
     mcp_config=told["mcp"],
     agent_context=AgentContext(load_user_skills=True),
     system_prompt_kwargs={"cli_mode": True},
-    condenser=LLMSummarizingCondenser(llm=llm.model_copy(update={"usage_id": "condenser"}), max_tokens=told["compact_at"]),
+    condenser=LLMSummarizingCondenser(
+        llm=llm.model_copy(update={"usage_id": "condenser"}), max_tokens=told["compact_at"]
+    ),
 )
 conversation = Conversation(agent=agent, workspace=told["workdir"], visualizer=None)
 conversation.send_message(told["instruction"])
@@ -47,11 +59,19 @@ def launch(order: HarnessOrder) -> Launch:
     """The runner with its order in a file: the instruction is data there, whatever it holds."""
     only_settings(order.settings, ("api",))
     runner, told = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
-    own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1", "ANONYMIZED_TELEMETRY": "false"}
+    own = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENHANDS_SUPPRESS_BANNER": "1",
+        "ANONYMIZED_TELEMETRY": "false",
+    }
     return Launch(
         argv=("/opt/openhands/bin/python", runner, told),
         env=environment(order, own),
-        files={runner: RUNNER.encode(), told: json_bytes(_told(order)), **skill_files(order, ".openhands/skills")},
+        files={
+            runner: RUNNER.encode(),
+            told: json_bytes(_told(order)),
+            **skill_files(order, ".openhands/skills"),
+        },
     )
 
 
@@ -78,4 +98,12 @@ def _llm(order: HarnessOrder, api: str) -> dict[str, Json]:
     }
 
 
-HARNESS = Harness(name="openhands_sdk", version=VERSION, image="openhands_sdk", launch=launch, apis=APIS, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="openhands_sdk",
+    version=VERSION,
+    image="openhands_sdk",
+    launch=launch,
+    apis=APIS,
+    mcp_servers=True,
+    skills=True,
+)

@@ -1,26 +1,47 @@
-"""Pi (`@mariozechner/pi-coding-agent`): reads its provider from `~/.pi/agent/models.json` and speaks the API named there.
+"""Pi (`@mariozechner/pi-coding-agent`): reads its provider from `~/.pi/agent/models.json` and speaks the API
+named there.
 
-Measured with 0.73.1: always streams, never asks for approval, has no MCP client, and exits 0 even when it did nothing. A stream that ends
-cleanly inside a tool call's arguments is executed half-read, so the model plane breaks the connection instead.
+Measured with 0.73.1: always streams, never asks for approval, has no MCP client, and exits 0 even when it did
+nothing. A stream that ends cleanly inside a tool call's arguments is executed half-read, so the model plane
+breaks the connection instead.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    skill_files,
+)
 
 VERSION = "0.73.1"
-BASES = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "", "google-generative-ai": "/v1beta"}
+BASES = {
+    "openai-completions": "/v1",
+    "openai-responses": "/v1",
+    "anthropic-messages": "",
+    "google-generative-ai": "/v1beta",
+}
 APIS = tuple(BASES)
 MAX_REPLY_TOKENS = 8192  # what pi asks for per reply where the context allows it
-RESERVE_TOKENS, RECENT_TOKENS = 16384, 20000  # its own defaults; a small window has no room for both beside a prompt
+# its own defaults; a small window has no room for both beside a prompt
+RESERVE_TOKENS, RECENT_TOKENS = 16384, 20000
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`pi -p INSTRUCTION` with one provider, `local`, in its models file."""
     only_settings(order.settings, ("api",))
     name, folder = model_name(order), f"{order.home}/.pi/agent"
-    own = {"LOCAL_API_KEY": order.endpoint.key, "PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"}
+    own = {
+        "LOCAL_API_KEY": order.endpoint.key,
+        "PI_OFFLINE": "1",
+        "PI_SKIP_VERSION_CHECK": "1",
+        "PI_TELEMETRY": "0",
+    }
     return Launch(
         argv=("pi", "-p", argument(order.instruction), "--provider", "local", "--model", name),
         env=environment(order, own),
@@ -34,7 +55,12 @@ def launch(order: HarnessOrder) -> Launch:
 
 def _settings(window: int) -> dict[str, Json]:
     """When to compact, and how much to keep: at least half of the window stays for the prompt."""
-    return {"compaction": {"reserveTokens": min(RESERVE_TOKENS, window // 4), "keepRecentTokens": min(RECENT_TOKENS, window // 4)}}
+    return {
+        "compaction": {
+            "reserveTokens": min(RESERVE_TOKENS, window // 4),
+            "keepRecentTokens": min(RECENT_TOKENS, window // 4),
+        }
+    }
 
 
 def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
@@ -60,4 +86,6 @@ def _model(order: HarnessOrder, name: str) -> dict[str, Json]:
     }
 
 
-HARNESS = Harness(name="pi", version=VERSION, image="pi", launch=launch, apis=APIS, exit_code_honest=False, skills=True)
+HARNESS = Harness(
+    name="pi", version=VERSION, image="pi", launch=launch, apis=APIS, exit_code_honest=False, skills=True
+)

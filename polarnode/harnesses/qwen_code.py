@@ -1,23 +1,44 @@
-"""Qwen Code: speaks OpenAI Chat, Responses, Anthropic or Google, by `--auth-type`; told where by its environment, how by `~/.qwen/settings.json`.
+"""Qwen Code: speaks OpenAI Chat, Responses, Anthropic or Google, by `--auth-type`; told where by its
+environment, how by `~/.qwen/settings.json`.
 
-Measured with 0.24.4: 78 kB of a first prompt; a call without headers is given up after 120 s. Its background helpers (memory, follow-up
-suggestions) would be calls nobody asked for and are off. Unknown models get 32 000 tokens an answer; the window is told, and it compacts by it.
+Measured with 0.24.4: 78 kB of a first prompt; a call without headers is given up after 120 s. Its background
+helpers (memory, follow-up suggestions) would be calls nobody asked for and are off. Unknown models get 32 000
+tokens an answer; the window is told, and it compacts by it.
 """
 
-from polarnode.conversation import Json
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings, skill_files
-from polarnode.harnesses.spelling import json_bytes, server_json
-from polarnode.ports import HarnessOrder, Launch
+from polarnode.core.conversation import Json
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    choice,
+    environment,
+    json_bytes,
+    model_name,
+    only_settings,
+    server_json,
+    skill_files,
+)
 
 VERSION = "0.24.4"
 APIS = ("openai", "openai-responses", "anthropic", "gemini")
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`qwen -y --prompt=INSTRUCTION`, every permission given: the container is the sandbox. It drops what follows a bare `--`."""
+    """`qwen -y --prompt=INSTRUCTION`, every permission given: the container is the sandbox. It drops what
+    follows a bare `--`.
+    """
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
-    argv = ("qwen", "-y", "--auth-type", api, "-m", model_name(order), f"--prompt={argument(order.instruction, special=('/', '@'))}")
+    argv = (
+        "qwen",
+        "-y",
+        "--auth-type",
+        api,
+        "-m",
+        model_name(order),
+        f"--prompt={argument(order.instruction, special=('/', '@'))}",
+    )
     own = {
         **_endpoint(order, api),
         "QWEN_USAGE_STATISTICS_ENABLED": "false",
@@ -27,7 +48,10 @@ def launch(order: HarnessOrder) -> Launch:
     return Launch(
         argv=argv,
         env=environment(order, own),
-        files={f"{order.home}/.qwen/settings.json": json_bytes(_config(order, api)), **skill_files(order, ".qwen/skills")},
+        files={
+            f"{order.home}/.qwen/settings.json": json_bytes(_config(order, api)),
+            **skill_files(order, ".qwen/skills"),
+        },
     )
 
 
@@ -46,10 +70,25 @@ def _config(order: HarnessOrder, api: str) -> dict[str, Json]:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
-        "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False, "enableAutoSkill": False},
+        "memory": {
+            "enableManagedAutoMemory": False,
+            "enableManagedAutoDream": False,
+            "enableAutoSkill": False,
+        },
         "model": {"generationConfig": {"contextWindowSize": order.endpoint.context_length}},
-        "mcpServers": {name: {**server_json(server, url="httpUrl"), "trust": True} for name, server in order.mcp_servers.items()},
+        "mcpServers": {
+            name: {**server_json(server, url="httpUrl"), "trust": True}
+            for name, server in order.mcp_servers.items()
+        },
     }
 
 
-HARNESS = Harness(name="qwen_code", version=VERSION, image="qwen_code", launch=launch, apis=APIS, mcp_servers=True, skills=True)
+HARNESS = Harness(
+    name="qwen_code",
+    version=VERSION,
+    image="qwen_code",
+    launch=launch,
+    apis=APIS,
+    mcp_servers=True,
+    skills=True,
+)

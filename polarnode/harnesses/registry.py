@@ -1,6 +1,8 @@
 """Which harness a task means: one of ours by name, or the user's own by import path."""
 
-from polarnode.errors import Refused
+from polarnode.core.errors import Refused
+from polarnode.core.plugins import load_value
+from polarnode.core.task import HarnessSpec
 from polarnode.harnesses import (
     claude_code,
     codex,
@@ -15,8 +17,6 @@ from polarnode.harnesses import (
     shell,
 )
 from polarnode.harnesses.harness import Harness
-from polarnode.plugins import load_value
-from polarnode.tasks import HarnessSpec
 
 _KNOWN: tuple[Harness, ...] = (
     claude_code.HARNESS,
@@ -35,23 +35,37 @@ HARNESSES = {known.name: known for known in _KNOWN}
 
 
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
-    """The harness of a task. An import path must lead to a `Harness` value, and below a prefix the node's config allows."""
+    """The harness of a task. An import path must lead to a `Harness` value, and below a prefix the node's
+    config allows.
+    """
     if spec.import_path is None:
         harness = _named(spec)
     else:
         harness = load_value(spec.import_path, Harness, allowed=allowed_imports, path="$.harness.import_path")
-    for name, given, taken in (("mcp_servers", spec.mcp_servers, harness.mcp_servers), ("skills", spec.skills, harness.skills)):
+    for name, given, taken in (
+        ("mcp_servers", spec.mcp_servers, harness.mcp_servers),
+        ("skills", spec.skills, harness.skills),
+    ):
         if given and not taken:
             able = ", ".join(sorted(each.name for each in HARNESSES.values() if getattr(each, name)))
-            raise Refused(f"{harness.name} takes no {name}: leave them out, or use one of {able}", path=f"$.harness.{name}")
+            raise Refused(
+                f"{harness.name} takes no {name}: leave them out, or use one of {able}",
+                path=f"$.harness.{name}",
+            )
     return harness
 
 
 def _named(spec: HarnessSpec) -> Harness:
     harness = HARNESSES.get(spec.name)
     if harness is None:
-        raise Refused(f"no harness is called {spec.name}; there are: {', '.join(sorted(HARNESSES))}", path="$.harness.name")
+        raise Refused(
+            f"no harness is called {spec.name}; there are: {', '.join(sorted(HARNESSES))}",
+            path="$.harness.name",
+        )
     if spec.version not in (None, harness.version):
         pinned = f"pins {harness.version}" if harness.version else "has no version"
-        raise Refused(f"the image of {spec.name} {pinned}, not {spec.version}: leave version out", path="$.harness.version")
+        raise Refused(
+            f"the image of {spec.name} {pinned}, not {spec.version}: leave version out",
+            path="$.harness.version",
+        )
     return harness

@@ -1,22 +1,30 @@
-"""`shell`: any program that can be told its base URL. The task gives the command as argv; nothing is interpreted.
+"""`shell`: any program that can be told its base URL. The task gives the command as argv; nothing is
+interpreted.
 
-In each argument `{instruction}`, `{base_url}`, `{key}`, `{model}` and `{workdir}` are replaced, once and literally. The same values are in the
-environment, under the names the official SDKs read, so most programs need no argument at all.
+In each argument `{instruction}`, `{base_url}`, `{key}`, `{model}` and `{workdir}` are replaced, once and
+literally. The same values are in the environment, under the names the official SDKs read, so most programs
+need no argument at all.
 """
 
 import re
 
-from polarnode.errors import Refused
+from polarnode.core.errors import Refused
+from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import Harness, environment, model_name, only_settings
-from polarnode.ports import HarnessOrder, Launch
 
 
 def launch(order: HarnessOrder) -> Launch:
     """The task's own command with the endpoint in its environment."""
     only_settings(order.settings, ())
     if not order.command:
-        raise Refused('the shell harness needs a command, such as ["python3", "agent.py"]', path="$.harness.command")
-    return Launch(argv=tuple(_filled(part, order) for part in order.command), env=environment(order, endpoint_environment(order)), files={})
+        raise Refused(
+            'the shell harness needs a command, such as ["python3", "agent.py"]', path="$.harness.command"
+        )
+    return Launch(
+        argv=tuple(_filled(part, order) for part in order.command),
+        env=environment(order, endpoint_environment(order)),
+        files={},
+    )
 
 
 def endpoint_environment(order: HarnessOrder) -> dict[str, str]:

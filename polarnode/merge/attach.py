@@ -1,28 +1,192 @@
-"""Where a request attaches: one pass over its messages, left to right, from what it says to the turn whose tokens it extends.
+"""What was decided of one request: the turn it extends, what is rendered of it, and what that is called.
 
-The key decides; references only choose between turns of the same key and excuse what a harness did to our own message. Whoever edits this
-keeps soundness: a match means that every client message before it is, letter by letter, what that turn was conditioned on.
+A value: `lineage.py` makes it, the exchange obeys it, the turn that comes of it repeats it. Whoever adds a
+reason gives it a line here and one in docs/token-fidelity.md, where a reader looks it up.
+
+Calls of one answer that a harness shows as several messages, put together again: the answer was one, and its
+tokens are.
+
+Some harnesses write each of several parallel calls as an assistant message of its own, with its result behind
+it. Whoever edits this joins only what the ids prove to be one turn's, in its order, and moves nothing else;
+it is done before a request is planned, so that what is matched and what is rendered are the same messages.
+
+Where a request attaches: one pass over its messages, left to right, from what it says to the turn whose
+tokens it extends.
+
+The key decides; references only choose between turns of the same key and excuse what a harness did to our own
+message. Whoever edits this keeps soundness: a match means that every client message before it is, letter by
+letter, what that turn was conditioned on.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from polarnode.conversation import Conversation, Message
-from polarnode.merge import notes
-from polarnode.merge.fingerprint import NONE, Memo, Path, advance, label, root_key, same_text, thinking_letter
+from polarnode.core.conversation import Answer, Conversation, Message, ModelRequest
+from polarnode.core.trajectory import Turn, TurnKind, TurnRole
+from polarnode.merge import figures
+from polarnode.merge.fingerprint import (
+    NONE,
+    Memo,
+    Path,
+    Trail,
+    advance,
+    label,
+    numbers_of,
+    root_key,
+    same_text,
+    thinking_letter,
+)
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.references import Located, References
-from polarnode.merge.trail import Trail, numbers_of
+from polarnode.merge.references import PLACE_DIGITS, Located, References
+
+# ── plan ────────────────────────────────────────────────────────────
+
+# Why a turn continues another: its client left before the answer, and asked the same again. The answer of
+# both is the later one's.
+RESUMED: Final = "resumed"
+# Why a turn stands beside another of the same call: its client asked for several answers.
+CHOICE: Final = "choice"
+# Why a turn begins a row though it could extend one: its task shows the model what the template shows, and
+# that leaves out earlier thoughts.
+THINKING_TEMPLATE: Final = "thinking_template"
+
+
+@frozen(kw_only=True)
+class Plan:
+    """How one request will be rendered. `parent` and `new` say it all; `kind` and `reason` only name it.
+
+    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample lacks one, and the
+    suffix of `new`; with a parent and nothing new, generation goes on exactly where the parent's sample
+    ended. Without a parent `new` is every message: a full render. `matched` of `total` messages are in the
+    parent's path. `request_key`, `before_key`, `lineage`, `kind`, `role` belong into the turn.
+    """
+
+    index: int
+    parent: int | None
+    kind: TurnKind
+    reason: str
+    lineage: int
+    role: TurnRole
+    new: tuple[Message, ...]
+    before_key: str
+    request_key: str
+    matched: int
+    total: int
+    notes: tuple[str, ...]
+
+    def after(self, answer: Answer) -> str:
+        """The turn's `message_key`: the path with this answer, as returned to the client."""
+        return advance(Path.read(self.before_key).key, answer.as_message())
+
+
+def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
+    """One more sample of a plan's prompt: a sibling, and no retry of it."""
+    kind: TurnKind = "root" if plan.parent is None else "branch"
+    return evolve(
+        plan,
+        index=index,
+        lineage=lineage,
+        kind=kind,
+        reason=CHOICE,
+        request_key=plan.request_key and f"{plan.request_key}.{number}",
+    )
+
+
+def resumed(turn: Turn, *, index: int, total: int) -> Plan:
+    """The plan that goes on with a turn's cut sample."""
+    kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
+    note = (
+        f"{RESUMED}: turn {turn.index}'s client left before its answer and asked the same again; its"
+        f" {len(turn.sampled)} tokens go on"
+    )
+    return Plan(
+        index=index,
+        parent=turn.index,
+        kind="continue",
+        reason=RESUMED,
+        new=(),
+        matched=total,
+        total=total,
+        notes=(note,),
+        **kept,
+    )
+
+
+# ── regroup ────────────────────────────────────────────────────────────
+
+
+def regrouped(request: ModelRequest, references: References) -> ModelRequest:
+    """The request with each answer's calls in one message. O(messages); the request itself where nothing is
+    to be joined.
+    """
+    kept: list[Message] = []
+    joined: dict[int, int] = {}  # turn to how many messages it came in
+    last: int | None = None  # where the assistant message stands that only results stand behind
+    for message in request.conversation.messages:
+        turn = (
+            None
+            if last is None or not _alike(kept[last], message)
+            else _turn(kept[last], message, references)
+        )
+        if turn is not None and last is not None:
+            # its words are the first one's, or none
+            kept[last] = kept[last].joined(evolve(message, text="", thinking=""))
+            joined[turn] = joined.get(turn, 1) + 1
+            continue
+        last = len(kept) if message.role == "assistant" else last if message.role == "tool" else None
+        kept.append(message)
+    if not joined:
+        return request
+    said = tuple(
+        f"{figures.REGROUPED}: the calls of turn {turn} came in {count} messages and are one here"
+        for turn, count in joined.items()
+    )
+    return evolve(
+        request,
+        conversation=evolve(request.conversation, messages=tuple(kept)),
+        notes=(*request.notes, *said),
+    )
+
+
+def _alike(first: Message, second: Message) -> bool:
+    """Whether two messages may be one, at a glance: the ids of their calls differ only in their places, and
+    the second says nothing new.
+    """
+    if not (second.calls and first.calls and second.role == "assistant"):
+        return False
+    return first.calls[-1].id[:-PLACE_DIGITS] == second.calls[0].id[:-PLACE_DIGITS] and second.text in (
+        "",
+        first.text,
+    )
+
+
+def _turn(first: Message, second: Message, references: References) -> int | None:
+    """The turn whose calls both messages show, one behind the other."""
+    found = [references.locate(call.id) for call in (first.calls[-1], *second.calls)]
+    proven = [one for one in found if one is not None]
+    in_order = all(one.rest < other.rest for one, other in pairwise(proven))
+    return (
+        proven[0].index
+        if len(proven) == len(found) and len({one.index for one in proven}) == 1 and in_order
+        else None
+    )
+
+
+# ── attach ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
 class Attached:
-    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds. `path` is the whole request's.
+    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds.
+    `path` is the whole request's.
 
-    `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it answered is gone or another.
-    `anew` is the turn it could extend, were it not rendered anew for its thoughts. `keys` has the path's key before each message, and the last.
+    `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it
+    answered is gone or another. `anew` is the turn it could extend, were it not rendered anew for its
+    thoughts. `keys` has the path's key before each message, and the last.
     """
 
     path: Path
@@ -41,7 +205,8 @@ class Attached:
 
 @define(eq=False)
 class _Pass:
-    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a turn's path holds.
+    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a
+    turn's path holds.
 
     `ours` and `odd` are what a `Trail` keeps of it.
     """
@@ -53,16 +218,20 @@ class _Pass:
     keys: list[str]
     best: int = 0
     edits: list[str] = field(factory=list)
-    stray: tuple[int, str] | None = None  # the first assistant message after `best` that is not ours at this place, and the key before it
+    # the first assistant message after `best` that is not ours at this place, and the key before it
+    stray: tuple[int, str] | None = None
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
-    diverged: int | None = None  # the first message that the earlier request this one goes longest with had otherwise
-    follows: int | None = None  # the last turn after `best` whose answer stands here, but not the user message it answered
+    # the first message that the earlier request this one goes longest with had otherwise
+    diverged: int | None = None
+    # the last turn after `best` whose answer stands here, but not the user message it answered
+    follows: int | None = None
 
     def recall(self, trail: Trail, length: int) -> int:
         """Take over what an earlier pass found in the same first messages; how many that were.
 
-        Answers are only ever added, so what was ours is; all else is asked again, and the first that is answered otherwise ends it.
+        Answers are only ever added, so what was ours is; all else is asked again, and the first that is
+        answered otherwise ends it.
         """
         self.keys[:] = trail.keys[: length + 1]
         for place in trail.odd:
@@ -70,7 +239,9 @@ class _Pass:
                 break
             self._reach(trail.last_ours(place))
             before, key, message = self.keys[place - 1], self.keys[place], self.messages[place - 1]
-            found = self._ours(place - 1, message, before, advance(before, message, canonical=self.memo.canonical))
+            found = self._ours(
+                place - 1, message, before, advance(before, message, canonical=self.memo.canonical)
+            )
             if found != key:
                 self.keys[place:] = [found]
                 length = place
@@ -106,25 +277,37 @@ class _Pass:
         return key
 
     def _follow(self, position: int, message: Message, key: str) -> None:
-        """Look for a turn that answered so, but to a user message that is not here, or reads otherwise here."""
+        """Look for a turn that answered so, but to a user message that is not here, or reads
+        otherwise here.
+        """
         found = self.ledger.unprompted_with(key)
         if found is None and position and self.messages[position - 1].role == "user":
-            found = self.ledger.unprompted_with(advance(self.keys[position - 1], message, canonical=self.memo.canonical))
+            found = self.ledger.unprompted_with(
+                advance(self.keys[position - 1], message, canonical=self.memo.canonical)
+            )
         self.follows = self.follows if found is None else found
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
-        """The key of the turn a changed message provably is: same call ids in the same order, text equal or dropped."""
+        """The key of the turn a changed message provably is: same call ids in the same order, text equal or
+        dropped.
+        """
         asked = self.ledger.asked_with(before)
         proven = self.references.find_refs(opaques(message)) if asked else frozenset()
         for index in asked:
             turn = self.ledger.turns[index]
-            if index in proven and turn.answer is not None and excusable(self.references, turn.answer.as_message(), message):
+            if (
+                index in proven
+                and turn.answer is not None
+                and excusable(self.references, turn.answer.as_message(), message)
+            ):
                 self.edits.append(_edit(position, index, turn.answer.as_message(), message))
                 return turn.message_key
         return None
 
 
-def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo) -> Attached:
+def attach(
+    conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo
+) -> Attached:
     """Find the turn a request extends. O(bytes of the request)."""
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
@@ -134,7 +317,9 @@ def attach(conversation: Conversation, agent: str, *, ledger: Ledger, references
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
         said += doubt
-    return Attached(path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(said), keys=walk.keys)
+    return Attached(
+        path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(said), keys=walk.keys
+    )
 
 
 def _walk(root: str, walk: _Pass) -> _Pass:
@@ -152,14 +337,28 @@ def _walk(root: str, walk: _Pass) -> _Pass:
 
 def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str, thinking: str) -> Path:
     messages = conversation.messages
-    system = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
-    opening = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    system = next(
+        (place for place, message in enumerate(messages) if message.role != "system"), len(messages)
+    )
+    opening = next(
+        (place for place, message in enumerate(messages) if message.role == "assistant"), len(messages)
+    )
     bare = keys[-2] if messages and messages[-1].role == "user" else NONE
-    return Path(agent=agent, tools=tools, thinking=thinking, system=keys[system][:8], opening=keys[opening][:8], key=keys[-1], bare=bare)
+    return Path(
+        agent=agent,
+        tools=tools,
+        thinking=thinking,
+        system=keys[system][:8],
+        opening=keys[opening][:8],
+        key=keys[-1],
+        bare=bare,
+    )
 
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
-    """Among twins, the one whose path the request's references prove most; then the latest, and that is said."""
+    """Among twins, the one whose path the request's references prove most; then the latest, and that
+    is said.
+    """
     twins = walk.ledger.answered_with(walk.keys[walk.best])
     if len(twins) == 1:
         return twins[0], []
@@ -167,7 +366,11 @@ def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]
     scores = {index: sum(step in proven for step in walk.ledger.ancestry(index)) for index in twins}
     most = max(scores.values())
     tied = sorted(index for index, score in scores.items() if score == most)
-    doubt = [f"{notes.AMBIGUOUS}: turns {', '.join(map(str, tied))} fit equally well, the latest is taken"] if len(tied) > 1 else []
+    doubt = (
+        [f"{figures.AMBIGUOUS}: turns {', '.join(map(str, tied))} fit equally well, the latest is taken"]
+        if len(tied) > 1
+        else []
+    )
     return tied[-1], doubt
 
 
@@ -181,9 +384,13 @@ def opaques(message: Message) -> Iterator[str]:
 
 
 def excusable(references: References, ours: Message, echoed: Message) -> bool:
-    """Whether a message that names one of ours is that one, changed: same call ids in the same order, text equal or dropped."""
+    """Whether a message that names one of ours is that one, changed: same call ids in the same order, text
+    equal or dropped.
+    """
     said, shown = _located(references, ours), _located(references, echoed)
-    return None not in said and said == shown and (not echoed.text.strip() or same_text(ours.text, echoed.text))
+    return (
+        None not in said and said == shown and (not echoed.text.strip() or same_text(ours.text, echoed.text))
+    )
 
 
 def _located(references: References, message: Message) -> list[Located | None]:
@@ -191,17 +398,27 @@ def _located(references: References, message: Message) -> list[Located | None]:
 
 
 def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
-    return f"{notes.EDITED}: message {position} differs from turn {index}'s answer in {_difference(ours, echoed)}; {notes.KEPT}"
+    return (
+        f"{figures.EDITED}: message {position} differs from turn {index}'s answer in"
+        f" {_difference(ours, echoed)}; {figures.KEPT}"
+    )
 
 
 def _diverged(walk: _Pass) -> list[str]:
-    """Where the request leaves the path of an earlier one of its conversation, if that is a message the client wrote."""
+    """Where the request leaves the path of an earlier one of its conversation, if that is a message the
+    client wrote.
+    """
     place, messages = walk.diverged, walk.messages
     if place is None or place < walk.best or walk.follows is not None or messages[place].role == "assistant":
         return []
     if all(message.role == "system" for message in messages[:place]):
         return []  # another conversation under the same head
-    return [f"{notes.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had there"]
+    return [
+        (
+            f"{figures.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had"
+            " there"
+        )
+    ]
 
 
 def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
@@ -210,16 +427,23 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
         return []
     if walk.follows is not None:
         return [
-            f"{notes.VOLATILE}: the user message that turn {walk.follows} answered is gone or changed, so its answer is rendered as the request shows it"
+            (
+                f"{figures.VOLATILE}: the user message that turn {walk.follows} answered is gone or changed,"
+                " so its answer is rendered as the request shows it"
+            )
         ]
     position, before = walk.stray
     asked = walk.ledger.asked_with(before)
     if not asked:
-        return [f"{notes.FOREIGN}: message {position} is an assistant message this session did not sample there"]
+        return [
+            f"{figures.FOREIGN}: message {position} is an assistant message this session did not sample there"
+        ]
     answer = walk.ledger.turns[max(asked)].answer
     ours = answer.as_message() if answer is not None else Message(role="assistant")
     difference = _difference(ours, conversation.messages[position])
-    return [f"{notes.REWRITTEN}: message {position} differs from turn {max(asked)}'s answer in {difference}"]
+    return [
+        f"{figures.REWRITTEN}: message {position} differs from turn {max(asked)}'s answer in {difference}"
+    ]
 
 
 def _difference(ours: Message, echoed: Message) -> str:

@@ -1,16 +1,89 @@
-"""What a session's lineages came to, counted: `metrics.lineage` of a trajectory, and the sums over many.
+"""The words that notes of a turn begin with, so that what a reader is told can also be counted.
 
-Whoever edits this only adds names, because reports and dashboards read them, and documents each in docs/api.md. All is counted from the turns
-as they are kept, so that a session read back from a journal or a file counts the same.
+A note is `word: sentence`. Whoever adds a word documents it in docs/token-fidelity.md and takes none away:
+trajectories are kept for years.
+
+What a session's lineages came to, counted: `metrics.lineage` of a trajectory, and the sums over many.
+
+Whoever edits this only adds names, because reports and dashboards read them, and documents each in
+docs/api.md. All is counted from the turns as they are kept, so that a session read back from a journal or a
+file counts the same.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from polarnode.conversation import Json
-from polarnode.merge import notes
-from polarnode.records import LeftOut, Turn
+from polarnode.core.conversation import Json
+from polarnode.core.trajectory import LeftOut, Turn
+
+# ── notes ────────────────────────────────────────────────────────────
+
+EDITED: Final = "edited"  # a message of ours came back changed, proven by its ids: its tokens are kept
+AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id tells which
+REWRITTEN: Final = "rewritten"  # an assistant message is not what the turn at its place answered
+FOREIGN: Final = "foreign"  # an assistant message that this session sampled nowhere near
+# the first message that is not what an earlier request of the same conversation had there
+DIVERGED: Final = "diverged"
+VOLATILE: Final = "volatile"  # the user message that a turn answered is gone or changed
+RESUMED: Final = "resumed"  # it goes on with the cut sample of another turn
+CLOSED: Final = "closed"  # the parent's sample had no end, and was given one
+THINKING: Final = "thinking"  # which thoughts the model was shown, where its task lets the template decide
+REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
+WORDS: Final = (
+    EDITED,
+    AMBIGUOUS,
+    REGROUPED,
+    REWRITTEN,
+    FOREIGN,
+    DIVERGED,
+    VOLATILE,
+    RESUMED,
+    CLOSED,
+    THINKING,
+)
+
+KEPT: Final = "its tokens are kept"  # how a note of an edit ends
+AS_SHOWN: Final = "the model sees it as the request shows it"  # and how where the prompt is rendered anew
+
+_SHOWN: Final = f"{THINKING}: shown the thoughts of"
+
+
+def word_of(note: str) -> str | None:
+    """The word that a note begins with; None for one that only says something."""
+    head = note.partition(":")[0]
+    return head if head in WORDS else None
+
+
+def counted(notes: Iterable[str]) -> "Counter[str]":
+    """How many notes begin with each of the words."""
+    return Counter(word for word in map(word_of, notes) if word is not None)
+
+
+def thoughts(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
+    """What the model saw of earlier thoughts, by the places of their messages: those it was shown, and those
+    the template left out.
+    """
+    seen, unseen = ", ".join(map(str, shown)), ", ".join(map(str, hidden))
+    hides = (
+        [
+            (
+                f"{THINKING}: the template leaves out the thoughts of messages {unseen}, so the model did"
+                " not see them"
+            )
+        ]
+        if unseen
+        else []
+    )
+    return [*([f"{_SHOWN} messages {seen}"] if seen else []), *hides]
+
+
+def shows_thoughts(notes: Iterable[str]) -> bool:
+    """Whether a prompt, by its notes, was rendered with earlier thoughts."""
+    return any(note.startswith(_SHOWN) for note in notes)
+
+
+# ── figures ────────────────────────────────────────────────────────────
 
 # What is counted by word, and what is counted alone. `prefix_hit_rate` is worked out of the sums.
 BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
@@ -20,8 +93,8 @@ ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "token
 def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, thinking: str) -> dict[str, Json]:
     """One session's figures. `thinking` is its task's policy.
 
-    `tokens_in` are all prompt tokens, of which `tokens_new` were not in the prompt or sample of the turn extended; `prefix_hit_rate` is the
-    share of the others. `notes` counts what the turns' notes begin with.
+    `tokens_in` are all prompt tokens, of which `tokens_new` were not in the prompt or sample of the turn
+    extended; `prefix_hit_rate` is the share of the others. `notes` counts what the turns' notes begin with.
     """
     sampled = {turn.index: len(turn.sampled) for turn in turns}
     left = Counter[str]()
@@ -32,7 +105,7 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
         "reasons": Counter(turn.reason for turn in turns),
         "roles": Counter(turn.role for turn in turns),
         "states": Counter(turn.state for turn in turns),
-        "notes": notes.counted(note for turn in turns for note in turn.notes),
+        "notes": counted(note for turn in turns for note in turn.notes),
         "left_out": Counter(one.reason for one in left_out),
         "left_out_tokens": left,
     }
@@ -40,7 +113,9 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
 
 
 def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """The figures of many sessions as one; `thinking` is theirs where it is the same for all, else mixed. What is no number counts nothing."""
+    """The figures of many sessions as one; `thinking` is theirs where it is the same for all, else mixed.
+    What is no number counts nothing.
+    """
     words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
     alone = dict.fromkeys(ALONE, 0)
     policies = set[str]()
@@ -48,7 +123,9 @@ def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
         policies.add(str(one.get("thinking")))
         for name in BY_WORD:
             counts = one.get(name)
-            words[name].update({word: _number(count) for word, count in counts.items()} if isinstance(counts, dict) else {})
+            words[name].update(
+                {word: _number(count) for word, count in counts.items()} if isinstance(counts, dict) else {}
+            )
         for name in ALONE:
             alone[name] += _number(one.get(name))
     return _shown(words, alone, policies.pop() if len(policies) == 1 else "mixed")

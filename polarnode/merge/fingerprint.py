@@ -1,22 +1,126 @@
-"""Which messages are the same message: exact for what the client wrote, tolerant for what we wrote and a harness echoes.
+"""The paths of a session's last requests, so that a history which is only appended to is hashed once and not
+with every request.
 
-A path is the chain of a request's messages from its root (tools and thinking flag); its key names everything up to one place. Equal keys
-mean that the same prompt ids may be used again, so whoever edits this file keeps two rules: nothing a client chose may be ignored, and
-nothing that harnesses change on the way back (whitespace around our text, JSON spelling, ids, thinking) may count. Volatile lines that a
-harness puts into its prompt are dropped by its provider module, never here.
+What is kept of a message is a number, not its text: a session's history would otherwise stand in memory
+between its calls. Two messages of one number are taken for the same, so whoever edits this keeps all in it
+that a key holds, and Python's own hash of strings: it is keyed anew in every process, and nobody who writes a
+message can aim at another's number.
+
+Which messages are the same message: exact for what the client wrote, tolerant for what we wrote and a harness
+echoes.
+
+A path is the chain of a request's messages from its root (tools and thinking flag); its key names everything
+up to one place. Equal keys mean that the same prompt ids may be used again, so whoever edits this file keeps
+two rules: nothing a client chose may be ignored, and nothing that harnesses change on the way back
+(whitespace around our text, JSON spelling, ids, thinking) may count. Volatile lines that a harness puts into
+its prompt are dropped by its provider module, never here.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from json import JSONDecoder
+from operator import attrgetter
 from typing import Any, Final
 
 import orjson
 from attrs import define, field, frozen
 
-from polarnode.conversation import Conversation, Message, Tool
-from polarnode.errors import Refused
-from polarnode.merge.trail import Trails
+from polarnode.core.conversation import Conversation, Message, Tool
+from polarnode.core.errors import Refused
+
+# ── trail ────────────────────────────────────────────────────────────
+
+# The harnesses seen interleave up to four agents beside side calls of one request each; a thousand messages
+# are some 100 KB.
+_TRAILS: Final = 8
+
+_call = attrgetter("id", "name", "arguments")
+
+
+@frozen(kw_only=True)
+class Trail:
+    """A request's path: a number a message, and one key more. `ours` are the places behind assistant messages
+    that were exactly a turn's answer, `odd` those of all other assistant messages, both in ascending order.
+    """
+
+    root: str
+    numbers: "array[int]"
+    keys: Sequence[str]
+    ours: Sequence[int]
+    odd: Sequence[int]
+
+    def last_ours(self, length: int) -> int:
+        """How many of the first `length` messages end with the last of our own."""
+        found = bisect_right(self.ours, length)
+        return self.ours[found - 1] if found else 0
+
+
+@define(eq=False)
+class Trails:
+    """The last requests of a session, the latest last."""
+
+    _kept: list[Trail] = field(factory=list)
+
+    def longest(self, root: str, numbers: "array[int]") -> tuple[Trail | None, int]:
+        """The trail that goes longest with a request, and how far."""
+        best: Trail | None = None
+        length = 0
+        for trail in reversed(self._kept):
+            shared = _shared(trail.numbers, numbers) if trail.root == root else 0
+            if shared > length:
+                best, length = trail, shared
+            if shared == len(numbers):
+                break
+        return best, length
+
+    def keep(self, trail: Trail) -> None:
+        """Remember a request's path, instead of one that it goes on from."""
+        grown = (
+            kept
+            for kept in self._kept
+            if kept.root == trail.root and trail.numbers[: len(kept.numbers)] == kept.numbers
+        )
+        old = next(grown, None)
+        if old is not None:
+            self._kept.remove(old)
+        self._kept.append(trail)
+        del self._kept[:-_TRAILS]
+
+
+def numbers_of(messages: Sequence[Message]) -> "array[int]":
+    """A number for each message, int64: of all that its key holds. Most of a plan's price, so no call of
+    Python's own stands in it.
+    """
+    return array(
+        "q",
+        [
+            hash(
+                (message.role, message.text, *map(_call, message.calls))
+                if message.calls
+                else (message.role, message.text)
+            )
+            for message in messages
+        ],
+    )
+
+
+def _shared(one: "array[int]", other: "array[int]") -> int:
+    """How many entries two lists begin with in common."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ── fingerprint ────────────────────────────────────────────────────────────
 
 # 128 bits: a key stands for megabytes of text, and a session asks some thousands of questions.
 _KEY_BYTES: Final = 16
@@ -24,11 +128,12 @@ _KEY_BYTES: Final = 16
 _LABEL: Final = 8
 NONE: Final = "-"
 
-# Deeper JSON is compared as it is written; schemas and arguments seen in seven harnesses nest fewer than 12 levels.
+# Deeper JSON is compared as it is written; schemas and arguments seen in seven harnesses nest fewer than 12
+# levels.
 _DEEPEST: Final = 100
 
-# A session has a handful of tool lists (main, sub-agents, side calls), and long sessions some thousand calls of some hundred bytes:
-# 8192 x 1 KB twice is 16 MB at the very most.
+# A session has a handful of tool lists (main, sub-agents, side calls), and long sessions some thousand calls
+# of some hundred bytes: 8192 x 1 KB twice is 16 MB at the very most.
 _TOOL_LISTS: Final = 64
 _REMEMBERED_CALLS: Final = 8192
 _REMEMBERED_LENGTH: Final = 1024
@@ -39,11 +144,13 @@ _BLANK: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace
 
 @frozen(kw_only=True)
 class Path:
-    """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-" for none) of what came first.
+    """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-" for
+    none) of what came first.
 
-    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the leading system messages,
-    `opening` the path to the first assistant message. `bare` (32 hex) is the path without the last message where that is a user's: a harness
-    may take it out again. `text` is kept in a turn as `before_key`.
+    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the
+    leading system messages, `opening` the path to the first assistant message. `bare` (32 hex) is the path
+    without the last message where that is a user's: a harness may take it out again. `text` is kept in a turn
+    as `before_key`.
     """
 
     agent: str
@@ -56,12 +163,22 @@ class Path:
 
     @property
     def text(self) -> str:
-        return ".".join((self.agent, self.tools, self.thinking, self.system, self.opening, self.key, self.bare))
+        return ".".join(
+            (self.agent, self.tools, self.thinking, self.system, self.opening, self.key, self.bare)
+        )
 
     @classmethod
     def read(cls, text: str) -> "Path":
         agent, tools, thinking, system, opening, key, *bare = text.split(".")  # journals of 0.1 have no bare
-        return cls(agent=agent, tools=tools, thinking=thinking, system=system, opening=opening, key=key, bare=bare[0] if bare else NONE)
+        return cls(
+            agent=agent,
+            tools=tools,
+            thinking=thinking,
+            system=system,
+            opening=opening,
+            key=key,
+            bare=bare[0] if bare else NONE,
+        )
 
 
 def label(text: str) -> str:
@@ -77,7 +194,9 @@ def tools_key(tools: Sequence[Tool]) -> str:
     try:
         return _digest(_tagged(said, _DEEPEST))
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the tools' parameters can not be read ({error}): nest them less deeply", path="$.tools") from error
+        raise Refused(
+            f"the tools' parameters can not be read ({error}): nest them less deeply", path="$.tools"
+        ) from error
 
 
 def thinking_letter(conversation: Conversation) -> str:
@@ -91,7 +210,9 @@ def root_key(tools: str, thinking: str) -> str:
 
 
 def advance(key: str, message: Message, *, canonical: Callable[[str], str] | None = None) -> str:
-    """The key after one more message. O(bytes of the message). `canonical` is a memo of the function of that name."""
+    """The key after one more message. O(bytes of the message). `canonical` is a memo of the function of that
+    name.
+    """
     spell = canonical or canonical_arguments
     if message.role != "assistant":
         return _digest(f"{key}{message.role}|{message.text}")
@@ -107,7 +228,8 @@ def same_text(one: str, other: str) -> bool:
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), none at all is {}.
+    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), none at all
+    is {}.
 
     What is no JSON, holds a key twice or nests too deep stands for itself, letter by letter.
     """
@@ -120,9 +242,11 @@ def canonical_arguments(arguments: str) -> str:
 
 @define(eq=False)
 class Memo:
-    """What a session's requests repeat: each brings its tools and its whole history again, and reading JSON is most of a fingerprint's price.
+    """What a session's requests repeat: each brings its tools and its whole history again, and reading JSON
+    is most of a fingerprint's price.
 
-    Measured: 12 tools of 31 KB 310 us read, 40 us remembered; a call's arguments 5 us and 0.1 us; a message of 120 characters 1.4 us and 0.2 us.
+    Measured: 12 tools of 31 KB 310 us read, 40 us remembered; a call's arguments 5 us and 0.1 us; a message
+    of 120 characters 1.4 us and 0.2 us.
     """
 
     trails: Trails = field(factory=Trails)
@@ -177,7 +301,9 @@ def _number(literal: str) -> _Number:
     if not significant:
         return _Number("0")
     sign = "-" if mantissa.startswith("-") else ""
-    return _Number(f"{sign}{significant}e{int(exponent or 0) - len(fraction) + len(digits) - len(significant)}")
+    return _Number(
+        f"{sign}{significant}e{int(exponent or 0) - len(fraction) + len(digits) - len(significant)}"
+    )
 
 
 def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -191,15 +317,21 @@ def _no_number(literal: str) -> _Number:
     raise ValueError(f"{literal} is not JSON")
 
 
-_DECODER: Final = JSONDecoder(object_pairs_hook=_members, parse_int=_number, parse_float=_number, parse_constant=_no_number)
+_DECODER: Final = JSONDecoder(
+    object_pairs_hook=_members, parse_int=_number, parse_float=_number, parse_constant=_no_number
+)
 
 
 def _tagged(value: object, depth: int) -> str:
-    """A value as text that no other value has. Strings and keys carry their length, so nothing inside can look like structure."""
+    """A value as text that no other value has. Strings and keys carry their length, so nothing inside can
+    look like structure.
+    """
     if depth == 0:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
-        return "{" + "".join(f"{len(key)}:{key}{_tagged(value[key], depth - 1)}" for key in sorted(value)) + "}"
+        return (
+            "{" + "".join(f"{len(key)}:{key}{_tagged(value[key], depth - 1)}" for key in sorted(value)) + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + "".join([_tagged(item, depth - 1) for item in value]) + "]"
     return _scalar(value)

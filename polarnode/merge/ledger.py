@@ -1,7 +1,9 @@
-"""The turns of a session that ended: every token once, as deltas, and the keys by which a later request finds them.
+"""The turns of a session that ended: every token once, as deltas, and the keys by which a later request finds
+them.
 
-Whoever edits this keeps three rules: nothing here is O(prompt ids) in Python objects, only memcpy; chains are walked, never recursed (a
-session may have thousands of turns); a parent always has a smaller index than its children.
+Whoever edits this keeps three rules: nothing here is O(prompt ids) in Python objects, only memcpy; chains are
+walked, never recursed (a session may have thousands of turns); a parent always has a smaller index than its
+children.
 """
 
 from array import array
@@ -11,23 +13,27 @@ from typing import Final
 
 from attrs import define, field
 
-from polarnode.conversation import Message
+from polarnode.core.arrays import ids
+from polarnode.core.codec.turns import line_of
+from polarnode.core.conversation import Message
+from polarnode.core.trajectory import Turn
+from polarnode.merge.figures import shows_thoughts
 from polarnode.merge.fingerprint import NONE, Path, advance
-from polarnode.merge.notes import shows_thoughts
-from polarnode.records import Turn, ids
-from polarnode.wire.turns import line_of
 
 _NOBODY: Final[tuple[int, ...]] = ()
 
 
-# A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The harnesses seen interleave up to four
-# agents. Sessions of the usual length (29 turns) keep none; four copies of 128k tokens are 2 MB.
+# A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The
+# harnesses seen interleave up to four agents. Sessions of the usual length (29 turns) keep none; four copies
+# of 128k tokens are 2 MB.
 _LONG_WALK: Final = 64
 _FULL_COPIES: Final = 4
 
 
 def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> list[Turn]:
-    """The turns from a root to `index`, in that order, or from the one on that brought the token at `since`. KeyError when one is missing."""
+    """The turns from a root to `index`, in that order, or from the one on that brought the token at `since`.
+    KeyError when one is missing.
+    """
     line = [] if index is None else line_of(turns, index, since=since)
     if line is None:
         raise KeyError(index)
@@ -55,7 +61,8 @@ def attachable(turn: Turn) -> bool:
 
 @define(eq=False)
 class Ledger:
-    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the path they answered.
+    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the
+    path they answered.
 
     `bare` names them by the path with their answer, but without the user message they answered.
     """
@@ -66,7 +73,8 @@ class Ledger:
     _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
     _thoughtful: set[int | None] = field(factory=set)
-    _full: dict[int, bytes] = field(factory=dict)  # what `written` says of some turns, oldest first, _FULL_COPIES at most
+    # what `written` says of some turns, oldest first, _FULL_COPIES at most
+    _full: dict[int, bytes] = field(factory=dict)
 
     def add(self, turn: Turn) -> None:
         """Keep a turn, and let requests attach to it if it answered."""
@@ -84,7 +92,9 @@ class Ledger:
             self._bare[advance(path.bare, turn.answer.as_message())] = turn.index
 
     def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
-        """The turns whose path, answer included, has this key. More than one are twins: same text, other tokens."""
+        """The turns whose path, answer included, has this key. More than one are twins: same text, other
+        tokens.
+        """
         return self._after.get(key, _NOBODY)
 
     def asked_with(self, key: str) -> "list[int] | tuple[int, ...]":
@@ -118,13 +128,19 @@ class Ledger:
         return 0 if index is None else self.turns[index].end
 
     def thoughtful(self, index: int) -> bool:
-        """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered into a prompt of them."""
+        """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered
+        into a prompt of them.
+        """
         return index in self._thoughtful
 
     def thinking(self, index: int, key: str) -> str:
         """What was thought before the message that a client names by this key, one of this turn's."""
         turn = self.turns[index]
-        return self._merged(turn).thinking if key != turn.message_key and self._goes_on(turn) else _said(turn).thinking
+        return (
+            self._merged(turn).thinking
+            if key != turn.message_key and self._goes_on(turn)
+            else _said(turn).thinking
+        )
 
     def ancestry(self, index: int) -> Iterator[int]:
         """A turn and those it extends, latest first."""
@@ -138,7 +154,9 @@ class Ledger:
         return (turn.message_key,) if merged is None else (turn.message_key, merged)
 
     def _merged_key(self, turn: Turn) -> str | None:
-        """The key under which a client names an answer that went on after a cut, when it shows both halves as one message."""
+        """The key under which a client names an answer that went on after a cut, when it shows both halves as
+        one message.
+        """
         if not self._goes_on(turn):
             return None
         return advance(Path.read(self._halves(turn)[-1].before_key).key, self._merged(turn))
@@ -155,7 +173,9 @@ class Ledger:
 
     def _goes_on(self, turn: Turn) -> bool:
         """Whether nothing new stood between the parent's answer and this turn."""
-        return turn.parent is not None and Path.read(turn.before_key).key in self._keys.get(turn.parent, _NOBODY)
+        return turn.parent is not None and Path.read(turn.before_key).key in self._keys.get(
+            turn.parent, _NOBODY
+        )
 
 
 def _said(turn: Turn) -> Message:

@@ -1,28 +1,115 @@
-"""Every turn of a session once, and where each new request attaches: told of requests and turns, it plans and keeps.
+"""The thinking policy `template`: a model is shown what its chat template shows it, which may leave out what
+it thought before.
 
-Synchronous and without a clock. A plan reserves a turn's number before anything is generated and remembers its parent, so requests in
-flight at once become siblings without a lock. Whoever edits this keeps the contract: a prompt is the parent's exact ids and then what is
-new, or a root; and all that a prompt depends on can be rebuilt from the turns (`restore`).
+The other policy, `keep`, needs no code: sampled tokens stay in the prompt. Under this one a request whose new
+messages make the template leave out earlier thoughts is rendered anew. Whoever edits this keeps two rules:
+harnesses drop thinking, so the thoughts of our own answers are given back before the template decides; and
+what the model saw is said in the turn's notes.
+
+Every turn of a session once, and where each new request attaches: told of requests and turns, it plans and
+keeps.
+
+Synchronous and without a clock. A plan reserves a turn's number before anything is generated and remembers
+its parent, so requests in flight at once become siblings without a lock. Whoever edits this keeps the
+contract: a prompt is the parent's exact ids and then what is new, or a root; and all that a prompt depends on
+can be rebuilt from the turns (`restore`).
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from attrs import define
+from attrs import define, evolve, frozen
 
-from polarnode.conversation import Conversation, Message
-from polarnode.errors import LawBroken
-from polarnode.merge.attach import Attached, attach
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.errors import LawBroken
+from polarnode.core.trajectory import Turn
+from polarnode.merge import figures
+from polarnode.merge.attach import RESUMED, Attached, Plan, another, attach, excusable, opaques, resumed
 from polarnode.merge.fingerprint import Memo, Path
 from polarnode.merge.ledger import Ledger, attachable
-from polarnode.merge.naming import FamilyTree, Named
-from polarnode.merge.plan import RESUMED, Plan, another, resumed
 from polarnode.merge.references import References
 from polarnode.merge.roles import Cast, Heads
-from polarnode.merge.thoughts import DropsThinking, Thoughts
-from polarnode.records import Turn, ids
+from polarnode.merge.turn_kinds import FamilyTree, Named
+
+# ── thoughts ────────────────────────────────────────────────────────────
+
+# Whether a model's template leaves out the thoughts of turns before these messages.
+DropsThinking = Callable[[Sequence[Message]], bool]
+
+
+@frozen(kw_only=True)
+class Thoughts:
+    """What one session's requests are rendered from where the template decides over thoughts."""
+
+    drops: DropsThinking
+    ledger: Ledger
+    references: References
+
+    def shown(self, found: Attached, conversation: Conversation) -> tuple[Attached, tuple[Message, ...]]:
+        """What a request extends under this policy, and the messages that are rendered, with their
+        thoughts.
+        """
+        messages = conversation.messages
+        if self._hides(found, messages[found.matched :]):
+            kept = tuple(note.replace(figures.KEPT, figures.AS_SHOWN) for note in found.notes)
+            found = evolve(found, parent=None, matched=0, anew=found.parent, notes=kept)
+        new = tuple(
+            self._restored(place, messages[place], found) for place in range(found.matched, len(messages))
+        )
+        thoughts = [place for place, message in enumerate(new) if message.thinking.strip()]
+        # what follows only grows towards the front
+        first = bisect_left(thoughts, True, key=lambda place: not self.drops(new[place + 1 :]))
+        places = [found.matched + place for place in thoughts]
+        return evolve(found, notes=(*found.notes, *figures.thoughts(places[first:], places[:first]))), new
+
+    def _hides(self, found: Attached, new: Sequence[Message]) -> bool:
+        return (
+            found.parent is not None
+            and bool(new)
+            and self.ledger.thoughtful(found.parent)
+            and self.drops(new)
+        )
+
+    def _restored(self, place: int, message: Message, found: Attached) -> Message:
+        """A message of ours with what was thought before it."""
+        if message.role != "assistant":
+            return message
+        key = found.keys[place + 1]
+        candidates = self.ledger.answered_with(key)
+        proven = self.references.find_refs(opaques(message))
+        if not candidates:
+            candidates = [index for index in sorted(proven) if self._is_answer(index, message)]
+            key = self.ledger.turns[candidates[-1]].message_key if candidates else key
+        if not candidates:
+            return message
+        author = self._author(candidates, proven, found)
+        return evolve(message, thinking=self.ledger.thinking(author, key))
+
+    def _author(self, candidates: Sequence[int], proven: frozenset[int], found: Attached) -> int:
+        """Among twins the one the message names, then the one whose tokens the request goes on from, then the
+        latest.
+        """
+        line = (
+            frozenset(self.ledger.ancestry(found.before))
+            if len(candidates) > 1 and found.before is not None
+            else frozenset[int]()
+        )
+        return max(candidates, key=lambda index: (index in proven, index in line, index))
+
+    def _is_answer(self, index: int, message: Message) -> bool:
+        turn = self.ledger.turns.get(index)
+        return (
+            turn is not None
+            and turn.answer is not None
+            and excusable(self.references, turn.answer.as_message(), message)
+        )
+
+
+# ── lineage ────────────────────────────────────────────────────────────
 
 __all__ = ["RESUMED", "Lineages", "Plan"]
 
@@ -41,21 +128,31 @@ class Lineages:
     _tree: FamilyTree
     _thoughts: Thoughts | None
 
-    def __init__(self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None) -> None:
-        """`drops_thinking`, the template's, decides which thoughts a prompt holds; without it sampled thoughts stay."""
+    def __init__(
+        self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None
+    ) -> None:
+        """`drops_thinking`, the template's, decides which thoughts a prompt holds; without it sampled
+        thoughts stay.
+        """
         self.references = References(session_id, secret)
         self._session_id = session_id
         self._ledger, self._memo, self._heads = Ledger(), Memo(), Heads()
         self._tree = FamilyTree(self._ledger)
-        self._thoughts = drops_thinking and Thoughts(drops=drops_thinking, ledger=self._ledger, references=self.references)
+        self._thoughts = drops_thinking and Thoughts(
+            drops=drops_thinking, ledger=self._ledger, references=self.references
+        )
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns that ended, by index; a number whose generation is still under way is absent."""
         return tuple(turn for _, turn in sorted(self._ledger.turns.items()))
 
-    def plan(self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS) -> Plan:
-        """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of the request)."""
+    def plan(
+        self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS
+    ) -> Plan:
+        """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of
+        the request).
+        """
         found, new = self._attached(conversation, hints)
         cast = self._cast(found, conversation, hints)
         named = self._tree.name(found, conversation, request_key, self._heads)
@@ -63,10 +160,22 @@ class Lineages:
         self._heads.note(found.path, cast.role)
         return self._planned(plan)
 
-    def _attached(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Attached, tuple[Message, ...]]:
+    def _attached(
+        self, conversation: Conversation, hints: Mapping[str, str]
+    ) -> tuple[Attached, tuple[Message, ...]]:
         """What a request extends, and the messages that are rendered behind it."""
-        found = attach(conversation, hints.get("agent", ""), ledger=self._ledger, references=self.references, memo=self._memo)
-        return (found, conversation.messages[found.matched :]) if self._thoughts is None else self._thoughts.shown(found, conversation)
+        found = attach(
+            conversation,
+            hints.get("agent", ""),
+            ledger=self._ledger,
+            references=self.references,
+            memo=self._memo,
+        )
+        return (
+            (found, conversation.messages[found.matched :])
+            if self._thoughts is None
+            else self._thoughts.shown(found, conversation)
+        )
 
     def _planned(self, plan: Plan) -> Plan:
         self._tree.plans[plan.index] = plan
@@ -74,18 +183,31 @@ class Lineages:
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
-        """`count` more plans for the request of this one: other samples of the same prompt, siblings and no retries of each other."""
+        """`count` more plans for the request of this one: other samples of the same prompt, siblings and no
+        retries of each other.
+        """
         tree = self._tree
         numbers = range(1, count + 1)
-        return tuple(self._planned(another(plan, index=tree.next_index, lineage=tree.next_lineage, number=number)) for number in numbers)
+        return tuple(
+            self._planned(another(plan, index=tree.next_index, lineage=tree.next_lineage, number=number))
+            for number in numbers
+        )
 
     def resume(self, index: int, *, total: int) -> Plan | None:
-        """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages. None when it can not go on."""
+        """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages.
+        None when it can not go on.
+        """
         turn = self._ledger.turns[index]
-        return self._planned(resumed(turn, index=self._tree.next_index, total=total)) if self._tree.can_go_on(turn) else None
+        return (
+            self._planned(resumed(turn, index=self._tree.next_index, total=total))
+            if self._tree.can_go_on(turn)
+            else None
+        )
 
     def spoken(self, plan: Plan) -> "array[int]":
-        """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any other plan."""
+        """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any
+        other plan.
+        """
         parts, reason, parent = [ids()], plan.reason, plan.parent
         while reason == RESUMED and parent is not None:
             turn = self._ledger.turns[parent]
@@ -93,20 +215,29 @@ class Lineages:
             reason, parent = turn.reason, turn.parent
         return ids(b"".join(part.tobytes() for part in reversed(parts)))
 
-    def look(self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS) -> "tuple[array[int] | None, tuple[Message, ...]]":
-        """What a request would be rendered from, without asking: the ids of the turn it extends (None for a root), and the messages after it."""
+    def look(
+        self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS
+    ) -> "tuple[array[int] | None, tuple[Message, ...]]":
+        """What a request would be rendered from, without asking: the ids of the turn it extends (None for a
+        root), and the messages after it.
+        """
         found, new = self._attached(conversation, hints)
         return None if found.parent is None else self._ledger.written(found.parent), new
 
     def history(self, plan: Plan) -> "array[int]":
-        """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of memcpy."""
+        """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of
+        memcpy.
+        """
         return self._ledger.written(plan.parent)
 
     def commit(self, turn: Turn) -> None:
         """Keep a turn that ended, however it ended. LawBroken if it is not the turn that was planned."""
         plan = self._tree.plans.get(turn.index)
         if plan is None:
-            raise LawBroken(f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is under way")
+            raise LawBroken(
+                f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is"
+                " under way"
+            )
         self._agree(plan, turn)
         del self._tree.plans[turn.index]
         self._keep(turn)
@@ -123,7 +254,14 @@ class Lineages:
             self._hear(turn)
 
     @classmethod
-    def restore(cls, *, session_id: str, secret: bytes, turns: Sequence[Turn], drops_thinking: DropsThinking | None = None) -> "Lineages":
+    def restore(
+        cls,
+        *,
+        session_id: str,
+        secret: bytes,
+        turns: Sequence[Turn],
+        drops_thinking: DropsThinking | None = None,
+    ) -> "Lineages":
         """The lineages that these turns made, ready to plan the next."""
         lineages = cls(session_id=session_id, secret=secret, drops_thinking=drops_thinking)
         for turn in sorted(turns, key=lambda turn: turn.index):
@@ -143,29 +281,51 @@ class Lineages:
 
     def _fits(self, turn: Turn) -> None:
         known = self._ledger.turns
-        if turn.index in known or (turn.parent is not None and turn.parent not in known) or not turn.before_key:
-            raise LawBroken(f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its before_key is missing")
+        if (
+            turn.index in known
+            or (turn.parent is not None and turn.parent not in known)
+            or not turn.before_key
+        ):
+            raise LawBroken(
+                f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its"
+                " before_key is missing"
+            )
 
     def _cast(self, found: Attached, conversation: Conversation, hints: Mapping[str, str]) -> Cast:
-        """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes on from."""
+        """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes
+        on from.
+        """
         names = [tool.name for tool in conversation.tools]
         cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""), tools=names)
-        if cast.role == "main" and found.before is not None and self._ledger.turns[found.before].role == "subagent":
+        if (
+            cast.role == "main"
+            and found.before is not None
+            and self._ledger.turns[found.before].role == "subagent"
+        ):
             return Cast(role="subagent", note=f"the request goes on from turn {found.before}, a sub-agent's")
         return cast
 
     def _agree(self, plan: Plan, turn: Turn) -> None:
-        planned = {name: getattr(plan, name) for name in ("parent", "kind", "lineage", "role", "request_key", "before_key")}
+        planned = {
+            name: getattr(plan, name)
+            for name in ("parent", "kind", "lineage", "role", "request_key", "before_key")
+        }
         planned["session_id"] = self._session_id
         planned["prompt_length"] = self._ledger.length(plan.parent) + len(turn.prompt_delta)
         if turn.answer is not None and attachable(turn):
             planned["message_key"] = plan.after(turn.answer)
-        wrong = [f"{name} {getattr(turn, name)!r} instead of {value!r}" for name, value in planned.items() if getattr(turn, name) != value]
+        wrong = [
+            f"{name} {getattr(turn, name)!r} instead of {value!r}"
+            for name, value in planned.items()
+            if getattr(turn, name) != value
+        ]
         if wrong:
             raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
 
 
-def _plan(index: int, found: Attached, cast: Cast, named: Named, new: tuple[Message, ...], request_key: str) -> Plan:
+def _plan(
+    index: int, found: Attached, cast: Cast, named: Named, new: tuple[Message, ...], request_key: str
+) -> Plan:
     return Plan(
         index=index,
         parent=found.parent,

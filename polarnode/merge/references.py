@@ -1,8 +1,10 @@
-"""Signed references: which turn an echoed message came from, proven by opaque fields that harnesses hand back.
+"""Signed references: which turn an echoed message came from, proven by opaque fields that harnesses hand
+back.
 
-A reference is put into tool-call ids and thinking signatures and found again in whatever spelling a harness returns. It tells twins apart
-and proves identity; it never overrides what a client changed. Whoever edits this keeps the signature: a model can write any id it likes,
-and must not be able to write one that we believe.
+A reference is put into tool-call ids and thinking signatures and found again in whatever spelling a harness
+returns. It tells twins apart and proves identity; it never overrides what a client changed. Whoever edits
+this keeps the signature: a model can write any id it likes, and must not be able to write one that we
+believe.
 """
 
 import hmac
@@ -15,10 +17,12 @@ from typing import Final
 from attrs import field, frozen
 
 _INDEX_DIGITS: Final = 6  # 16 million turns a session
-_SIGNATURE_DIGITS: Final = 10  # 40 bits: a model that guesses once a turn never hits, and an id stays within 40 characters
+# 40 bits: a model that guesses once a turn never hits, and an id stays within 40 characters
+_SIGNATURE_DIGITS: Final = 10
 _REF_DIGITS: Final = _INDEX_DIGITS + _SIGNATURE_DIGITS
 PLACE_DIGITS: Final = 2  # at a call id's end: which call of its turn
-# Ours are 40 characters at most. Longer opaque fields (real vendors' signatures) are not ours; their head is enough to say so.
+# Ours are 40 characters at most. Longer opaque fields (real vendors' signatures) are not ours; their head is
+# enough to say so.
 _LONGEST: Final = 96
 
 _SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]+")
@@ -27,7 +31,9 @@ _HEX_RUN: Final = re.compile(rf"[0-9a-f]{{{_REF_DIGITS},}}")
 
 @frozen(kw_only=True)
 class Located:
-    """A proven reference: the turn, and the digits after it (which call of the turn; empty in a signature)."""
+    """A proven reference: the turn, and the digits after it (which call of the turn; empty in a
+    signature).
+    """
 
     index: int
     rest: str
@@ -43,7 +49,9 @@ class References:
     def ref(self, index: int) -> str:
         """16 lower hex characters: 6 of the turn's index, 10 that sign it."""
         said = f"{self.session_id}:{index}".encode()
-        return f"{index:0{_INDEX_DIGITS}x}{hmac.digest(self._secret, said, 'sha256').hex()[:_SIGNATURE_DIGITS]}"
+        return (
+            f"{index:0{_INDEX_DIGITS}x}{hmac.digest(self._secret, said, 'sha256').hex()[:_SIGNATURE_DIGITS]}"
+        )
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
@@ -54,7 +62,9 @@ class References:
         return b64encode(self.ref(index).encode()).decode()
 
     def locate(self, opaque: str) -> Located | None:
-        """The reference hidden in an opaque field, in any spelling harnesses return; None when there is none or it is forged."""
+        """The reference hidden in an opaque field, in any spelling harnesses return; None when there is none
+        or it is forged.
+        """
         for spelling in _spellings(opaque[:_LONGEST]):
             for run in _HEX_RUN.findall(spelling):
                 found = self._in_run(run)
@@ -72,7 +82,8 @@ class References:
         return frozenset(index for index in map(self.prove, opaques) if index is not None)
 
     def _in_run(self, run: str) -> Located | None:
-        # A prefix may end in hex letters once its separator is stripped ("fc_"), so every place of the run is tried.
+        # A prefix may end in hex letters once its separator is stripped ("fc_"), so every place of the run is
+        # tried.
         for start in range(len(run) - _REF_DIGITS + 1):
             ref = run[start : start + _REF_DIGITS]
             index = int(ref[:_INDEX_DIGITS], 16)

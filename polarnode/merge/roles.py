@@ -1,8 +1,9 @@
-"""Who asks, and why a request starts a lineage of its own: words for reports and for leaving side calls out of training.
+"""Who asks, and why a request starts a lineage of its own: words for reports and for leaving side calls out
+of training.
 
-Nothing here decides which tokens a prompt has. What a harness says of a call in its headers decides; then who asks; then what is asked.
-Whoever adds a sign by which a side call is known writes down whose it is; a sign that is not certain is worse than none, because its turns
-are not trained.
+Nothing here decides which tokens a prompt has. What a harness says of a call in its headers decides; then who
+asks; then what is asked. Whoever adds a sign by which a side call is known writes down whose it is; a sign
+that is not certain is worse than none, because its turns are not trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,11 @@ from typing import Final, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.conversation import Answer, Json, Message
-from polarnode.errors import Refused
+from polarnode.core.codec.json import read_json
+from polarnode.core.conversation import Answer, Json, Message
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Turn, TurnRole
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.records import Turn, TurnRole
-from polarnode.wire import read_json
 
 _ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 
@@ -32,16 +33,33 @@ class _Sign:
 _SUMMARY: Final = "the request asks for a summary of its history"
 _SIGNS: Final = (
     _Sign("user", "You are performing a CONTEXT CHECKPOINT COMPACTION", "compaction", _SUMMARY),  # Codex
-    _Sign("user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools", "compaction", _SUMMARY),  # Claude Code
+    # Claude Code
+    _Sign("user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools", "compaction", _SUMMARY),
     _Sign("system", "You are a context summarization assistant", "compaction", _SUMMARY),  # Pi
-    _Sign("system", "You are the component that summarizes internal chat history", "compaction", _SUMMARY),  # Gemini CLI, Qwen Code
-    _Sign("user", "First, reason in your scratchpad. Then, generate", "compaction", _SUMMARY),  # Gemini CLI, Qwen Code
-    _Sign("user", "You are maintaining a context-aware state summary", "compaction", _SUMMARY),  # OpenHands' condenser
-    _Sign("user", "Provide a detailed prompt for continuing our conversation above", "compaction", _SUMMARY),  # opencode
-    _Sign("system", "You are a title generator. You output ONLY", "auxiliary", "the request asks for a title"),  # opencode
+    # Gemini CLI, Qwen Code
+    _Sign("system", "You are the component that summarizes internal chat history", "compaction", _SUMMARY),
+    # Gemini CLI, Qwen Code
+    _Sign("user", "First, reason in your scratchpad. Then, generate", "compaction", _SUMMARY),
+    # OpenHands' condenser
+    _Sign("user", "You are maintaining a context-aware state summary", "compaction", _SUMMARY),
+    # opencode
+    _Sign("user", "Provide a detailed prompt for continuing our conversation above", "compaction", _SUMMARY),
+    # opencode
+    _Sign(
+        "system", "You are a title generator. You output ONLY", "auxiliary", "the request asks for a title"
+    ),
     _Sign("system", "You will generate a short title", "auxiliary", "the request asks for a title"),  # Crush
-    _Sign("system", "You are a specialized Task Routing AI", "auxiliary", "the request asks which model to ask"),  # Gemini CLI
-    _Sign("user", "Analyze *only* the content and structure of your immediately preceding", "auxiliary", "the request asks who speaks next"),  # both
+    # Gemini CLI
+    _Sign(
+        "system", "You are a specialized Task Routing AI", "auxiliary", "the request asks which model to ask"
+    ),
+    # both
+    _Sign(
+        "user",
+        "Analyze *only* the content and structure of your immediately preceding",
+        "auxiliary",
+        "the request asks who speaks next",
+    ),
 )
 # How the user message begins that stands for the history it replaced.
 _TELLS_SUMMARY: Final = (
@@ -54,7 +72,8 @@ _TELLS_SUMMARY: Final = (
 # What Gemini CLI gives to its sub-agents alone, to end with.
 _SUBAGENT_TOOL: Final = "complete_task"
 
-# A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones are names, flags and file names.
+# A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones
+# are names, flags and file names.
 _TASK_LENGTH: Final = 20
 _LONGEST_TASK: Final = 16_384  # longer ones are files
 # Sub-agents start at once: the tasks of the last calls are enough, and 64 of 16 KB are 1 MB at the very most.
@@ -71,7 +90,9 @@ class Cast:
 
 @define(eq=False)
 class Heads:
-    """How the session's paths began, and what was handed to tools: enough to say who asks, and what is new about a path of its own."""
+    """How the session's paths began, and what was handed to tools: enough to say who asks, and what is new
+    about a path of its own.
+    """
 
     _seen: set[str] = field(factory=set)
     _main_systems: set[str] = field(factory=set)
@@ -99,31 +120,50 @@ class Heads:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
 
-    def cast(self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()) -> Cast:
-        """The role of a request. `kind` is what the harness itself says it is, where it does; `tools` are the names of those it may call."""
+    def cast(
+        self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()
+    ) -> Cast:
+        """The role of a request. `kind` is what the harness itself says it is, where it does; `tools` are the
+        names of those it may call.
+        """
         for role in _ROLES:
             if role == kind:
-                return Cast(role=role, note=None if role == "main" else f"the harness says that this call is {role}")
+                return Cast(
+                    role=role, note=None if role == "main" else f"the harness says that this call is {role}"
+                )
         sign = _sign(messages)
         if sign is not None:
             return Cast(role=sign.role, note=sign.note)
         if self._first_agent not in (None, path.agent):
             return Cast(role="subagent", note="another agent of the harness asks than at first")
         if path.tools == NONE and self._main_has_tools:
-            return Cast(role="auxiliary", note="the request has no tools while the session's main conversation has some")
+            return Cast(
+                role="auxiliary",
+                note="the request has no tools while the session's main conversation has some",
+            )
         if self._main_has_tools and path.system not in self._main_systems and _SUBAGENT_TOOL in tools:
-            return Cast(role="subagent", note=f"the request has a {_SUBAGENT_TOOL} tool, as a sub-agent's has")
+            return Cast(
+                role="subagent", note=f"the request has a {_SUBAGENT_TOOL} tool, as a sub-agent's has"
+            )
         if self._is_delegated(path, messages):
-            return Cast(role="subagent", note="the request begins with what an earlier answer handed to a tool")
+            return Cast(
+                role="subagent", note="the request begins with what an earlier answer handed to a tool"
+            )
         return Cast()
 
     def why_root(self, path: Path, messages: tuple[Message, ...]) -> str:
-        """What is new about a path that extends nothing: first, compaction, tools, thinking, system, rewrite or conversation."""
+        """What is new about a path that extends nothing: first, compaction, tools, thinking, system, rewrite
+        or conversation.
+        """
         if not self._seen:
             return "first"
         if tells_summary(messages):
             return "compaction"
-        news = (("tools", f"t{path.tools}"), ("thinking", f"k{path.tools}{path.thinking}"), ("system", f"s{path.system}"))
+        news = (
+            ("tools", f"t{path.tools}"),
+            ("thinking", f"k{path.tools}{path.thinking}"),
+            ("system", f"s{path.system}"),
+        )
         for reason, mark in news:
             if mark not in self._seen:
                 return reason
@@ -132,21 +172,32 @@ class Heads:
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
 
     def _is_delegated(self, path: Path, messages: tuple[Message, ...]) -> bool:
-        """Whether a fresh conversation under another head than the main one's asks for what a tool was given."""
-        if not self._tasks or path.system in self._main_systems or any(message.role in ("assistant", "tool") for message in messages):
+        """Whether a fresh conversation under another head than the main one's asks for what a tool
+        was given.
+        """
+        if (
+            not self._tasks
+            or path.system in self._main_systems
+            or any(message.role in ("assistant", "tool") for message in messages)
+        ):
             return False
-        return any(task in message.text for message in messages if message.role == "user" for task in self._tasks)
+        return any(
+            task in message.text for message in messages if message.role == "user" for task in self._tasks
+        )
 
 
 def recast(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """The turns with the roles that only the whole session tells: a side call that came first is one too.
 
-    A title is asked for before the conversation it names, and is then taken for the main one. The journal keeps what was known at the time;
-    who builds, reports or publishes a session's turns casts them again.
+    A title is asked for before the conversation it names, and is then taken for the main one. The journal
+    keeps what was known at the time; who builds, reports or publishes a session's turns casts them again.
     """
     if not any(turn.role == "main" and _has_tools(turn) for turn in turns):
         return tuple(turns)
-    return tuple(evolve(turn, role="auxiliary") if turn.role == "main" and not _has_tools(turn) else turn for turn in turns)
+    return tuple(
+        evolve(turn, role="auxiliary") if turn.role == "main" and not _has_tools(turn) else turn
+        for turn in turns
+    )
 
 
 def _has_tools(turn: Turn) -> bool:
@@ -156,7 +207,9 @@ def _has_tools(turn: Turn) -> bool:
 
 def tells_summary(messages: tuple[Message, ...]) -> bool:
     """Whether a history begins again from a summary of itself."""
-    return any(message.role == "user" and message.text.lstrip().startswith(_TELLS_SUMMARY) for message in messages)
+    return any(
+        message.role == "user" and message.text.lstrip().startswith(_TELLS_SUMMARY) for message in messages
+    )
 
 
 def _sign(messages: tuple[Message, ...]) -> _Sign | None:
@@ -164,7 +217,9 @@ def _sign(messages: tuple[Message, ...]) -> _Sign | None:
     heads = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
     ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
     said = {"system": heads, "user": ends}
-    return next((sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in said[sign.place])), None)
+    return next(
+        (sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in said[sign.place])), None
+    )
 
 
 def _tasks_of(arguments: str) -> list[str]:

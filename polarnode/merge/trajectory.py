@@ -1,21 +1,23 @@
 """A session's turns, outcome and verdict as one trajectory: built, checked against the laws, and never lost.
 
-Pure. The last stop before the journal: a trajectory whose traces break a law is published without them, as an error with the numbers, so
-that a bug of ours can not become a gradient and its turns are still there to be looked at.
+Pure. The last stop before the journal: a trajectory whose traces break a law is published without them, as an
+error with the numbers, so that a bug of ours can not become a gradient and its turns are still there to be
+looked at.
 """
 
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve, field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import LawBroken, PolarnodeError, Refused, boundary
-from polarnode.merge.builders import build, read_settings
-from polarnode.merge.checks import check, check_lengths
+from polarnode.core.conversation import Json
+from polarnode.core.errors import LawBroken, PolarnodeError, Refused, boundary
+from polarnode.core.task import BuilderSpec, TaskSpec
+from polarnode.core.trajectory import Built, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, Verdict
+from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
+from polarnode.merge.invariants import check, check_lengths
 from polarnode.merge.roles import recast
-from polarnode.records import Built, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, Verdict
-from polarnode.tasks import BuilderSpec, TaskSpec
+from polarnode.merge.selection import read_settings
 
 
 @frozen(kw_only=True)
@@ -44,17 +46,27 @@ class Result:
     retried_as: str | None = None
 
 
-def assemble(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, allowed_imports: tuple[str, ...] = ()) -> Trajectory:
+def assemble(
+    identity: Identity,
+    spec: TaskSpec,
+    turns: Sequence[Turn],
+    result: Result,
+    *,
+    allowed_imports: tuple[str, ...] = (),
+) -> Trajectory:
     """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record.
 
-    Its turns have the roles that the whole session tells; the journal's have those of their moment, and are cast again when they are read.
+    Its turns have the roles that the whole session tells; the journal's have those of their moment, and are
+    cast again when they are read.
     """
     turns = recast(turns)
     whose = LawBroken if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
             built = build(spec.builder, turns, allowed_imports=allowed_imports)
-            return _trajectory(identity, spec, turns, result, built=built, counts=_counts(spec.builder, turns, built))
+            return _trajectory(
+                identity, spec, turns, result, built=built, counts=_counts(spec.builder, turns, built)
+            )
     except PolarnodeError as error:
         outcome = evolve(result.outcome, status="error", boundary=error.boundary, reason=str(error))
         return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
@@ -71,12 +83,27 @@ def _counts(spec: BuilderSpec, turns: Sequence[Turn], built: Built) -> dict[str,
     counted = check(turns, built, train_failed=spec.config.get("train_failed") is True)
     if spec.import_path is None:
         check_lengths(built.traces, read_settings(spec.config).max_row_tokens)
-    return {"sampled_tokens": counted.sampled, "trainable_tokens": counted.trainable, "turns": counted.turns, "traces": counted.traces}
+    return {
+        "sampled_tokens": counted.sampled,
+        "trainable_tokens": counted.trainable,
+        "turns": counted.turns,
+        "traces": counted.traces,
+    }
 
 
-def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result, *, built: Built, counts: Mapping[str, Json]) -> Trajectory:
+def _trajectory(
+    identity: Identity,
+    spec: TaskSpec,
+    turns: Sequence[Turn],
+    result: Result,
+    *,
+    built: Built,
+    counts: Mapping[str, Json],
+) -> Trajectory:
     verdict = result.verdict
-    evaluation: dict[str, Json] = {"evaluation": dict(verdict.metrics)} if verdict is not None and verdict.metrics else {}
+    evaluation: dict[str, Json] = (
+        {"evaluation": dict(verdict.metrics)} if verdict is not None and verdict.metrics else {}
+    )
     return Trajectory(
         session_id=identity.session_id,
         task_id=identity.task_id,
@@ -84,10 +111,17 @@ def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], resul
         sample_index=identity.sample_index,
         outcome=result.outcome,
         reward=None if verdict is None else verdict.reward,
-        traces=built.traces if verdict is None else tuple(_rewarded(trace, verdict) for trace in built.traces),
+        traces=built.traces
+        if verdict is None
+        else tuple(_rewarded(trace, verdict) for trace in built.traces),
         turns=tuple(turns),
         left_out=built.left_out,
-        metrics={**counts, **result.metrics, **evaluation, "lineage": lineage_figures(turns, built.left_out, thinking=spec.thinking)},
+        metrics={
+            **counts,
+            **result.metrics,
+            **evaluation,
+            "lineage": lineage_figures(turns, built.left_out, thinking=spec.thinking),
+        },
         timing=result.timing,
         harness=identity.harness,
         harness_version=identity.harness_version,
@@ -100,7 +134,9 @@ def _trajectory(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], resul
 
 
 def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
-    """A trace with its lineage's reward where that has its own, else the session's, and its turns with theirs."""
+    """A trace with its lineage's reward where that has its own, else the session's, and its turns with
+    theirs.
+    """
     reward = verdict.lineage_rewards.get(trace.lineage, verdict.reward)
     if not verdict.turn_rewards:
         return evolve(trace, reward=reward)

@@ -1,22 +1,26 @@
-"""What was said in a session, in words: what each turn heard, and the conversation that a line of turns adds up to.
+"""What was said in a session, in words: what each turn heard, and the conversation that a line of turns adds
+up to.
 
-Pure. The rule for whoever edits it: nothing here is read back from tokens. A message is what the client sent and the template was given, an
-answer what the client was given; what a turn does not know is not guessed, and a conversation with a gap is none.
+Pure. The rule for whoever edits it: nothing here is read back from tokens. A message is what the client sent
+and the template was given, an answer what the client was given; what a turn does not know is not guessed, and
+a conversation with a gap is none.
 """
 
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from polarnode.conversation import Conversation, Json, Message, Tool
-from polarnode.merge.plan import RESUMED, Plan
-from polarnode.records import Heard, Turn
-from polarnode.wire import dump_json, read_json
-from polarnode.wire.turns import line_of
+from polarnode.core.codec.json import dump_json, read_json
+from polarnode.core.codec.turns import line_of
+from polarnode.core.conversation import Conversation, Json, Message, Tool
+from polarnode.core.trajectory import Heard, Turn
+from polarnode.merge.attach import RESUMED, Plan
 
 
 def heard_of(plan: Plan, conversation: Conversation) -> Heard:
-    """What the turn of this plan hears: what is rendered of it, and at a root what stands at the head of the prompt."""
+    """What the turn of this plan hears: what is rendered of it, and at a root what stands at the head of the
+    prompt.
+    """
     messages = tuple(evolve(message, refs=()) if message.refs else message for message in plan.new)
     if plan.parent is not None:
         return Heard(messages=messages)
@@ -26,7 +30,10 @@ def heard_of(plan: Plan, conversation: Conversation) -> Heard:
 def _written(tools: Sequence[Tool]) -> str:
     if not tools:
         return ""
-    said: list[Json] = [{"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)} for tool in tools]
+    said: list[Json] = [
+        {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+        for tool in tools
+    ]
     return dump_json(said).decode()
 
 
@@ -39,12 +46,15 @@ def tools_of(heard: Heard) -> tuple[Tool, ...]:
 def _tool(said: Mapping[str, Json]) -> Tool:
     parameters = said.get("parameters")
     return Tool(
-        name=str(said.get("name", "")), description=str(said.get("description", "")), parameters=parameters if isinstance(parameters, dict) else {}
+        name=str(said.get("name", "")),
+        description=str(said.get("description", "")),
+        parameters=parameters if isinstance(parameters, dict) else {},
     )
 
 
 def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """All that the model had read and said when turn `index` ended; None where a turn of its line is missing or has no words.
+    """All that the model had read and said when turn `index` ended; None where a turn of its line is missing
+    or has no words.
 
     `turns` by their index. An answer that went on after a cut is one message, as its client saw it.
     """
@@ -60,7 +70,11 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
         _answered(messages, before, turn)
         before = turn
     head = line[0].heard
-    return None if head is None else Conversation(messages=tuple(messages), tools=tools_of(head), thinking=head.thinking)
+    return (
+        None
+        if head is None
+        else Conversation(messages=tuple(messages), tools=tools_of(head), thinking=head.thinking)
+    )
 
 
 def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
@@ -68,7 +82,12 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
     if turn.answer is None:
         return
     said = turn.answer.as_message()
-    goes_on = before is not None and before.answer is not None and turn.heard is not None and not turn.heard.messages
+    goes_on = (
+        before is not None
+        and before.answer is not None
+        and turn.heard is not None
+        and not turn.heard.messages
+    )
     if goes_on and turn.reason == RESUMED:  # its answer has what was spoken before it
         messages[-1] = said
     elif goes_on and before is not None and before.finish_reason not in ("stop", "tool_calls"):

@@ -1,29 +1,56 @@
-"""A node that runs: what the control plane asks of it."""
+"""A node that runs: what the control plane asks of it.
 
+The captures of a node: their own sessions and keys, and the one socket of this machine where harnesses find
+the model.
+
+The rule for whoever edits it: these sessions are in a table of their own, apart from those of containers, and
+their socket is on a loopback address whatever the node's own is.
+
+Polar's face of a node: what its routes ask, handed over.
+
+The rule for whoever edits it: the face gets what the node's own routes have, and nothing besides.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import trio
 from attrs import define, evolve, field
 
-from polarnode.config import NodeConfig
-from polarnode.conversation import Json
-from polarnode.node.room import RETRY_AFTER_S, no_room
-from polarnode.shell.callbacks import Callbacks
-from polarnode.shell.captures import Captures
-from polarnode.shell.engine import Engines
-from polarnode.shell.journal import Journal
-from polarnode.shell.judges import Judges
-from polarnode.shell.lag import LoopLag
-from polarnode.shell.podman import Images, Runtimes
-from polarnode.shell.scheduler import Scheduler
-from polarnode.shell.weights import EngineControl, Weights
-from polarnode.tasks import TaskSpec
-from polarnode.tokens.model import LoadedModel
-from polarnode.web.control_plane import Busy, Conflict, DiskFull, Submitted
-from polarnode.web.control_plane.metrics import Figures
-from polarnode.wire import plain
+from polarnode.api.callbacks import Callbacks
+from polarnode.api.metrics import Figures
+from polarnode.api.service import Submitted
+from polarnode.containers.images import Images
+from polarnode.containers.runtimes import Runtimes
+from polarnode.core.codec.json import plain
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Busy, ConfigError, Conflict, DiskFull
+from polarnode.core.task import TaskSpec
+from polarnode.engine.engines import Engines
+from polarnode.engine.memory import EngineControl
+from polarnode.engine.weights import Weights
+from polarnode.gateway.call import Model
+from polarnode.gateway.endpoint import CaptureDoor, ModelPlane, Recordings
+from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.groups.group import stamped
+from polarnode.http.server import Address, listening_socket, open_server
+from polarnode.integrations.polar import PolarFace
+from polarnode.integrations.polar.answers import PolarHouse
+from polarnode.journal.journal import Journal
+from polarnode.node.config import NodeConfig
+from polarnode.rollouts.admission import RETRY_AFTER_S, no_room
+from polarnode.rollouts.captures import CaptureHouse, Captures
+from polarnode.rollouts.judges import Judges
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.support.metrics import LoopLag
+from polarnode.tokens.template import LoadedModel
 
-WRITTEN_S = 5.0  # seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold the answer up
+# ── node ────────────────────────────────────────────────────────────
+
+# seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold
+# the answer up
+WRITTEN_S = 5.0
 
 
 @define(eq=False)
@@ -43,19 +70,27 @@ class Node:
     callbacks: Callbacks
     weights: Weights
     engine_control: EngineControl
-    _submitting: trio.Lock = field(factory=trio.Lock, init=False)  # two submissions of one key at once must be one task
+    # two submissions of one key at once must be one task
+    _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
-        """Take a task, or answer again what was answered to the same one. Raises Refused, Conflict, Busy or DiskFull."""
+        """Take a task, or answer again what was answered to the same one. Raises Refused, Conflict, Busy or
+        DiskFull.
+        """
         async with self._submitting:
             known = await self._known(spec, idempotency_key)
             return known if known is not None else await self._taken(spec, idempotency_key)
 
     async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
         if self.journal.refuses_tasks:
-            raise DiskFull("the journal's disk is full: free some, then submit again; sessions under way are kept in memory meanwhile")
+            raise DiskFull(
+                "the journal's disk is full: free some, then submit again; sessions under way are kept in"
+                " memory meanwhile"
+            )
         pending = self.scheduler.statistics().live
-        full = no_room(self.journal.statistics(), pending=pending, more=spec.num_samples, limit=self.config.pending_limit)
+        full = no_room(
+            self.journal.statistics(), pending=pending, more=spec.num_samples, limit=self.config.pending_limit
+        )
         if full is not None:
             raise Busy(full, retry_after=RETRY_AFTER_S)
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key)
@@ -68,12 +103,17 @@ class Node:
         if record is None:
             return None
         if evolve(record.spec, task_id=None) != evolve(spec, task_id=None):
-            raise Conflict(f"task {record.task_id} was submitted before with another body: give this one its own task_id and Idempotency-Key")
+            raise Conflict(
+                f"task {record.task_id} was submitted before with another body: give this one its own task_id"
+                " and Idempotency-Key"
+            )
         ids = tuple(session.session_id for session in record.sessions)
         return Submitted(task_id=record.task_id, session_ids=ids, created=False)
 
     async def cancel(self, task_id: str) -> bool:
-        """End a task's sessions with what they have; when this returns no death of the node brings one back, unless its disk is full."""
+        """End a task's sessions with what they have; when this returns no death of the node brings one back,
+        unless its disk is full.
+        """
         cancelled = self.scheduler.cancel(task_id) or await self.captures.cancel(task_id)
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
@@ -94,10 +134,17 @@ class Node:
         """The node at a glance."""
         return {
             "node": self.config.node_id,
-            "model": {"name": self.model.name, "family": self.model.family.name, "context_length": self.engines.context_length},
+            "model": {
+                "name": self.model.name,
+                "family": self.model.family.name,
+                "context_length": self.engines.context_length,
+            },
             "scheduler": plain(self.scheduler.statistics()),
             "sessions": [plain(status) for status in self.scheduler.sessions() if status.outcome is None],
-            "captures": {"limit": self.captures.house.limit, "open": [plain(status) for status in self.captures.list()]},
+            "captures": {
+                "limit": self.captures.house.limit,
+                "open": [plain(status) for status in self.captures.list()],
+            },
             "engine": plain(self.engines.statistics()),
             "weights": plain(self.weights.status()),
             "callbacks": plain(self.callbacks.statistics()),
@@ -125,4 +172,69 @@ class Node:
 
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""
-        return not self.scheduler.stopping and any(host.state == "ready" for host in self.engines.statistics().hosts)
+        return not self.scheduler.stopping and any(
+            host.state == "ready" for host in self.engines.statistics().hosts
+        )
+
+
+# ── captures ────────────────────────────────────────────────────────────
+
+LOOPBACK = "127.0.0.1"
+
+
+@asynccontextmanager
+async def open_captures(
+    config: NodeConfig, journal: Journal, scheduler: Scheduler, model: Model, recordings: Recordings | None
+) -> AsyncIterator[Captures]:
+    """The captures of a node. Those that are open when this is left are so by force: the node's next start
+    finds them.
+    """
+    lives = LiveSessions()
+    door = CaptureDoor(ModelPlane(sessions=lives, model=model, recordings=recordings))
+    try:
+        listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
+    except ConfigError as error:
+        raise ConfigError(
+            f"capture_port {config.capture_port} can not be had: choose another, or 0 for any that is free"
+        ) from error
+    async with open_server(door, listener) as address, trio.open_nursery() as nursery:
+        house = _house(config, journal, scheduler, model, base_url=f"http://{address.host}:{address.port}")
+        yield Captures(nursery=nursery, lives=lives, record=journal, house=house)
+        nursery.cancel_scope.cancel()
+
+
+def _house(
+    config: NodeConfig, journal: Journal, scheduler: Scheduler, model: Model, *, base_url: str
+) -> CaptureHouse:
+    return CaptureHouse(
+        base_url=base_url,
+        node=scheduler.who.node,
+        model=scheduler.who.model,
+        context_length=model.context_length,
+        publish=lambda found: journal.publish(stamped(found, scheduler.house.versions())),
+        limit=config.capture_limit,
+        drops_thinking=scheduler.house.drops_thinking,
+        tally=scheduler.tally,
+        allowed_imports=scheduler.house.allowed_imports,
+        carried_limit=scheduler.house.carried_limit,
+        unrouted=scheduler.house.unrouted,
+    )
+
+
+# ── polar ────────────────────────────────────────────────────────────
+
+
+def polar_face(node: Node) -> PolarFace:
+    """The node under Polar's routes."""
+    house = PolarHouse(
+        service=node,
+        journal=node.journal,
+        generation=node.weights,
+        captures=node.captures,
+        sessions=node.scheduler.sessions,
+        end_session=node.scheduler.cancel_session,
+        node_id=node.config.node_id,
+        model=node.model.name,
+        volumes=node.config.volumes,
+    )
+    return PolarFace(house=house)

@@ -1,7 +1,15 @@
-"""The node put together, in the order it must come apart.
+"""A node's config as its parts are told it.
 
-Journal, engines, runtimes and sessions are contexts, opened in this order and closed in reverse, so that a service outlives its users; the
-control plane is opened last. Stopping has an order of its own: refuse new tasks, end the sessions with what they have, leave the contexts.
+Which weights a node begins with: those it served last, where a disk still has them.
+
+Rule for whoever edits it: whatever is not served although it was, is said at once (`say`) and for as long as
+it is so (`warning`).
+
+The node put together, in the order it must come apart.
+
+Journal, engines, runtimes and sessions are contexts, opened in this order and closed in reverse, so that a
+service outlives its users; the control plane is opened last. Stopping has an order of its own: refuse new
+tasks, end the sessions with what they have, leave the contexts.
 """
 
 import gc
@@ -15,45 +23,159 @@ from pathlib import Path
 from socket import socket
 
 import trio
+from attrs import evolve
 
-from polarnode.config import NodeConfig
-from polarnode.node.captures import open_captures
-from polarnode.node.node import Node
-from polarnode.node.polar import polar_face
-from polarnode.node.recovery import recover
-from polarnode.node.settings import engine_settings, load_node_model, retention_of, runtimes_settings, why_unrouted
-from polarnode.node.weights import weights_model, weights_to_begin_with
-from polarnode.shell.callbacks import open_callbacks
-from polarnode.shell.descriptors import lift_descriptor_limit
-from polarnode.shell.egress import NodeEgress
-from polarnode.shell.engine import Engines, open_engines
-from polarnode.shell.gates import Gate
-from polarnode.shell.journal import Journal, open_journal
-from polarnode.shell.judges import Judges, open_judges
-from polarnode.shell.lag import open_lag
-from polarnode.shell.live import LiveSessions
-from polarnode.shell.orders import House, Stages
-from polarnode.shell.podman import Images, Runtimes, open_runtimes
-from polarnode.shell.podman.background import open_background
-from polarnode.shell.pressure import Bounds, PressureWatch, read_machine
-from polarnode.shell.scheduler import Scheduler, Who
-from polarnode.shell.weights import EngineControl, open_weights
-from polarnode.tokens.model import LoadedModel
-from polarnode.web.control_plane import create_app
-from polarnode.web.control_plane.captures import CaptureRoutes
-from polarnode.web.control_plane.weights import WeightsRoutes
-from polarnode.web.model import Model
-from polarnode.web.model_plane import ModelPlane
-from polarnode.web.recordings import Recordings
-from polarnode.web.server import Address, open_server
+from polarnode.api.app import create_app
+from polarnode.api.callbacks import open_callbacks
+from polarnode.api.routes import CaptureRoutes
+from polarnode.api.weights_routes import WeightsRoutes
+from polarnode.containers.egress.proxy import NodeEgress
+from polarnode.containers.images import Images
+from polarnode.containers.probe import default_state_dir
+from polarnode.containers.recipes import RuntimesSettings
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.core.errors import ConfigError, ModelError
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.host import Loaded
+from polarnode.engine.memory import EngineControl
+from polarnode.engine.protocol import Marks
+from polarnode.engine.settings import EngineSettings, Simulated, unrouted
+from polarnode.engine.weights import last_weights, open_weights
+from polarnode.gateway.call import Model
+from polarnode.gateway.endpoint import ModelPlane, Recordings
+from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.http.server import Address, open_server
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.values import Retention
+from polarnode.node.config import NodeConfig
+from polarnode.node.node import Node, open_captures, polar_face
+from polarnode.rollouts.judges import Judges, open_judges
+from polarnode.rollouts.machine_watch import PressureWatch, read_machine
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import Scheduler, Who
+from polarnode.rollouts.services import House, Stages
+from polarnode.rollouts.stage_limits import Bounds
+from polarnode.support.background import open_background
+from polarnode.support.metrics import lift_descriptor_limit, open_lag
+from polarnode.support.semaphore import Gate
+from polarnode.tokens.families import Family
+from polarnode.tokens.template import LoadedModel, load_model
 
-COLLECTIONS = (20_000, 50, 100)  # new objects before a look at the young, and looks before one at the older: a request makes some 10 000
+# ── settings ────────────────────────────────────────────────────────────
+
+
+def load_node_model(config: NodeConfig) -> LoadedModel:
+    """The model, by a name that says in every trajectory when its answers are random."""
+    model = load_model(Path(config.model))
+    return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
+
+
+def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> EngineSettings:
+    if not config.cpu and not config.gpus and config.engine != "simulated":
+        raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, or --cpu")
+    return EngineSettings(
+        model_path=Path(config.model),
+        device="cpu" if config.cpu else "cuda",
+        gpus=config.gpus,
+        tp=config.tp,
+        context_length=config.context_length,
+        mem_fraction=config.mem_fraction,
+        state_dir=state,
+        routed_experts=config.routed_experts,
+        memory_saver=config.memory_saver,
+        simulated=_simulated(config, model) if config.engine == "simulated" else None,
+    )
+
+
+def retention_of(config: NodeConfig) -> Retention:
+    """How much the journal keeps."""
+    return Retention(
+        acknowledged=config.keep_acknowledged_mb << 20,
+        everything=config.keep_mb << 20,
+        acknowledged_s=config.keep_acknowledged_hours * 3600,
+        silence_s=config.consumer_hours * 3600,
+    )
+
+
+def why_unrouted(config: NodeConfig, model: LoadedModel) -> str:
+    """Why the engine of this node tells no routed experts, and what to do about it."""
+    settings = engine_settings(config, Path(config.state_dir), model)
+    return unrouted(settings) or "the engine was started without them; start the node with --routed-experts"
+
+
+def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
+    return Simulated(
+        simulation=config.simulated,
+        vocab_size=model.tokenizer.vocab_size,
+        marks=simulated_marks(model.family),
+    )
+
+
+def simulated_marks(family: Family) -> Marks:
+    """What random answers are written with. ModelError for a family that writes calls otherwise than as JSON
+    between marks.
+    """
+    if family.call_syntax not in ("json", "none"):
+        how = (
+            f"the simulated engine writes calls as JSON between marks, the family {family.name} writes them"
+            f" otherwise ({family.call_syntax})"
+        )
+        raise ModelError(f"{how}: leave --model out, or name a Qwen3; a node's load hardly depends on it")
+    return Marks(
+        turn_end=family.stop_ids[0],
+        think_open=family.think_open,
+        think_close=family.think_close,
+        call_open=family.call_open,
+        call_close=family.call_close,
+    )
+
+
+def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
+    state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
+    return RuntimesSettings(
+        state_dir=state_dir,
+        node_id=config.node_id,
+        runtimes_dir=Path(config.runtimes_dir) if config.runtimes_dir else None,
+        base_image=config.base_image,
+        warm=config.warm,
+        prepared=config.prepared,
+        volumes=config.volumes,
+        disk_reserve_mb=config.disk_reserve_mb,
+    )
+
+
+# ── weights ────────────────────────────────────────────────────────────
+
+
+def weights_model(config: NodeConfig) -> str:
+    """The checkpoint a node is started with, as the history knows it."""
+    return str(Path(config.model).resolve())
+
+
+async def weights_to_begin_with(
+    config: NodeConfig, journal: Journal, say: Callable[[str], None]
+) -> tuple[Loaded | None, str | None]:
+    """The last version of this journal, or what is wrong with it."""
+    loaded, warning = await last_weights(journal, weights_model(config), resume=config.resume_weights)
+    if loaded is not None:
+        say(f"serving weights {loaded.version!r} from {loaded.path}, the last of this journal")
+    if warning is not None:
+        say(warning)
+    return loaded, warning
+
+
+# ── opening ────────────────────────────────────────────────────────────
+
+# new objects before a look at the young, and looks before one at the older: a request makes some 10 000
+COLLECTIONS = (20_000, 50, 100)
 Say = Callable[[str], None]
 
 
 @asynccontextmanager
 async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
-    """A node that runs, its journal recovered. `say` is told of each step that takes time. Sessions still live at the end are cancelled."""
+    """A node that runs, its journal recovered. `say` is told of each step that takes time. Sessions still
+    live at the end are cancelled.
+    """
     lift_descriptor_limit()
     state = Path(config.state_dir)
     _sessions_dir(config).mkdir(parents=True, exist_ok=True)
@@ -72,12 +194,19 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
             images = Images(settings=runtimes.settings, log=state / "images.log", say=say)
-            served, recordings = _served(engines, model), _recordings(config)  # of both planes: their renderings share two threads
+            # of both planes: their renderings share two threads
+            served, recordings = _served(engines, model), _recordings(config)
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
-            async with _open_sessions(config, journal, engines, runtimes, images, judges, model, plane) as scheduler:
+            async with _open_sessions(
+                config, journal, engines, runtimes, images, judges, model, plane
+            ) as scheduler:
                 await recover(journal, scheduler, say)
-                with rare_collections(), spawning_at_once():  # its first round holds the loop for 0.1 s, so the loop is looked at from then on
-                    async with open_lag() as lag, open_captures(config, journal, scheduler, served, recordings) as captures:
+                # its first round holds the loop for 0.1 s, so the loop is looked at from then on
+                with rare_collections(), spawning_at_once():
+                    async with (
+                        open_lag() as lag,
+                        open_captures(config, journal, scheduler, served, recordings) as captures,
+                    ):
                         node = Node(
                             config=config,
                             journal=journal,
@@ -91,18 +220,23 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
                             captures=captures,
                             callbacks=callbacks,
                             weights=weights,
-                            engine_control=EngineControl(weights=weights, keeps=config.memory_saver == "backup"),
+                            engine_control=EngineControl(
+                                weights=weights, keeps=config.memory_saver == "backup"
+                            ),
                         )
                         yield node
-                        await node.stop(cancel=True)  # not in a finally: who leaves by force gets `interrupted` trajectories at the next start
+                        # not in a finally: who leaves by force gets `interrupted` trajectories at the next
+                        # start
+                        await node.stop(cancel=True)
 
 
 @contextmanager
 def spawning_at_once() -> Iterator[None]:
     """Programs are started with fork, not vfork, Python's documented choice (`subprocess._USE_VFORK`).
 
-    With vfork the whole process, its threads too, stands still until the child runs its program, and on a busy machine a child waits for a CPU:
-    64 sessions on two cores made the loop 104 ms late in the 99th percentile, 42 ms with fork, which copies page tables for 2 ms instead.
+    With vfork the whole process, its threads too, stands still until the child runs its program, and on a
+    busy machine a child waits for a CPU: 64 sessions on two cores made the loop 104 ms late in the 99th
+    percentile, 42 ms with fork, which copies page tables for 2 ms instead.
     """
     usual = vars(subprocess)["_USE_VFORK"]
     vars(subprocess)["_USE_VFORK"] = False
@@ -116,7 +250,8 @@ def spawning_at_once() -> Iterator[None]:
 def rare_collections() -> Iterator[None]:
     """Python's collector leaves alone what is loaded by now, and looks for cycles less often.
 
-    Its default looks at every object of transformers and of all turns again and again: 17 % of a busy node's time, and 0.3 s at a stretch.
+    Its default looks at every object of transformers and of all turns again and again: 17 % of a busy node's
+    time, and 0.3 s at a stretch.
     """
     usual = gc.get_threshold()
     gc.collect()
@@ -131,7 +266,14 @@ def rare_collections() -> Iterator[None]:
 
 @asynccontextmanager
 async def _open_sessions(
-    config: NodeConfig, journal: Journal, engines: Engines, runtimes: Runtimes, images: Images, judges: Judges, model: LoadedModel, plane: ModelPlane
+    config: NodeConfig,
+    journal: Journal,
+    engines: Engines,
+    runtimes: Runtimes,
+    images: Images,
+    judges: Judges,
+    model: LoadedModel,
+    plane: ModelPlane,
 ) -> AsyncIterator[Scheduler]:
     def serve_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), door)
@@ -154,7 +296,10 @@ async def _open_sessions(
         egress=NodeEgress(names=config.egress, networks=config.egress_networks),
         versions=lambda: engines.versions,
     )
-    async with open_background(_pressure_watch(config, house.stages, engines, runtimes).run), trio.open_nursery() as nursery:
+    async with (
+        open_background(_pressure_watch(config, house.stages, engines, runtimes).run),
+        trio.open_nursery() as nursery,
+    ):
         yield Scheduler(
             nursery=nursery,
             house=house,
@@ -187,7 +332,9 @@ def _served(engines: Engines, model: LoadedModel) -> Model:
     )
 
 
-def _pressure_watch(config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes) -> PressureWatch:
+def _pressure_watch(
+    config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes
+) -> PressureWatch:
     places = (runtimes.settings.state_dir, Path(config.state_dir))
     bounds = Bounds(
         init=config.init_limit,
@@ -213,7 +360,13 @@ def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
         *CaptureRoutes(captures=node.captures).rows(),
         *polar_face(node).rows(),
     )
-    app = create_app(node, token=node.config.token, journal=node.journal, sessions_dir=_sessions_dir(node.config), also=tuple(also))
+    app = create_app(
+        node,
+        token=node.config.token,
+        journal=node.journal,
+        sessions_dir=_sessions_dir(node.config),
+        also=tuple(also),
+    )
     return open_server(app, Address(host=node.config.host, port=node.config.port))
 
 

@@ -1,16 +1,26 @@
-"""Finished sessions as data to train on later: what is accepted and why not, conversations for SFT, rows of tokens, tables of it.
+"""Finished sessions as data to train on later: what is accepted and why not, conversations for SFT, rows of
+tokens, tables of it.
 
-Pure: trajectories in, values out; whoever reads and writes files is `cli/generate/`. The rule for whoever edits it: nothing is accepted that
-was not judged, nothing is written that the session did not say, and of everything that is left out there is a reason in words.
+Pure: trajectories in, values out; whoever reads and writes files is `cli/generate/`. The rule for whoever
+edits it: nothing is accepted that was not judged, nothing is written that the session did not say, and of
+everything that is left out there is a reason in words.
 """
 
-from polarnode.offline.accept import Acceptance, Judged, judge, parse_acceptance
-from polarnode.offline.facts import COLUMNS, facts_of
-from polarnode.offline.manifest import Manifest, manifest_of, read_manifest
+from polarnode.offline.acceptance import COLUMNS, Acceptance, Judged, facts_of, judge, parse_acceptance
+from polarnode.offline.generation import (
+    Attempt,
+    Group,
+    Manifest,
+    Slot,
+    Split,
+    Tally,
+    finished,
+    manifest_of,
+    next_attempt,
+    read_manifest,
+    slots_of,
+)
 from polarnode.offline.sft import SftLine, sft_lines
-from polarnode.offline.slots import Attempt, Slot, finished, next_attempt, slots_of
-from polarnode.offline.split import Split
-from polarnode.offline.tally import Group, Tally
 
 __all__ = [
     "COLUMNS",

@@ -1,8 +1,10 @@
-"""Training sequences as rows of a Parquet file: token ids, mask and logprobs as packed columns, what they belong to beside them.
+"""Training sequences as rows of a Parquet file: token ids, mask and logprobs as packed columns, what they
+belong to beside them.
 
-The rule for whoever edits it: the schema is written down in docs/offline-data.md; columns are added, never renamed; numbers go from packed
-array to column without a Python object each, and every row is an exact trace: what is read back is what was trained on. pyarrow is asked for
-when a table is made and at no other time (`pip install 'polarnode[data]'`).
+The rule for whoever edits it: the schema is written down in docs/offline-data.md; columns are added, never
+renamed; numbers go from packed array to column without a Python object each, and every row is an exact trace:
+what is read back is what was trained on. pyarrow is asked for when a table is made and at no other time (`pip
+install 'polarnode[data]'`).
 """
 
 from array import array
@@ -11,16 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import ConfigError, boundary
-from polarnode.records import Trace, Trajectory
-from polarnode.wire import dump_json, plain
+from polarnode.core.codec.json import dump_json, plain
+from polarnode.core.conversation import Json
+from polarnode.core.errors import ConfigError, boundary
+from polarnode.core.trajectory import Trace, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION: Final = b"1"
-GROUP_TOKENS: Final = 1 << 20  # tokens of a row group: 9 MB of columns, few enough to hold, many enough to compress
+# tokens of a row group: 9 MB of columns, few enough to hold, many enough to compress
+GROUP_TOKENS: Final = 1 << 20
 
 
 @frozen(kw_only=True)
@@ -39,13 +42,18 @@ class Row:
 
 def rows_of(trajectory: Trajectory, *, accepted: bool, held_out: bool) -> list[Row]:
     """A row for each trace of a session."""
-    return [Row(trajectory=trajectory, trace=trace, accepted=accepted, held_out=held_out) for trace in trajectory.traces]
+    return [
+        Row(trajectory=trajectory, trace=trace, accepted=accepted, held_out=held_out)
+        for trace in trajectory.traces
+    ]
 
 
 def schema() -> "pa.Schema":
     """The columns. ConfigError where pyarrow is not installed."""
     pa = arrow()
-    turn_span = pa.struct([("turn", pa.int32()), ("start", pa.int32()), ("end", pa.int32()), ("reward", pa.float64())])
+    turn_span = pa.struct(
+        [("turn", pa.int32()), ("start", pa.int32()), ("end", pa.int32()), ("reward", pa.float64())]
+    )
     version_span = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
     columns: list[tuple[str, Any]] = [
         ("session_id", pa.string()),
@@ -85,7 +93,12 @@ def table(rows: Sequence[Row]) -> "pa.Table":
         "logprobs": _lists(pa, [row.trace.logprobs for row in rows], pa.float32(), 4),
     }
     columns = schema()
-    made = [packed[each.name] if each.name in packed else pa.array([row[each.name] for row in said], type=each.type) for each in columns]
+    made = [
+        packed[each.name]
+        if each.name in packed
+        else pa.array([row[each.name] for row in said], type=each.type)
+        for each in columns
+    ]
     return pa.Table.from_arrays(made, schema=columns)
 
 
@@ -128,6 +141,9 @@ def _lists(pa: Any, values: "Sequence[array[Any] | bytes]", kind: Any, width: in
 
 def arrow() -> Any:
     """pyarrow. ConfigError with the remedy where it is not installed."""
-    with boundary(ConfigError, "rows.parquet needs pyarrow: pip install 'polarnode[data]', or leave the rows out with --rows none"):
+    with boundary(
+        ConfigError,
+        "rows.parquet needs pyarrow: pip install 'polarnode[data]', or leave the rows out with --rows none",
+    ):
         import pyarrow as pa
     return pa

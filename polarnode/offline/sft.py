@@ -1,26 +1,68 @@
-"""A session as conversations for supervised fine-tuning: messages and tools, as `transformers.apply_chat_template` and TRL take them.
+"""How far a conversation in words is the tokens a model was trained on: the chat template's rendering of it
+against the sequence itself.
 
-One conversation a main lineage: what stands at the end of its last training sequence, from the first message to the last answer, in the
-words that were said. The rule for whoever edits it: nothing is read back from tokens, nothing is repaired; where words are missing there is
-no line, and a reason.
+A sampled token is never encoded again in training, so the two need not be equal: a model may write its JSON
+with other blanks, a template may leave out what was thought before. The rule for whoever edits it: it only
+compares; where they differ the tokens are right.
+
+A session as conversations for supervised fine-tuning: messages and tools, as
+`transformers.apply_chat_template` and TRL take them.
+
+One conversation a main lineage: what stands at the end of its last training sequence, from the first message
+to the last answer, in the words that were said. The rule for whoever edits it: nothing is read back from
+tokens, nothing is repaired; where words are missing there is no line, and a reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal
 
 from attrs import frozen
 
-from polarnode.conversation import Conversation, Json, Message, ToolCall
-from polarnode.errors import Refused
+from polarnode.core.codec.json import plain, read_json
+from polarnode.core.codec.turns import line_of, sequence
+from polarnode.core.conversation import Conversation, Json, Message, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trace, Trajectory, Turn
 from polarnode.merge.transcript import transcript
-from polarnode.records import Trace, Trajectory, Turn
-from polarnode.tokens.shape import tools_shape
-from polarnode.wire import plain, read_json
-from polarnode.wire.turns import line_of, sequence
+from polarnode.tokens.rendering import tools_shape
+
+# ── fidelity ────────────────────────────────────────────────────────────
+
+Found = Literal["equal", "differs", "refused"]
+_TAIL: Final = 4  # ids a template writes behind the last turn's end: a line feed, as a rule
+
+
+@frozen(kw_only=True)
+class Compared:
+    """`at` is the first token that differs, of `length` trained ones."""
+
+    found: Found
+    at: int = 0
+    length: int = 0
+    why: str = ""
+
+
+def compared(trained: Sequence[int], rendered: Sequence[int]) -> Compared:
+    """Equal when the rendering is the trained sequence, or that and what the template writes between two
+    turns.
+    """
+    shared = next(
+        (place for place, (one, other) in enumerate(zip(trained, rendered, strict=False)) if one != other),
+        min(len(trained), len(rendered)),
+    )
+    if shared == len(trained) and len(rendered) - shared <= _TAIL:
+        return Compared(found="equal", at=shared, length=len(trained))
+    return Compared(found="differs", at=shared, length=len(trained))
+
+
+# ── sft ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
 class SftLine:
-    """One line of sft.jsonl, and the exact tokens of the same conversation as the model had them, for whoever compares."""
+    """One line of sft.jsonl, and the exact tokens of the same conversation as the model had them, for whoever
+    compares.
+    """
 
     body: dict[str, Json]
     token_ids: Sequence[int]
@@ -35,9 +77,18 @@ def sft_lines(trajectory: Trajectory) -> tuple[list[SftLine], list[str]]:
     for lineage, last in sorted(_last_turns(trajectory.traces).items()):
         said = transcript(turns, last)
         if said is None:
-            missing.append(f"lineage {lineage} of session {trajectory.session_id} has no words: it was recorded by polarnode 0.1")
+            missing.append(
+                f"lineage {lineage} of session {trajectory.session_id} has no words: it was recorded by"
+                " polarnode 0.1"
+            )
         else:
-            lines.append(SftLine(body=_line(trajectory, said, turns, last), token_ids=sequence(turns, last), thinking=said.thinking))
+            lines.append(
+                SftLine(
+                    body=_line(trajectory, said, turns, last),
+                    token_ids=sequence(turns, last),
+                    thinking=said.thinking,
+                )
+            )
     return lines, missing
 
 
@@ -50,7 +101,9 @@ def _last_turns(traces: Sequence[Trace]) -> dict[int, int]:
     return found
 
 
-def _line(trajectory: Trajectory, said: Conversation, turns: Mapping[int, Turn], last: int) -> dict[str, Json]:
+def _line(
+    trajectory: Trajectory, said: Conversation, turns: Mapping[int, Turn], last: int
+) -> dict[str, Json]:
     return {
         "messages": list(messages_json(said.messages)),
         "tools": plain(tools_shape(said.tools)),
@@ -69,7 +122,9 @@ def _line(trajectory: Trajectory, said: Conversation, turns: Mapping[int, Turn],
 
 
 def _sampled(messages: Sequence[Message], turns: Mapping[int, Turn], last: int) -> Iterator[int]:
-    """The places of the assistant messages that were sampled in this very sequence: the other ones were shown to it as history."""
+    """The places of the assistant messages that were sampled in this very sequence: the other ones were shown
+    to it as history.
+    """
     line = line_of(turns, last) or ()
     heard = [turn.heard.messages for turn in line if turn.heard is not None]
     shown = len(heard[0]) if heard else 0
@@ -104,11 +159,17 @@ def _message_json(message: Message, names: Mapping[str, str]) -> dict[str, Json]
 
 
 def _call_json(call: ToolCall) -> dict[str, Json]:
-    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+    return {
+        "type": "function",
+        "id": call.id,
+        "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+    }
 
 
 def _arguments(text: str) -> Json:
-    """An object, as templates want it; what is none stays the text it is, and nothing at all is an empty one."""
+    """An object, as templates want it; what is none stays the text it is, and nothing at all is an
+    empty one.
+    """
     if not text.strip():
         return {}
     try:

@@ -1,8 +1,16 @@
-"""What a provider module is: a reader of requests and a writer of answers, without a clock, a socket or a thought of its own.
+"""What a provider module is: a reader of requests and a writer of answers, without a clock, a socket or a
+thought of its own.
 
-The rule for whoever edits it: everything a provider says to a client goes through `Dialect` and `StreamWriter`, and everything that can go
-wrong is a `FaultKind`. A new kind is added here and mypy then names every dialect whose table lacks it. What is decided about a request
-(who may ask, what is sampled, when to stop) is not decided here.
+The rule for whoever edits it: everything a provider says to a client goes through `Dialect` and
+`StreamWriter`, and everything that can go wrong is a `FaultKind`. A new kind is added here and mypy then
+names every dialect whose table lacks it. What is decided about a request (who may ask, what is sampled, when
+to stop) is not decided here.
+
+Server-sent events as bytes.
+
+The rule: an event's data is JSON on one line (JSON escapes its line breaks), in UTF-8, and every event ends
+with an empty line. Comments are not offered: Codex, Qwen Code and OpenClaw do not count them as life, and
+Gemini CLI throws the answer away when it sees one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +18,18 @@ from typing import Final, Literal, Protocol
 
 from attrs import field, frozen
 
-from polarnode.conversation import Answer, Delta, Json, ModelRequest, Usage
-from polarnode.errors import ContextTooLong, Refused
-from polarnode.wire import dump_json
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
+from polarnode.core.errors import ContextTooLong, Refused
+
+# ── contract ────────────────────────────────────────────────────────────
 
 JSON_TYPE = "application/json"
-STREAM_TYPE = "text/event-stream"  # without a charset: Qwen Code ends at once when this is not exactly an event stream
+# without a charset: Qwen Code ends at once when this is not exactly an event stream
+STREAM_TYPE = "text/event-stream"
 
-# Two seconds, what was measured to bring every harness back on its second try. Codex gives up at once without the header, so it is never absent.
+# Two seconds, what was measured to bring every harness back on its second try. Codex gives up at once without
+# the header, so it is never absent.
 RETRY_AFTER_S = 2
 
 REPEATED = 1000  # characters of a refusal, as a long sentence with two long names has
@@ -47,9 +59,10 @@ TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_fail
 class Fault:
     """Why a request is not answered, before a dialect has put it into its own words.
 
-    `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded`, `engine_failed` and `cancelled` (an operator
-    or new weights ended the generation: who asks again gets the rest of it); `prompt_tokens` and `limit` belong to `context_too_long`; `allow`
-    (the method that is served) to `method_not_allowed`.
+    `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded`,
+    `engine_failed` and `cancelled` (an operator or new weights ended the generation: who asks again gets the
+    rest of it); `prompt_tokens` and `limit` belong to `context_too_long`; `allow` (the method that is served)
+    to `method_not_allowed`.
     """
 
     kind: FaultKind
@@ -62,14 +75,23 @@ class Fault:
 
     @classmethod
     def of(cls, error: Refused) -> "Fault":
-        """The fault a refusal is: harnesses compact on `context_too_long`, so it is told apart from other bad requests."""
+        """The fault a refusal is: harnesses compact on `context_too_long`, so it is told apart from other bad
+        requests.
+        """
         if isinstance(error, ContextTooLong):
-            return cls(kind="context_too_long", message=str(error), prompt_tokens=error.prompt_tokens, limit=error.limit)
+            return cls(
+                kind="context_too_long",
+                message=str(error),
+                prompt_tokens=error.prompt_tokens,
+                limit=error.limit,
+            )
         return cls(kind="bad_request", message=_short(str(error)), path=error.path and _short(error.path))
 
 
 def _short(text: str) -> str:
-    """A text that may repeat what a client sent, which may be megabytes: harnesses show it, and some hand it to the model."""
+    """A text that may repeat what a client sent, which may be megabytes: harnesses show it, and some hand it
+    to the model.
+    """
     return text if len(text) <= REPEATED else f"{text[: REPEATED // 2]} … {text[-REPEATED // 2 :]}"
 
 
@@ -86,8 +108,8 @@ class Reply:
 class Call:
     """What an answer must carry beside its words.
 
-    `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the opaque reference put where a
-    dialect signs thinking.
+    `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the
+    opaque reference put where a dialect signs thinking.
     """
 
     request: ModelRequest
@@ -131,7 +153,8 @@ class NoMemory:
 
 @frozen(kw_only=True)
 class Envelope:
-    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where the path has one; `query` as sent.
+    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where
+    the path has one; `query` as sent.
 
     `stream`: whether the path asks for a stream, in the one API whose path says it.
     """
@@ -146,17 +169,20 @@ class Envelope:
 
 @frozen
 class LastWords:
-    """What a stream that failed says before it is ended properly: for an API whose clients know a failure by these words, and lose them when
-    the connection breaks behind them."""
+    """What a stream that failed says before it is ended properly: for an API whose clients know a failure by
+    these words, and lose them when the connection breaks behind them.
+    """
 
     data: bytes
 
 
 class StreamWriter(Protocol):
-    """One streamed answer. Every method returns the bytes to send now, which may be none; it holds no more than block numbers.
+    """One streamed answer. Every method returns the bytes to send now, which may be none; it holds no more
+    than block numbers.
 
-    `keep_alive` is legal at any time, before `start` as well. `end` closes the answer with every terminal marker its clients wait for; it is
-    given as many answers as the request asked for, and `delta` says to which of them it belongs.
+    `keep_alive` is legal at any time, before `start` as well. `end` closes the answer with every terminal
+    marker its clients wait for; it is given as many answers as the request asked for, and `delta` says to
+    which of them it belongs.
     """
 
     @property
@@ -171,8 +197,9 @@ class StreamWriter(Protocol):
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """After headers are out: an error event to send before the TCP connection is broken; None, only break it. Never end such a stream
-        cleanly, but behind `LastWords` that no client takes for an answer's end."""
+        """After headers are out: an error event to send before the TCP connection is broken; None, only break
+        it. Never end such a stream cleanly, but behind `LastWords` that no client takes for an answer's end.
+        """
         ...
 
 
@@ -183,15 +210,21 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
-        """The request in `body`; Refused with the field's path. What will only be counted may lack what sampling needs."""
+        """The request in `body`; Refused with the field's path. What will only be counted may lack what
+        sampling needs.
+        """
         ...
 
     def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """The JSON body of an answer that is not streamed (status 200); as many answers as the request asked for."""
+        """The JSON body of an answer that is not streamed (status 200); as many answers as the request asked
+        for.
+        """
         ...
 
     def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
-        """Keep what a later request of this API may refer to by name. Called once, when an answer is complete; most APIs keep nothing."""
+        """Keep what a later request of this API may refer to by name. Called once, when an answer is
+        complete; most APIs keep nothing.
+        """
         ...
 
     def stream(self, call: Call) -> StreamWriter: ...
@@ -219,3 +252,16 @@ def error_reply(status: int, body: Json, fault: Fault) -> Reply:
     if fault.allow is not None:
         headers.append(("allow", fault.allow))
     return Reply(status=status, headers=tuple(headers), body=dump_json(body))
+
+
+# ── sse ────────────────────────────────────────────────────────────
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Json, *, name: str | None = None) -> bytes:
+    """One event. `name` becomes its `event:` line, which Anthropic's clients need and OpenAI's do not
+    have.
+    """
+    line = b"data: " + dump_json(data) + b"\n\n"
+    return line if name is None else b"event: " + name.encode() + b"\n" + line

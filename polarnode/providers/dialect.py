@@ -1,8 +1,10 @@
-"""The door of this room: which provider a request speaks, who is asking, and the words others need for a provider (from `contract`).
+"""The door of this room: which provider a request speaks, who is asking, and the words others need for a
+provider (from `contract`).
 
-The rule for whoever edits it: a path is matched by its end, under any prefix, because base URLs differ by a `/v1` more or less and the
-prefix may carry the session. What is not a provider's route has no route: an answer to a probe for another kind of server (`/api/v1/models`,
-`/props`, `/api/tags`) would make the harness speak that server's language.
+The rule for whoever edits it: a path is matched by its end, under any prefix, because base URLs differ by a
+`/v1` more or less and the prefix may carry the session. What is not a provider's route has no route: an
+answer to a probe for another kind of server (`/api/v1/models`, `/props`, `/api/tags`) would make the harness
+speak that server's language.
 """
 
 import re
@@ -57,7 +59,9 @@ __all__ = [
 
 @frozen(kw_only=True)
 class Route:
-    """What a request asks of which provider. `model` is the name in the path and `stream` what it asks for, where the path says it."""
+    """What a request asks of which provider. `model` is the name in the path and `stream` what it asks for,
+    where the path says it.
+    """
 
     dialect: Dialect
     operation: Operation
@@ -75,7 +79,8 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
 
-# Google's: the model's name, which may hold anything, and the method behind its last colon. All of AI Studio's paths and Vertex's.
+# Google's: the model's name, which may hold anything, and the method behind its last colon. All of AI
+# Studio's paths and Vertex's.
 _METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
 _METHODS: Mapping[str, tuple[Operation, bool]] = {
     "generateContent": ("generate", False),
@@ -100,10 +105,17 @@ def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
     """The answer to a request without a route: 405 where another method has one, else 404."""
     found = _find(path, headers)
     if found is None:
-        fault = Fault(kind="not_found", message=f"there is no {_clean(path)} here: this node serves models to harnesses and nothing else")
+        fault = Fault(
+            kind="not_found",
+            message=f"there is no {_clean(path)} here: this node serves models to harnesses and nothing else",
+        )
         return not_found_dialect(path, headers).error(fault)
     allow = _method(found)
-    fault = Fault(kind="method_not_allowed", message=f"{method} is not served on {_clean(path)}: use {allow}", allow=allow)
+    fault = Fault(
+        kind="method_not_allowed",
+        message=f"{method} is not served on {_clean(path)}: use {allow}",
+        allow=allow,
+    )
     return found.dialect.error(fault)
 
 
@@ -117,11 +129,16 @@ def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
 
 
 def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys a request carries, best first: the path's, which survived in every harness, those of the three headers, and the query's `key`,
-    which is how Google's API is called by hand."""
+    """The keys a request carries, best first: the path's, which survived in every harness, those of the three
+    headers, and the query's `key`, which is how Google's API is called by hand.
+    """
     path, _, query = target.partition("?")
     prefix = _SESSION.search(_clean(path))
-    named = [headers.get("x-api-key") or "", headers.get("x-goog-api-key") or "", *parse_qs(query).get("key", ())]
+    named = [
+        headers.get("x-api-key") or "",
+        headers.get("x-goog-api-key") or "",
+        *parse_qs(query).get("key", ()),
+    ]
     candidates = [prefix[1] if prefix else "", _bearer(headers), *named]
     return tuple(dict.fromkeys(key.strip() for key in candidates if key.strip()))
 
@@ -137,7 +154,11 @@ def _find(path: str, headers: Mapping[str, str]) -> Route | None:
     listed = _MODELS.fullmatch(path)
     if listed is None or listed["prefix"].endswith(_NOT_OURS):
         return None
-    return Route(dialect=_lister(path, headers), operation="model" if listed["model"] else "models", model=listed["model"])
+    return Route(
+        dialect=_lister(path, headers),
+        operation="model" if listed["model"] else "models",
+        model=listed["model"],
+    )
 
 
 def _google(model: str, method: str) -> Route | None:
@@ -172,4 +193,8 @@ def _speaks_anthropic(headers: Mapping[str, str]) -> bool:
 def _speaks_google(path: str, headers: Mapping[str, str]) -> bool:
     method = _METHOD.fullmatch(path)
     said = "x-goog-api-key" in headers or "x-goog-api-client" in headers
-    return said or _GOOGLE.fullmatch(path) is not None or (method is not None and _CAMEL.fullmatch(method["method"]) is not None)
+    return (
+        said
+        or _GOOGLE.fullmatch(path) is not None
+        or (method is not None and _CAMEL.fullmatch(method["method"]) is not None)
+    )

@@ -1,16 +1,30 @@
-"""What OpenAI's two APIs share: what a fault is called, and how a model is listed, as its SDKs and the harnesses on them understand it.
+"""What OpenAI's two APIs share: what a fault is called, and how a model is listed, as its SDKs and the
+harnesses on them understand it.
 
-Whoever changes a row should look up what the harnesses do on its status: they retry 429 and 5xx, stop on other 4xx, compact on one code.
-Codex tries 429 again only with `retry-after`, 5xx thirty times in 25 s, and ends its run on 400.
+Whoever changes a row should look up what the harnesses do on its status: they retry 429 and 5xx, stop on
+other 4xx, compact on one code. Codex tries 429 again only with `retry-after`, 5xx thirty times in 25 s, and
+ends its run on 400.
+
+Tools that take plain text: what OpenAI's APIs call custom, and the model knows as a function of one string,
+`input`.
+
+The rule for whoever edits it: the text is put in and taken out here and nowhere else, so that a call comes
+back as the one that was made. A grammar is shown to the model and enforced by nothing; whoever reads one says
+so in a note.
 """
 
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Final, assert_never
 
+import orjson
 from attrs import frozen
 
-from polarnode.conversation import Json
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Json, Tool
 from polarnode.providers.contract import Fault, FaultKind, Reply, ServedModel, error_reply
-from polarnode.wire import dump_json
+from polarnode.providers.shapes import compact, strict_json
+
+# ── openai ────────────────────────────────────────────────────────────
 
 
 @frozen
@@ -23,7 +37,9 @@ class Row:
 
 
 def row(kind: FaultKind) -> Row:
-    """The table. 500, not 503, for a failed engine, and 429 for overload: those were seen to be retried by every harness measured."""
+    """The table. 500, not 503, for a failed engine, and 429 for overload: those were seen to be retried by
+    every harness measured.
+    """
     match kind:
         case "bad_request":
             return Row(400, "invalid_request_error", None)
@@ -52,20 +68,27 @@ def row(kind: FaultKind) -> Row:
 
 
 def message(fault: Fault) -> str:
-    """The fault's own sentence, but for a long context: harnesses look for words of it before they compact."""
+    """The fault's own sentence, but for a long context: harnesses look for words of it before they
+    compact.
+    """
     if fault.kind != "context_too_long" or fault.limit is None or fault.prompt_tokens is None:
         return fault.message
     return (
-        f"This model's maximum context length is {fault.limit} tokens. However, your messages resulted in {fault.prompt_tokens} tokens. "
-        "Please reduce the length of the messages: your input exceeds the context window of this model."
+        f"This model's maximum context length is {fault.limit} tokens. However, your messages resulted in"
+        f" {fault.prompt_tokens} tokens. Please reduce the length of the messages: your input exceeds the"
+        " context window of this model."
     )
 
 
 def error(fault: Fault, *, conversation: str) -> Reply:
-    """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation` names the field that can be too long."""
+    """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation`
+    names the field that can be too long.
+    """
     found = row(fault.kind)
     param = conversation if fault.kind == "context_too_long" else fault.path and fault.path.removeprefix("$.")
-    body: Json = {"error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}}
+    body: Json = {
+        "error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}
+    }
     return error_reply(found.status, body, fault)
 
 
@@ -80,7 +103,9 @@ def model(served: ServedModel, *, asked: str) -> bytes:
 
 
 def _entry(served: ServedModel, name: str) -> Json:
-    """A model. The context length under both names in use: vLLM's and SGLang's `max_model_len`, and the one OpenRouter's clients read."""
+    """A model. The context length under both names in use: vLLM's and SGLang's `max_model_len`, and the one
+    OpenRouter's clients read.
+    """
     length = served.context_length
     return {
         "id": name,
@@ -90,3 +115,54 @@ def _entry(served: ServedModel, name: str) -> Json:
         "max_model_len": length,
         "context_length": length,
     }
+
+
+# ── freeform ────────────────────────────────────────────────────────────
+
+CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}  # the spelling by which a writer knows such a tool
+
+_INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
+_PARAMETERS: Final[Mapping[str, Json]] = {
+    "type": "object",
+    "properties": {"input": _INPUT},
+    "required": ["input"],
+}
+
+
+def tool(name: str, description: str | None, rule: str) -> Tool:
+    """The tool as the model is shown it; `rule` is what `rule_of` says of its grammar, or empty."""
+    return Tool(
+        name=name,
+        description="\n\n".join(filter(None, (description, rule))),
+        parameters=_PARAMETERS,
+        spelling=CUSTOM,
+    )
+
+
+def rule_of(definition: str, syntax: str) -> str:
+    """A grammar, as the model reads it."""
+    return f"The input must follow this {syntax} grammar:\n{definition}"
+
+
+def arguments_of(text: str) -> str:
+    """A call's text as the arguments of the function it is."""
+    return compact({"input": text})
+
+
+def text_of(arguments: str) -> str:
+    """The text of a call; arguments that are no object with an `input` are handed on as they are."""
+    said = object_of(arguments)
+    text = None if said is None else said.get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def object_of(arguments: str) -> dict[str, Json] | None:
+    """A call's arguments taken apart; None where they are no object, or hold what can not be written again
+    (half a character, 65 bits).
+    """
+    try:
+        said = strict_json(arguments or "{}")
+        orjson.dumps(said)
+    except (ValueError, RecursionError, orjson.JSONEncodeError):
+        return None
+    return said if isinstance(said, dict) else None

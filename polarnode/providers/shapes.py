@@ -1,8 +1,9 @@
 """What the providers' shapes share: reading a body, refusing a field, and putting parts of text together.
 
-A provider's shapes are attrs classes that say which JSON we take; `wire.structure` reads them and finds the path of what does not fit.
-The rule for whoever edits them: unknown fields are always taken (a 400 makes Claude Code change its prompt and ends most others), content
-we can not show the model never is. A validator raises `Refused`; without a path it names the object, with one it names a field of it.
+A provider's shapes are attrs classes that say which JSON we take; `wire.structure` reads them and finds the
+path of what does not fit. The rule for whoever edits them: unknown fields are always taken (a 400 makes
+Claude Code change its prompt and ends most others), content we can not show the model never is. A validator
+raises `Refused`; without a path it names the object, with one it names a field of it.
 """
 
 import json
@@ -13,9 +14,9 @@ from typing import Any, TypeVar
 import attrs
 import orjson
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.wire import dump_json, read_json, structure
+from polarnode.core.codec.json import dump_json, read_json, structure
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 
 T = TypeVar("T")
 
@@ -25,23 +26,32 @@ NESTED = 230  # levels of JSON; schemas have ten
 LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; one that has more ends it, for everybody
 SEEDS = 2**63 - 1025  # 64 bits there
 STOPS = 64  # each is looked for in every piece of an answer; four is what OpenAI allows, and sixteen Google
-STOP_CHARS = 1000  # as much of an answer as is held back from its stream while it may yet become a stop string
+# as much of an answer as is held back from its stream while it may yet become a stop string
+STOP_CHARS = 1000
 
-# In this order: a surrogate pair, a surrogate alone, any other escape (so that `\\ud800`, an escaped backslash, is stepped over).
-_ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
+# In this order: a surrogate pair, a surrogate alone, any other escape (so that `\\ud800`, an escaped
+# backslash, is stepped over).
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
 
 
 def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The body as a `shape`, and the paths of its top-level fields that the shape does not know. Refused with a path."""
+    """The body as a `shape`, and the paths of its top-level fields that the shape does not know. Refused with
+    a path.
+    """
     value = read_value(body)
     found = structure(value, shape)
     return found, _unknown(value, shape) if isinstance(value, dict) else ()
 
 
 def read_value(body: bytes) -> Json:
-    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is mended to U+FFFD, not refused.
+    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is
+    mended to U+FFFD, not refused.
 
-    Refused when it is nested so deeply that parts of it could not be written again, in an answer or a template: far too late for a 400.
+    Refused when it is nested so deeply that parts of it could not be written again, in an answer or a
+    template: far too late for a 400.
     """
     try:
         value = read_json(body)
@@ -56,7 +66,8 @@ def read_value(body: bytes) -> Json:
 
 
 def _writable(value: Json) -> bool:
-    for _ in range(254 - NESTED):  # orjson reads 1,024 levels and writes 254; an answer that repeats a part puts some around it
+    # orjson reads 1,024 levels and writes 254; an answer that repeats a part puts some around it
+    for _ in range(254 - NESTED):
         value = [value]
     try:
         orjson.dumps(value)
@@ -69,7 +80,9 @@ def _deepest(value: Json) -> str:
     """The path to what is nested too deeply, as far as a person would look for it."""
     path = "$"
     for _ in range(2):
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        inside = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        )
         for key, part in inside:
             if not _writable(part):
                 path, value = path + (f".{key}" if isinstance(key, str) else f"[{key}]"), part
@@ -105,7 +118,9 @@ def at_least(low: int) -> Check:
 
 
 def seed_fits(_: object, field: Any, value: int | None) -> None:
-    """A validator: the seed is an integer of 64 bits, and leaves room for one more a choice, or is not said."""
+    """A validator: the seed is an integer of 64 bits, and leaves room for one more a choice, or is
+    not said.
+    """
     if value is not None and not -SEEDS <= value <= SEEDS:
         raise Refused(f"{field.alias} must be from {-SEEDS} to {SEEDS}, not {value}", path=f"$.{field.alias}")
 
@@ -115,7 +130,9 @@ def above_zero(high: float) -> Check:
 
     def check(_: object, field: Any, value: float | None) -> None:
         if value is not None and not 0 < value <= high:
-            raise Refused(f"{field.alias} must be above 0 and at most {high}, not {value}", path=f"$.{field.alias}")
+            raise Refused(
+                f"{field.alias} must be above 0 and at most {high}, not {value}", path=f"$.{field.alias}"
+            )
 
     return check
 
@@ -127,16 +144,23 @@ def some(_: object, field: Any, value: tuple[Any, ...]) -> None:
 
 
 def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None) -> None:
-    """A validator for stop strings: none is empty (it would end every answer before it begins), and all can be watched for."""
+    """A validator for stop strings: none is empty (it would end every answer before it begins), and all can
+    be watched for.
+    """
     if value is None:
         return
     strings = as_tuple(value)
     if "" in strings:
         raise Refused(f"{field.alias} holds an empty string: remove it", path=f"$.{field.alias}")
     if len(strings) > STOPS:
-        raise Refused(f"{field.alias} holds {len(strings)} strings: send at most {STOPS}", path=f"$.{field.alias}")
+        raise Refused(
+            f"{field.alias} holds {len(strings)} strings: send at most {STOPS}", path=f"$.{field.alias}"
+        )
     if any(len(string) > STOP_CHARS for string in strings):
-        raise Refused(f"{field.alias} holds a string of more than {STOP_CHARS} characters: shorten it", path=f"$.{field.alias}")
+        raise Refused(
+            f"{field.alias} holds a string of more than {STOP_CHARS} characters: shorten it",
+            path=f"$.{field.alias}",
+        )
 
 
 def unserved(sentence: str) -> Check:
@@ -150,7 +174,9 @@ def unserved(sentence: str) -> Check:
 
 
 def text_only(_: object, __: object, kind: str) -> None:
-    """A validator: refuses a part of content that is no text. So no such part is ever made, and who meets one raises the same."""
+    """A validator: refuses a part of content that is no text. So no such part is ever made, and who meets one
+    raises the same.
+    """
     raise not_text(kind)
 
 
@@ -159,7 +185,9 @@ def not_text(kind: str) -> Refused:
 
 
 def unseen(kind: str) -> str:
-    """What the model reads in place of a part of a tool's result that is no text. A refusal would end the run for what a tool happened to find."""
+    """What the model reads in place of a part of a tool's result that is no text. A refusal would end the run
+    for what a tool happened to find.
+    """
     return f"[{kind}: not shown, because this model reads text only]"
 
 
@@ -169,12 +197,16 @@ def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def paragraphs(texts: Iterable[str]) -> str:
-    """Parts a client wrote, one below the other; empty ones vanish, so that None, "" and [] are the same text."""
+    """Parts a client wrote, one below the other; empty ones vanish, so that None, "" and [] are the same
+    text.
+    """
     return "\n".join(text for text in texts if text)
 
 
 def strict_json(text: str) -> Json:
-    """JSON that a model wrote, taken apart by Python, whose numbers have no end. ValueError or RecursionError where it is none."""
+    """JSON that a model wrote, taken apart by Python, whose numbers have no end. ValueError or RecursionError
+    where it is none.
+    """
     value: Json = json.loads(text, parse_constant=_no_constant)
     return value
 
@@ -184,7 +216,9 @@ def _no_constant(word: str) -> None:
 
 
 def compact(value: Json) -> str:
-    """JSON without blanks, keys in the client's own order. Refused when it is nested more deeply (250 times) than can be written."""
+    """JSON without blanks, keys in the client's own order. Refused when it is nested more deeply (250 times)
+    than can be written.
+    """
     try:
         return dump_json(value).decode()
     except (TypeError, RecursionError):

@@ -1,7 +1,9 @@
-"""Text a harness puts into a request and takes out of the next: dropped before matching and rendering, so that histories only grow.
+"""Text a harness puts into a request and takes out of the next: dropped before matching and rendering, so
+that histories only grow.
 
-The rule for whoever adds to it: only what is known, by its marks, to be written by a harness about the moment of asking, and never a word
-that a person wrote or a result that the model waits for. What is dropped is told by the reader among the request's `ignored`.
+The rule for whoever adds to it: only what is known, by its marks, to be written by a harness about the moment
+of asking, and never a word that a person wrote or a result that the model waits for. What is dropped is told
+by the reader among the request's `ignored`.
 """
 
 import re
@@ -10,14 +12,15 @@ from typing import Final
 
 from attrs import evolve
 
-from polarnode.conversation import Message
+from polarnode.core.conversation import Message
 from polarnode.providers.shapes import paragraphs
 
-# A line Claude Code puts before its system prompt, with a nonce in it on every request: rendered, it would break each prompt's prefix at once.
+# A line Claude Code puts before its system prompt, with a nonce in it on every request: rendered, it would
+# break each prompt's prefix at once.
 _BILLING: Final = "x-anthropic-billing-header:"
 
-# What OpenClaw tells of its running processes and helpers between these lines: after the conversation, in a user message of its own or at
-# the end of the last one, and before what a person says meanwhile.
+# What OpenClaw tells of its running processes and helpers between these lines: after the conversation, in a
+# user message of its own or at the end of the last one, and before what a person says meanwhile.
 _MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
 _LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
 
@@ -36,11 +39,16 @@ def without_lines(text: str) -> str:
 def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool]:
     """The messages without what OpenClaw says of the moment, and whether there was any.
 
-    Its system prompt explains the marks; where none does, a message may cite them, so that only a last message of nothing else is dropped.
+    Its system prompt explains the marks; where none does, a message may cite them, so that only a last
+    message of nothing else is dropped.
     """
     if not any(_MARK in message.text for message in messages if message.role == "user"):
         return messages, False
-    kept = tuple(_rest(messages)) if any(_MARK in message.text for message in messages if message.role == "system") else _but_the_last(messages)
+    kept = (
+        tuple(_rest(messages))
+        if any(_MARK in message.text for message in messages if message.role == "system")
+        else _but_the_last(messages)
+    )
     asked = [message.text for message in kept if message.role == "user"]
     if kept == messages or not asked or asked[-1].startswith(_EVENT):
         return messages, False
@@ -69,7 +77,9 @@ def _spoken(message: Message) -> Message | None:
 
 
 def _outside(text: str) -> str:
-    """The lines before, between and after the contexts. Contexts may hold contexts; one that does not end is none."""
+    """The lines before, between and after the contexts. Contexts may hold contexts; one that does not end is
+    none.
+    """
     pieces: list[str] = []
     done, start, depth = 0, 0, 0
     for line in _LINES.finditer(text):
@@ -81,4 +91,8 @@ def _outside(text: str) -> str:
             done, depth = line.end(), 0
         else:
             depth = max(depth - 1, 0)
-    return paragraphs(piece.removeprefix("\n").removesuffix("\n") for piece in (*pieces, text[done:])) if done else text
+    return (
+        paragraphs(piece.removeprefix("\n").removesuffix("\n") for piece in (*pieces, text[done:]))
+        if done
+        else text
+    )

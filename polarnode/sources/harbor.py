@@ -1,26 +1,92 @@
-"""Harbor task directories: task.toml, instruction.md, environment/, tests/; one, or a folder of them.
+"""A Harbor task.toml (schemas 1.0 to 1.4) as attrs classes: the fields we act on. Others are known by name in
+`harbor.py`, to be told of.
 
-instruction.md is the instruction; tests/ go inline to the evaluator `harbor` and never into the agent's container before it is over;
-solution/ goes nowhere. The rule for whoever edits it: what Harbor would do and we do not is a note where the task still asks the same of the
-agent, and a refusal where it does not (several steps, several containers, GPUs, another machine's operating system).
+Harbor itself ignores fields it does not know, so that unknown ones are notes and never refusals.
+
+Harbor task directories: task.toml, instruction.md, environment/, tests/; one, or a folder of them.
+
+instruction.md is the instruction; tests/ go inline to the evaluator `harbor` and never into the agent's
+container before it is over; solution/ goes nowhere. The rule for whoever edits it: what Harbor would do and
+we do not is a note where the task still asks the same of the agent, and a refusal where it does not (several
+steps, several containers, GPUs, another machine's operating system).
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
-from polarnode import wire
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.sources.dockerfile import Start, read_dockerfile
-from polarnode.sources.folders import build_of, inline
-from polarnode.sources.harbor_shapes import HarborEnvironment, HarborMcp, HarborTask
-from polarnode.sources.reading import named, read_text, read_toml
-from polarnode.sources.shapes import Build, Found, Overrides, Unread
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.sources.reading import Start, build_of, inline, named, read_dockerfile, read_text, read_toml
+from polarnode.sources.values import Build, Found, Overrides, Unread
+
+# ── harbor shapes ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class HarborMcp:
+    name: str
+    transport: Literal["stdio", "sse", "streamable-http", "http"] = "sse"
+    url: str | None = None
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    headers: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class HarborEnvironment:
+    docker_image: str | None = None
+    build_timeout_sec: float = 600.0
+    os: str = "linux"
+    cpus: float | None = None
+    memory_mb: int | None = None
+    memory: str | None = None
+    storage_mb: int | None = None
+    storage: str | None = None
+    gpus: int | None = None
+    env: Mapping[str, str] = field(factory=dict)
+    mcp_servers: tuple[HarborMcp, ...] = ()
+    workdir: str | None = None
+    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allow_internet: bool | None = None
+
+
+@frozen(kw_only=True)
+class HarborAgent:
+    timeout_sec: float | None = None
+    user: str | int | None = None
+
+
+@frozen(kw_only=True)
+class HarborVerifier:
+    timeout_sec: float = 600.0
+    env: Mapping[str, str] = field(factory=dict)
+    user: str | int | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: Mapping[str, Json] | None = None
+    collect: tuple[Mapping[str, Json], ...] = ()
+
+
+@frozen(kw_only=True)
+class HarborTask:
+    """`steps` are for tasks of several instructions, which are refused."""
+
+    task: Mapping[str, Json] = field(factory=dict)
+    metadata: Mapping[str, Json] = field(factory=dict)
+    environment: HarborEnvironment = field(factory=HarborEnvironment)
+    agent: HarborAgent = field(factory=HarborAgent)
+    verifier: HarborVerifier = field(factory=HarborVerifier)
+    artifacts: tuple[str | Mapping[str, Any], ...] = ()
+    steps: tuple[Mapping[str, Json], ...] = ()
+
+
+# ── harbor ────────────────────────────────────────────────────────────
 
 WORKDIR = "/app"  # where most of these tasks work; taken where neither task.toml nor the Dockerfile says
 POST_MARGIN_S = 60.0  # beyond the verifier's own seconds: its files are copied, its reward is read
@@ -29,12 +95,21 @@ MEGABYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-HEADINGS = ("version", "schema_version", "source", "multi_step_reward_strategy", "multi_step_reward_mode", "solution")
+HEADINGS = (
+    "version",
+    "schema_version",
+    "source",
+    "multi_step_reward_strategy",
+    "multi_step_reward_mode",
+    "solution",
+)
 # Fields of a part that have no meaning here, and why leaving them out asks the same of the agent.
 UNUSED = {
     "environment.gpu_types": "no GPU is asked for",
     "environment.skills_dir": "skills are given as texts under harness.skills",
-    "environment.healthcheck": "the container has no service that must come up; a command under runtime.prepare can wait for one",
+    "environment.healthcheck": (
+        "the container has no service that must come up; a command under runtime.prepare can wait for one"
+    ),
     "agent.network_mode": "while the harness runs the network is the task's own, runtime.egress",
     "agent.allowed_hosts": "while the harness runs the network is the task's own, runtime.egress",
     "verifier.network_mode": "the tests have the network of the task, runtime.egress",
@@ -46,7 +121,9 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
     """The task of a directory (or of the task.toml in it), or of each directory below that holds one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.toml").is_file()
-    for each in [folder] if single else sorted(each for each in folder.iterdir() if (each / "task.toml").is_file()):
+    for each in (
+        [folder] if single else sorted(each for each in folder.iterdir() if (each / "task.toml").is_file())
+    ):
         try:
             yield _task(each)
         except Refused as refused:
@@ -66,7 +143,7 @@ def _task(folder: Path) -> Found:
     file = folder / "task.toml"
     told = _plain(read_toml(file))
     try:
-        task = wire.structure(told, HarborTask)
+        task = codec.structure(told, HarborTask)
     except Refused as refused:
         raise named(refused, str(file)) from refused
     _refuse_other_worlds(task, folder)
@@ -91,25 +168,40 @@ def _task(folder: Path) -> Found:
 
 
 def without_marks(text: str) -> str:
-    """An instruction as Harbor shows it: the lines at its head that mark a benchmark's files (canaries) are for crawlers and not for the agent."""
+    """An instruction as Harbor shows it: the lines at its head that mark a benchmark's files (canaries) are
+    for crawlers and not for the agent.
+    """
     lines = text.split("\n")
-    marks = next((place for place, line in enumerate(lines) if CANARY.fullmatch(line.strip()) is None), len(lines))
+    marks = next(
+        (place for place, line in enumerate(lines) if CANARY.fullmatch(line.strip()) is None), len(lines)
+    )
     return "\n".join(lines[marks:]).lstrip("\n") if marks else text
 
 
 def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
     environment, verifier = task.environment, task.verifier
     if task.steps:
-        raise Refused("it has several steps, each with an instruction of its own; a task here has one", path="$.steps")
+        raise Refused(
+            "it has several steps, each with an instruction of its own; a task here has one", path="$.steps"
+        )
     if environment.os.lower() != "linux":
-        raise Refused(f"its container is {environment.os}; containers here are Linux", path="$.environment.os")
+        raise Refused(
+            f"its container is {environment.os}; containers here are Linux", path="$.environment.os"
+        )
     if environment.gpus:
-        raise Refused("it asks for GPUs in the container, which has none: the node's GPUs serve the model", path="$.environment.gpus")
+        raise Refused(
+            "it asks for GPUs in the container, which has none: the node's GPUs serve the model",
+            path="$.environment.gpus",
+        )
     for name in COMPOSE:
         if (folder / "environment" / name).exists():
             raise Refused(f"environment/{name} asks for several containers; a session here has one")
     if verifier.environment_mode == "separate" or verifier.environment is not None or verifier.collect:
-        raise Refused("its tests run in a container of their own that gets artifacts; here they run where the agent worked", path="$.verifier")
+        raise Refused(
+            "its tests run in a container of their own that gets artifacts; here they run where the agent"
+            " worked",
+            path="$.verifier",
+        )
     if not (folder / "tests" / "test.sh").is_file():
         raise Refused("it has no tests/test.sh, so that nothing says what it is worth")
 
@@ -124,13 +216,18 @@ def _image(environment: HarborEnvironment, folder: Path) -> _Image:
     if environment.docker_image is not None:
         return _Image(name=environment.docker_image, build=None, start=start)
     if not file.is_file():
-        raise Refused("it has neither environment.docker_image nor environment/Dockerfile: nothing says what its container is")
+        raise Refused(
+            "it has neither environment.docker_image nor environment/Dockerfile: nothing says what its"
+            " container is"
+        )
     build = build_of(file.parent, file.name, limit_s=environment.build_timeout_sec)
     return _Image(name=build.image, build=build, start=start)
 
 
 def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
-    """Its container, as free as Harbor's own is: any place may be written, because a task may be to set a machine up."""
+    """Its container, as free as Harbor's own is: any place may be written, because a task may be to set a
+    machine up.
+    """
     environment = task.environment
     user = task.agent.user if task.agent.user is not None else image.start.user
     said: dict[str, Json] = {
@@ -139,8 +236,16 @@ def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
         "user": str(user) if user is not None else "root",
         "read_only": False,
         "cpus": environment.cpus,
-        "memory_mb": environment.memory_mb if environment.memory is None else _megabytes(environment.memory, "$.environment.memory"),
-        "disk_mb": environment.storage_mb if environment.storage is None else _megabytes(environment.storage, "$.environment.storage"),
+        "memory_mb": (
+            environment.memory_mb
+            if environment.memory is None
+            else _megabytes(environment.memory, "$.environment.memory")
+        ),
+        "disk_mb": (
+            environment.storage_mb
+            if environment.storage is None
+            else _megabytes(environment.storage, "$.environment.storage")
+        ),
         "env": _env(environment.env, "$.environment.env"),
         "egress": [host for host in environment.allowed_hosts if not _is_address(host)],
         "artifacts": [place for place in map(_place, task.artifacts) if place],
@@ -160,12 +265,18 @@ def _env(env: Mapping[str, str], path: str) -> dict[str, Json]:
 
 
 def _filled(text: str, path: str) -> str:
-    """`${NAME:-default}` is its default: this machine's own environment is nobody's to read into a container."""
+    """`${NAME:-default}` is its default: this machine's own environment is nobody's to read into a
+    container.
+    """
 
     def default(found: re.Match[str]) -> str:
         if found[2] is None:
             what = f"{path.removeprefix('$.')} takes {found[1]} from the machine's environment"
-            raise Refused(f"{what}: say its value in the file given by --with, under runtime.env or evaluator.config.env", path=path)
+            raise Refused(
+                f"{what}: say its value in the file given by --with, under runtime.env or"
+                " evaluator.config.env",
+                path=path,
+            )
         return found[2]
 
     return VARIABLE.sub(default, text)
@@ -184,7 +295,10 @@ def _place(artifact: str | Mapping[str, Any]) -> str | None:
 
 
 def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
-    config: dict[str, Json] = {"tests": inline(folder / "tests"), "verifier_timeout": task.verifier.timeout_sec}
+    config: dict[str, Json] = {
+        "tests": inline(folder / "tests"),
+        "verifier_timeout": task.verifier.timeout_sec,
+    }
     if task.verifier.env:
         config["env"] = _env(task.verifier.env, "$.verifier.env")
     if task.verifier.user is not None:
@@ -204,7 +318,9 @@ def _servers(servers: tuple[HarborMcp, ...]) -> dict[str, Json]:
 def _server(server: HarborMcp) -> Json:
     if server.transport == "sse":
         raise Refused(
-            f"the MCP server {server.name} speaks over sse; harnesses here are given stdio and streamable-http", path="$.environment.mcp_servers"
+            f"the MCP server {server.name} speaks over sse; harnesses here are given stdio and"
+            " streamable-http",
+            path="$.environment.mcp_servers",
         )
     if server.url is not None:
         return {"url": server.url, "headers": dict(server.headers)}
@@ -214,9 +330,15 @@ def _server(server: HarborMcp) -> Json:
 def _notes(task: HarborTask, told: Mapping[str, Any], image: _Image, folder: Path) -> Iterator[str]:
     environment = task.environment
     if environment.workdir is None and image.start.workdir is None:
-        yield f"its workdir is the image's own, which is not known here: {WORKDIR} is taken; runtime.workdir in --with says another"
+        yield (
+            f"its workdir is the image's own, which is not known here: {WORKDIR} is taken; runtime.workdir in"
+            " --with says another"
+        )
     if environment.allow_internet is not False and environment.network_mode in (None, "public"):
-        yield "it may reach the whole internet; here it reaches only the hosts of runtime.egress, which is empty"
+        yield (
+            "it may reach the whole internet; here it reaches only the hosts of runtime.egress, which is"
+            " empty"
+        )
     for host in filter(_is_address, environment.allowed_hosts):
         yield f"environment.allowed_hosts: {host} is an address, and only names of hosts can be reached"
     if (folder / "trajectory.json").exists():

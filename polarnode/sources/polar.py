@@ -1,27 +1,52 @@
 """Polar's task files: a TaskRequest as JSON, YAML, or one a line.
 
-The rule for whoever edits it: every field of a TaskRequest is either said here in our words, told as a note, or refused. A field that tunes how
-Polar's own machinery works is a note; one without which the agent or its judge would meet another task is a refusal.
+The rule for whoever edits it: every field of a TaskRequest is either said here in our words, told as a note,
+or refused. A field that tunes how Polar's own machinery works is a note; one without which the agent or its
+judge would meet another task is a refusal.
+
+A TaskRequest that was sent to a node and not read from a file of the sender's own.
+
+The rule for whoever edits it: Polar's gateway copies whatever file of its machine a request names. Here such
+a path must lie below a folder that the person who runs the node has opened to tasks, and what it leads to
+must lie there too.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attrs import define, field
 
-from polarnode import wire
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.sources.polar_judges import evaluator_value
-from polarnode.sources.polar_runtime import WORKDIR, runtime_value
-from polarnode.sources.polar_shapes import PolarAgent, PolarEvaluator, PolarMcp, PolarRuntime, PolarStrategy, PolarTask
-from polarnode.sources.reading import lines, named, read_json, read_text, read_yaml
-from polarnode.sources.shapes import Found, Overrides, Unread
-from polarnode.sources.task_files import read_line
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.sources.polar_spec import (
+    WORKDIR,
+    PolarAgent,
+    PolarEvaluator,
+    PolarMcp,
+    PolarRuntime,
+    PolarStrategy,
+    PolarTask,
+    evaluator_value,
+    runtime_value,
+)
+from polarnode.sources.reading import lines, named, read_json, read_line, read_text, read_yaml
+from polarnode.sources.values import Found, Overrides, Unread
+
+# ── polar ────────────────────────────────────────────────────────────
 
 # Settings of Polar's presets that change what the agent is, and that no preset here takes.
-ANOTHER_AGENT = ("append_system_prompt", "system_prompt", "allowed_tools", "disallowed_tools", "fallback_model", "repo_path", "shell_preamble")
+ANOTHER_AGENT = (
+    "append_system_prompt",
+    "system_prompt",
+    "allowed_tools",
+    "disallowed_tools",
+    "fallback_model",
+    "repo_path",
+    "shell_preamble",
+)
 PARTS: Mapping[str | None, Any] = {
     None: PolarTask,
     "agent": PolarAgent,
@@ -29,7 +54,8 @@ PARTS: Mapping[str | None, Any] = {
     "builder": PolarStrategy,
     "evaluator": PolarEvaluator,
 }
-BUILDERS_OWN = ("end_of_turn_token_id", "tokenizer_name_or_path")  # what Polar needs because it does not keep the engine's own tokens
+# what Polar needs because it does not keep the engine's own tokens
+BUILDERS_OWN = ("end_of_turn_token_id", "tokenizer_name_or_path")
 
 
 @define(eq=False)
@@ -73,8 +99,10 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> Found:
-    """A TaskRequest as a task. `served`: it was sent to a node, which tells its callback and knows Polar's own priority where none is said."""
-    task = wire.structure(told, PolarTask)
+    """A TaskRequest as a task. `served`: it was sent to a node, which tells its callback and knows Polar's
+    own priority where none is said.
+    """
+    task = codec.structure(told, PolarTask)
     notes = Notes()
     _note_unknown(told, notes)
     value: dict[str, Json] = {
@@ -86,20 +114,33 @@ def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool 
         "budgets": _budgets(task, notes),
         "metadata": dict(task.metadata),
     }
-    value |= {key: said for key, said in (("task_id", task.task_id), ("priority", task.dispatch_priority)) if said is not None}
+    value |= {
+        key: said
+        for key, said in (("task_id", task.task_id), ("priority", task.dispatch_priority))
+        if said is not None
+    }
     group = task.metadata.get("group_id")
     if isinstance(group, str):
         value["group_id"] = group
     if task.early_stop_min_usable_sessions is not None:
         value["group"] = {"early_stop_min": task.early_stop_min_usable_sessions}
     if served:
-        value |= {"priority": task.dispatch_priority or 0, "callback_url": task.callback_url, "callback_format": "polar_task"}
+        value |= {
+            "priority": task.dispatch_priority or 0,
+            "callback_url": task.callback_url,
+            "callback_format": "polar_task",
+        }
     if task.runtime is None:
-        notes.add("runtime: it has none, and Polar's node has a default of its own; here it is the harness's own image")
+        notes.add(
+            "runtime: it has none, and Polar's node has a default of its own; here it is the harness's own"
+            " image"
+        )
     else:
         value["runtime"] = runtime_value(task.runtime, folder, notes.add)
     _note_machinery(task, notes, served=served)
-    return Found(name=name, origin=origin, value=value, notes=tuple(notes.said), foreign=task.runtime is not None)
+    return Found(
+        name=name, origin=origin, value=value, notes=tuple(notes.said), foreign=task.runtime is not None
+    )
 
 
 # ── who works ─────────────────────────────────────────────────────────────────
@@ -107,7 +148,10 @@ def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool 
 
 def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
     if agent.import_path is not None or agent.harness is None:
-        raise Refused("a harness class of Polar's own kind can not run here: write it as a polarnode.harnesses Harness", path="$.agent.import_path")
+        raise Refused(
+            "a harness class of Polar's own kind can not run here: write it as a polarnode.harnesses Harness",
+            path="$.agent.import_path",
+        )
     found: dict[str, Json] = {"name": agent.harness, "env": dict(agent.env)}
     if agent.model_name is not None:
         found["model_name"] = agent.model_name
@@ -115,7 +159,10 @@ def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
         found |= _settings(agent, notes)
     if agent.harness == "shell":
         found["command"] = _command(agent)
-        notes.add("{instruction}, {base_url}, {key}, {model} and {workdir} are replaced in the shell's command; Polar replaces nothing")
+        notes.add(
+            "{instruction}, {base_url}, {key}, {model} and {workdir} are replaced in the shell's command;"
+            " Polar replaces nothing"
+        )
     if agent.mcp_servers:
         found["mcp_servers"] = {server.name: _server(server) for server in agent.mcp_servers}
     if agent.skills_path is not None:
@@ -127,7 +174,10 @@ def _settings(agent: PolarAgent, notes: Notes) -> dict[str, Json]:
     said: dict[str, Json] = {}
     for name, value in agent.settings.items():
         if name in ANOTHER_AGENT:
-            raise Refused(f"agent.settings.{name} makes it another agent, and no harness here takes it", path=f"$.agent.settings.{name}")
+            raise Refused(
+                f"agent.settings.{name} makes it another agent, and no harness here takes it",
+                path=f"$.agent.settings.{name}",
+            )
         if name == "version":
             said["version"] = value
         else:
@@ -146,8 +196,16 @@ def _command(agent: PolarAgent) -> list[Json]:
 
 def _server(server: PolarMcp) -> Json:
     if server.transport == "sse":
-        raise Refused(f"the MCP server {server.name} speaks over sse; harnesses here are given stdio and streamable-http", path="$.agent.mcp_servers")
-    return {"url": server.url} if server.url is not None else {"command": server.command, "args": list(server.args)}
+        raise Refused(
+            f"the MCP server {server.name} speaks over sse; harnesses here are given stdio and"
+            " streamable-http",
+            path="$.agent.mcp_servers",
+        )
+    return (
+        {"url": server.url}
+        if server.url is not None
+        else {"command": server.command, "args": list(server.args)}
+    )
 
 
 def _skills(folder: Path) -> dict[str, Json]:
@@ -161,10 +219,16 @@ def _skills(folder: Path) -> dict[str, Json]:
 
 
 def _budgets(task: PolarTask, notes: Notes) -> dict[str, Json]:
-    alone, steps = task.metadata.get("agent_timeout"), {} if task.max_steps is None else {"max_turns": task.max_steps}
+    alone, steps = (
+        task.metadata.get("agent_timeout"),
+        {} if task.max_steps is None else {"max_turns": task.max_steps},
+    )
     if isinstance(alone, int | float) and not isinstance(alone, bool):
         return {"run_s": alone, **steps}
-    notes.add("timeout_seconds is Polar's one deadline for all phases; here it is the run's alone, and init and post have budgets of their own")
+    notes.add(
+        "timeout_seconds is Polar's one deadline for all phases; here it is the run's alone, and init and"
+        " post have budgets of their own"
+    )
     return {"run_s": task.timeout_seconds, **steps}
 
 
@@ -174,7 +238,10 @@ def _builder(task: PolarTask, notes: Notes) -> dict[str, Json]:
         if name in task.builder.config:
             notes.add(f"builder.config.{name} is not needed: the engine's own tokens are kept")
     if ":" in task.builder.strategy:
-        raise Refused("a builder of Polar's own kind can not run here: write it as a polarnode builder", path="$.builder.strategy")
+        raise Refused(
+            "a builder of Polar's own kind can not run here: write it as a polarnode builder",
+            path="$.builder.strategy",
+        )
     return {"name": task.builder.strategy, "config": config}
 
 
@@ -183,9 +250,15 @@ def _builder(task: PolarTask, notes: Notes) -> dict[str, Json]:
 
 def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
     if task.callback_url is not None and not served:
-        notes.add("callback_url is not called: results are read from the stream of trajectories, from where the reader stopped")
+        notes.add(
+            "callback_url is not called: results are read from the stream of trajectories, from where the"
+            " reader stopped"
+        )
     if task.runtime is not None and task.runtime.workdir is None:
-        notes.add(f"runtime.workdir is the image's own, which is not known here: {WORKDIR} is taken; runtime.workdir in --with says another")
+        notes.add(
+            f"runtime.workdir is the image's own, which is not known here: {WORKDIR} is taken;"
+            " runtime.workdir in --with says another"
+        )
 
 
 def _note_unknown(told: Mapping[str, Any], notes: Notes) -> None:
@@ -194,4 +267,75 @@ def _note_unknown(told: Mapping[str, Any], notes: Notes) -> None:
         value = told if part is None else told.get(part)
         known = {each.alias for each in kind.__attrs_attrs__}
         for name in sorted(set(value) - known) if isinstance(value, Mapping) else ():
-            notes.add(f"{name if part is None else f'{part}.{name}'} is not used: no TaskRequest has such a field")
+            notes.add(
+                f"{name if part is None else f'{part}.{name}'} is not used: no TaskRequest has such a field"
+            )
+
+
+# ── polar requests ────────────────────────────────────────────────────────────
+
+ROOT = Path("/")
+# Where a field of ours stands in a request, by the longest beginning of its path.
+THEIRS: Mapping[str, str] = {
+    "$.budgets.run_s": "$.timeout_seconds",
+    "$.budgets.max_turns": "$.max_steps",
+    "$.group.early_stop_min": "$.early_stop_min_usable_sessions",
+    "$.priority": "$.dispatch_priority",
+    "$.harness.name": "$.agent.harness",
+    "$.harness": "$.agent",
+    "$.builder.name": "$.builder.strategy",
+    "$.evaluator.name": "$.evaluator.strategy",
+}
+
+
+def request_found(told: Any, *, volumes: tuple[str, ...]) -> Found:
+    """The task of a request; `volumes` are the folders of this machine that tasks may see. It reads the files
+    that the request names.
+
+    Refused, with the field's path, where it can not be had here.
+    """
+    for where, name in _named(codec.structure(told, PolarTask)):
+        _check(name, where, volumes)
+    return task_found(told, name="request", origin="request", folder=ROOT, served=True)
+
+
+@contextmanager
+def their_paths() -> Iterator[None]:
+    """Refusals of the block name the field as it stands in the request."""
+    try:
+        yield
+    except Refused as refused:
+        raise Refused(str(refused), path=their_path(refused.path)) from refused
+
+
+def their_path(path: str | None) -> str | None:
+    """A field's path in the request; its own where it is called the same."""
+    begins = next((ours for ours in THEIRS if path is not None and path.startswith(ours)), None)
+    return path if path is None or begins is None else THEIRS[begins] + path.removeprefix(begins)
+
+
+def _named(task: PolarTask) -> Iterator[tuple[str, str]]:
+    """Each path of the node's own machine that a request names, with where it stands."""
+    for index, action in enumerate(task.runtime.prepare if task.runtime is not None else ()):
+        if action.source is not None:
+            yield f"$.runtime.prepare[{index}].source", action.source
+    if task.agent.skills_path is not None:
+        yield "$.agent.skills_path", task.agent.skills_path
+        yield from (
+            ("$.agent.skills_path", str(file)) for file in Path(task.agent.skills_path).glob("*/SKILL.md")
+        )
+    tests = None if task.evaluator is None else task.evaluator.config.get("tests_dir")
+    if tests is not None:
+        yield "$.evaluator.config.tests_dir", str(tests)
+
+
+def _check(name: str, where: str, volumes: tuple[str, ...]) -> None:
+    path = Path(name)
+    if not path.is_absolute():
+        raise Refused(f"{name} must be an absolute path: it is one of the node's own machine", path=where)
+    if not any(path.resolve().is_relative_to(Path(folder).resolve()) for folder in volumes):
+        raise Refused(
+            f"{name} is on the node's own machine, below no folder that its setting volumes opens to tasks:"
+            " add one there",
+            path=where,
+        )

@@ -1,22 +1,46 @@
 """Files of a source as values: bytes, text, JSON, TOML, YAML; every refusal names the file and what to do.
 
-The rule for whoever edits it: a source is its user's own files, wherever they lie, but what a downloaded folder holds is somebody else's:
-`below` follows no link out of it.
+The rule for whoever edits it: a source is its user's own files, wherever they lie, but what a downloaded
+folder holds is somebody else's: `below` follows no link out of it.
+
+Folders that travel with a task: files inline for an evaluator, and the digest by which an image built from a
+folder is known.
+
+What a Dockerfile says of the place its container begins in: the workdir and the user of its last stage. Pure.
+
+The rule for whoever edits it: only what is certain is told. A name with a variable in it is unknown, because
+its value is known to the builder alone.
+
+polarnode's own tasks: one in a TOML or JSON file, or one a line in JSONL.
+
+In TOML, `instruction_file` and the `source` of a `[[runtime.files]]` are read relative to the task's own
+folder, wherever they lead: it is the user's own file.
 """
 
+import hashlib
 import os
+import re
 import stat
 import tomllib
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from posixpath import join, normpath
 from typing import Any
 
-from polarnode import wire
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from attrs import evolve, frozen
 
-LARGEST_FILE = 16 << 20  # bytes of one file that travels in a task: a spec is JSON in a journal, and a test suite is far smaller
-LARGEST_FOLDER = 48 << 20  # bytes of one folder: as base64 it stays below what the control plane takes in one request
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.sources.values import Build, Found, Overrides, Unread
+
+# ── reading ────────────────────────────────────────────────────────────
+
+# bytes of one file that travels in a task: a spec is JSON in a journal, and a test suite is far smaller
+LARGEST_FILE = 16 << 20
+# bytes of one folder: as base64 it stays below what the control plane takes in one request
+LARGEST_FOLDER = 48 << 20
 
 
 def read_bytes(file: Path) -> bytes:
@@ -38,7 +62,7 @@ def read_json(file: Path) -> Json:
     if not content.strip():
         raise Refused(f"{file} is empty: it holds no task")
     try:
-        return wire.read_json(content)
+        return codec.read_json(content)
     except Refused as refused:
         raise Refused(f"{file}: {str(refused).replace('the body', 'it')}") from refused
 
@@ -75,7 +99,9 @@ def named(refused: Refused, origin: str) -> Refused:
 
 
 def below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files below a folder by their relative name, sorted. Refused for what is no file of that folder: links that lead out, devices."""
+    """The files below a folder by their relative name, sorted. Refused for what is no file of that folder:
+    links that lead out, devices.
+    """
     root = folder.resolve()
     for file in sorted(folder.rglob("*")):
         if file.is_dir() and not file.is_symlink():
@@ -91,3 +117,188 @@ def below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def mode_of(file: Path) -> int:
     return stat.S_IMODE(os.stat(file).st_mode) & 0o777
+
+
+# ── folders ────────────────────────────────────────────────────────────
+
+TASK_IMAGES = "localhost/polarnode-task"  # Podman's own word for images no registry gave
+
+
+def inline(folder: Path) -> dict[str, Json]:
+    """The files below a folder as JSON: {relative path: {"text" or "base64", "mode"}}. Refused when they are
+    too large to travel.
+    """
+    found: dict[str, Json] = {}
+    total = 0
+    for name, file in below(folder):
+        content = read_bytes(file)
+        total += len(content)
+        if len(content) > LARGEST_FILE or total > LARGEST_FOLDER:
+            raise Refused(
+                f"{file} makes {folder} too large to travel with the task: put large data into the task's"
+                " image"
+            )
+        found[name] = {**_content(content), "mode": mode_of(file)}
+    return found
+
+
+def _content(content: bytes) -> dict[str, Json]:
+    try:
+        return {"text": content.decode()}
+    except UnicodeDecodeError:
+        return {"base64": b64encode(content).decode()}
+
+
+def build_of(folder: Path, containerfile: str, *, limit_s: float) -> Build:
+    """The image that this folder builds, called by the digest of all that makes it what it is."""
+    return Build(
+        folder=folder,
+        containerfile=containerfile,
+        image=f"{TASK_IMAGES}:{_digest(folder, containerfile)}",
+        limit_s=limit_s,
+    )
+
+
+def _digest(folder: Path, containerfile: str) -> str:
+    """Links are their targets' names, as a builder copies them."""
+    running = hashlib.sha256(containerfile.encode() + b"\0")
+    for file in sorted(folder.rglob("*")):
+        kind = b"link" if file.is_symlink() else b"file" if file.is_file() else b"folder"
+        running.update(
+            b"\0".join(
+                (
+                    file.relative_to(folder).as_posix().encode(),
+                    kind,
+                    oct(mode_of(file) if kind != b"link" else 0).encode(),
+                )
+            )
+        )
+        content = os.readlink(file).encode() if kind == b"link" else _hashed(file) if kind == b"file" else b""
+        running.update(b"\0" + content + b"\0")
+    return running.hexdigest()[:24]
+
+
+def _hashed(file: Path) -> bytes:
+    """A file's own digest, read in pieces: an environment may hold gigabytes."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").digest()
+    except OSError as error:
+        raise Refused(f"{file} can not be read: {error.strerror}") from error
+
+
+# ── dockerfile ────────────────────────────────────────────────────────────
+
+CONTINUED = re.compile(r"\\[ \t]*\n")
+HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where and as whom a container of the image begins; None where the Dockerfile leaves it to its base."""
+
+    workdir: str | None = None
+    user: str | None = None
+
+
+def read_dockerfile(text: str) -> Start:
+    """The workdir and the user of the last stage."""
+    stages: dict[str, Start] = {}
+    now, name = Start(), ""
+    for word, rest in _instructions(text):
+        if word == "FROM":
+            now, name = _stage(rest, stages)
+        elif word == "WORKDIR":
+            now = evolve(now, workdir=_known(normpath(join(now.workdir or "", rest.strip("\"'")))))
+        elif word == "USER":
+            now = evolve(now, user=_known(rest.split(":")[0]))
+        stages[name] = now
+    return Start(workdir=now.workdir if now.workdir and now.workdir.startswith("/") else None, user=now.user)
+
+
+def _stage(rest: str, stages: dict[str, Start]) -> tuple[Start, str]:
+    words = [word for word in rest.split() if not word.startswith("--")]
+    base = words[0].lower() if words else ""
+    named = len(words) == 3 and words[1].lower() == "as"
+    return stages.get(base, Start()), words[2].lower() if named else str(len(stages))
+
+
+def _known(text: str) -> str | None:
+    return None if "$" in text or not text else text
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Each instruction with its arguments; comments, continued lines and here-documents read over."""
+    waiting: list[str] = []
+    lines = "\n".join(
+        line for line in text.replace("\r\n", "\n").split("\n") if not line.lstrip().startswith("#")
+    )
+    for line in CONTINUED.sub(" ", lines).split("\n"):
+        if waiting:
+            if line.strip() == waiting[0]:
+                waiting.pop(0)
+            continue
+        word, _, rest = line.strip().partition(" ")
+        waiting = HEREDOC.findall(rest) if word.upper() in ("RUN", "COPY", "ADD") else []
+        if word:
+            yield word.upper(), rest.strip()
+
+
+# ── task files ────────────────────────────────────────────────────────────
+
+
+def one(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+    """The task of one file, or of a folder with a task.toml."""
+    file = path / "task.toml" if path.is_dir() else path
+    name = path.name if path.is_dir() else path.stem
+    try:
+        value = read_json(file) if file.suffix == ".json" else task_value(file)
+    except Refused as refused:
+        yield Unread(name=name, origin=str(file), refused=named(refused, str(file)))
+        return
+    yield _found(value, name=name, origin=str(file))
+
+
+def task_value(file: Path) -> dict[str, Json]:
+    """A TOML file as the JSON of a TaskSpec, whole or partial."""
+    try:
+        return codec.read_toml_value(read_text(file), read_file=lambda name: read_bytes(file.parent / name))
+    except Refused as refused:
+        raise named(refused, str(file)) from refused
+
+
+def jsonl(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+    """Each line a TaskSpec."""
+    for number, line in lines(path):
+        origin = f"{path} line {number}"
+        try:
+            value = read_line(line)
+        except Refused as refused:
+            yield Unread(name=str(number), origin=origin, refused=named(refused, origin))
+            continue
+        yield _found(value, name=str(number), origin=origin)
+
+
+def read_line(line: bytes) -> Json:
+    """The JSON value of a line."""
+    if not line.strip():
+        raise Refused("the line is blank: remove it, each line is one task")
+    if line.lstrip().startswith((b"#", b"//")):
+        raise Refused("the line is a comment, which JSONL does not have: remove it")
+    try:
+        return codec.read_json(line)
+    except Refused as refused:
+        raise Refused(
+            str(refused).replace("the body is not JSON", "the line is not JSON").replace("line 1, ", "")
+        ) from refused
+
+
+def _found(value: Json, *, name: str, origin: str) -> Found | Unread:
+    if not isinstance(value, dict):
+        return Unread(
+            name=name,
+            origin=origin,
+            refused=Refused(f"{origin}: a task is a JSON object, not {type(value).__name__}"),
+        )
+    known = value.get("task_id")
+    return Found(name=known if isinstance(known, str) else name, origin=origin, value=value)

@@ -1,29 +1,123 @@
-"""`read_source`: which kind a path is, its tasks one after another, and a user's overrides laid over each.
+"""Which kind of source a path is, by the names in a folder and the first bytes of a file.
 
-The rule for whoever edits it: iterating is lazy and may be begun again; one task that can not be read never hides the next. Only a source
-that can not be read at all (no such file, no such kind, a torn dataset) raises.
+The rule for whoever edits it: a guess that could be wrong is refused with the kinds it may be; `--kind`
+always decides.
+
+`read_source`: which kind a path is, its tasks one after another, and a user's overrides laid over each.
+
+The rule for whoever edits it: iterating is lazy and may be begun again; one task that can not be read never
+hides the next. Only a source that can not be read at all (no such file, no such kind, a torn dataset) raises.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
-from polarnode import wire
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.sources.detect import detect
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.task import TaskSpec
 from polarnode.sources.harbor import tasks as harbor_tasks
-from polarnode.sources.overlay import laid_over
 from polarnode.sources.polar import tasks as polar_tasks
-from polarnode.sources.reading import named
-from polarnode.sources.shapes import Found, Kind, Overrides, SourcedTask, Unread
+from polarnode.sources.reading import jsonl, lines, named, one, read_json, read_toml, read_yaml
 from polarnode.sources.swe import tasks as swe_tasks
-from polarnode.sources.task_files import jsonl, one
+from polarnode.sources.tables import is_dataset
 from polarnode.sources.terminal_bench import tasks as terminal_bench_tasks
-from polarnode.tasks import TaskSpec
+from polarnode.sources.values import KINDS, Found, Kind, Overrides, SourcedTask, Unread, laid_over
+
+# ── detect ────────────────────────────────────────────────────────────
+
+LOOKED_AT = 64  # entries of a folder that are looked into: a dataset of tasks shows in its first
+HOW = f"say what it is with --kind ({', '.join(KINDS)})"
+
+
+def detect(path: Path) -> Kind:
+    """The kind of what lies at `path`. Refused when it is none, or could be several."""
+    return _folder(path) if path.is_dir() else _file(path)
+
+
+def _folder(folder: Path) -> Kind:
+    kind = _one_task(folder)
+    if kind is not None:
+        return kind
+    for below in islice(sorted(folder.iterdir()), LOOKED_AT):
+        inside = _one_task(below) if below.is_dir() else None
+        if inside in ("harbor", "terminal_bench"):
+            return inside
+    if is_dataset(folder):
+        return "swe"
+    raise Refused(
+        f"{folder} is no folder of tasks that is known here: no task.toml with its instruction.md, no"
+        f" dataset; {HOW}"
+    )
+
+
+def _one_task(folder: Path) -> Kind | None:
+    if (folder / "task.toml").is_file():
+        return (
+            "harbor"
+            if (folder / "instruction.md").is_file() or is_harbor(read_toml(folder / "task.toml"))
+            else "task"
+        )
+    return "terminal_bench" if (folder / "task.yaml").is_file() else None
+
+
+def is_harbor(value: Mapping[str, Any]) -> bool:
+    """Whether a TOML is a Harbor task's and not our own."""
+    return not {"harness", "instruction", "instruction_file"} & set(value) and bool(
+        {"verifier", "agent", "environment", "steps"} & set(value)
+    )
+
+
+def _file(file: Path) -> Kind:
+    match file.suffix:
+        case ".toml":
+            return "harbor" if is_harbor(read_toml(file)) else "task"
+        case ".parquet" | ".arrow":
+            return "swe"
+        case ".jsonl" | ".ndjson":
+            return _lines(file)
+        case ".json":
+            value = read_json(file)
+            return _value(
+                value[0] if isinstance(value, list) and value else value, file, listed=isinstance(value, list)
+            )
+        case ".yaml" | ".yml":
+            value = read_yaml(file)
+            return (
+                "terminal_bench"
+                if file.name == "task.yaml" and not (isinstance(value, dict) and "agent" in value)
+                else "polar"
+            )
+    raise Refused(f"{file} has no name that says what it is; {HOW}")
+
+
+def _lines(file: Path) -> Kind:
+    for _, line in lines(file):
+        try:
+            return _value(codec.read_json(line), file, listed=True)
+        except Refused:
+            return "jsonl"  # whose reader says what is wrong with the line
+    raise Refused(f"{file} is empty: it holds no task")
+
+
+def _value(value: Any, file: Path, *, listed: bool) -> Kind:
+    if isinstance(value, dict) and "agent" in value and "harness" not in value:
+        return "polar"
+    if isinstance(value, dict) and {"instance_id", "problem_statement"} <= set(value):
+        return "swe"
+    if listed and file.suffix == ".json":
+        raise Refused(
+            f"{file} is a list of neither dataset rows nor Polar's tasks: write tasks as JSONL, one a line"
+        )
+    return "jsonl" if listed else "task"
+
+
+# ── source ────────────────────────────────────────────────────────────
 
 Reader = Callable[[Path, Overrides], Iterator[Found | Unread]]
 READERS: Mapping[Kind, Reader] = {
@@ -38,7 +132,9 @@ READERS: Mapping[Kind, Reader] = {
 
 @frozen(kw_only=True)
 class Source:
-    """A path of some kind with what is laid over its tasks. Iterate `items` for all, `tasks` to stop at the first that can not be read."""
+    """A path of some kind with what is laid over its tasks. Iterate `items` for all, `tasks` to stop at the
+    first that can not be read.
+    """
 
     path: Path
     kind: Kind
@@ -47,7 +143,11 @@ class Source:
     def items(self) -> Iterator[SourcedTask | Unread]:
         """Every task that `only` lets through, up to `limit`, in the order of the source."""
         found = READERS[self.kind](self.path, self.overrides)
-        meant = (each for each in found if self.overrides.only is None or fnmatchcase(each.name, self.overrides.only))
+        meant = (
+            each
+            for each in found
+            if self.overrides.only is None or fnmatchcase(each.name, self.overrides.only)
+        )
         for each in islice(meant, self.overrides.limit):
             yield each if isinstance(each, Unread) else _sourced(each, self.overrides)
 
@@ -63,11 +163,17 @@ class Source:
             raise Refused(f"{self.path}: {self._why_none()}")
 
     def _why_none(self) -> str:
-        return "it holds no task" if self.overrides.only is None else f"no task of it is called {self.overrides.only}: see polarnode convert"
+        return (
+            "it holds no task"
+            if self.overrides.only is None
+            else f"no task of it is called {self.overrides.only}: see polarnode convert"
+        )
 
 
 def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overrides | None = None) -> Source:
-    """The source at `path`. Refused when there is nothing, or nothing of a kind we know; its tasks are read when they are asked for."""
+    """The source at `path`. Refused when there is nothing, or nothing of a kind we know; its tasks are read
+    when they are asked for.
+    """
     where = Path(path)
     if not where.exists():
         raise Refused(f"there is no {where}: name a file or a folder")
@@ -77,13 +183,13 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
 
 def spec_of(found: Found) -> TaskSpec:
     """The task as it was found, nothing laid over it. Refused with the field's path."""
-    return wire.read_task(_with_harness_added(found.value, found))
+    return codec.read_task(_with_harness_added(found.value, found))
 
 
 def _sourced(found: Found, overrides: Overrides) -> SourcedTask | Unread:
     try:
         value = laid_over(laid_over(found.value, overrides.over), _flags(overrides))
-        spec = wire.read_task(_with_harness_added(value, found))
+        spec = codec.read_task(_with_harness_added(value, found))
     except Refused as refused:
         return Unread(name=found.name, origin=found.origin, refused=named(refused, found.origin))
     build = found.build if found.build is not None and spec.runtime.image == found.build.image else None
@@ -96,10 +202,16 @@ def _flags(overrides: Overrides) -> dict[str, Json]:
 
 
 def _with_harness_added(value: dict[str, Json], found: Found) -> dict[str, Json]:
-    """On the task's own image the harness is still to be put, unless it is a command of the task's own, or the user says otherwise."""
+    """On the task's own image the harness is still to be put, unless it is a command of the task's own, or
+    the user says otherwise.
+    """
     harness, runtime = value.get("harness"), value.get("runtime")
     if harness is None:
-        raise Refused("no harness is said: name one with --harness (such as pi), or under harness in the file given by --with", path="$.harness")
+        raise Refused(
+            "no harness is said: name one with --harness (such as pi), or under harness in the file given by"
+            " --with",
+            path="$.harness",
+        )
     if not found.foreign or not isinstance(harness, dict) or not isinstance(runtime, dict):
         return value
     needed = harness.get("name", "shell") != "shell" and "import_path" not in harness

@@ -1,7 +1,9 @@
-"""Datasets in the shape of SWE-bench and SWE-Gym: a row is a repository at a commit, a problem, and the tests that say whether it is solved.
+"""Datasets in the shape of SWE-bench and SWE-Gym: a row is a repository at a commit, a problem, and the tests
+that say whether it is solved.
 
-The rule for whoever edits it: what solves or judges the problem (`patch`, `test_patch`, the names of tests, hints) is the evaluator's. Nothing
-of it may stand where a container could see it: not in the instruction, the runtime, the harness or the metadata.
+The rule for whoever edits it: what solves or judges the problem (`patch`, `test_patch`, the names of tests,
+hints) is the evaluator's. Nothing of it may stand where a container could see it: not in the instruction, the
+runtime, the harness or the metadata.
 """
 
 import json
@@ -10,30 +12,37 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.sources.reading import named
-from polarnode.sources.shapes import Found, Overrides, Unread
 from polarnode.sources.tables import Row, rows
+from polarnode.sources.values import Found, Overrides, Unread
 
 WORKDIR = "/testbed"
-POST_S = 2400.0  # seconds: the suite of the slowest repository runs for half an hour, its image is started and the patch applied before
+# seconds: the suite of the slowest repository runs for half an hour, its image is started and the patch
+# applied before
+POST_S = 2400.0
 RUN_S = 3600.0  # seconds an agent has: what the published offline run gave each of these tasks
 MEMORY_MB = 8192  # the larger test suites (sympy, pandas, dask) do not run in two gigabytes
 CPUS = 2.0
 # The repository's own Python first, as in the images' login shells, which a harness's commands are not.
-PATH = "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# What the images' history holds beyond the base commit is the solution: names of it go, and with them every way to find it by looking. Tags
-# below stay, since packages read their version from them.
+PATH = (
+    "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin"
+    ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+)
+# What the images' history holds beyond the base commit is the solution: names of it go, and with them every
+# way to find it by looking. Tags below stay, since packages read their version from them.
 CUT = f"""\
 repo() {{ git -c safe.directory='*' -C {WORKDIR} "$@"; }}
 repo remote | while read -r name; do repo remote remove "$name"; done
-repo for-each-ref --format='%(refname)' --no-merged=HEAD | while read -r name; do repo update-ref -d "$name"; done
+repo for-each-ref --format='%(refname)' --no-merged=HEAD |
+    while read -r name; do repo update-ref -d "$name"; done
 cd "$(repo rev-parse --absolute-git-dir)" && rm -rf ORIG_HEAD FETCH_HEAD COMMIT_EDITMSG MERGE_MSG logs
 """
 PIDS = 1024  # a parallel test run beside the harness
 INSTRUCTION = """\
-You are working in a checkout of the repository {repo}, in {workdir}. Solve the following issue by changing files there. \
+You are working in a checkout of the repository {repo}, in {workdir}. \
+Solve the following issue by changing files there. \
 Do not change tests that exist; the solution is judged by tests that you do not see.
 
 <issue>
@@ -75,13 +84,31 @@ SWEGYM_REPOS = frozenset(
     ]
 )
 IMAGE_COLUMNS = ("image_name", "docker_image", "image")
-NEEDED = ("instance_id", "repo", "base_commit", "problem_statement", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
+NEEDED = (
+    "instance_id",
+    "repo",
+    "base_commit",
+    "problem_statement",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+)
 JUDGED_BY = (
-    *("instance_id", "repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "version", "environment_setup_commit"),
+    *(
+        "instance_id",
+        "repo",
+        "base_commit",
+        "test_patch",
+        "FAIL_TO_PASS",
+        "PASS_TO_PASS",
+        "version",
+        "environment_setup_commit",
+    ),
     *("image", "eval_script", "log_parser", "eval_type", "image_assets"),  # columns of swebench 5
 )
 SHOWN = ("instance_id", "repo", "base_commit", "version")
-LEFT_OUT = ("patch", "hints_text", "created_at", "dockerfile", "difficulty")  # the solution, hints to it, and what concerns no agent
+# the solution, hints to it, and what concerns no agent
+LEFT_OUT = ("patch", "hints_text", "created_at", "dockerfile", "difficulty")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -93,7 +120,9 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
 
 def _item(row: Row, overrides: Overrides) -> Found | Unread:
     if row.value is None:
-        return Unread(name=row.origin, origin=row.origin, refused=row.refused or Refused(f"{row.origin} holds nothing"))
+        return Unread(
+            name=row.origin, origin=row.origin, refused=row.refused or Refused(f"{row.origin} holds nothing")
+        )
     known = row.value.get("instance_id")
     name = known if isinstance(known, str) else row.origin
     origin = f"{row.origin} ({name})" if isinstance(known, str) else row.origin
@@ -106,14 +135,19 @@ def _item(row: Row, overrides: Overrides) -> Found | Unread:
 def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides) -> Found:
     for column in NEEDED:
         if row.get(column) is None:
-            raise Refused(f"the column {column} is missing: rows are of the shape of SWE-bench or SWE-Gym", path=f"$.{column}")
+            raise Refused(
+                f"the column {column} is missing: rows are of the shape of SWE-bench or SWE-Gym",
+                path=f"$.{column}",
+            )
     words = _words(row)
     value: dict[str, Json] = {
         "instruction": _filled(overrides.instruction_template or INSTRUCTION, words, "$.instruction"),
         "runtime": {
             "image": _image(row, words, overrides),
             "workdir": WORKDIR,
-            "user": "root",  # all of these images are root's, the repository too; in a container without capabilities root is a user
+            # all of these images are root's, the repository too; in a container without capabilities root is
+            # a user
+            "user": "root",
             "read_only": False,
             "env": {"PATH": PATH},
             "prepare": [{"argv": ["sh", "-ec", CUT]}],
@@ -123,7 +157,10 @@ def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides)
         },
         "evaluator": {"name": "swebench", "config": {"instance": instance_value(row)}},
         "budgets": {"run_s": RUN_S, "post_s": POST_S},
-        "metadata": {"source": "swe", **{column: row[column] for column in SHOWN if row.get(column) is not None}},
+        "metadata": {
+            "source": "swe",
+            **{column: row[column] for column in SHOWN if row.get(column) is not None},
+        },
     }
     return Found(name=name, origin=origin, value=value, notes=tuple(_notes(row)), foreign=True)
 
@@ -169,7 +206,11 @@ def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrid
     if repo in SWEGYM_REPOS:
         return _filled(SWEGYM_IMAGE, words, "$.runtime.image")
     how = "--image-template 'name/{id}:latest'"
-    raise Refused(f"it has no column {', '.join(IMAGE_COLUMNS)}, and no convention is known for {words['repo']}: say {how}", path="$.runtime.image")
+    raise Refused(
+        f"it has no column {', '.join(IMAGE_COLUMNS)}, and no convention is known for {words['repo']}: say"
+        f" {how}",
+        path="$.runtime.image",
+    )
 
 
 def instance_value(row: Mapping[str, Json]) -> dict[str, Json]:
@@ -184,7 +225,9 @@ def _tests(told: Json, column: str) -> Json:
         try:
             found = json.loads(told)
         except ValueError:
-            raise Refused(f"the column {column} is text, and no JSON list: {told[:60]!r}", path=f"$.{column}") from None
+            raise Refused(
+                f"the column {column} is text, and no JSON list: {told[:60]!r}", path=f"$.{column}"
+            ) from None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise Refused(f"the column {column} is no list of names of tests", path=f"$.{column}")
     return list(found)

@@ -1,7 +1,8 @@
-"""Rows of a dataset that lies on disk: Parquet, Arrow (as `save_to_disk` writes it), JSON and JSONL; files of one, or a folder of splits.
+"""Rows of a dataset that lies on disk: Parquet, Arrow (as `save_to_disk` writes it), JSON and JSONL; files of
+one, or a folder of splits.
 
-The rule for whoever edits it: rows come one at a time, whatever the file's size, and a dataset of several splits is never mixed: which one is
-meant is asked for. pyarrow is asked for only where a file needs it.
+The rule for whoever edits it: rows come one at a time, whatever the file's size, and a dataset of several
+splits is never mixed: which one is meant is asked for. pyarrow is asked for only where a file needs it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +11,15 @@ from typing import Any, cast
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import ConfigError, Refused
-from polarnode.sources.reading import lines, named, read_json
-from polarnode.sources.task_files import read_line
+from polarnode.core.conversation import Json
+from polarnode.core.errors import ConfigError, Refused
+from polarnode.sources.reading import lines, named, read_json, read_line
 
 PYARROW = "26.0.1"
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json")
 BATCH = 64  # rows read at once: a row of SWE-bench is some 20 kB of text
-OWN_FILES = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")  # what datasets writes beside its data
+# what datasets writes beside its data
+OWN_FILES = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
 
 
 @frozen(kw_only=True)
@@ -58,7 +59,9 @@ def _files_of(folder: Path, split: str | None) -> Sequence[Path]:
 
 
 def _splits(folder: Path) -> Mapping[str, Sequence[Path]]:
-    """Data files by split: a folder each (DatasetDict), or the beginning of a file's name (`test-00000-of-00001.parquet`)."""
+    """Data files by split: a folder each (DatasetDict), or the beginning of a file's name
+    (`test-00000-of-00001.parquet`).
+    """
     found: dict[str, list[Path]] = {}
     for file in _data_files(folder):
         owner = file.parent
@@ -75,7 +78,12 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _is_data(file: Path) -> bool:
-    return file.suffix in FORMATS and file.name not in OWN_FILES and not file.name.startswith((".", "cache-")) and file.is_file()
+    return (
+        file.suffix in FORMATS
+        and file.name not in OWN_FILES
+        and not file.name.startswith((".", "cache-"))
+        and file.is_file()
+    )
 
 
 # ── their rows ────────────────────────────────────────────────────────────────
@@ -111,7 +119,9 @@ def _list_of(file: Path) -> Iterator[Row]:
 def _row(value: Json, origin: str) -> Row:
     if isinstance(value, dict):
         return Row(origin=origin, value=value)
-    return Row(origin=origin, refused=Refused(f"{origin}: a row is a JSON object, not {type(value).__name__}"))
+    return Row(
+        origin=origin, refused=Refused(f"{origin}: a row is a JSON object, not {type(value).__name__}")
+    )
 
 
 def _parquet(file: Path) -> Iterator[Any]:
@@ -145,5 +155,7 @@ def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError(f"{file}: reading {file.suffix} needs pyarrow: pip install pyarrow=={PYARROW}") from error
+        raise ConfigError(
+            f"{file}: reading {file.suffix} needs pyarrow: pip install pyarrow=={PYARROW}"
+        ) from error
     return pyarrow

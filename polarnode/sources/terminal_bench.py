@@ -1,7 +1,8 @@
 """Terminal-Bench's older tasks: task.yaml, a Dockerfile, tests/ and run-tests.sh.
 
-Its tests' output is read there by a parser of its own and no reward is written, so a task is taken only where its scripts alone say what it
-is worth: pytest, whose exit code is that. The rule for whoever edits it: anything else is refused with a pointer to the newer form.
+Its tests' output is read there by a parser of its own and no reward is written, so a task is taken only where
+its scripts alone say what it is worth: pytest, whose exit code is that. The rule for whoever edits it:
+anything else is refused with a pointer to the newer form.
 """
 
 import re
@@ -11,19 +12,35 @@ from typing import Any
 
 from attrs import field, frozen
 
-from polarnode import wire
-from polarnode.conversation import Json
-from polarnode.errors import Refused
-from polarnode.sources.dockerfile import read_dockerfile
-from polarnode.sources.folders import build_of, inline
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.sources.harbor import POST_MARGIN_S, WORKDIR
-from polarnode.sources.reading import mode_of, named, read_text, read_yaml
-from polarnode.sources.shapes import Found, Overrides, Unread
+from polarnode.sources.reading import build_of, inline, mode_of, named, read_dockerfile, read_text, read_yaml
+from polarnode.sources.values import Found, Overrides, Unread
 
 NEWER = "Harbor's own `harbor task migrate` rewrites it in the newer form, which is read here"
 BUILD_S = 600.0  # seconds, as Harbor's default
-FIELDS_UNUSED = ("author_name", "author_email", "difficulty", "category", "tags", "estimated_duration_sec", "expert_time_estimate_min")
-SERVICE_UNUSED = {"image", "container_name", "build", "command", "environment", "volumes", "tty", "stdin_open", "init"}
+FIELDS_UNUSED = (
+    "author_name",
+    "author_email",
+    "difficulty",
+    "category",
+    "tags",
+    "estimated_duration_sec",
+    "expert_time_estimate_min",
+)
+SERVICE_UNUSED = {
+    "image",
+    "container_name",
+    "build",
+    "command",
+    "environment",
+    "volumes",
+    "tty",
+    "stdin_open",
+    "init",
+}
 
 
 @frozen(kw_only=True)
@@ -42,7 +59,9 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
     """The task of a directory (or of the task.yaml in it), or of each directory below that holds one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.yaml").is_file()
-    for each in [folder] if single else sorted(each for each in folder.iterdir() if (each / "task.yaml").is_file()):
+    for each in (
+        [folder] if single else sorted(each for each in folder.iterdir() if (each / "task.yaml").is_file())
+    ):
         try:
             yield _task(each)
         except Refused as refused:
@@ -52,7 +71,7 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
 def _task(folder: Path) -> Found:
     told = read_yaml(folder / "task.yaml")
     try:
-        task = wire.structure(told, OldTask)
+        task = codec.structure(told, OldTask)
     except Refused as refused:
         raise named(refused, str(folder / "task.yaml")) from refused
     _refuse_what_is_not_simple(task, folder)
@@ -62,12 +81,26 @@ def _task(folder: Path) -> Found:
     run: dict[str, Json] = {} if task.max_agent_timeout_sec is None else {"run_s": task.max_agent_timeout_sec}
     value: dict[str, Json] = {
         "instruction": task.instruction,
-        "runtime": {"image": build.image, "workdir": start.workdir or WORKDIR, "user": start.user or "root", "read_only": False},
-        "evaluator": {"name": "harbor", "config": {"tests": _tests(folder), "verifier_timeout": task.max_test_timeout_sec}},
+        "runtime": {
+            "image": build.image,
+            "workdir": start.workdir or WORKDIR,
+            "user": start.user or "root",
+            "read_only": False,
+        },
+        "evaluator": {
+            "name": "harbor",
+            "config": {"tests": _tests(folder), "verifier_timeout": task.max_test_timeout_sec},
+        },
         "budgets": {**run, "post_s": task.max_test_timeout_sec + POST_MARGIN_S},
-        "metadata": {**{key: told[key] for key in FIELDS_UNUSED if key in told}, "source": "terminal_bench", "name": name},
+        "metadata": {
+            **{key: told[key] for key in FIELDS_UNUSED if key in told},
+            "source": "terminal_bench",
+            "name": name,
+        },
     }
-    return Found(name=name, origin=str(folder), value=value, notes=tuple(_notes(told)), build=build, foreign=True)
+    return Found(
+        name=name, origin=str(folder), value=value, notes=tuple(_notes(told)), build=build, foreign=True
+    )
 
 
 def _refuse_what_is_not_simple(task: OldTask, folder: Path) -> None:
@@ -75,10 +108,15 @@ def _refuse_what_is_not_simple(task: OldTask, folder: Path) -> None:
         raise Refused(f"its task.yaml has no instruction, or several: {NEWER}", path="$.instruction")
     if task.parser_name != "pytest":
         raise Refused(
-            f"its tests are read by the parser {task.parser_name}, and only pytest's exit code says a reward: {NEWER}", path="$.parser_name"
+            f"its tests are read by the parser {task.parser_name}, and only pytest's exit code says a reward:"
+            f" {NEWER}",
+            path="$.parser_name",
         )
     if task.run_tests_in_same_shell:
-        raise Refused(f"its tests run in the agent's own shell, which is over by then: {NEWER}", path="$.run_tests_in_same_shell")
+        raise Refused(
+            f"its tests run in the agent's own shell, which is over by then: {NEWER}",
+            path="$.run_tests_in_same_shell",
+        )
     for name in ("run-tests.sh", "Dockerfile"):
         if not (folder / name).is_file():
             raise Refused(f"it has no {name}: {NEWER}")
@@ -95,16 +133,26 @@ def _refuse_compose(told: Any, name: str) -> None:
     service = next(iter(services.values()))
     other = sorted(set(service) - SERVICE_UNUSED) if isinstance(service, dict) else ["its service"]
     if other:
-        raise Refused(f"its {name} asks for {', '.join(other)}, which a session's container does not have: {NEWER}")
+        raise Refused(
+            f"its {name} asks for {', '.join(other)}, which a session's container does not have: {NEWER}"
+        )
     build = service.get("build")
     if (build.get("dockerfile", "Dockerfile") if isinstance(build, dict) else "Dockerfile") != "Dockerfile":
         raise Refused(f"its {name} builds another file than Dockerfile: {NEWER}")
 
 
 def _tests(folder: Path) -> dict[str, Json]:
-    """tests/ as they are, with the script that runs them, whose exit code the evaluator takes for the reward."""
+    """tests/ as they are, with the script that runs them, whose exit code the evaluator takes for the
+    reward.
+    """
     found = inline(folder / "tests") if (folder / "tests").is_dir() else {}
-    return {**found, "run-tests.sh": {"text": read_text(folder / "run-tests.sh"), "mode": mode_of(folder / "run-tests.sh")}}
+    return {
+        **found,
+        "run-tests.sh": {
+            "text": read_text(folder / "run-tests.sh"),
+            "mode": mode_of(folder / "run-tests.sh"),
+        },
+    }
 
 
 def _notes(told: Mapping[str, Any]) -> Iterator[str]:

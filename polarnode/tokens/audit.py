@@ -1,27 +1,220 @@
-"""The load-time audit of a chat template: whether what follows a turn can be rendered without what came before it.
+"""What a chat template can not be asked, found by trying it once at load: a role it moves or refuses, tools
+or calls it leaves out.
 
-A template that writes a message differently after another history would make prompts that no training render equals, silently. It is
-refused here, once, with a sentence; where a family's own template does so by a fault of its own, the family's row says it and it is a note.
-Whoever adds a way for templates to differ (a role, a setting) adds it to the grid below.
+A request that holds such a thing is refused with a sentence, because otherwise the model would answer without
+having seen it, or seen it in another place. System messages alone are shown otherwise where that loses no
+word, and the turn says so: harnesses put reminders into the middle of a conversation, and a refusal would end
+the run. Whoever adds a way for templates to lose something adds a probe here; its texts are ones that no
+template writes by itself.
+
+The load-time audit of a chat template: whether what follows a turn can be rendered without what came before
+it.
+
+A template that writes a message differently after another history would make prompts that no training render
+equals, silently. It is refused here, once, with a sentence; where a family's own template does so by a fault
+of its own, the family's row says it and it is a note. Whoever adds a way for templates to differ (a role, a
+setting) adds it to the grid below.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Final
+from typing import Final, Literal
 
-from attrs import evolve
+from attrs import evolve, field, frozen
 
-from polarnode.conversation import Conversation, Json, Message, Tool, ToolCall
-from polarnode.errors import ModelError, Refused
-from polarnode.tokens.limits import Limits
+from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
+from polarnode.core.errors import ModelError, Refused
 from polarnode.tokens.rendering import Answered, Renderer
+
+# ── limits ────────────────────────────────────────────────────────────
+
+Kind = Literal["tools", "calls", "tool", "late system", "two systems"]
+
+_NAME, _SAID, _VALUE, _LATER = "qzprobe", "Qzsaid", "Qzvalue", "Qzlater"
+_PROBE_TOOL: Final = Tool(
+    name=_NAME,
+    description=_SAID,
+    parameters={"type": "object", "properties": {"a": {"type": "string", "description": _VALUE}}},
+)
+_PROBE_CALL: Final = ToolCall(id="c0", name=_NAME, arguments=f'{{"a": "{_VALUE}"}}')
+_ASK: Final = Message(role="user", text="first")
+_PROBE_ANSWER: Final = Message(role="assistant", text="Qzanswer")
+_CALLING: Final = Message(role="assistant", calls=(_PROBE_CALL,))
+_RESULT: Final = Message(role="tool", text=_SAID, call_id="c0")
+_SYSTEM: Final = Message(role="system", text=_SAID)
+_WHAT: Final[Mapping[Kind, str]] = {
+    "tools": "does not show tools",
+    "calls": "does not show calls of tools",
+    "tool": "does not show results of tools",
+    "late system": "does not leave a system message where it stands among the others",
+    "two systems": "does not show two system messages at the head",
+}
+
+
+_SO: Final = "this model's chat template has no place for it, so the model sees"
+_OTHERWISE: Final[Mapping[Kind, str]] = {
+    "late system": f"system message behind the head: {_SO} a user's message there",
+    "two systems": f"second system message at the head: {_SO} both as one",
+}
+
+
+@frozen
+class Limits:
+    """What the template can not be asked, and the sentence it is refused with; `otherwise`: what of it is
+    shown in another way instead, and how.
+    """
+
+    sentences: Mapping[Kind, str]
+    otherwise: Mapping[Kind, str] = field(factory=dict)
+
+    @classmethod
+    def of(cls, renderer: Renderer) -> "Limits":
+        """Try a template. What its family's row refuses is not tried."""
+        found: dict[Kind, str] = {}
+        for kind, probe in _PROBES.items():
+            why = renderer.family.refuses.get(kind)
+            fault = why if why is not None else _fault(kind, probe, renderer)
+            if fault is not None:
+                found[kind] = (
+                    f"this model's chat template {fault}: put a template into the model's folder that does,"
+                    " or send none"
+                )
+        instead = {
+            kind: note
+            for kind, note in _OTHERWISE.items()
+            if kind in found and _fault(kind, _SHOWN_SO[kind], renderer) is None
+        }
+        return cls(found, instead)
+
+    def settled(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[Message, ...]:
+        """The messages as the template can be asked them, as far as they can be shown in another way."""
+        head = _head(messages, follows=follows)
+        first, later = tuple(messages[:head]), tuple(messages[head:])
+        if "two systems" in self.otherwise and head > 1:
+            first = (Message(role="system", text="\n\n".join(message.text for message in first)),)
+        if "late system" in self.otherwise:
+            later = tuple(
+                evolve(message, role="user") if message.role == "system" else message for message in later
+            )
+        return first + later
+
+    def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
+        """What a reader of the turn should know of that."""
+        kinds = dict.fromkeys(_kinds(messages, (), follows=follows))
+        return tuple(self.otherwise[kind] for kind in kinds if kind in self.otherwise)
+
+    def check(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
+    ) -> None:
+        """Refused for what the template can not be asked. `follows`: the messages come after others."""
+        for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
+            if kind in self.sentences:
+                raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
+
+    def allow(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
+    ) -> bool:
+        """Whether none of it is refused."""
+        return self.sentences.keys().isdisjoint(_kinds(messages, tools, follows=follows))
+
+
+def _kinds(messages: Sequence[Message], tools: Sequence[Tool], *, follows: bool) -> Iterator[Kind]:
+    if tools:
+        yield "tools"
+    head = _head(messages, follows=follows)
+    if head > 1:
+        yield "two systems"
+    for message in messages[head:]:
+        if message.role == "system":
+            yield "late system"
+        if message.role == "tool":
+            yield "tool"
+        if message.calls:
+            yield "calls"
+
+
+def _head(messages: Sequence[Message], *, follows: bool) -> int:
+    """How many system messages stand at the head of a conversation."""
+    return (
+        0
+        if follows
+        else next(
+            (place for place, message in enumerate(messages) if message.role != "system"), len(messages)
+        )
+    )
+
+
+def _fault(kind: Kind, probe: Callable[[Renderer], bool], renderer: Renderer) -> str | None:
+    try:
+        return None if probe(renderer) else _WHAT[kind]
+    except (Refused, ModelError):  # it says so itself, or leaves the text out, or fails on it
+        return _WHAT[kind]
+
+
+def _text(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+    return renderer.whole(Conversation(messages=messages, tools=tools)).text
+
+
+def _tools(renderer: Renderer) -> bool:
+    return _NAME in _text(renderer, _ASK, tools=(_PROBE_TOOL,))
+
+
+def _calls(renderer: Renderer) -> bool:
+    return _VALUE in _text(renderer, _ASK, _CALLING, _ASK)
+
+
+def _tool(renderer: Renderer) -> bool:
+    return (
+        _SAID in renderer.following((_RESULT,), answered=Answered(calls=(_PROBE_CALL,)), thinking=None).text
+    )
+
+
+def _late(renderer: Renderer, message: Message = _SYSTEM) -> bool:
+    text = _text(renderer, _ASK, _PROBE_ANSWER, message, Message(role="user", text=_LATER))
+    after = renderer.following((message,), answered=Answered(), thinking=None).text
+    return text.index(_PROBE_ANSWER.text) < text.index(_SAID) < text.index(_LATER) and _SAID in after
+
+
+def _late_as_users(renderer: Renderer) -> bool:
+    return _late(renderer, evolve(_SYSTEM, role="user"))
+
+
+def _two(renderer: Renderer) -> bool:
+    text = _text(renderer, _SYSTEM, Message(role="system", text=_LATER), _ASK)
+    return text.index(_SAID) < text.index(_LATER)
+
+
+def _two_as_one(renderer: Renderer) -> bool:
+    text = _text(renderer, Message(role="system", text=f"{_SAID}\n\n{_LATER}"), _ASK)
+    return text.index(_SAID) < text.index(_LATER)
+
+
+_PROBES: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
+    "tools": _tools,
+    "calls": _calls,
+    "tool": _tool,
+    "late system": _late,
+    "two systems": _two,
+}
+_SHOWN_SO: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
+    "late system": _late_as_users,
+    "two systems": _two_as_one,
+}
+
+
+# ── audit ────────────────────────────────────────────────────────────
 
 _ANSWER: Final = "ANSWER"
 _THOUGHT: Final = "THOUGHT"
-_TOOL: Final = Tool(name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}})
+_TOOL: Final = Tool(
+    name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
+)
 _OTHER: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
-_CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')  # the last of its turn: what follows it is behind the turn
-_RESULTS: Final = tuple(Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER)))
+# the last of its turn: what follows it is behind the turn
+_CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')
+_RESULTS: Final = tuple(
+    Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER))
+)
 _CASES: Final[dict[str, tuple[tuple[ToolCall, ...], tuple[Message, ...]]]] = {
     "tool": ((_CALL,), _RESULTS[:1]),
     "two tool": ((_OTHER, _CALL), _RESULTS[::-1]),
@@ -37,11 +230,16 @@ _HISTORIES: Final[tuple[tuple[Message, ...], ...]] = (
     (Message(role="system", text="be brief"), *_FIRST, _EARLY, Message(role="user", text="more")),
     (*_FIRST, evolve(_EARLY, calls=(_OTHER,)), Message(role="tool", text="r0", call_id="c2")),
 )
-_DROPPED: Final = "the template leaves out earlier thinking; sampled thinking is kept all the same, because sampled tokens are never rendered again"
+_DROPPED: Final = (
+    "the template leaves out earlier thinking; sampled thinking is kept all the same, because sampled tokens"
+    " are never rendered again"
+)
 
 
 def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
-    """What is worth knowing of a template. ModelError where a turn's extension would differ from a full render."""
+    """What is worth knowing of a template. ModelError where a turn's extension would differ from a full
+    render.
+    """
     notes = dict.fromkeys(limits.otherwise.get(kind, sentence) for kind, sentence in limits.sentences.items())
     for name, thinking in product(_CASES, (None, True, False)):
         calls, new = _CASES[name]
@@ -58,8 +256,14 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
     answer = Message(role="assistant", text="a", thinking=_THOUGHT + "2")
     if new and new[0].role == "tool":
         answer = evolve(answer, text="", calls=(_CALL,))
-    stand_ins = [Message(role=message.role, text="q", call_id=_CALL.id if message.role == "tool" else None) for message in new]
-    cycle = (evolve(_EARLY, text="", thinking=_THOUGHT + "1", calls=(_OTHER,)), Message(role="tool", text="r0", call_id=_OTHER.id))
+    stand_ins = [
+        Message(role=message.role, text="q", call_id=_CALL.id if message.role == "tool" else None)
+        for message in new
+    ]
+    cycle = (
+        evolve(_EARLY, text="", thinking=_THOUGHT + "1", calls=(_OTHER,)),
+        Message(role="tool", text="r0", call_id=_OTHER.id),
+    )
     for history in (cycle, ()):  # a template without calls has only its last turn's thought
         try:
             text = renderer.whole(Conversation(messages=(*_FIRST, *history, answer, *stand_ins))).text
@@ -70,7 +274,9 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
 
 
 def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:
-    """Why what follows differs from a full render, where the family's row knows it. ModelError where it does not."""
+    """Why what follows differs from a full render, where the family's row knows it. ModelError where it does
+    not.
+    """
     calls, new = _CASES[name]
     try:
         for conversation in _conversations(limits, calls, new, thinking):
@@ -81,7 +287,9 @@ def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool |
         yield f"{name} messages after an answer are refused: {error}"
 
 
-def _conversations(limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Message, ...], thinking: bool | None) -> Iterator[Conversation]:
+def _conversations(
+    limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Message, ...], thinking: bool | None
+) -> Iterator[Conversation]:
     """The same new messages after histories that differ in everything a template could look at."""
     for history, thought, tools in product(_HISTORIES, ("", _THOUGHT), ((), (_TOOL,))):
         if limits.allow(history, tools):
@@ -91,7 +299,9 @@ def _conversations(limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Messa
 
 def _shown(renderer: Renderer, conversation: Conversation, new: tuple[Message, ...]) -> tuple[str, str]:
     before = conversation.messages[: len(conversation.messages) - len(new)]
-    answered = Answered(calls=before[-1].calls, calls_before=sum(len(message.calls) for message in before[:-1]))
+    answered = Answered(
+        calls=before[-1].calls, calls_before=sum(len(message.calls) for message in before[:-1])
+    )
     rendered = renderer.following(new, answered=answered, thinking=conversation.thinking)
     return rendered.ended, rendered.guard.show(rendered.text)
 
@@ -106,16 +316,21 @@ def _known(renderer: Renderer, name: str, expected: tuple[str, str], found: tupl
     if known is not None:
         return f"{name} messages after an answer: {known}"
     raise ModelError(
-        f"this chat template writes {name} message(s) after an answer as {expected[1]!r} or as {found[1]!r}, depending on what came before: "
-        "turns could not be extended faithfully, so it is not served"
+        f"this chat template writes {name} message(s) after an answer as {expected[1]!r} or as {found[1]!r},"
+        " depending on what came before: turns could not be extended faithfully, so it is not served"
     )
 
 
 def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
-    """A template that escapes or changes the stand-ins would show the model another text than the client's."""
+    """A template that escapes or changes the stand-ins would show the model another text than the
+    client's.
+    """
     odd = (f"{renderer.letters}q{place}" for place in range(9))
     system, user, result, said, key, described = (next(odd) for _ in range(6))
-    schema: dict[str, Json] = {"type": "object", "properties": {key: {"type": "string", "description": described}}}
+    schema: dict[str, Json] = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": described}},
+    }
     called = (Message(role="assistant", calls=(_CALL,)), Message(role="tool", text=result, call_id=_CALL.id))
     tools = (Tool(name="look", description=said, parameters=schema),)
     cycle = called if limits.allow(called) else ()
@@ -124,9 +339,13 @@ def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
     try:
         whole = renderer.whole(Conversation(messages=messages, tools=shown_tools))
     except Refused as error:
-        raise ModelError(f"this chat template does not take a plain conversation: {error}: it is not served") from error
+        raise ModelError(
+            f"this chat template does not take a plain conversation: {error}: it is not served"
+        ) from error
     shown = whole.guard.show(whole.text)
     wanted = (system, user, *((result,) if cycle else ()), *((said, key, described) if shown_tools else ()))
     lost = [text for text in wanted if text not in shown]
     if lost:
-        raise ModelError(f"this chat template does not write a client's {lost[0]!r} as it is: it is not served")
+        raise ModelError(
+            f"this chat template does not write a client's {lost[0]!r} as it is: it is not served"
+        )

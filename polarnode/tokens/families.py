@@ -1,15 +1,435 @@
-"""Which family a model is of: the row of `rows.py` that its control strings and its template fit, in the model's own ids.
+"""What differs between model families once a tokenizer is known: a turn's marks in the model's own ids, and
+how it writes calls.
 
-The rule for whoever edits it: a model is recognised by what its template does with the probe, never by its name, and by one row only.
+A value and one function, so that whoever reads samples and whoever renders prompts agree on them.
+`families.py` holds the table that fills it in. Whoever adds a field gives it a value that means "this family
+has no such thing", and says in one line what it changes.
+
+The table of model families: one row a family, what its tokenizer and template must show to be of it, and what
+its marks mean.
+
+Whoever adds a family adds a row, a fixture in `tests/kits/family_fixtures.py` and a golden file;
+`Template.audit` then says whether it can be served faithfully. A row is recognised by control strings and by
+what the template writes for the probe of `families.py`, a question, one call and another question; never by a
+model's name, because fine-tunes keep the one and change the other.
+
+Which family a model is of: the row of `rows.py` that its control strings and its template fit, in the model's
+own ids.
+
+The rule for whoever edits it: a model is recognised by what its template does with the probe, never by its
+name, and by one row only.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, Literal
 
-from polarnode.conversation import Json
-from polarnode.errors import ModelError, Refused
-from polarnode.ports import Tokenizer
-from polarnode.tokens.family import Family, HarmonyMarks
-from polarnode.tokens.rows import ROWS, Row
+from attrs import field, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import ModelError, Refused
+from polarnode.core.ports import Tokenizer
+
+# ── family ────────────────────────────────────────────────────────────
+
+# text: visible. thinking, call: between their marks. between: inside a section of calls, where only calls
+# count. header: Harmony's, from a message's start to its `message` mark; what it says decides what follows.
+Mode = Literal["text", "thinking", "call", "between", "header"]
+
+CallSyntax = Literal[
+    "none",  # it can not call: no marks, and its template shows no tools
+    "json",  # {"name": ..., "arguments": {...}}
+    # the same without marks: an answer that is one such object; Llama's `parameters` for `arguments`
+    "bare_json",
+    "function_xml",  # <function=name><parameter=key>value</parameter></function>
+    # <invoke name="..."><parameter name="...">value</parameter></invoke>, several between one pair of marks
+    "invoke_xml",
+    "arg_xml",  # name<arg_key>key</arg_key><arg_value>value</arg_value>
+    "fenced",  # function<sep>name, and the arguments in a fence of json
+    "separated",  # name<sep>arguments
+    "numbered",  # functions.name:0<begin>arguments
+    "braces",  # call:name{key:value}, strings between marks of their own
+    "harmony",  # the name stands in the header, the arguments are the message
+]
+
+
+@frozen(kw_only=True)
+class HarmonyMarks:
+    """gpt-oss: a turn is messages, each `start` role `channel` name `message` content, ended by `end`, `call`
+    or `stop`.
+    """
+
+    start: int
+    channel: int
+    message: int
+    constrain: int
+    end: int
+
+
+@frozen(kw_only=True)
+class Manner:
+    """How a family's template wants the messages it is shown.
+
+    `arguments`: the object itself (a text that is none is refused), either, or JSON text. `thinking`: the key
+    of an assistant's thoughts. `text_apart`: it drops or moves the text beside a call, so the text is a
+    message of its own. `one_call`: it shows one call a message, so several are shown one after another, each
+    with its result. `spoken_ids`: it shows a call's id, which is the model's own `functions.name:0`.
+    """
+
+    arguments: Literal["object", "either", "text"] = "object"
+    thinking: Literal["reasoning_content", "thinking"] = "reasoning_content"
+    text_apart: bool = False
+    one_call: bool = False
+    spoken_ids: bool = False
+
+
+@frozen(kw_only=True)
+class Family:
+    """How a model marks the parts of a turn, in its own ids.
+
+    `stop_ids` are all ids that end a generation, the family's own turn end first. `turn_ends`: those behind
+    which a turn is whole as it stands. `turn_end` closes a cut turn; None where the next header does.
+    `boundaries`: stop ids that are themselves the first id of what follows, and are not written twice.
+    `turn_starts` open a turn of any role, so nothing before the last one matters to the turn being written.
+    Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a
+    call's head from its arguments. `manner` is how its template wants messages; `known` says of a case of the
+    audit why a turn's extension there differs from a full render, where the family's own template is at
+    fault; `refuses` says what its template can not be asked. `think_label` is what stands behind `think_open`
+    and is no thought itself (Gemma 4 writes "thought" and a newline).
+    """
+
+    name: str
+    stop_ids: tuple[int, ...]
+    turn_end: int | None
+    turn_ends: frozenset[int]
+    turn_starts: frozenset[int]
+    boundaries: frozenset[int] = frozenset()
+    think_open: int | None = None
+    think_close: int | None = None
+    think_label: str = ""
+    call_open: int | None = None
+    call_close: int | None = None
+    section_open: int | None = None
+    section_close: int | None = None
+    separator: int | None = None
+    harmony: HarmonyMarks | None = None
+    call_syntax: CallSyntax = "json"
+    manner: Manner = Manner()
+    known: Mapping[str, str] = field(factory=dict)
+    refuses: Mapping[str, str] = field(factory=dict)
+
+    def after(self, mode: Mode, token: int) -> Mode:
+        """What is being written after a token. A mark means something only where it can: inside a thought or
+        a call the other marks are text.
+
+        Not for Harmony, whose headers say in words what follows: that is `parse.py`'s to read.
+        """
+        match mode:
+            case "text" | "between":
+                return self._opened(mode, token)
+            case "thinking":
+                return "text" if token == self.think_close else mode
+            case "call":
+                closed: Mode = "text" if self.section_open is None else "between"
+                return closed if token == self.call_close else mode
+            case "header":
+                return mode
+
+    def _opened(self, mode: Mode, token: int) -> Mode:
+        if token == self.call_open:
+            return "call"
+        if mode == "between":
+            return "text" if token == self.section_close else mode
+        if token == self.section_open:
+            return "between"
+        return "thinking" if token == self.think_open else mode
+
+
+# ── rows ────────────────────────────────────────────────────────────
+
+Pair = tuple[str, str]
+_EITHER: Final = Manner(arguments="either")
+
+
+@frozen(kw_only=True)
+class Row:
+    """A family in control strings. `written`: one of these stands in the render of the probe; `prompts`: how
+    that may end.
+
+    `turn_end`, `turn_starts`, `call`, `section` and `separator` must be in the tokenizer; `stops`, `think`
+    only count where they are. `ends`: what beside `turn_end` ends a turn; `boundaries` are stops that begin
+    what follows.
+    """
+
+    name: str
+    written: tuple[str, ...]
+    prompts: tuple[str, ...]
+    turn_end: str | None
+    turn_starts: tuple[str, ...]
+    stops: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    boundaries: tuple[str, ...] = ()
+    think: Pair | None = None
+    think_label: str = ""
+    call: tuple[str, str | None] | None = None  # without a close, a call goes on to the turn's end
+    section: Pair | None = None
+    separator: str | None = None
+    harmony: Mapping[str, str] | None = None
+    syntax: CallSyntax = "none"
+    manner: Manner = _EITHER
+    known: Mapping[str, str] = field(factory=dict)
+    refuses: Mapping[str, str] = field(factory=dict)
+
+
+_THINK: Final = ("<think>", "</think>")
+_HERMES: Final = ("<tool_call>", "</tool_call>")
+_IM: Final = "<|im_end|>\n<|im_start|>"
+_XML: Final = "<function=look>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>"
+_EOT: Final = "<|eot_id|><|start_header_id|>"
+_LLAMA: Final = ("<|start_header_id|>assistant<|end_header_id|>\n\n",)
+_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_SEP, _EOS, _USER = "<｜tool▁sep｜>", "<｜end▁of▁sentence｜>", "<｜User｜>y"
+_ASKED: Final = (
+    "<｜Assistant｜>",
+    "<｜Assistant｜><think>\n",
+    "<｜Assistant｜><think>",
+    "<｜Assistant｜></think>",
+)
+_OBJECT: Final = '{"b": 1, "a": "x"}'
+
+_ONE: Final = (
+    "the template shows one call a message, so that several of one turn are shown one after another, each"
+    " with its result"
+)
+_ONCE: Final = (
+    "the template opens the results of a conversation's first calls only; here those of every turn are opened"
+)
+
+ROWS: Final = (
+    Row(
+        # Qwen2.5 too, Qwen3, Qwen3 2507 instruct and thinking, polarnode-tiny; Qwen3-Coder and Qwen3.5 write
+        # calls as XML
+        name="qwen3",
+        written=(f'<tool_call>\n{{"name": "look", "arguments": {_OBJECT}}}\n</tool_call>{_IM}user\n',),
+        prompts=(f"y{_IM}assistant\n", f"y{_IM}assistant\n<think>\n"),
+        turn_end="<|im_end|>",
+        turn_starts=("<|im_start|>",),
+        stops=("<|endoftext|>",),
+        think=_THINK,
+        call=_HERMES,
+        syntax="json",
+    ),
+    Row(
+        name="qwen3_xml",  # Qwen3-Coder, Qwen3.5, Qwen3.6
+        written=(f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",),
+        prompts=(
+            f"y{_IM}assistant\n",
+            f"y{_IM}assistant\n<think>\n",
+            f"y{_IM}assistant\n<think>\n\n</think>\n\n",
+        ),
+        turn_end="<|im_end|>",
+        turn_starts=("<|im_start|>",),
+        stops=("<|endoftext|>",),
+        think=_THINK,
+        call=_HERMES,
+        syntax="function_xml",
+        manner=Manner(),
+    ),
+    Row(
+        name="chatml",  # SmolLM2, and whoever else writes plain turns: it has no way to call
+        written=(f"<|im_start|>assistant\n{_IM}user\ny",),
+        prompts=(f"y{_IM}assistant\n",),
+        turn_end="<|im_end|>",
+        turn_starts=("<|im_start|>",),
+        stops=("<|endoftext|>",),
+        think=_THINK,
+    ),
+    Row(
+        name="llama3",  # Llama 3.1, 3.2, 3.3
+        written=(f'{{"name": "look", "parameters": {_OBJECT}}}{_EOT}user',),
+        prompts=_LLAMA,
+        turn_end="<|eot_id|>",
+        ends=("<|eom_id|>",),
+        turn_starts=("<|start_header_id|>",),
+        stops=("<|eom_id|>", "<|end_of_text|>"),
+        # before code for tools of Llama's own too, which no harness offers: that is text
+        call=("<|python_tag|>", None),
+        syntax="bare_json",
+        manner=Manner(arguments="either", text_apart=True, one_call=True),
+        known={"two tool": _ONE},
+    ),
+    Row(
+        name="llama3_plain",  # the first Llama 3, whose template knows no tools
+        written=(f"assistant<|end_header_id|>\n\n{_EOT}user",),
+        prompts=_LLAMA,
+        turn_end="<|eot_id|>",
+        turn_starts=("<|start_header_id|>",),
+        stops=("<|end_of_text|>",),
+    ),
+    Row(
+        # GLM 4.5, 4.6: a turn is ended by the header of the next, which the model itself samples
+        name="glm4",
+        written=(
+            (
+                "<tool_call>look\n<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n"
+                "<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call><|user|>"
+            ),
+        ),
+        prompts=("y<|assistant|>", "y<|assistant|>\n<think></think>"),
+        turn_end=None,
+        turn_starts=("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"),
+        boundaries=("<|user|>", "<|observation|>"),
+        stops=("<|endoftext|>",),
+        think=_THINK,
+        call=_HERMES,
+        syntax="arg_xml",
+        manner=Manner(),
+    ),
+    Row(
+        # a turn is messages with headers of their own; `<|end|>` ends one that is no call in what the
+        # template writes
+        name="gptoss",
+        written=(
+            (
+                "<|start|>assistant to=functions.look<|channel|>commentary"
+                f" json<|message|>{_OBJECT}<|call|><|start|>user"
+            ),
+            (
+                "<|start|>assistant<|channel|>commentary to=functions.look"
+                f" <|constrain|>json<|message|>{_OBJECT}<|call|><|start|>user"
+            ),
+        ),
+        prompts=("y<|end|><|start|>assistant",),
+        turn_end="<|end|>",
+        ends=("<|return|>", "<|call|>"),
+        turn_starts=("<|start|>",),
+        stops=("<|return|>", "<|call|>", "<|endoftext|>"),
+        harmony={
+            "start": "<|start|>",
+            "channel": "<|channel|>",
+            "message": "<|message|>",
+            "constrain": "<|constrain|>",
+            "end": "<|end|>",
+        },
+        syntax="harmony",
+        manner=Manner(arguments="either", thinking="thinking", text_apart=True, one_call=True),
+        refuses={
+            "several results": (
+                "shows a result under the name of the last call, so that several calls of one turn can not be"
+                " answered"
+            )
+        },
+    ),
+    Row(
+        name="deepseek",  # V3 and R1
+        written=(
+            (
+                f"{_SECTION[0]}{_CALL[0]}function{_SEP}look\n```json\n{_OBJECT}\n```"
+                f"{_CALL[1]}{_SECTION[1]}{_EOS}{_USER}"
+            ),
+        ),
+        prompts=_ASKED,
+        turn_end=_EOS,
+        turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+        stops=(),
+        think=_THINK,
+        call=_CALL,
+        section=_SECTION,
+        separator=_SEP,
+        syntax="fenced",
+        manner=Manner(arguments="text"),
+        known={"tool": _ONCE, "two tool": _ONCE, "tool and user": _ONCE},
+    ),
+    Row(
+        name="deepseek_v3_1",
+        written=(f"{_SECTION[0]}{_CALL[0]}look{_SEP}{_OBJECT}{_CALL[1]}{_SECTION[1]}{_EOS}{_USER}",),
+        prompts=_ASKED,
+        turn_end=_EOS,
+        turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        stops=(),
+        think=_THINK,
+        call=_CALL,
+        section=_SECTION,
+        separator=_SEP,
+        syntax="separated",
+        manner=Manner(arguments="text"),
+    ),
+    Row(
+        # and V3, R1 as first published: calls are shown beside no text at all, and a single one is never
+        # ended
+        name="deepseek_r1_distill",
+        written=(f"<｜Assistant｜>{_EOS}{_USER}",),
+        prompts=_ASKED,
+        turn_end=_EOS,
+        turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+        stops=(),
+        think=_THINK,
+        manner=Manner(arguments="text"),
+        refuses={"tool": "does not end the calls that a result answers"},
+    ),
+    Row(
+        name="kimi_k2",
+        written=(
+            (
+                f"<|tool_call_begin|>c0<|tool_call_argument_begin|>{_OBJECT}<|tool_call_end|>"
+                "<|tool_calls_section_end|><|im_end|><|im_user|>user"
+            ),
+        ),
+        prompts=("<|im_assistant|>assistant<|im_middle|>",),
+        turn_end="<|im_end|>",
+        turn_starts=("<|im_user|>", "<|im_assistant|>", "<|im_system|>"),
+        stops=("[EOS]",),
+        think=_THINK,
+        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        separator="<|tool_call_argument_begin|>",
+        syntax="numbered",
+        manner=Manner(arguments="either", spoken_ids=True),
+    ),
+    Row(
+        name="minimax_m2",
+        written=(
+            (
+                '<invoke name="look">\n<parameter name="b">1</parameter>\n<parameter'
+                ' name="a">x</parameter>\n</invoke>\n</minimax:tool_call>[e~[\n]~b]user'
+            ),
+        ),
+        prompts=("y[e~[\n]~b]ai\n<think>\n", "y[e~[\n]~b]ai\n"),
+        turn_end="[e~[",
+        turn_starts=("]~b]",),
+        stops=(),
+        think=_THINK,
+        call=("<minimax:tool_call>", "</minimax:tool_call>"),
+        syntax="invoke_xml",
+        manner=Manner(),
+    ),
+    Row(
+        name="gemma3",
+        written=("<start_of_turn>model\n<end_of_turn>\n<start_of_turn>user\ny",),
+        prompts=("y<end_of_turn>\n<start_of_turn>model\n",),
+        turn_end="<end_of_turn>",
+        turn_starts=("<start_of_turn>",),
+        stops=("<eos>",),
+    ),
+    Row(
+        # a call is answered within the model's own turn, and the response's mark is what ends the sample
+        name="gemma4",
+        written=('<|tool_call>call:look{a:<|"|>x<|"|>,b:1}<tool_call|>',),
+        prompts=("y<turn|>\n<|turn>model\n", "y<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"),
+        turn_end="<turn|>",
+        turn_starts=("<|turn>", "<tool_response|>"),
+        boundaries=("<|tool_response>",),
+        stops=("<eos>",),
+        think=("<|channel>", "<channel|>"),
+        think_label="thought\n",
+        call=("<|tool_call>", "<tool_call|>"),
+        syntax="braces",
+        manner=Manner(),
+    ),
+)
+
+
+# ── families ────────────────────────────────────────────────────────────
 
 _ARGUMENTS: Final[dict[str, Json]] = {"b": 1, "a": "x"}
 _TEXT: Final = '{"b": 1, "a": "x"}'
@@ -21,7 +441,10 @@ def family_of(tokenizer: Tokenizer) -> Family:
     if row is not None:
         return _family(row, tokenizer)
     names = ", ".join(row.name for row in ROWS)
-    raise ModelError(f"this model's control tokens and chat template are of no family polarnode knows ({names}): serve one of those, or describe it")
+    raise ModelError(
+        f"this model's control tokens and chat template are of no family polarnode knows ({names}): serve one"
+        " of those, or describe it"
+    )
 
 
 def fits(row: Row, tokenizer: Tokenizer) -> bool:
@@ -44,7 +467,11 @@ def _needed(row: Row) -> tuple[str, ...]:
 def _probe(row: Row) -> list[dict[str, Json]]:
     arguments: Json = _TEXT if row.manner.arguments == "text" else _ARGUMENTS
     call: Json = {"id": "c0", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "y"}]
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "y"},
+    ]
 
 
 def _family(row: Row, tokenizer: Tokenizer) -> Family:
@@ -72,7 +499,11 @@ def _family(row: Row, tokenizer: Tokenizer) -> Family:
         section_open=mark(row.section, 0),
         section_close=mark(row.section, 1),
         separator=None if row.separator is None else number[row.separator],
-        harmony=None if row.harmony is None else HarmonyMarks(**{name: number[text] for name, text in row.harmony.items()}),
+        harmony=(
+            None
+            if row.harmony is None
+            else HarmonyMarks(**{name: number[text] for name, text in row.harmony.items()})
+        ),
         call_syntax=row.syntax,
         manner=row.manner,
         known=row.known,

@@ -1,8 +1,9 @@
 """Client text made inert while a template looks at it, and given back afterwards.
 
-A control string is recognised by its first letter: wherever a client's string holds that letter, a letter nobody used stands for it during
-the render. So no text of a client can be taken for control text, neither alone nor joined with what the template puts beside it, and no
-template can be steered by it. Whoever edits this keeps stand-ins one letter for one: lengths and JSON escapes then stay as they are.
+A control string is recognised by its first letter: wherever a client's string holds that letter, a letter
+nobody used stands for it during the render. So no text of a client can be taken for control text, neither
+alone nor joined with what the template puts beside it, and no template can be steered by it. Whoever edits
+this keeps stand-ins one letter for one: lengths and JSON escapes then stay as they are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +11,13 @@ from typing import Final
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 
-_STAND_INS: Final = range(0xE5E5, 0xF900)  # private use: no keyboard, no template and hardly a text has them; JSON and strip() let them be
-_DEEPEST: Final = 100  # levels of nested JSON; real tool schemas have about ten, and Python's own JSON writer gives up at a thousand
+# private use: no keyboard, no template and hardly a text has them; JSON and strip() let them be
+_STAND_INS: Final = range(0xE5E5, 0xF900)
+# levels of nested JSON; real tool schemas have about ten, and Python's own JSON writer gives up at a thousand
+_DEEPEST: Final = 100
 
 
 @frozen(kw_only=True)
@@ -26,7 +29,9 @@ class Guard:
 
     @classmethod
     def over(cls, letters: Iterable[str], values: Iterable[Json]) -> "Guard":
-        """A guard whose stand-ins occur in none of these values. Refused for text that is no Unicode or nested beyond reason."""
+        """A guard whose stand-ins occur in none of these values. Refused for text that is no Unicode or
+        nested beyond reason.
+        """
         texts = list(_texts(list(values), 0))
         _check_unicode(texts)
         free = (chr(code) for code in _STAND_INS if not any(chr(code) in text for text in texts))
@@ -34,7 +39,10 @@ class Guard:
         for letter in letters:
             stand_in = next(free, None)
             if stand_in is None:
-                raise Refused("the conversation holds every character polarnode could use to mark its text: remove some private-use characters")
+                raise Refused(
+                    "the conversation holds every character polarnode could use to mark its text: remove some"
+                    " private-use characters"
+                )
             back[stand_in] = letter
         return cls(to={ord(letter): stand_in for stand_in, letter in back.items()}, back=back)
 
@@ -85,4 +93,6 @@ def _check_unicode(texts: list[str]) -> None:
             if not text.isascii():
                 text.encode()
     except UnicodeEncodeError as error:
-        raise Refused("the conversation holds half of a surrogate pair, which is no character: send valid Unicode") from error
+        raise Refused(
+            "the conversation holds half of a surrogate pair, which is no character: send valid Unicode"
+        ) from error

@@ -1,24 +1,236 @@
-"""A model's chat template at the level of text: a whole conversation, and what follows an assistant's turn.
+"""Our conversation in the shape chat templates read: OpenAI's messages and tools, as dictionaries, in the
+manner a family's template wants.
 
-The second is the marker method: render a made-up question, a made-up answer with a mark and then what is new, and take what stands behind
-the answer's end. Where calls are answered the mark stands in the last call's arguments, because some templates drop a text beside a call.
-Neither the history nor the tools are rendered for it, so it costs no more than what is new; `audit.py` says whether a template allows that.
-Whoever edits this lets no client string reach the template unguarded, and none of it vanish in there.
+Whoever edits this keeps to what transformers' templates expect: `content` is a string, never None;
+`arguments` is an object whose keys stand in the client's order; what is absent is left out, because templates
+ask `is defined`. What a template would leave out of a message is shown as a message of its own, so that
+nothing a client said vanishes.
+
+Whether a template wrote all that a client said: no text may vanish in it silently.
+
+The rule for whoever edits it: texts are looked for as the template saw them, less the blanks around them,
+which templates trim; one that is neither there nor there as JSON writes it is refused, with a sentence,
+because the model would answer without ever having seen it.
+
+A model's chat template at the level of text: a whole conversation, and what follows an assistant's turn.
+
+The second is the marker method: render a made-up question, a made-up answer with a mark and then what is new,
+and take what stands behind the answer's end. Where calls are answered the mark stands in the last call's
+arguments, because some templates drop a text beside a call. Neither the history nor the tools are rendered
+for it, so it costs no more than what is new; `audit.py` says whether a template allows that. Whoever edits
+this lets no client string reach the template unguarded, and none of it vanish in there.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
-from polarnode.conversation import Conversation, Json, Message, ToolCall
-from polarnode.errors import ModelError, Refused
-from polarnode.ports import Tokenizer
-from polarnode.tokens.family import Family
+from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
+from polarnode.core.errors import ModelError, Refused
+from polarnode.core.ports import Tokenizer
+from polarnode.tokens.families import Family, Manner
 from polarnode.tokens.guard import Guard
-from polarnode.tokens.presence import check_present
-from polarnode.tokens.shape import Earlier, Shape, Shown, arguments_shape, call_shape, messages_shape, shown_call, tools_shape
+from polarnode.tokens.tool_calls import read_object
+
+# ── shape ────────────────────────────────────────────────────────────
+
+Shape = dict[str, Json]
+_EITHER: Final = Manner(arguments="either")
+
+
+@frozen(kw_only=True)
+class Shown:
+    """A call as the template shows it: its tool, and its id there."""
+
+    name: str
+    id: str
+
+
+@frozen(kw_only=True)
+class Earlier:
+    """What stands before some messages: calls that they answer, by their ids, and how many calls the
+    conversation had.
+    """
+
+    calls: Mapping[str, Shown] = field(factory=dict)
+    count: int = 0
+
+
+def messages_shape(
+    messages: Sequence[Message], *, manner: Manner = _EITHER, earlier: Earlier | None = None
+) -> list[Shape]:
+    """Messages as templates read them. Calls lend their names to the results that answer them, earlier ones
+    too.
+    """
+    before = earlier or Earlier()
+    shown, count, shapes = dict(before.calls), before.count, []
+    for message in _apart(messages, manner):
+        for call in message.calls:
+            shown[call.id] = shown_call(call, count, manner)
+            count += 1
+        shapes.append(_message(message, shown, manner))
+    return shapes
+
+
+def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
+    """A call that the model did not speak here, the so manieth of a conversation."""
+    return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.spoken_ids else call.id)
+
+
+def tools_shape(tools: Sequence[Tool]) -> list[Shape]:
+    """Tools as templates write them out: every key always there, in this order, because the model was trained
+    on the text this makes.
+    """
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def call_shape(shown: Shown, arguments: Json) -> Json:
+    """One call of an assistant message."""
+    return {"id": shown.id, "type": "function", "function": {"name": shown.name, "arguments": arguments}}
+
+
+def _apart(messages: Sequence[Message], manner: Manner) -> Iterator[Message]:
+    """The same messages, of which none holds more than the template shows of one."""
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if message.calls and message.text and manner.text_apart:
+            yield Message(role="assistant", text=message.text)
+            message = evolve(message, text="")
+        if len(message.calls) < 2 or not manner.one_call:
+            yield message
+            continue
+        results = _results(messages, at)
+        at += len(results)
+        yield from _one_by_one(message, results)
+
+
+def _results(messages: Sequence[Message], at: int) -> Sequence[Message]:
+    end = next((place for place in range(at, len(messages)) if messages[place].role != "tool"), len(messages))
+    return messages[at:end]
+
+
+def _one_by_one(message: Message, results: Sequence[Message]) -> Iterator[Message]:
+    """A message's calls, each with its results behind it."""
+    for place, call in enumerate(message.calls):
+        yield evolve(
+            message,
+            text="" if place else message.text,
+            thinking="" if place else message.thinking,
+            calls=(call,),
+        )
+        yield from (result for result in results if result.call_id == call.id)
+    ids = {call.id for call in message.calls}
+    yield from (result for result in results if result.call_id not in ids)
+
+
+def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Shape:
+    shape: Shape = {"role": message.role, "content": message.text}
+    if message.thinking:
+        shape[manner.thinking] = message.thinking
+    if message.calls:
+        shape["tool_calls"] = [
+            call_shape(shown[call.id], arguments_shape(call, manner)) for call in message.calls
+        ]
+    if message.call_id is not None:
+        answered = shown.get(message.call_id)
+        shape["tool_call_id"] = message.call_id if answered is None else answered.id
+        if answered is not None:
+            shape["name"] = answered.name
+    return shape
+
+
+def arguments_shape(call: ToolCall, manner: Manner) -> Json:
+    """What a template writes out as it was trained to: the object; a text that is none stands as it is,
+    nothing at all is no arguments.
+    """
+    text = call.arguments if call.arguments.strip() else "{}"
+    if manner.arguments == "text":
+        return text
+    value = read_object(text)
+    if value is None and manner.arguments == "object":
+        raise Refused(
+            f"the arguments of a call of {call.name!r} are no JSON object, and this model's chat template can"
+            " not show them: send an object",
+            path="$.messages",
+        )
+    return text if value is None else value
+
+
+# ── presence ────────────────────────────────────────────────────────────
+
+Checked = Mapping[str, Json]
+
+
+def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: str, guard: Guard) -> None:
+    """Refused if a message's text, a call's name, or a tool's name or description is not in a render. All of
+    it is still guarded.
+    """
+    at = 0
+    for what, said in _said(messages, tools):
+        found = _place(said, text, at)
+        if found < 0:
+            path = "$.tools" if what == "tool" else "$.messages"
+            raise Refused(
+                f"this model's chat template leaves out the {what} {_short(guard.show(said))}: the model"
+                " would never see it; give the model a template that shows it, or do not send it",
+                path=path,
+            )
+        at = found
+
+
+def _said(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iterator[tuple[str, str]]:
+    for tool in tools:
+        function = tool["function"]
+        if isinstance(function, dict):
+            yield from (
+                ("tool", value)
+                for key in ("name", "description")
+                if isinstance(value := function[key], str) and value.strip()
+            )
+    for message in messages:
+        content, calls = message["content"], message.get("tool_calls", ())
+        if isinstance(content, str) and content.strip():
+            yield f"{message['role']} message", content.strip()
+        for call in calls if isinstance(calls, list) else ():
+            if (
+                isinstance(call, dict)
+                and isinstance(function := call["function"], dict)
+                and str(function["name"]).strip()
+            ):
+                yield "call", str(function["name"]).strip()
+
+
+def _place(wanted: str, text: str, at: int) -> int:
+    """Where a text stands, -1 if nowhere: mostly behind the one before it, so that a conversation is looked
+    through once.
+    """
+    found = text.find(wanted, at)
+    if found >= 0:
+        return found
+    escaped = json.dumps(wanted, ensure_ascii=False)[1:-1]
+    places = (text.find(spelling, start) for start in (at, 0) for spelling in (escaped, wanted))
+    return next((place for place in places if place >= 0), -1)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+# ── rendering ────────────────────────────────────────────────────────────
 
 _QUESTION: Final[Shape] = {"role": "user", "content": "u"}
 _MARK: Final = "MARK"
@@ -26,7 +238,8 @@ _MARK: Final = "MARK"
 
 @frozen
 class Rendered:
-    """Text of a template, client strings still inert; `guard` gives them back once the control strings are found.
+    """Text of a template, client strings still inert; `guard` gives them back once the control strings are
+    found.
 
     `ended` is the turn end that the template wrote before it, empty where the next header ends a turn.
     """
@@ -47,7 +260,9 @@ class _Inert:
 
 @frozen(kw_only=True)
 class Answered:
-    """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many calls there were before it."""
+    """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many
+    calls there were before it.
+    """
 
     calls: Sequence[ToolCall] = ()
     spoken: Sequence[str] = ()
@@ -58,37 +273,52 @@ class Answered:
         shown = {}
         for place, call in enumerate(self.calls):
             spoken = self.spoken[place] if place < len(self.spoken) else None
-            shown[call.id] = Shown(name=call.name, id=spoken) if spoken else shown_call(call, self.calls_before + place, family.manner)
+            shown[call.id] = (
+                Shown(name=call.name, id=spoken)
+                if spoken
+                else shown_call(call, self.calls_before + place, family.manner)
+            )
         return Earlier(calls=shown, count=self.calls_before + len(self.calls))
 
 
 @frozen(eq=False)
 class Renderer:
-    """A template that renders; immutable, safe in several threads. ModelError for control strings that can not be guarded.
+    """A template that renders; immutable, safe in several threads. ModelError for control strings that can
+    not be guarded.
 
     `letters` are those that control strings begin with.
     """
 
     tokenizer: Tokenizer
     family: Family
-    letters: str = field(init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True))
-    _ends: "re.Pattern[str]" = field(init=False, default=Factory(lambda self: _any_of(self._end_texts()), takes_self=True))
+    letters: str = field(
+        init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True)
+    )
+    _ends: "re.Pattern[str]" = field(
+        init=False, default=Factory(lambda self: _any_of(self._end_texts()), takes_self=True)
+    )
 
     def whole(self, conversation: Conversation) -> Rendered:
         """A conversation from its head, asking for the next turn."""
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
-        messages, tools = messages_shape(conversation.messages, manner=self.family.manner), tools_shape(conversation.tools)
+        messages, tools = (
+            messages_shape(conversation.messages, manner=self.family.manner),
+            tools_shape(conversation.tools),
+        )
         inert = self._inert(messages, tools)
         text = self._text(inert, conversation.thinking)
         check_present(inert.messages, inert.tools, text, inert.guard)
         return Rendered(text, inert.guard)
 
     def following(self, new: Sequence[Message], *, answered: Answered, thinking: bool | None) -> Rendered:
-        """What stands between an assistant's turn and the next of its own. A call without a result is not shown to the template."""
+        """What stands between an assistant's turn and the next of its own. A call without a result is not
+        shown to the template.
+        """
         earlier = answered.earlier(self.family)
         asked = {message.call_id for message in new if message.role == "tool"}
-        known = answered.calls if self.family.call_syntax != "none" else ()  # its template would show neither the call nor the mark in it
+        # its template would show neither the call nor the mark in it
+        known = answered.calls if self.family.call_syntax != "none" else ()
         shown = [earlier.calls[call.id] for call in known if call.id in asked]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
         made_up = [_QUESTION, self._answer(shown)]
@@ -102,7 +332,10 @@ class Renderer:
         at = text.find(mark)
         end = self._ends.search(text, at) if at >= 0 else None
         if end is None:
-            raise ModelError("this chat template does not write an assistant's text and its turn end, so turns can not be extended faithfully")
+            raise ModelError(
+                "this chat template does not write an assistant's text and its turn end, so turns can not be"
+                " extended faithfully"
+            )
         if self._goes_on(end[0]):
             return "", text[end.start() :]
         return end[0], text[end.end() :]
@@ -115,9 +348,18 @@ class Renderer:
         several = self.family.refuses.get("several results") if len(shown) > 1 else None
         if several is not None:
             raise Refused(f"this model's chat template {several}", path="$.messages")
-        nothing, mark = ToolCall(id="", name="", arguments=""), ToolCall(id="", name="", arguments=f'{{"mark": "{_MARK}"}}')
-        calls = [call_shape(call, arguments_shape(nothing, manner)) for call in shown[:-1] if not manner.one_call]
-        return {"role": "assistant", "content": "", "tool_calls": [*calls, call_shape(shown[-1], arguments_shape(mark, manner))]}
+        nothing, mark = (
+            ToolCall(id="", name="", arguments=""),
+            ToolCall(id="", name="", arguments=f'{{"mark": "{_MARK}"}}'),
+        )
+        calls = [
+            call_shape(call, arguments_shape(nothing, manner)) for call in shown[:-1] if not manner.one_call
+        ]
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [*calls, call_shape(shown[-1], arguments_shape(mark, manner))],
+        }
 
     def _end_texts(self) -> Iterable[str]:
         family = self.family
@@ -131,22 +373,33 @@ class Renderer:
 
     def _inert(self, messages: list[Shape], tools: list[Shape]) -> _Inert:
         guard = Guard.over(self.letters, [*messages, *tools])
-        return _Inert([_guarded(shape, guard) for shape in messages], [_guarded(shape, guard) for shape in tools], guard)
+        return _Inert(
+            [_guarded(shape, guard) for shape in messages], [_guarded(shape, guard) for shape in tools], guard
+        )
 
     def _text(self, inert: _Inert, thinking: bool | None) -> str:
-        return self.tokenizer.render(inert.messages, tools=inert.tools, generation_prompt=True, thinking=thinking)
+        return self.tokenizer.render(
+            inert.messages, tools=inert.tools, generation_prompt=True, thinking=thinking
+        )
 
 
 def _guarded(shape: Shape, guard: Guard) -> Shape:
-    """A shape with every string in it inert. Our own field names and roles hold no such letter, and stay as they are."""
+    """A shape with every string in it inert. Our own field names and roles hold no such letter, and stay as
+    they are.
+    """
     return {name: guard.hide(value) for name, value in shape.items()}
 
 
 def _first_letters(tokenizer: Tokenizer) -> str:
     letters: dict[str, Json] = dict.fromkeys(text[:1] for text in tokenizer.control)
-    odd = [letter for letter in letters if not letter or letter in '"\\' or letter.isspace() or letter.isalnum()]
+    odd = [
+        letter for letter in letters if not letter or letter in '"\\' or letter.isspace() or letter.isalnum()
+    ]
     if odd:
-        raise ModelError(f"a control token of this model begins with {odd[0]!r}: text of clients could not be kept apart from it")
+        raise ModelError(
+            f"a control token of this model begins with {odd[0]!r}: text of clients could not be kept apart"
+            " from it"
+        )
     return "".join(letters)
 
 

@@ -1,33 +1,125 @@
-"""A conversation into prompt ids; and the ids that follow a turn already sampled, so that the model is asked again.
+"""The seam between a sampled turn and what is written after it: how a cut turn is closed, and what a template
+would have written there.
 
-The contract: a sampled token is never encoded again, and no text of a client ever becomes a control token. Rendered text is split on the
-control strings, which become their ids; what stands between is encoded by the vocabulary alone. Whoever edits this keeps `suffix` free of
-everything that came before: it is given the sampled ids only to see how they end.
+The rule for whoever edits it: sampled ids are never replaced. What the model sees then differs from its
+template by a token at most, and that is said in a note. A close is the least that ends the turn: an open
+thought first, then the turn; nothing where what follows does it.
+
+A conversation into prompt ids; and the ids that follow a turn already sampled, so that the model is asked
+again.
+
+The contract: a sampled token is never encoded again, and no text of a client ever becomes a control token.
+Rendered text is split on the control strings, which become their ids; what stands between is encoded by the
+vocabulary alone. Whoever edits this keeps `suffix` free of everything that came before: it is given the
+sampled ids only to see how they end.
+
+A checkpoint's language, loaded and audited: what the node needs to speak it faithfully, or a ModelError that
+says why it can not.
 """
 
+import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, assert_never
 
 from attrs import Factory, evolve, field, frozen
 
-from polarnode.conversation import Conversation, Message
-from polarnode.ports import Tokenizer
-from polarnode.records import ids
-from polarnode.tokens.audit import audit, drops_thinking
-from polarnode.tokens.family import Family
-from polarnode.tokens.limits import Limits
-from polarnode.tokens.parse import mode_at_end, spoken_ids
-from polarnode.tokens.pieces import SHORTEST, Pieces
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.errors import ModelError, boundary
+from polarnode.core.ports import Tokenizer
+from polarnode.tokens.audit import Limits, audit, drops_thinking
+from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
+from polarnode.tokens.parser import mode_at_end, spoken_ids
 from polarnode.tokens.rendering import Answered, Rendered, Renderer
-from polarnode.tokens.seams import Closing, differences, joined
+from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, Pieces, load_tokenizer
+
+# ── seams ────────────────────────────────────────────────────────────
+
+_HERE: Final = "the model sees it so"
+
+
+@frozen
+class Closing:
+    """How a family's cut turns are ended."""
+
+    family: Family
+
+    def of(self, mode: Mode, opening: "array[int]") -> "array[int]":
+        """The ids that close a turn in which this was being written. `opening` is what follows."""
+        if self.family.harmony is not None:
+            return self._message(mode, self.family.harmony)
+        thought = self.family.think_close if mode == "thinking" else None
+        closed_by_next = bool(opening) and opening[0] in self.family.boundaries
+        return ids(
+            token
+            for token in (thought, None if closed_by_next else self.family.turn_end)
+            if token is not None
+        )
+
+    def _message(self, mode: Mode, harmony: HarmonyMarks) -> "array[int]":
+        """Harmony's messages are ended alike whatever they are; a header that was cut is made that of an
+        empty message, so that it ends.
+        """
+        match mode:
+            case "header":
+                return ids((harmony.message, harmony.end))
+            case "between":
+                return ids()
+            case "text" | "thinking" | "call":
+                return ids((harmony.end,))
+            case _:
+                assert_never(mode)
+
+
+def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "array[int]":
+    """What follows a sample: without the boundary that the sample ended with, where it begins with
+    the same.
+    """
+    twice = bool(sampled) and bool(opening) and sampled[-1] in family.boundaries and sampled[-1] == opening[0]
+    return opening[1:] if twice else opening
+
+
+def differences(
+    sampled: "array[int]", opening: "array[int]", ended: str, tokenizer: Tokenizer, family: Family
+) -> tuple[str, ...]:
+    """What a reader of the turn should know of its seam. `ended` is the turn end that the template writes
+    there, empty for none.
+    """
+    last = sampled[-1] if sampled else None
+    if last is None or last not in (*family.stop_ids, *family.turn_ends):
+        return ()
+    said = tokenizer.token_bytes(last).decode()
+    if last in family.boundaries and opening and not ended:
+        next_one = tokenizer.token_bytes(opening[0]).decode()
+        return (
+            ()
+            if said == next_one
+            else (
+                (
+                    f"the sample ends with {said!r} where the template goes on with {next_one!r}: {_HERE},"
+                    " both stand"
+                ),
+            )
+        )
+    if said == ended:
+        return ()
+    instead = f"writes {ended!r}" if ended else "goes on without a turn end"
+    return (f"the sample ends with {said!r} where the template {instead}: {_HERE}",)
+
+
+# ── template ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
 class Suffix:
-    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was cut.
+    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was
+    cut.
 
-    `notes`: where what the model sees differs from what its template would show, or from what the client said.
+    `notes`: where what the model sees differs from what its template would show, or from what the client
+    said.
     """
 
     ids: "array[int]"
@@ -37,16 +129,24 @@ class Suffix:
 
 @frozen(eq=False)
 class Template:
-    """A model's chat template in ids; safe to call from worker threads. Tokenising is slow: 100 KB take some 60 ms.
+    """A model's chat template in ids; safe to call from worker threads. Tokenising is slow: 100 KB take some
+    60 ms.
 
-    It changes in nothing but what it remembers: long pieces of whole conversations, because sessions of a group share their heads.
+    It changes in nothing but what it remembers: long pieces of whole conversations, because sessions of a
+    group share their heads.
     """
 
     tokenizer: Tokenizer
     family: Family
-    _renderer: Renderer = field(init=False, default=Factory(lambda self: Renderer(self.tokenizer, self.family), takes_self=True))
-    limits: Limits = field(init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True))
-    _control: "re.Pattern[str]" = field(init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True))
+    _renderer: Renderer = field(
+        init=False, default=Factory(lambda self: Renderer(self.tokenizer, self.family), takes_self=True)
+    )
+    limits: Limits = field(
+        init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True)
+    )
+    _control: "re.Pattern[str]" = field(
+        init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True)
+    )
     _pieces: Pieces = field(init=False, factory=Pieces)
 
     @property
@@ -55,7 +155,9 @@ class Template:
         return self.family.stop_ids
 
     def root(self, conversation: Conversation) -> "array[int]":
-        """The whole conversation, asking for the next turn: int32. Refused for one that the template does not take."""
+        """The whole conversation, asking for the next turn: int32. Refused for one that the template does not
+        take.
+        """
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
         return self._encoded(self._renderer.whole(evolve(conversation, messages=messages)), again=True)
@@ -63,19 +165,30 @@ class Template:
     def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
         """What follows a sampled turn so that the model is asked again with `new` messages.
 
-        `conversation` is the whole new request, `sampled` the ids of the turn it extends (or all ids so far: only the last turn is looked at;
-        needed where a thought may have been cut twice). A sample without turn end is closed first: an open thought, then the turn; a call
-        that was cut stays open, for a made-up end would make it look whole. With nothing new a cut sample goes on exactly where it ended (no
-        ids), and an ended one is followed by the next turn's opening. A boundary that the sample ends with is not written twice.
+        `conversation` is the whole new request, `sampled` the ids of the turn it extends (or all ids so far:
+        only the last turn is looked at; needed where a thought may have been cut twice). A sample without
+        turn end is closed first: an open thought, then the turn; a call that was cut stays open, for a
+        made-up end would make it look whole. With nothing new a cut sample goes on exactly where it ended (no
+        ids), and an ended one is followed by the next turn's opening. A boundary that the sample ends with is
+        not written twice.
         """
         if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
         messages = self.limits.settled(new, follows=True)
         self.limits.check(messages, follows=True)
-        rendered = self._renderer.following(messages, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking)
+        rendered = self._renderer.following(
+            messages, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking
+        )
         opening = self._encoded(rendered)
-        close = ids() if sampled and sampled[-1] in self.family.turn_ends else self._close(sampled, conversation, opening)
-        notes = (*differences(sampled, opening, rendered.ended, self.tokenizer, self.family), *self.limits.notes(new, follows=True))
+        close = (
+            ids()
+            if sampled and sampled[-1] in self.family.turn_ends
+            else self._close(sampled, conversation, opening)
+        )
+        notes = (
+            *differences(sampled, opening, rendered.ended, self.tokenizer, self.family),
+            *self.limits.notes(new, follows=True),
+        )
         return Suffix(ids=close + joined(sampled, opening, self.family), close_length=len(close), notes=notes)
 
     def opens_thinking(self, prompt: "array[int]") -> bool:
@@ -83,30 +196,45 @@ class Template:
         return mode_at_end(prompt, self.tokenizer, self.family) == "thinking"
 
     def drops_thinking_before(self, new: Sequence[Message]) -> bool:
-        """Whether the template would leave out thoughts of earlier turns when these messages follow. Not whether we do: sampled ids stay."""
+        """Whether the template would leave out thoughts of earlier turns when these messages follow. Not
+        whether we do: sampled ids stay.
+        """
         return drops_thinking(self._renderer, new)
 
     def audit(self) -> tuple[str, ...]:
-        """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else what is worth knowing."""
+        """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else
+        what is worth knowing.
+        """
         return audit(self._renderer, self.limits)
 
-    def _answered(self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]") -> Answered:
+    def _answered(
+        self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]"
+    ) -> Answered:
         """The turn that `new` follows, as the client echoed it."""
         at = len(conversation.messages) - len(new) - 1
         if at < 0:
             return Answered()
         before = sum(len(message.calls) for message in conversation.messages[:at])
         calls = conversation.messages[at].calls
-        return Answered(calls=calls, spoken=spoken_ids(sampled, self.tokenizer, self.family) if calls else (), calls_before=before)
+        return Answered(
+            calls=calls,
+            spoken=spoken_ids(sampled, self.tokenizer, self.family) if calls else (),
+            calls_before=before,
+        )
 
-    def _close(self, sampled: "array[int]", conversation: Conversation, opening: "array[int]") -> "array[int]":
+    def _close(
+        self, sampled: "array[int]", conversation: Conversation, opening: "array[int]"
+    ) -> "array[int]":
         """What ends a cut sample."""
-        asked = self._encoded(self._renderer.following((), answered=Answered(), thinking=conversation.thinking))
+        asked = self._encoded(
+            self._renderer.following((), answered=Answered(), thinking=conversation.thinking)
+        )
         started = mode_at_end(asked, self.tokenizer, self.family)
         return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
     def _encoded(self, rendered: Rendered, *, again: bool = False) -> "array[int]":
-        """Split on control strings while client text is inert, give the text back, encode what stands between.
+        """Split on control strings while client text is inert, give the text back, encode what stands
+        between.
 
         `again`: its long pieces may come again. A tool's result hardly does, and would only push a head out.
         """
@@ -116,10 +244,60 @@ class Template:
                 encoded.append(self.tokenizer.control[piece])
             elif piece:
                 text, encode = rendered.guard.show(piece), self.tokenizer.encode_plain
-                encoded.extend(self._pieces.ids(text, encode) if again and len(text) >= SHORTEST else encode(text))
+                encoded.extend(
+                    self._pieces.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
+                )
         return encoded
 
 
 def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
     """Control strings, the longest first: what transformers finds too."""
-    return re.compile("(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")")
+    return re.compile(
+        "(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")"
+    )
+
+
+# ── model ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class LoadedModel:
+    """Tokenizer, family and template of one checkpoint; `notes` are what the audit found worth knowing.
+    `name` is the folder's.
+    """
+
+    name: str
+    path: Path
+    tokenizer: LoadedTokenizer
+    family: Family
+    template: Template
+    notes: tuple[str, ...]
+
+
+def load_model(path: Path) -> LoadedModel:
+    """Load from a checkpoint folder and audit its template. Takes seconds (transformers is imported): call it
+    in a thread.
+    """
+    tokenizer = load_tokenizer(path, vocab_size=_embedding_size(path))
+    family = family_of(tokenizer)
+    template = Template(tokenizer, family)
+    return LoadedModel(
+        name=path.name,
+        path=path,
+        tokenizer=tokenizer,
+        family=family,
+        template=template,
+        notes=template.audit(),
+    )
+
+
+def _embedding_size(path: Path) -> int | None:
+    """Ids the model can sample: its embedding is often padded beyond what its tokenizer knows. None where the
+    config does not say.
+    """
+    with boundary(
+        ModelError, f"{path / 'config.json'} can not be read; name a folder with a Hugging Face checkpoint"
+    ):
+        config = json.loads((path / "config.json").read_text())
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -1,41 +1,218 @@
-"""A model's own tokenizer and chat template, loaded from its folder. Satisfies `ports.Tokenizer`.
+"""A vocabulary without its control tokens: what encodes a client's text, whatever that text holds.
 
-Whoever edits this keeps three promises: `encode_plain` never gives a control id whatever the text holds; `token_bytes` are the exact bytes
-the model sampled; what can not be kept for a tokenizer is refused while loading, never met while serving. The folder's tokenizer.json is the
-truth: transformers' classes for single models make another tokenizer of some (DeepSeek's). transformers is slow to import, so it is imported
-when a tokenizer is loaded and at no other time.
+The same model and the same way to cut and normalise text, shared and not copied, without control tokens,
+post-processor, truncation or padding. Only parts that are known to lose nothing are let through, by name:
+whoever adds one to the lists shows that it keeps every byte.
+
+Ids of long texts that come again: the sessions of a group begin with the same system prompt and tools, 50 to
+80 KB of them.
+
+The rule for whoever edits it: no lock can be held here, and several threads use one cache. What is shared is
+only read, put in whole or replaced whole, so that two threads that meet do a piece of work twice and never a
+wrong one.
+
+A model's own tokenizer and chat template, loaded from its folder. Satisfies `ports.Tokenizer`.
+
+Whoever edits this keeps three promises: `encode_plain` never gives a control id whatever the text holds;
+`token_bytes` are the exact bytes the model sampled; what can not be kept for a tokenizer is refused while
+loading, never met while serving. The folder's tokenizer.json is the truth: transformers' classes for single
+models make another tokenizer of some (DeepSeek's). transformers is slow to import, so it is imported when a
+tokenizer is loaded and at no other time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import define, field, frozen
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from polarnode.conversation import Json
-from polarnode.errors import ModelError, Refused, boundary
-from polarnode.tokens.added import check_flags, ordinary
-from polarnode.tokens.plain import normalises, plain
-from polarnode.tokens.ranks import RANKS, read_ranks
-from polarnode.tokens.spelling import kind_of, spell
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Json
+from polarnode.core.errors import ModelError, Refused, boundary
+from polarnode.tokens.vocabulary import RANKS, SPACE, check_flags, kind_of, ordinary, read_ranks, spell, state
 
-# Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends, letters that compatibility forms
-# would change, a tag and brackets; normalised already (NFC).
-_SAMPLE: Final = ' Plain text, caf\u00e9: 12 < 34\r\n\n\t{"a": [\u65e5\u672c, \U0001f642]}\u00a0\u00bd \uff21\ufb01 </p>   end '
+# ── plain ────────────────────────────────────────────────────────────
+
+_SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punctuation"])
+# a Unigram model finds its byte tokens in a text that spells them, which must stay that text
+_BYTES_BEGIN: Final = "<0x"
+_PREFIXED: Final = (
+    'it puts a space before every text, so what a client wrote would not come back: set "legacy": false and'
+    ' "add_prefix_space": false in tokenizer_config.json, or write tokenizer.json anew, if the model was'
+    " trained so"
+)
+
+
+def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedToken]) -> Tokenizer:
+    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the model
+    finds them.
+
+    ModelError where a part of it changes or loses text, or looks control tokens up.
+    """
+    made = Tokenizer(_model(backend.model, frozenset(control)))
+    if backend.normalizer is not None:
+        _check_normalizer(state(backend.normalizer))
+        made.normalizer = backend.normalizer
+    cutter = _cutter(backend)
+    if cutter is not None:
+        made.pre_tokenizer = cutter
+    made.add_tokens(list(text))
+    return made
+
+
+def normalises(backend: Tokenizer) -> bool:
+    """Whether texts are shown to the model composed (NFC): other letters than a client sent, the same text to
+    a reader.
+    """
+    return backend.normalizer is not None and any(
+        part["type"] == "NFC" for part in _parts(state(backend.normalizer), "normalizers")
+    )
+
+
+def _model(model: Any, control: frozenset[str]) -> Any:
+    match model:
+        case models.BPE():
+            if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+                raise ModelError(
+                    "it encodes at random or marks the parts of words: its tokens are not the text's bytes"
+                )
+            return model
+        case models.Unigram():
+            return _hidden(state(model), control)
+        case _:
+            raise ModelError(
+                f"its model is {type(model).__name__}, which can lose text: BPE and Unigram are supported"
+            )
+
+
+def _hidden(told: dict[str, Any], control: frozenset[str]) -> Any:
+    """A Unigram model looks every piece up, control tokens too. A piece with a space in it is never found:
+    all spaces are U+2581 by then.
+    """
+    vocabulary = [(f" {piece}" if piece in control else piece, score) for piece, score in told["vocab"]]
+    return models.Unigram(vocabulary, told["unk_id"], told["byte_fallback"])
+
+
+def _check_normalizer(told: dict[str, Any]) -> None:
+    for part in _parts(told, "normalizers"):
+        if part["type"] == "Prepend":
+            raise ModelError(_PREFIXED)
+        if part["type"] != "NFC" and part != _SPACES:
+            raise ModelError(
+                f"it changes texts before it encodes them ({part['type']}), so what a client wrote would not"
+                " come back"
+            )
+
+
+def _cutter(backend: Tokenizer) -> Any:
+    told = None if backend.pre_tokenizer is None else state(backend.pre_tokenizer)
+    parts = [] if told is None else [_kept(part) for part in _parts(told, "pretokenizers")]
+    if isinstance(backend.model, models.Unigram):
+        parts.insert(0, state(pre_tokenizers.Split(_BYTES_BEGIN, "isolated")))
+    if not parts:
+        return None
+    # Its parts are made only from a whole tokenizer's JSON.
+    empty = json.loads(Tokenizer(models.BPE()).to_str()) | {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}
+    }
+    return Tokenizer.from_str(json.dumps(empty)).pre_tokenizer
+
+
+def _kept(part: dict[str, Any]) -> dict[str, Any]:
+    """A part that cuts text and loses none of it; a prefix of the very first text is left out, because a
+    prompt begins with a control token.
+    """
+    if part["type"] not in _CUTTERS or part.get("behavior") == "Removed":
+        raise ModelError(
+            f"it cuts texts in a way that may lose some of them ({part['type']}): such tokenizers are not"
+            " supported"
+        )
+    if part.get("add_prefix_space") or part.get("prepend_scheme") == "always":
+        raise ModelError(_PREFIXED)
+    return part | {"prepend_scheme": "never"} if part["type"] == "Metaspace" else part
+
+
+def _parts(told: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    if told["type"] != "Sequence":
+        yield told
+        return
+    for part in told[key]:
+        yield from _parts(part, key)
+
+
+# ── pieces ────────────────────────────────────────────────────────────
+
+# letters: a shorter piece takes less than 0.2 ms to encode, and there are too many of them
+SHORTEST: Final = 1_000
+# texts and ids: a harness's whole head takes 0.2 MB, so a hundred tasks' heads stay with room for long
+# histories
+KEPT_BYTES: Final = 32 << 20
+
+
+@define(eq=False)
+class Pieces:
+    """Texts and their ids, the oldest dropped first: in two generations, of which a text that is asked for
+    moves to the younger.
+    """
+
+    kept_bytes: int = KEPT_BYTES
+    _young: "dict[str, array[int]]" = field(factory=dict, init=False)
+    _old: "dict[str, array[int]]" = field(factory=dict, init=False)
+    _young_bytes: int = field(default=0, init=False)
+
+    def ids(self, text: str, encode: Callable[[str], Iterable[int]]) -> "array[int]":
+        """What `encode` gives for a text, int32; nobody changes it."""
+        found = self._young.get(text)
+        if found is not None:
+            return found
+        found = self._old.get(text)
+        if found is None:
+            found = ids(encode(text))
+        self._keep(text, found)
+        return found
+
+    def _keep(self, text: str, found: "array[int]") -> None:
+        size = sys.getsizeof(text) + sys.getsizeof(found)
+        if 2 * size > self.kept_bytes:
+            return
+        if 2 * (self._young_bytes + size) > self.kept_bytes:
+            self._old, self._young, self._young_bytes = self._young, {}, 0
+        self._young[text] = found
+        self._young_bytes += size
+
+
+# ── tokenizer ────────────────────────────────────────────────────────────
+
+# Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends,
+# letters that compatibility forms would change, a tag and brackets; normalised already (NFC).
+_SAMPLE: Final = (
+    ' Plain text, caf\u00e9: 12 < 34\r\n\n\t{"a": [\u65e5\u672c, \U0001f642]}\u00a0\u00bd \uff21\ufb01 </p>  '
+    " end "
+)
 _BYTE_NAME: Final = "<0x41>"  # one of SentencePiece's byte tokens, in a client's text
 _PROBES: Final[tuple[tuple[dict[str, Json], ...], ...]] = (
     ({"role": "user", "content": "x"},),
     ({"role": "system", "content": "s"}, {"role": "user", "content": "x"}),
-    ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}),
+    (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ),
 )
 
 
 @frozen(eq=False, kw_only=True)
 class LoadedTokenizer:
-    """A tokenizer ready to serve; immutable, and safe to call from several threads at once. `kind` is for people."""
+    """A tokenizer ready to serve; immutable, and safe to call from several threads at once. `kind` is for
+    people.
+    """
 
     vocab_size: int
     control: Mapping[str, int]
@@ -46,47 +223,78 @@ class LoadedTokenizer:
     _sorts_tools: bool = False
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text by the vocabulary alone, control strings spelled out. Lets other threads run: 100 KB take some 60 ms."""
-        # Only the batch call releases the GIL; the single one would hold the event loop for as long as it encodes.
+        """Ids of a text by the vocabulary alone, control strings spelled out. Lets other threads run: 100 KB
+        take some 60 ms.
+        """
+        # Only the batch call releases the GIL; the single one would hold the event loop for as long as it
+        # encodes.
         (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
         return encoded.ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one id: a control token's are its text's, an id that only pads the embedding has none. ModelError outside the vocabulary."""
+        """The bytes of one id: a control token's are its text's, an id that only pads the embedding has none.
+        ModelError outside the vocabulary.
+        """
         known = self._bytes.get(token)
         if known is not None:
             return known
         if 0 <= token < self.vocab_size:
             return b""
         raise ModelError(
-            f"token {token} is outside this model's vocabulary of {self.vocab_size}: the engine serves another model than the tokenizer's"
+            f"token {token} is outside this model's vocabulary of {self.vocab_size}: the engine serves"
+            " another model than the tokenizer's"
         )
 
     def render(
-        self, messages: Sequence[Mapping[str, Json]], *, tools: Sequence[Mapping[str, Json]], generation_prompt: bool, thinking: bool | None
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        tools: Sequence[Mapping[str, Json]],
+        generation_prompt: bool,
+        thinking: bool | None,
     ) -> str:
-        """The chat template's text. Refused where the template itself refuses the conversation; `thinking` None leaves the template's default."""
-        options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}  # DeepSeek V3.1 knows the second word
+        """The chat template's text. Refused where the template itself refuses the conversation; `thinking`
+        None leaves the template's default.
+        """
+        # DeepSeek V3.1 knows the second word
+        options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             with boundary(ModelError, "the chat template fails on this conversation"):
                 return self._apply(messages, tools, generation_prompt, options)
         except ModelError as error:
             if isinstance(error.__cause__, TemplateError):
-                raise Refused(f"the model's chat template refuses this conversation: {error.__cause__}", path="$.messages") from error
+                raise Refused(
+                    f"the model's chat template refuses this conversation: {error.__cause__}",
+                    path="$.messages",
+                ) from error
             raise
 
-    def _apply(self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Mapping[str, Json]], prompt: bool, options: Mapping[str, bool]) -> str:
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Mapping[str, Json]],
+        prompt: bool,
+        options: Mapping[str, bool],
+    ) -> str:
         shown = [_sorted(dict(tool)) for tool in tools] if self._sorts_tools else list(tools)
-        return str(self._chat.apply_chat_template(list(messages), tools=shown or None, tokenize=False, add_generation_prompt=prompt, **options))
+        return str(
+            self._chat.apply_chat_template(
+                list(messages), tools=shown or None, tokenize=False, add_generation_prompt=prompt, **options
+            )
+        )
 
 
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> LoadedTokenizer:
-    """The tokenizer in a model's folder. `vocab_size`: rows of the model's embedding, when it has more than the tokenizer knows ids.
+    """The tokenizer in a model's folder. `vocab_size`: rows of the model's embedding, when it has more than
+    the tokenizer knows ids.
 
-    ModelError, with its remedy, for a folder without tokenizer or chat template, and for one whose tokens we could not keep exactly.
+    ModelError, with its remedy, for a folder without tokenizer or chat template, and for one whose tokens we
+    could not keep exactly.
     """
     if not path.is_dir():
-        raise ModelError(f"there is no model folder at {path}: name a folder that holds tokenizer.json and a chat template")
+        raise ModelError(
+            f"there is no model folder at {path}: name a folder that holds tokenizer.json and a chat template"
+        )
     chat, sorts_tools = _with_template(path)
     try:
         return _loaded(chat, vocab_size, sorts_tools=sorts_tools)
@@ -101,12 +309,19 @@ def _with_template(path: Path) -> tuple[Any, bool]:
     if not (path / "tokenizer.json").is_file() and (path / RANKS).is_file():
         return _of_ranks(path, PreTrainedTokenizerFast)
     if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"there is no tokenizer.json in {path}: load the tokenizer once with transformers and save it there (save_pretrained)")
+        raise ModelError(
+            f"there is no tokenizer.json in {path}: load the tokenizer once with transformers and save it"
+            " there (save_pretrained)"
+        )
     with boundary(ModelError, f"the tokenizer in {path} can not be loaded"):
-        # The last is said because transformers otherwise warns of a wrong pattern in whatever folder does not name its version.
+        # The last is said because transformers otherwise warns of a wrong pattern in whatever folder does not
+        # name its version.
         chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)
     if not chat.chat_template:
-        raise ModelError(f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the folder")
+        raise ModelError(
+            f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the"
+            " folder"
+        )
     return chat, False
 
 
@@ -116,8 +331,15 @@ def _of_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
     template = path / "chat_template.jinja"
     told = template.read_text() if template.is_file() else ranked.config.get("chat_template")
     if not isinstance(told, str):
-        raise ModelError(f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the folder")
-    named = {name: ranked.config[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if isinstance(ranked.config.get(name), str)}
+        raise ModelError(
+            f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the"
+            " folder"
+        )
+    named = {
+        name: ranked.config[name]
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if isinstance(ranked.config.get(name), str)
+    }
     return kind(tokenizer_object=ranked.tokenizer, chat_template=told, **named), ranked.sorts_tools
 
 
@@ -135,7 +357,9 @@ def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTo
     loaded = LoadedTokenizer(
         vocab_size=_vocab_size(vocab_size, spelled),
         control=MappingProxyType({token.content: number for number, token in control.items()}),
-        kind=f"{kind} {type(backend.model).__name__}{', shown composed (NFC)' if normalises(backend) else ''}",
+        kind=(
+            f"{kind} {type(backend.model).__name__}{', shown composed (NFC)' if normalises(backend) else ''}"
+        ),
         plain=plain(backend, control=(token.content for token in control.values()), text=text.values()),
         bytes=spelled,
         chat=chat,
@@ -168,19 +392,31 @@ def _vocab_size(asked: int | None, spelled: Mapping[int, bytes]) -> int:
 
 
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:
-    """Try what the rest of the room relies on, once: plain ids are the model's own, bytes come back, control strings stay text."""
+    """Try what the rest of the room relies on, once: plain ids are the model's own, bytes come back, control
+    strings stay text.
+    """
     ids = loaded.encode_plain(_SAMPLE)
-    if b"".join(map(loaded.token_bytes, [*ids, *loaded.encode_plain(_BYTE_NAME)])) != (_SAMPLE + _BYTE_NAME).encode():
+    if (
+        b"".join(map(loaded.token_bytes, [*ids, *loaded.encode_plain(_BYTE_NAME)]))
+        != (_SAMPLE + _BYTE_NAME).encode()
+    ):
         raise ModelError("it does not give back the bytes of a text")
-    marks = [token.content for token in control.values() if not (token.lstrip or token.rstrip or token.single_word)][:1]
+    marks = [
+        token.content for token in control.values() if not (token.lstrip or token.rstrip or token.single_word)
+    ][:1]
     whole = backend.encode(_SAMPLE.join([*marks, *marks]) or _SAMPLE, add_special_tokens=False).ids
     around = [loaded.control[mark] for mark in marks]
     if whole != [*around, *ids, *around]:
-        raise ModelError("it encodes a text by more than its vocabulary: what stands beside a text changes the text's tokens")
+        raise ModelError(
+            "it encodes a text by more than its vocabulary: what stands beside a text changes the text's"
+            " tokens"
+        )
     forbidden = set(loaded.control.values())
     for text in loaded.control:
         if forbidden.intersection(loaded.encode_plain(text)):
-            raise ModelError(f"its vocabulary spells the control token {text!r} itself: a client's text could become one")
+            raise ModelError(
+                f"its vocabulary spells the control token {text!r} itself: a client's text could become one"
+            )
 
 
 def _sorted(value: Json) -> Json:

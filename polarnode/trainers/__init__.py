@@ -1,7 +1,9 @@
-"""A trajectory as each trainer takes it: one module a trainer, each a pure projection, field for field as that trainer documents it.
+"""A trajectory as each trainer takes it: one module a trainer, each a pure projection, field for field as
+that trainer documents it.
 
-The rule for whoever edits it: nothing is computed here that the trajectory does not say; what a format can not carry is named in its
-module's docstring, and what it needs besides (an advantage, a group's number) is an argument.
+The rule for whoever edits it: nothing is computed here that the trajectory does not say; what a format can
+not carry is named in its module's docstring, and what it needs besides (an advantage, a group's number) is an
+argument.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +12,8 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from polarnode.errors import Refused
-from polarnode.records import Trajectory
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
 from polarnode.trainers import areal, atropos, miles, nemo_rl, prime_rl, skyrl, slime, tinker, trl, verl
 from polarnode.trainers.rows import Absent, Arrays, of_roles
 
@@ -27,22 +29,50 @@ class Format:
 
 
 _FORMATS = {
-    "verl": Format(what="AgentLoopOutput fields, a row each", of_session=lambda one, arrays: verl.agent_loop_outputs(one, arrays=arrays)),
-    "slime": Format(what="Sample fields, a row each", of_session=lambda one, arrays: slime.samples(one, arrays=arrays)),
-    "miles": Format(what="Sample fields, a row each", of_session=lambda one, arrays: miles.samples(one, arrays=arrays)),
-    "trl": Format(what="what rollout_func returns for one prompt", of_session=lambda one, arrays: trl.rollout_output([one], arrays=arrays)),
-    "prime_rl": Format(what="TrainingSample fields, a row each", of_session=lambda one, arrays: prime_rl.training_samples(one, arrays=arrays)),
-    "skyrl": Format(what="a GeneratorOutput of one session", of_session=lambda one, arrays: skyrl.generator_output([one], arrays=arrays)),
-    "nemo_rl": Format(what="message_log and full_result, a row each", of_session=lambda one, arrays: nemo_rl.results(one, arrays=arrays)),
-    "tinker": Format(what="Datum fields, a row each", of_session=lambda one, arrays: tinker.datums(one, arrays=arrays)),
-    "areal": Format(what="a rollout's tensors", of_session=lambda one, arrays: areal.rollout([one], arrays=arrays)),
-    "atropos": Format(what="the ScoredData of one session", of_session=lambda one, arrays: atropos.scored_data([one], arrays=arrays)),
+    "verl": Format(
+        what="AgentLoopOutput fields, a row each",
+        of_session=lambda one, arrays: verl.agent_loop_outputs(one, arrays=arrays),
+    ),
+    "slime": Format(
+        what="Sample fields, a row each", of_session=lambda one, arrays: slime.samples(one, arrays=arrays)
+    ),
+    "miles": Format(
+        what="Sample fields, a row each", of_session=lambda one, arrays: miles.samples(one, arrays=arrays)
+    ),
+    "trl": Format(
+        what="what rollout_func returns for one prompt",
+        of_session=lambda one, arrays: trl.rollout_output([one], arrays=arrays),
+    ),
+    "prime_rl": Format(
+        what="TrainingSample fields, a row each",
+        of_session=lambda one, arrays: prime_rl.training_samples(one, arrays=arrays),
+    ),
+    "skyrl": Format(
+        what="a GeneratorOutput of one session",
+        of_session=lambda one, arrays: skyrl.generator_output([one], arrays=arrays),
+    ),
+    "nemo_rl": Format(
+        what="message_log and full_result, a row each",
+        of_session=lambda one, arrays: nemo_rl.results(one, arrays=arrays),
+    ),
+    "tinker": Format(
+        what="Datum fields, a row each", of_session=lambda one, arrays: tinker.datums(one, arrays=arrays)
+    ),
+    "areal": Format(
+        what="a rollout's tensors", of_session=lambda one, arrays: areal.rollout([one], arrays=arrays)
+    ),
+    "atropos": Format(
+        what="the ScoredData of one session",
+        of_session=lambda one, arrays: atropos.scored_data([one], arrays=arrays),
+    ),
 }
 FORMATS: Final[Mapping[str, Format]] = MappingProxyType(_FORMATS)
 
 
 def project(name: str, trajectory: Trajectory, *, arrays: Arrays = "list") -> Any:
-    """One session in the format of that name. Refused for a name that is none, and for a session that the format can not carry."""
+    """One session in the format of that name. Refused for a name that is none, and for a session that the
+    format can not carry.
+    """
     if name not in FORMATS:
         raise Refused(f"format must be one of {', '.join(FORMATS)}, not {name!r}", path="?format")
     return FORMATS[name].of_session(trajectory, arrays)

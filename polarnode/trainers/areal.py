@@ -1,8 +1,8 @@
 """AReaL: the dict of [1, T] tensors of each row, and of a whole rollout with its rows padded to one another.
 
-What it can not carry: temperatures, experts, the likeliest alternatives, versions that are no whole numbers (`number` reads yours). Versions
-are -1 on whatever was not trained here, a sample that is only context among it. AReaL takes a missing reward for 0, so that a session without
-one is refused.
+What it can not carry: temperatures, experts, the likeliest alternatives, versions that are no whole numbers
+(`number` reads yours). Versions are -1 on whatever was not trained here, a sample that is only context among
+it. AReaL takes a missing reward for 0, so that a session without one is refused.
 """
 
 from collections.abc import Iterable
@@ -10,35 +10,64 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trajectory
-from polarnode.trainers.rows import Array, Arrays, Native, Number, Row, given, rows_of, sessions, version_array, version_number
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+from polarnode.trainers.rows import (
+    Array,
+    Arrays,
+    Native,
+    Number,
+    Row,
+    given,
+    rows_of,
+    sessions,
+    version_array,
+    version_number,
+)
 
 NAMES: Final = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
-NOTHING: Final = {"versions": -1}  # what padding is, where it is not 0: AReaL takes whatever is 0 or more for generated, and pads with 0 itself
+# what padding is, where it is not 0: AReaL takes whatever is 0 or more for generated, and pads with 0 itself
+NOTHING: Final = {"versions": -1}
 
 
-def tensors(trajectory: Trajectory, *, number: Number = version_number, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T], attention_mask bool[1, T], rewards float32[1]."""
-    found: list[dict[str, Any]] = given([_tensors(row, number) for row in rows_of(trajectory)], arrays, TENSORS)
+def tensors(
+    trajectory: Trajectory, *, number: Number = version_number, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
+    """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T],
+    attention_mask bool[1, T], rewards float32[1].
+    """
+    found: list[dict[str, Any]] = given(
+        [_tensors(row, number) for row in rows_of(trajectory)], arrays, TENSORS
+    )
     return found
 
 
-def rollout(group: Group | Iterable[Trajectory], *, number: Number = version_number, arrays: Arrays = "list") -> dict[str, Any] | None:
-    """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None, which AReaL drops, for no row."""
+def rollout(
+    group: Group | Iterable[Trajectory], *, number: Number = version_number, arrays: Arrays = "list"
+) -> dict[str, Any] | None:
+    """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None,
+    which AReaL drops, for no row.
+    """
     rows = [_tensors(row, number) for each in sessions(group) for row in rows_of(each)]
     if not rows:
         return None
     longest = max(each["input_ids"].shape[1] for each in rows)
-    found: dict[str, Any] = given({name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in NAMES}, arrays, TENSORS)
+    found: dict[str, Any] = given(
+        {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in NAMES},
+        arrays,
+        TENSORS,
+    )
     return found
 
 
 def _tensors(row: Row, number: Number) -> dict[str, Array]:
     if row.reward is None:
-        raise Refused(f"session {row.trajectory.session_id} has no reward, and AReaL would take that for 0: leave the session out")
+        raise Refused(
+            f"session {row.trajectory.session_id} has no reward, and AReaL would take that for 0: leave the"
+            " session out"
+        )
     return {
         "input_ids": row.tokens.astype(numpy.int64)[None],
         "loss_mask": row.mask.astype(numpy.int64)[None],

@@ -1,8 +1,9 @@
 """Atropos: the `ScoredData` of one group, which is one POST to its API's /scored_data.
 
-Masks hold the token itself where it is trained and -100 elsewhere, logprobs 1.0 elsewhere. What it can not carry: weight versions,
-temperatures but for one for all, experts, which row is of which session. Its trainers compare the scores of a group's sequences: a session of
-several rows counts there as often as it has rows, so give `advantages`, which were made session by session, when one has.
+Masks hold the token itself where it is trained and -100 elsewhere, logprobs 1.0 elsewhere. What it can not
+carry: weight versions, temperatures but for one for all, experts, which row is of which session. Its trainers
+compare the scores of a group's sequences: a session of several rows counts there as often as it has rows, so
+give `advantages`, which were made session by session, when one has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,9 +11,9 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trajectory
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
 from polarnode.trainers.rows import Array, Arrays, Row, given, rows_of, sessions
 
 IGNORED: Final = -100  # the label that losses pass over
@@ -27,7 +28,9 @@ def scored_data(
     generation_params: Mapping[str, Any] | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """The ScoredData of these sessions, a sequence a row. `advantages` are by session id, said again for each trained token."""
+    """The ScoredData of these sessions, a sequence a row. `advantages` are by session id, said again for each
+    trained token.
+    """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
         raise Refused("no session of this group has a row: there is nothing to post")
@@ -36,7 +39,9 @@ def scored_data(
         "masks": [numpy.where(row.mask == 1, row.tokens, IGNORED) for row in rows],
         "scores": [_score(row) for row in rows],
         "advantages": None if advantages is None else [_advantages(row, advantages) for row in rows],
-        "inference_logprobs": [numpy.where(row.mask == 1, row.logprobs, numpy.float32(NO_LOGPROB)) for row in rows],
+        "inference_logprobs": [
+            numpy.where(row.mask == 1, row.logprobs, numpy.float32(NO_LOGPROB)) for row in rows
+        ],
         "generation_params": None if generation_params is None else dict(generation_params),
         "env_id": env_id,
     }
@@ -46,7 +51,10 @@ def scored_data(
 
 def _score(row: Row) -> float:
     if row.reward is None:
-        raise Refused(f"session {row.trajectory.session_id} has no reward, and Atropos wants a score for each sequence: leave the session out")
+        raise Refused(
+            f"session {row.trajectory.session_id} has no reward, and Atropos wants a score for each sequence:"
+            " leave the session out"
+        )
     return float(row.reward)
 
 

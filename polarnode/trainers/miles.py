@@ -1,7 +1,8 @@
 """miles: the fields of its `Sample` for each row, and the tensors its session server sends.
 
-A Sample is slime's but for names and types: experts are an int32 array [T - 1, layers, top_k], and a routing key stands where slime has a
-session id. What it can not carry is what slime's can not; `rollout_indexer_topk` stays None, because the engine hosts report no indexer.
+A Sample is slime's but for names and types: experts are an int32 array [T - 1, layers, top_k], and a routing
+key stands where slime has a session id. What it can not carry is what slime's can not; `rollout_indexer_topk`
+stays None, because the engine hosts report no indexer.
 """
 
 from collections.abc import Iterable
@@ -9,13 +10,18 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.groups import Group
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
 from polarnode.trainers import slime
 from polarnode.trainers.rows import Arrays, Native, given, sessions
 
 SLIMES: Final = ("session_id",)  # a field of slime's that miles has not
-ALSO: Final[dict[str, Any]] = {"rollout_indexer_topk": None, "opd_reverse_kl": None, "adapter": None, "reward_spec": None}
+ALSO: Final[dict[str, Any]] = {
+    "rollout_indexer_topk": None,
+    "opd_reverse_kl": None,
+    "adapter": None,
+    "reward_spec": None,
+}
 SAMPLE: Final[Native] = {"rollout_routed_experts": "numpy"}
 WIRE: Final[Native] = {"tensors": "numpy"}
 
@@ -27,23 +33,35 @@ def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **said: Any) -> 
     return found
 
 
-def group_samples(group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any) -> list[dict[str, Any]]:
-    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index` counts all of them."""
+def group_samples(
+    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any
+) -> list[dict[str, Any]]:
+    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index`
+    counts all of them.
+    """
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):
-        found += samples(trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said)
+        found += samples(
+            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said
+        )
     return found
 
 
 def session_tensors(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """What miles' session server answers for each row: `tensors` in its types, and the JSON `metadata` beside them."""
+    """What miles' session server answers for each row: `tensors` in its types, and the JSON `metadata` beside
+    them.
+    """
     packed = [each for each in slime.samples(trajectory, arrays="numpy") if not each["remove_sample"]]
     found: list[dict[str, Any]] = given([_wire(each) for each in packed], arrays, WIRE)
     return found
 
 
 def _renamed(sample: dict[str, Any], trajectory: Trajectory) -> dict[str, Any]:
-    return {name: value for name, value in sample.items() if name not in SLIMES} | ALSO | {"routing_key": trajectory.session_id}
+    return (
+        {name: value for name, value in sample.items() if name not in SLIMES}
+        | ALSO
+        | {"routing_key": trajectory.session_id}
+    )
 
 
 def _wire(sample: dict[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,34 @@
 """NeMo RL: a `message_log` for each row, and the output items of NeMo Gym that NeMo RL makes one from.
 
-In a message log whatever an assistant says is trained, so that a sample which is only context stands as the user's. What it can not carry:
-weight versions, temperatures, the likeliest alternatives, rewards of turns; words, unless `decode` is given. The experts of a row's last token,
-from which nothing was computed, are zeros.
+In a message log whatever an assistant says is trained, so that a sample which is only context stands as the
+user's. What it can not carry: weight versions, temperatures, the likeliest alternatives, rewards of turns;
+words, unless `decode` is given. The experts of a row's last token, from which nothing was computed, are
+zeros.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 from polarnode.trainers.rows import Array, Arrays, Native, Row, given, padded, routed, rows_of, stretches
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's
 LOG: Final[Native] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
 
 
-def results(trajectory: Trajectory, *, decode: Decode | None = None, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """What a rollout gives NeMo RL, for each row: `message_log`, `input_message_log` (what was asked) and `full_result` with the reward."""
+def results(
+    trajectory: Trajectory, *, decode: Decode | None = None, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
+    """What a rollout gives NeMo RL, for each row: `message_log`, `input_message_log` (what was asked) and
+    `full_result` with the reward.
+    """
     found: list[dict[str, Any]] = given([_result(row, decode) for row in rows_of(trajectory)], arrays, LOG)
     return found
 
 
 def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
-    """For each row what the output items of its trained turns carry, in order: each prompt holds all that was there before it.
+    """For each row what the output items of its trained turns carry, in order: each prompt holds all that was
+    there before it.
 
     `routed_experts` are of the positions from 0 to the item's last but one.
     """
@@ -49,7 +55,9 @@ def _result(row: Row, decode: Decode | None) -> dict[str, Any]:
 
 
 def _places(row: Row) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, trained), each trained sample a stretch of its own, even where one follows another without a word between."""
+    """(start, end, trained), each trained sample a stretch of its own, even where one follows another without
+    a word between.
+    """
     cuts = {span.start for span in row.trained_spans}
     for start, end, value in stretches(row.mask):
         inner = sorted(cut for cut in cuts if start < cut < end)
@@ -57,10 +65,16 @@ def _places(row: Row) -> Iterator[tuple[int, int, bool]]:
             yield first, last, value == 1
 
 
-def _message(row: Row, place: tuple[int, int, bool], decode: Decode | None, experts: Array | None) -> dict[str, Any]:
+def _message(
+    row: Row, place: tuple[int, int, bool], decode: Decode | None, experts: Array | None
+) -> dict[str, Any]:
     start, end, trained = place
     ids = row.tokens[start:end]
-    said: dict[str, Any] = {"role": "assistant" if trained else "user", "content": "" if decode is None else decode(ids.tolist()), "token_ids": ids}
+    said: dict[str, Any] = {
+        "role": "assistant" if trained else "user",
+        "content": "" if decode is None else decode(ids.tolist()),
+        "token_ids": ids,
+    }
     if trained:
         said["generation_logprobs"] = row.logprobs[start:end]
     return said if experts is None else said | {"routed_experts": experts[start:end]}

@@ -1,20 +1,24 @@
-"""prime-rl: the fields of a `TrainingSample` for each row, and the same as the array that its msgspec structs are on the wire.
+"""prime-rl: the fields of a `TrainingSample` for each row, and the same as the array that its msgspec structs
+are on the wire.
 
-Everything is as long as the row. `temperatures` are 1 and `advantages` 0 where nothing is trained; experts have a row of zeros for the last
-token. What it can not carry: weight versions (prime-rl counts them a rollout, outside of the sample), rewards, the likeliest alternatives,
-which session a row is of. A sample of a row that was cut (`part`) says nothing of its place in the whole.
+Everything is as long as the row. `temperatures` are 1 and `advantages` 0 where nothing is trained; experts
+have a row of zeros for the last token. What it can not carry: weight versions (prime-rl counts them a
+rollout, outside of the sample), rewards, the likeliest alternatives, which session a row is of. A sample of a
+row that was cut (`part`) says nothing of its place in the whole.
 """
 
 from typing import Any, Final
 
 import numpy
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 from polarnode.trainers.rows import Array, Arrays, Row, given, padded, routed, rows_of, temperatures
 
-# The struct's fields in their order, which is all that an array_like struct has on the wire. The seventh holds tensors of images.
+# The struct's fields in their order, which is all that an array_like struct has on the wire. The seventh
+# holds tensors of images.
 FIELDS: Final = (
-    "token_ids", "mask", "logprobs", "temperatures", "env_name", "ref_logprobs", "mm_kwargs", "routed_experts", "mm_token_type_ids",
+    "token_ids", "mask", "logprobs", "temperatures", "env_name", "ref_logprobs",
+    "mm_kwargs", "routed_experts", "mm_token_type_ids",
     "rl_weights", "ce_weights", "ref_kl_weights", "advantages",
 )  # fmt: skip
 
@@ -27,7 +31,8 @@ def training_samples(
     temperature: float | None = None,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A TrainingSample for each row. `advantage` is the session's, said again for each trained token; without one the field is None.
+    """A TrainingSample for each row. `advantage` is the session's, said again for each trained token; without
+    one the field is None.
 
     `temperature` stands in for turns that the reader does not have; `routed_experts.data` stays bytes.
     """
@@ -37,10 +42,14 @@ def training_samples(
 
 
 def on_the_wire(sample: dict[str, Any]) -> list[Any]:
-    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` is what it would encode, byte for byte."""
+    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` is what it would encode,
+    byte for byte.
+    """
     values = [sample[name] for name in FIELDS]
     if sample["routed_experts"] is not None:
-        values[FIELDS.index("routed_experts")] = [sample["routed_experts"][name] for name in ("data", "shape", "dtype")]
+        values[FIELDS.index("routed_experts")] = [
+            sample["routed_experts"][name] for name in ("data", "shape", "dtype")
+        ]
     return values
 
 

@@ -1,7 +1,8 @@
 """What every format is made of: the rows of a session that teach, and what each of their tokens is.
 
-The rule for whoever edits it: everything here reads a trace and says it again in another order or with another name; a number that a
-trajectory does not have is refused with the remedy, never made up. Numbers stay packed (numpy) until `given` says them as the caller wants.
+The rule for whoever edits it: everything here reads a trace and says it again in another order or with
+another name; a number that a trajectory does not have is refused with the remedy, never made up. Numbers stay
+packed (numpy) until `given` says them as the caller wants.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,13 +13,15 @@ from typing import Any, Final, Literal
 import numpy
 from attrs import evolve, frozen
 
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trace, Trajectory, Turn, TurnRole, TurnSpan
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trace, Trajectory, Turn, TurnRole, TurnSpan
+from polarnode.groups.group import Group
 
-# How arrays are handed over: all as lists (the default of every format, fit for JSON), all as numpy's or torch's, or as the trainer documents each.
+# How arrays are handed over: all as lists (the default of every format, fit for JSON), all as numpy's or
+# torch's, or as the trainer documents each.
 Arrays = Literal["list", "numpy", "torch", "native"]
-Native = Mapping[str, Literal["numpy", "torch"]]  # which fields a trainer documents as arrays; its other ones are lists
+# which fields a trainer documents as arrays; its other ones are lists
+Native = Mapping[str, Literal["numpy", "torch"]]
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[str], int]  # a weight version as the whole number that a trainer counts in
 
@@ -71,18 +74,24 @@ class Row:
     @property
     def trained_spans(self) -> tuple[TurnSpan, ...]:
         """The samples of it that are trained, at least in part."""
-        return tuple(span for span in self.trace.turn_spans if self.trace.loss_mask.find(1, span.start, span.end) >= 0)
+        return tuple(
+            span for span in self.trace.turn_spans if self.trace.loss_mask.find(1, span.start, span.end) >= 0
+        )
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The calls whose samples it trains, as far as the reader has them: a trajectory read with `turns=table` has none."""
+        """The calls whose samples it trains, as far as the reader has them: a trajectory read with
+        `turns=table` has none.
+        """
         known = {turn.index: turn for turn in self.trajectory.turns}
         return tuple(known[span.turn] for span in self.trained_spans if span.turn in known)
 
 
 @frozen(kw_only=True)
 class Absent:
-    """What stands in for a session without a row where a format wants one for each: a token that is never trained, and its reward."""
+    """What stands in for a session without a row where a format wants one for each: a token that is never
+    trained, and its reward.
+    """
 
     token_id: int
     reward: float | None = None
@@ -91,11 +100,16 @@ class Absent:
 def rows_of(trajectory: Trajectory) -> tuple[Row, ...]:
     """The rows of a session that train a token, in order. None for one that ended before it sampled."""
     teaching = [trace for trace in trajectory.traces if 1 in trace.loss_mask]
-    return tuple(Row(trajectory=trajectory, trace=trace, index=index, count=len(teaching)) for index, trace in enumerate(teaching))
+    return tuple(
+        Row(trajectory=trajectory, trace=trace, index=index, count=len(teaching))
+        for index, trace in enumerate(teaching)
+    )
 
 
 def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
-    """The trajectory with the traces of these roles alone: for a format that takes one row a session, or a trainer that wants no compaction."""
+    """The trajectory with the traces of these roles alone: for a format that takes one row a session, or a
+    trainer that wants no compaction.
+    """
     return evolve(trajectory, traces=tuple(trace for trace in trajectory.traces if trace.role in roles))
 
 
@@ -109,8 +123,9 @@ def only_row(trajectory: Trajectory) -> Row:
     found = rows_of(trajectory)
     if len(found) != 1:
         raise Refused(
-            f"session {trajectory.session_id} has {len(found)} rows and this format takes one a session: keep one with "
-            "polarnode.trainers.of_roles, choose a builder that makes one, or leave the session out"
+            f"session {trajectory.session_id} has {len(found)} rows and this format takes one a session: keep"
+            " one with polarnode.trainers.rows.of_roles, choose a builder that makes one, or leave the"
+            " session out"
         )
     return found[0]
 
@@ -119,14 +134,21 @@ def only_row(trajectory: Trajectory) -> Row:
 
 
 def version_number(version: str) -> int:
-    """A version that is a whole number in digits. Refused otherwise: pass your own reading of your versions as `number`."""
+    """A version that is a whole number in digits. Refused otherwise: pass your own reading of your versions
+    as `number`.
+    """
     if not (version.isascii() and version.isdigit()):
-        raise Refused(f"the weight version {version!r} is no whole number, which this format counts in: pass number=, a function of a version")
+        raise Refused(
+            f"the weight version {version!r} is no whole number, which this format counts in: pass number=, a"
+            " function of a version"
+        )
     return int(version)
 
 
 def versions_of(row: Row) -> tuple[str, ...]:
-    """The weight versions that its trained tokens were sampled by, one for each stretch of a sample, in order."""
+    """The weight versions that its trained tokens were sampled by, one for each stretch of a sample, in
+    order.
+    """
     mask = row.trace.loss_mask
     return tuple(span.version for span in row.trace.version_spans if mask.find(1, span.start, span.end) >= 0)
 
@@ -138,7 +160,10 @@ def version_array(row: Row, number: Number) -> Array:
         found[span.start : span.end] = number(span.version)
     found[row.mask == 0] = NOT_SAMPLED
     if bool((found[row.mask == 1] == NOT_SAMPLED).any()):
-        raise Refused(f"{row.name} has trained tokens without a weight version, which this format needs for each: it was not made by this node")
+        raise Refused(
+            f"{row.name} has trained tokens without a weight version, which this format needs for each: it"
+            " was not made by this node"
+        )
     return found
 
 
@@ -146,14 +171,19 @@ def version_array(row: Row, number: Number) -> Array:
 
 
 def temperatures(row: Row, temperature: float | None) -> Array:
-    """float64[T]: what each trained token was sampled with, 1 on every other. `temperature` stands in where its turn is not known."""
+    """float64[T]: what each trained token was sampled with, 1 on every other. `temperature` stands in where
+    its turn is not known.
+    """
     known = {turn.index: turn.used.temperature for turn in row.trajectory.turns}
     found = numpy.ones(len(row.tokens), dtype=numpy.float64)
     for span in row.trained_spans:
         used = known.get(span.turn)
         used = temperature if used is None else used
         if used is None:
-            raise Refused(f"{row.name} does not say the temperature of turn {span.turn}: read it with turns=full, or pass temperature=")
+            raise Refused(
+                f"{row.name} does not say the temperature of turn {span.turn}: read it with turns=full, or"
+                " pass temperature="
+            )
         found[span.start : span.end] = used
     found[row.mask == 0] = 1.0
     return found
@@ -163,7 +193,9 @@ def temperatures(row: Row, temperature: float | None) -> Array:
 
 
 def routed(row: Row) -> Array | None:
-    """uint8 or int16 [T - 1, layers, top_k]: the experts of every position but the last. None where they are not carried."""
+    """uint8 or int16 [T - 1, layers, top_k]: the experts of every position but the last. None where they are
+    not carried.
+    """
     carried = row.trace.routed
     if carried is None:
         return None
@@ -175,15 +207,22 @@ def padded(values: Array, rows: int) -> Array:
     """The same with rows of zeros behind, as trainers that want one for each token have it."""
     if len(values) == rows:
         return values
-    return numpy.concatenate([values, numpy.zeros((rows - len(values), *values.shape[1:]), dtype=values.dtype)])
+    return numpy.concatenate(
+        [values, numpy.zeros((rows - len(values), *values.shape[1:]), dtype=values.dtype)]
+    )
 
 
 def top_logprobs(row: Row) -> tuple[Array, Array] | None:
-    """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None where they are not carried."""
+    """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None where they are
+    not carried.
+    """
     top = row.trace.top
     if top is None:
         return None
-    ids, logprobs = numpy.frombuffer(top.ids, dtype=numpy.int32), numpy.frombuffer(top.logprobs, dtype=numpy.float32)
+    ids, logprobs = (
+        numpy.frombuffer(top.ids, dtype=numpy.int32),
+        numpy.frombuffer(top.logprobs, dtype=numpy.float32),
+    )
     return ids.reshape(-1, top.k), logprobs.reshape(-1, top.k)
 
 
@@ -191,7 +230,9 @@ def top_logprobs(row: Row) -> tuple[Array, Array] | None:
 
 
 def given(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:
-    """The same with every array as `arrays` says; `native` is for that word, by the name of the field an array stands in."""
+    """The same with every array as `arrays` says; `native` is for that word, by the name of the field an
+    array stands in.
+    """
     if isinstance(value, numpy.ndarray):
         return _array(value, "list" if arrays == "native" else arrays)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """SkyRL: a `GeneratorOutput` for a batch of sessions.
 
-With several rows a session it is step-wise: rows in order, `is_last_step` closing each session. SkyRL then gives all of them the advantage of
-the last one's reward, so that lineages with rewards of their own are refused. What it can not carry: weight versions, temperatures, the
-likeliest alternatives, rewards of turns.
+With several rows a session it is step-wise: rows in order, `is_last_step` closing each session. SkyRL then
+gives all of them the advantage of the last one's reward, so that lineages with rewards of their own are
+refused. What it can not carry: weight versions, temperatures, the likeliest alternatives, rewards of turns.
 """
 
 from collections.abc import Iterable
@@ -10,11 +10,23 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.conversation import FinishReason
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trajectory
-from polarnode.trainers.rows import Absent, Array, Arrays, Native, Row, given, only_row, padded, routed, rows_of, sessions
+from polarnode.core.conversation import FinishReason
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+from polarnode.trainers.rows import (
+    Absent,
+    Array,
+    Arrays,
+    Native,
+    Row,
+    given,
+    only_row,
+    padded,
+    routed,
+    rows_of,
+    sessions,
+)
 
 # SkyRL knows stop and length, and treats whatever is not stop as unfinished.
 STOPS: Final[dict[FinishReason, str]] = {
@@ -25,7 +37,8 @@ STOPS: Final[dict[FinishReason, str]] = {
     "abort": "abort",
     "error": "error",
 }
-STAND_IN: Final = "absent"  # the stop reason of what stands in for a session; for SkyRL whatever is not stop is unfinished
+# the stop reason of what stands in for a session; for SkyRL whatever is not stop is unfinished
+STAND_IN: Final = "absent"
 OUTPUT: Final[Native] = {"rollout_expert_indices": "numpy"}
 
 
@@ -37,10 +50,12 @@ def generator_output(
     experts: bool = True,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """The GeneratorOutput of these sessions, in their order. `step_wise` is whether a session may have several rows: if one has, unless said.
+    """The GeneratorOutput of these sessions, in their order. `step_wise` is whether a session may have
+    several rows: if one has, unless said.
 
-    A session without a row or a reward is refused: `absent` says what stands in for it, with a reward, and nothing of it is trained. A batch of
-    which some rows carry their experts and some do not is refused, too: `experts=False` leaves them all out.
+    A session without a row or a reward is refused: `absent` says what stands in for it, with a reward, and
+    nothing of it is trained. A batch of which some rows carry their experts and some do not is refused, too:
+    `experts=False` leaves them all out.
     """
     given_sessions = sessions(group)
     wise = any(len(rows_of(each)) > 1 for each in given_sessions) if step_wise is None else step_wise
@@ -58,17 +73,27 @@ def generator_output(
 
 
 def _entries(trajectory: Trajectory, step_wise: bool, absent: Absent | None) -> list[dict[str, Any]]:
-    rows = rows_of(trajectory) if step_wise else (() if absent is not None and not rows_of(trajectory) else (only_row(trajectory),))
+    rows = (
+        rows_of(trajectory)
+        if step_wise
+        else (() if absent is not None and not rows_of(trajectory) else (only_row(trajectory),))
+    )
     if not rows:
         return [_stand_in(trajectory, absent)]
     if len({row.reward for row in rows}) > 1:
-        raise Refused(f"the rows of session {trajectory.session_id} have different rewards, and SkyRL gives all of them the last one's")
+        raise Refused(
+            f"the rows of session {trajectory.session_id} have different rewards, and SkyRL gives all of them"
+            " the last one's"
+        )
     return [_entry(row) for row in rows]
 
 
 def _entry(row: Row) -> dict[str, Any]:
     if row.reward is None:
-        raise Refused(f"session {row.trajectory.session_id} has no reward, and SkyRL wants one for each row: leave the session out")
+        raise Refused(
+            f"session {row.trajectory.session_id} has no reward, and SkyRL wants one for each row: leave the"
+            " session out"
+        )
     experts = routed(row)
     return {
         "prompt_token_ids": row.tokens[: row.prompt],
@@ -88,15 +113,18 @@ def _whose(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "trajectory_ids": {"instance_id": trajectory.group_id, "repetition_id": trajectory.sample_index},
         "trajectory_generation_times": trajectory.timing.run_s,
-        "env_metrics": {**(evaluation if isinstance(evaluation, dict) else {}), "outcome": trajectory.outcome.status},
+        "env_metrics": {
+            **(evaluation if isinstance(evaluation, dict) else {}),
+            "outcome": trajectory.outcome.status,
+        },
     }
 
 
 def _stand_in(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
     if absent is None or absent.reward is None:
         raise Refused(
-            f"session {trajectory.session_id} has no row to train, and SkyRL wants one for each prompt: leave it out, or pass "
-            "absent=Absent(token_id=…, reward=…)"
+            f"session {trajectory.session_id} has no row to train, and SkyRL wants one for each prompt: leave"
+            " it out, or pass absent=Absent(token_id=…, reward=…)"
         )
     token = numpy.array([absent.token_id])
     return {
@@ -113,15 +141,23 @@ def _stand_in(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
 
 
 def _all_or_none(columns: dict[str, list[Any]]) -> list[Array] | None:
-    """SkyRL has the experts of every row of a batch, or of none. What stands in for a row has none, and gets zeros."""
+    """SkyRL has the experts of every row of a batch, or of none. What stands in for a row has none, and gets
+    zeros.
+    """
     found: list[Array | None] = columns["rollout_expert_indices"]
     there = [each for each in found if each is not None]
     if not there:
         return None
-    return [each if each is not None else _no_experts(there[0], reason) for each, reason in zip(found, columns["stop_reasons"], strict=True)]
+    return [
+        each if each is not None else _no_experts(there[0], reason)
+        for each, reason in zip(found, columns["stop_reasons"], strict=True)
+    ]
 
 
 def _no_experts(like: Array, stop_reason: str) -> Array:
     if stop_reason != STAND_IN:
-        raise Refused("some of these rows carry their experts and some do not, and SkyRL has those of all or of none: pass experts=False")
+        raise Refused(
+            "some of these rows carry their experts and some do not, and SkyRL has those of all or of none:"
+            " pass experts=False"
+        )
     return numpy.zeros((2, *like.shape[1:]), dtype=like.dtype)

@@ -1,9 +1,10 @@
 """slime: the fields of a `Sample` for each row, as `Sample.from_dict` takes them.
 
-What a Sample can not carry: a weight version for each token (it lists one for each stretch of a sample), a temperature, the likeliest
-alternatives. slime normalises rewards over the samples of a group: a session of several rows counts there as often as it has rows, unless
-your reward post-processing counts by `rollout_id`, which all rows of one session share. A session without a row is one Sample without tokens
-and with `remove_sample`, so that a group keeps its size and the status says what became of it.
+What a Sample can not carry: a weight version for each token (it lists one for each stretch of a sample), a
+temperature, the likeliest alternatives. slime normalises rewards over the samples of a group: a session of
+several rows counts there as often as it has rows, unless your reward post-processing counts by `rollout_id`,
+which all rows of one session share. A session without a row is one Sample without tokens and with
+`remove_sample`, so that a group keeps its size and the status says what became of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,15 +12,16 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.groups import Group
-from polarnode.records import Status, Trajectory
+from polarnode.core.trajectory import Status, Trajectory
+from polarnode.groups.group import Group
 from polarnode.trainers.rows import Array, Arrays, Native, Row, given, routed, rows_of, sessions, versions_of
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's
 
 SAMPLE: Final[Native] = {"rollout_routed_experts": "torch"}
 
-# slime's words: aborted may be tried again, failed went wrong and may hold valid output, truncated met a limit.
+# slime's words: aborted may be tried again, failed went wrong and may hold valid output, truncated met a
+# limit.
 STATUS: Final[dict[Status, str]] = {
     "completed": "completed",
     "timeout": "truncated",
@@ -54,11 +56,17 @@ def samples(
     return listed
 
 
-def group_samples(group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any) -> list[dict[str, Any]]:
-    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index` counts all of them."""
+def group_samples(
+    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any
+) -> list[dict[str, Any]]:
+    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index`
+    counts all of them.
+    """
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):
-        found += samples(trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said)
+        found += samples(
+            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said
+        )
     return found
 
 
@@ -116,7 +124,21 @@ def _status(row: Row) -> str:
 
 
 def _own(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
-    place = {} if row is None else {"row": row.index, "rows": row.count, "role": row.trace.role, "part": row.trace.part, "parts": row.trace.parts}
+    place = (
+        {}
+        if row is None
+        else {
+            "row": row.index,
+            "rows": row.count,
+            "role": row.trace.role,
+            "part": row.trace.part,
+            "parts": row.trace.parts,
+        }
+    )
     outcome = trajectory.outcome
-    said = {"task_id": trajectory.task_id, "group_id": trajectory.group_id, "sample_index": trajectory.sample_index}
+    said = {
+        "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+    }
     return said | {"outcome": outcome.status, "reason": outcome.reason} | place

@@ -1,27 +1,35 @@
-"""Tinker: a `Datum` for each row, shifted by one as its losses want it: the input is every token but the last, the targets every one but the first.
+"""Tinker: a `Datum` for each row, shifted by one as its losses want it: the input is every token but the
+last, the targets every one but the first.
 
-What a Datum can not carry: weight versions, temperatures, experts, rewards and which session it is of: keep those beside it. A row whose first
-token is trained has nothing that this token would be the target of, and is refused.
+What a Datum can not carry: weight versions, temperatures, experts, rewards and which session it is of: keep
+those beside it. A row whose first token is trained has nothing that this token would be the target of, and is
+refused.
 """
 
 from typing import Any, Final, Literal
 
 import numpy
 
-from polarnode.errors import Refused
-from polarnode.records import Trajectory
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
 from polarnode.trainers.rows import Array, Arrays, Native, Row, given, rows_of
 
 Kind = Literal["int64", "float32"]
 DATUM: Final[Native] = {"data": "numpy"}
 
 
-def datums(trajectory: Trajectory, *, advantage: float | None = None, mask: bool = True, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """A Datum for each row, for losses of reinforcement learning: `target_tokens`, `logprobs`, and `advantages` when one is given.
+def datums(
+    trajectory: Trajectory, *, advantage: float | None = None, mask: bool = True, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
+    """A Datum for each row, for losses of reinforcement learning: `target_tokens`, `logprobs`, and
+    `advantages` when one is given.
 
-    `mask` is the cookbook's, which takes it out again before forward_backward; leave it away when you call that yourself.
+    `mask` is the cookbook's, which takes it out again before forward_backward; leave it away when you call
+    that yourself.
     """
-    found: list[dict[str, Any]] = given([_datum(row, _sampled(row, advantage, mask)) for row in rows_of(trajectory)], arrays, DATUM)
+    found: list[dict[str, Any]] = given(
+        [_datum(row, _sampled(row, advantage, mask)) for row in rows_of(trajectory)], arrays, DATUM
+    )
     return found
 
 
@@ -34,15 +42,25 @@ def supervised_datums(trajectory: Trajectory, *, arrays: Arrays = "list") -> lis
 
 def _datum(row: Row, inputs: dict[str, Any]) -> dict[str, Any]:
     if row.mask[0]:
-        raise Refused(f"the first token of {row.name} is trained, and Tinker's shift has no place for it: nothing stands before it")
+        raise Refused(
+            f"the first token of {row.name} is trained, and Tinker's shift has no place for it: nothing"
+            " stands before it"
+        )
     chunk = {"type": "encoded_text", "tokens": row.tokens[:-1]}
-    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": _tensor(row.tokens[1:], "int64"), **inputs}}
+    return {
+        "model_input": {"chunks": [chunk]},
+        "loss_fn_inputs": {"target_tokens": _tensor(row.tokens[1:], "int64"), **inputs},
+    }
 
 
 def _sampled(row: Row, advantage: float | None, mask: bool) -> dict[str, Any]:
     trained = row.mask[1:]
     said = {"logprobs": _tensor(row.logprobs[1:], "float32")}
-    said |= {} if advantage is None else {"advantages": _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")}
+    said |= (
+        {}
+        if advantage is None
+        else {"advantages": _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")}
+    )
     return said | ({"mask": _tensor(trained, "float32")} if mask else {})
 
 

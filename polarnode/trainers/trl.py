@@ -1,9 +1,12 @@
-"""TRL (1.16): what a GRPOTrainer's `rollout_func` returns, and the rows of async GRPO (turns, training sequences, rollout samples).
+"""TRL (1.16): what a GRPOTrainer's `rollout_func` returns, and the rows of async GRPO (turns, training
+sequences, rollout samples).
 
-What `rollout_func` can not carry: several rows a session (it takes one completion a prompt: keep one row with `of_roles`, or train the rest
-elsewhere), weight versions, experts; the likeliest alternatives, of which it wants a row for every token and not for the trained ones alone.
-TRL compares `logprobs` with its own only where it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`: of a row
-that several weights sampled it is the oldest, by which TRL drops stale rows, and `metrics` then counts them as `weight_versions`.
+What `rollout_func` can not carry: several rows a session (it takes one completion a prompt: keep one row with
+`of_roles`, or train the rest elsewhere), weight versions, experts; the likeliest alternatives, of which it
+wants a row for every token and not for the trained ones alone. TRL compares `logprobs` with its own only
+where it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`: of a row that
+several weights sampled it is the oldest, by which TRL drops stale rows, and `metrics` then counts them as
+`weight_versions`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +14,36 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trajectory
-from polarnode.trainers.rows import Absent, Arrays, Native, Number, Row, given, only_row, rows_of, sessions, version_number, versions_of
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+from polarnode.trainers.rows import (
+    Absent,
+    Arrays,
+    Native,
+    Number,
+    Row,
+    given,
+    only_row,
+    rows_of,
+    sessions,
+    version_number,
+    versions_of,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 ROLLOUT: Final[Native] = {"input_ids": "numpy", "completion_mask": "numpy", "old_log_probs": "numpy"}
 
 
-def rollout_output(group: Group | Iterable[Trajectory], *, absent: Absent | None = None, arrays: Arrays = "list") -> dict[str, Any]:
-    """What `rollout_func` returns for these sessions, in their order: one for each prompt that it was called with.
+def rollout_output(
+    group: Group | Iterable[Trajectory], *, absent: Absent | None = None, arrays: Arrays = "list"
+) -> dict[str, Any]:
+    """What `rollout_func` returns for these sessions, in their order: one for each prompt that it was called
+    with.
 
-    `reward` and the ids beside it reach reward functions by name; a reward is None where there was none, which TRL trains nothing on. A
-    session without a row is refused unless `absent` says what stands in its place; nothing of that is trained.
+    `reward` and the ids beside it reach reward functions by name; a reward is None where there was none,
+    which TRL trains nothing on. A session without a row is refused unless `absent` says what stands in its
+    place; nothing of that is trained.
     """
     rows = [_rollout(each, absent) for each in sessions(group)]
     if not rows:
@@ -34,15 +53,21 @@ def rollout_output(group: Group | Iterable[Trajectory], *, absent: Absent | None
 
 
 def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
-    """For each row its TurnRecords: every prompt whole, every sample with the mask of what is trained of it."""
+    """For each row its TurnRecords: every prompt whole, every sample with the mask of what is trained
+    of it.
+    """
     found: list[list[dict[str, Any]]] = given([_turns(row) for row in rows_of(trajectory)], arrays)
     return found
 
 
-def training_sequences(trajectory: Trajectory, *, rollout_id: Any = None, arrays: Arrays = "list") -> list[dict[str, Any]]:
+def training_sequences(
+    trajectory: Trajectory, *, rollout_id: Any = None, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
     """A TrainingSequence for each row; `rollout_id` is the session's id unless said."""
     whose = trajectory.session_id if rollout_id is None else rollout_id
-    found: list[dict[str, Any]] = given([_sequence(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays)
+    found: list[dict[str, Any]] = given(
+        [_sequence(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays
+    )
     return found
 
 
@@ -56,8 +81,16 @@ def rollout_samples(
     number: Number = version_number,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A RolloutSample for each row. The messages are for TRL's logs; arrays="native" gives the arrays it stacks."""
-    said = {"prompt": list(prompt), "completion": list(completion), "advantage": float(advantage), "group_id": group_id, "enqueued_at": None}
+    """A RolloutSample for each row. The messages are for TRL's logs; arrays="native" gives the arrays it
+    stacks.
+    """
+    said = {
+        "prompt": list(prompt),
+        "completion": list(completion),
+        "advantage": float(advantage),
+        "group_id": group_id,
+        "enqueued_at": None,
+    }
     rows = [_sequence(row) | said | _versions(row, number) for row in rows_of(trajectory)]
     found: list[dict[str, Any]] = given(rows, arrays, ROLLOUT)
     return found
@@ -67,7 +100,12 @@ def _rollout(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
     whose = {"session_id": trajectory.session_id, "group_id": trajectory.group_id}
     if absent is not None and not rows_of(trajectory):
         token = numpy.array([absent.token_id])
-        nothing = {"prompt_ids": token, "completion_ids": token, "logprobs": numpy.zeros(1), "env_mask": numpy.zeros(1, dtype=int)}
+        nothing = {
+            "prompt_ids": token,
+            "completion_ids": token,
+            "logprobs": numpy.zeros(1),
+            "env_mask": numpy.zeros(1, dtype=int),
+        }
         return nothing | {"reward": absent.reward} | whose
     row = only_row(trajectory)
     said = {
@@ -93,7 +131,11 @@ def _turns(row: Row) -> list[dict[str, Any]]:
 
 
 def _sequence(row: Row) -> dict[str, Any]:
-    return {"input_ids": row.tokens.astype(numpy.int64), "completion_mask": row.mask.astype(numpy.int64), "old_log_probs": row.logprobs}
+    return {
+        "input_ids": row.tokens.astype(numpy.int64),
+        "completion_mask": row.mask.astype(numpy.int64),
+        "old_log_probs": row.logprobs,
+    }
 
 
 def _versions(row: Row, number: Number) -> dict[str, Any]:
@@ -101,4 +143,7 @@ def _versions(row: Row, number: Number) -> dict[str, Any]:
     if not versions:
         raise Refused(f"{row.name} says no weight version, and a RolloutSample has one")
     metrics = {} if row.reward is None else {"reward": float(row.reward)}
-    return {"model_version": min(versions), "metrics": metrics | ({"weight_versions": float(len(versions))} if len(versions) > 1 else {})}
+    return {
+        "model_version": min(versions),
+        "metrics": metrics | ({"weight_versions": float(len(versions))} if len(versions) > 1 else {}),
+    }

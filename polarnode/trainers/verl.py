@@ -1,8 +1,10 @@
-"""verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and as a padded `DataProto` (classic ones).
+"""verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and
+as a padded `DataProto` (classic ones).
 
-What verl can not carry: a weight version for each token (it has the first and the last of a row, and only whole numbers: versions that are
-none leave `min_global_steps` and `max_global_steps` out); a temperature for each token; a reward for each row in V1, whose agent loop
-overwrites every row's with the last one's, so that lineages with rewards of their own need the classic trainer or a loop of yours.
+What verl can not carry: a weight version for each token (it has the first and the last of a row, and only
+whole numbers: versions that are none leave `min_global_steps` and `max_global_steps` out); a temperature for
+each token; a reward for each row in V1, whose agent loop overwrites every row's with the last one's, so that
+lineages with rewards of their own need the classic trainer or a loop of yours.
 """
 
 from collections.abc import Iterable
@@ -10,43 +12,79 @@ from typing import Any, Final
 
 import numpy
 
-from polarnode.errors import Refused
-from polarnode.groups import Group
-from polarnode.records import Trajectory
-from polarnode.trainers.rows import Array, Arrays, Native, Number, Row, given, padded, routed, rows_of, sessions, version_number, versions_of
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+from polarnode.trainers.rows import (
+    Array,
+    Arrays,
+    Native,
+    Number,
+    Row,
+    given,
+    padded,
+    routed,
+    rows_of,
+    sessions,
+    version_number,
+    versions_of,
+)
 
 OUTPUT: Final[Native] = {"routed_experts": "numpy"}
 TENSORS: Final[Native] = {"fields": "torch", "batch": "torch"}
 
 
-def agent_loop_outputs(trajectory: Trajectory, *, number: Number | None = None, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """The fields of an AgentLoopOutput for each row: `[AgentLoopOutput(**row) for row in agent_loop_outputs(trajectory)]`.
+def agent_loop_outputs(
+    trajectory: Trajectory, *, number: Number | None = None, arrays: Arrays = "list"
+) -> list[dict[str, Any]]:
+    """The fields of an AgentLoopOutput for each row: `[AgentLoopOutput(**row) for row in
+    agent_loop_outputs(trajectory)]`.
 
-    `routed_experts` has a row for every position but the last; `as_dict` pads it, and classic trainers want it with arrays="native".
+    `routed_experts` has a row for every position but the last; `as_dict` pads it, and classic trainers want
+    it with arrays="native".
     """
     found: list[dict[str, Any]] = given([_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT)
     return found
 
 
 def transfer_rows(
-    trajectory: Trajectory, *, uid: str, global_steps: int, number: Number | None = None, arrays: Arrays = "list"
+    trajectory: Trajectory,
+    *,
+    uid: str,
+    global_steps: int,
+    number: Number | None = None,
+    arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """What a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
 
-    `uid` is the prompt's, `global_steps` the step it was drawn in; a session is named by its sample_index, as verl counts rollouts of a prompt.
+    `uid` is the prompt's, `global_steps` the step it was drawn in; a session is named by its sample_index, as
+    verl counts rollouts of a prompt.
     """
-    found: list[dict[str, Any]] = given([_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS)
+    found: list[dict[str, Any]] = given(
+        [_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS
+    )
     return found
 
 
 def transfer_group(
-    group: Group | Iterable[Trajectory], *, uid: str, global_steps: int, number: Number | None = None, arrays: Arrays = "list"
+    group: Group | Iterable[Trajectory],
+    *,
+    uid: str,
+    global_steps: int,
+    number: Number | None = None,
+    arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """A whole prompt: its own `key` and `tag` (finished; failure when a session of it is of no use), and the `rows` of its sessions."""
+    """A whole prompt: its own `key` and `tag` (finished; failure when a session of it is of no use), and the
+    `rows` of its sessions.
+    """
     used = sessions(group)
     lost = any(not member.usable for member in group.members) if isinstance(group, Group) else False
     status = "failure" if lost or not used or any(not rows_of(each) for each in used) else "finished"
-    rows = [row for each in used for row in transfer_rows(each, uid=uid, global_steps=global_steps, number=number, arrays=arrays)]
+    rows = [
+        row
+        for each in used
+        for row in transfer_rows(each, uid=uid, global_steps=global_steps, number=number, arrays=arrays)
+    ]
     return {"key": uid, "tag": {"status": status, "global_steps": global_steps}, "rows": rows}
 
 
@@ -59,18 +97,25 @@ def data_proto(
     number: Number | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """`batch` and `non_tensor_batch` of a DataProto: prompts padded on the left, responses on the right, as verl's own agent loop pads them.
+    """`batch` and `non_tensor_batch` of a DataProto: prompts padded on the left, responses on the right, as
+    verl's own agent loop pads them.
 
-    The lengths are the longest's unless said; a row that does not fit is refused, because to cut it would be to train on what never was.
+    The lengths are the longest's unless said; a row that does not fit is refused, because to cut it would be
+    to train on what never was.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
         raise Refused("no session of these has a row: there is nothing to make a batch of")
-    width = (_width("prompt", [row.prompt for row in rows], prompt_length), _width("response", [_response(row) for row in rows], response_length))
+    width = (
+        _width("prompt", [row.prompt for row in rows], prompt_length),
+        _width("response", [_response(row) for row in rows], response_length),
+    )
     parts = [_padded(row, pad_token_id, *width) for row in rows]
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     batch = {name: numpy.stack([part[name] for part in parts]) for name in shared}
-    found: dict[str, Any] = given({"batch": batch, "non_tensor_batch": _beside(rows, number)}, arrays, TENSORS)
+    found: dict[str, Any] = given(
+        {"batch": batch, "non_tensor_batch": _beside(rows, number)}, arrays, TENSORS
+    )
     return found
 
 
@@ -88,11 +133,18 @@ def _output(row: Row, number: Number | None) -> dict[str, Any]:
         "extra_fields": _extra(row, number),
     }
     experts = routed(row)
-    return said | ({} if experts is None else {"routed_experts": experts}) | ({} if row.reward is None else {"reward_score": row.reward})
+    return (
+        said
+        | ({} if experts is None else {"routed_experts": experts})
+        | ({} if row.reward is None else {"reward_score": row.reward})
+    )
 
 
 def _extra(row: Row, number: Number | None) -> dict[str, Any]:
-    trajectory, rewards = row.trajectory, [span.reward for span in row.trained_spans if span.reward is not None]
+    trajectory, rewards = (
+        row.trajectory,
+        [span.reward for span in row.trained_spans if span.reward is not None],
+    )
     own = {
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
@@ -104,13 +156,20 @@ def _extra(row: Row, number: Number | None) -> dict[str, Any]:
         "status": trajectory.outcome.status,
         "weight_versions": list(dict.fromkeys(versions_of(row))),
     }
-    return {"reward_extra_info": {}, "polarnode": own, **_steps(row, number), **({"turn_scores": rewards} if rewards else {})}
+    return {
+        "reward_extra_info": {},
+        "polarnode": own,
+        **_steps(row, number),
+        **({"turn_scores": rewards} if rewards else {}),
+    }
 
 
 def _steps(row: Row, number: Number | None) -> dict[str, int]:
     """The first and last weight version, where they are numbers."""
     versions = versions_of(row)
-    if not versions or (number is None and not all(version.isascii() and version.isdigit() for version in versions)):
+    if not versions or (
+        number is None and not all(version.isascii() and version.isdigit() for version in versions)
+    ):
         return {}
     counted = [(number or version_number)(version) for version in versions]
     return {"min_global_steps": min(counted), "max_global_steps": max(counted)}
@@ -176,13 +235,18 @@ def _transfer(row: Row, uid: str, global_steps: int, number: Number | None) -> d
 
 def _width(what: str, lengths: list[int], limit: int | None) -> int:
     if limit is not None and max(lengths) > limit:
-        raise Refused(f"a {what} of {max(lengths)} tokens does not fit {what}_length {limit}: raise it, or let the builder cut rows (max_row_tokens)")
+        raise Refused(
+            f"a {what} of {max(lengths)} tokens does not fit {what}_length {limit}: raise it, or let the"
+            " builder cut rows (max_row_tokens)"
+        )
     return max(lengths) if limit is None else limit
 
 
 def _padded(row: Row, pad: int, prompt: int, response: int) -> dict[str, Array]:
     before, behind = prompt - row.prompt, response - _response(row)
-    attention = numpy.concatenate([_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(behind)])
+    attention = numpy.concatenate(
+        [_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(behind)]
+    )
     ids = numpy.concatenate([_zeros(before) + pad, row.tokens.astype(numpy.int64), _zeros(behind) + pad])
     found = {
         "prompts": ids[:prompt],

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import trio
 
-sys.path.append(str(Path(__file__).parent.parent / "live"))  # its kit starts whole nodes, and looks at them from outside
+# its kit starts whole nodes, and looks at them from outside
+sys.path.append(str(Path(__file__).parent.parent / "live"))
 
 from hostile_kit import Arena, open_arena
 from live_kit import short_temporary
 
-from polarnode.shell.podman import default_state_dir, probe
+from polarnode.containers.probe import default_state_dir, probe
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,9 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 @pytest.fixture(autouse=True)
 def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test that used the arena: the node answers within its bounds, its peaceful session goes on, nothing of the attack is left."""
+    """After every test that used the arena: the node answers within its bounds, its peaceful session goes on,
+    nothing of the attack is left.
+    """
     yield
     if "arena" in request.fixturenames:
         request.getfixturevalue("arena").check_unharmed()

@@ -1,8 +1,10 @@
-"""A node under attack, watched from outside: sessions that mean ill, one that does not, and bounds on what the node may cost.
+"""A node under attack, watched from outside: sessions that mean ill, one that does not, and bounds on what
+the node may cost.
 
-The rules for whoever edits it. An attack is a Python script run by the `shell` harness in a container of the node, next to `inside.py`. What
-must hold is asked three times: of the session (its turns kept, its outcome honest), of the peaceful sibling (it goes on), of the node and the
-machine (`check_unharmed`, after every test). Nothing waits for a time to pass; nothing asserts how long something took.
+The rules for whoever edits it. An attack is a Python script run by the `shell` harness in a container of the
+node, next to `inside.py`. What must hold is asked three times: of the session (its turns kept, its outcome
+honest), of the peaceful sibling (it goes on), of the node and the machine (`check_unharmed`, after every
+test). Nothing waits for a time to pass; nothing asserts how long something took.
 """
 
 import os
@@ -15,15 +17,23 @@ from typing import Any
 from attrs import define, field
 from live_kit import PROGRAM, ServingNode, containers, serving, until
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 
 INSIDE = Path(__file__).with_name("inside.py")
-# Less than a task's defaults: what an attack must exhaust is soon exhausted. No copy is kept of workspaces that differ in every test.
+# Less than a task's defaults: what an attack must exhaust is soon exhausted. No copy is kept of workspaces
+# that differ in every test.
 SMALL = {"image": "base", "memory_mb": 192, "pids": 64, "disk_mb": 256, "reuse_prepared": False}
 BUDGETS = {"init_s": 300, "run_s": 240, "post_s": 240}
-REPORTED = {"name": "command", "config": {"script": "cp /work/report.json /tmp/verdict.json", "reward_file": "/tmp/verdict.json"}}
-NODE_MB = 1500  # MiB the node's own process may grow to: it is at some 500 with transformers loaded, and a flood it kept would be gigabytes
-NODE_FILES = 400  # descriptors it may have open between tests, with a session or two alive; a leak is hundreds of a connection flood
+REPORTED = {
+    "name": "command",
+    "config": {"script": "cp /work/report.json /tmp/verdict.json", "reward_file": "/tmp/verdict.json"},
+}
+# MiB the node's own process may grow to: it is at some 500 with transformers loaded, and a flood it kept
+# would be gigabytes
+NODE_MB = 1500
+# descriptors it may have open between tests, with a session or two alive; a leak is hundreds of a connection
+# flood
+NODE_FILES = 400
 
 SETTINGS = """
 engine = "simulated"
@@ -65,7 +75,10 @@ class Arena:
         """Submit one session of a script; its id. `runtime`, `evaluator` and `budgets` are the task's."""
         assert self.node.process.poll() is None, "an attack before this one ended the node"
         runtime = {**SMALL, **task.pop("runtime", {})}
-        files = [{"path": "inside.py", "text": INSIDE.read_text()}, {"path": "attack.py", "text": textwrap.dedent(script)}]
+        files = [
+            {"path": "inside.py", "text": INSIDE.read_text()},
+            {"path": "attack.py", "text": textwrap.dedent(script)},
+        ]
         given = {
             "instruction": "Attack.",
             "harness": {"name": "shell", "command": ["python3", "attack.py"], "env": task.pop("env", {})},
@@ -77,7 +90,9 @@ class Arena:
         return self.node.submit(**given)[0]
 
     def attack(self, script: str, **task: Any) -> Trajectory:
-        """A script's session from start to end: its trajectory. Each must have kept the one turn or more it made."""
+        """A script's session from start to end: its trajectory. Each must have kept the one turn or more it
+        made.
+        """
         trajectory = self.node.finished(self.start(script, **task))
         assert [turn.state for turn in trajectory.turns if turn.state != "complete"] == []
         assert trajectory.turns, f"no turn was kept: {trajectory.outcome}"
@@ -95,10 +110,15 @@ class Arena:
         assert self.node.process.poll() is None, self.node.said()[-3000:]
         before = self._turns()
         until(
-            lambda: self._turns() > before + 1, f"the peaceful session goes on after {before} turns; its log: {self.node.log(self.peaceful)[-500:]}"
+            lambda: self._turns() > before + 1,
+            f"the peaceful session goes on after {before} turns; its log:"
+            f" {self.node.log(self.peaceful)[-500:]}",
         )
         until(lambda: len(self.node.status()["sessions"]) == 1, "no other session is left")
-        until(lambda: len(self.node.containers()) == 1, f"no other container is left: {[each['Names'] for each in self.node.containers()]}")
+        until(
+            lambda: len(self.node.containers()) == 1,
+            f"no other container is left: {[each['Names'] for each in self.node.containers()]}",
+        )
         assert self.memory_mb() < NODE_MB
         until(lambda: self.files() < NODE_FILES, f"descriptors are closed: {self.files()}")
 
@@ -110,7 +130,8 @@ class Arena:
     def growing_at_most(self, mb: int) -> Iterator[None]:
         """The node's memory at its highest within the block, against what it was before."""
         before = self.memory_mb()
-        Path(f"/proc/{self.node.process.pid}/clear_refs").write_text("5")  # the kernel's mark of the highest begins anew
+        # the kernel's mark of the highest begins anew
+        Path(f"/proc/{self.node.process.pid}/clear_refs").write_text("5")
         yield
         grown = self._status_mb("VmHWM") - before
         assert grown < mb, f"the node grew by {grown} MiB"

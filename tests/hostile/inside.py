@@ -1,7 +1,8 @@
-"""What every script of the suite has in its container, with nothing but Python's standard library: a call of the model, and a report.
+"""What every script of the suite has in its container, with nothing but Python's standard library: a call of
+the model, and a report.
 
-`turn()` makes one captured turn, so that each test can see that it was kept. `tell(name=...)` adds facts to a report that the session's
-evaluator hands on, and says them in the log.
+`turn()` makes one captured turn, so that each test can see that it was kept. `tell(name=...)` adds facts to a
+report that the session's evaluator hands on, and says them in the log.
 """
 
 import http.client
@@ -17,14 +18,23 @@ _told: "dict[str, Any]" = {"reward": 1}
 
 def turn(text: str = "hello") -> int:
     """One call of the model with the session's own key; its status."""
-    return ask("POST", "/v1/chat/completions", call(text), {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"})[0]
+    return ask(
+        "POST",
+        "/v1/chat/completions",
+        call(text),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )[0]
 
 
 def call(text: str = "hello") -> bytes:
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
+    return json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    ).encode()
 
 
-def ask(method: str, path: str, body: bytes = b"", headers: "dict[str, str] | None" = None) -> "tuple[int, bytes]":
+def ask(
+    method: str, path: str, body: bytes = b"", headers: "dict[str, str] | None" = None
+) -> "tuple[int, bytes]":
     """A request through the door; its status and body."""
     asking = http.client.HTTPConnection("127.0.0.1", PORT, timeout=120)
     try:

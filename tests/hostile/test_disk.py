@@ -1,12 +1,14 @@
-"""Attacks on the disk: each ends at the session's own limit, says so, and leaves the machine with what it had."""
+"""Attacks on the disk: each ends at the session's own limit, says so, and leaves the machine with what it
+had.
+"""
 
 import shutil
 
 import pytest
 from hostile_kit import Arena
 
-from polarnode.records import Trajectory
-from polarnode.shell.podman import default_state_dir
+from polarnode.containers.probe import default_state_dir
+from polarnode.core.trajectory import Trajectory
 
 pytestmark = pytest.mark.podman
 
@@ -61,7 +63,13 @@ FILL = """
 
 def fill(arena: Arena, how: str) -> Trajectory:
     free = shutil.disk_usage(default_state_dir()).free
-    trajectory = arena.attack(FILL, env={"HOW": how}, runtime=RUNTIME, evaluator={"name": "session_completed"}, budgets={"run_s": 120})
+    trajectory = arena.attack(
+        FILL,
+        env={"HOW": how},
+        runtime=RUNTIME,
+        evaluator={"name": "session_completed"},
+        budgets={"run_s": 120},
+    )
     assert free - shutil.disk_usage(default_state_dir()).free < 4 << 30, "nobody filled the disk"
     return trajectory
 
@@ -69,9 +77,10 @@ def fill(arena: Arena, how: str) -> Trajectory:
 @pytest.mark.parametrize("how", ["several", "unlinked", "small"])
 def test_who_writes_too_much_is_ended_and_told_so(arena: Arena, how: str) -> None:
     trajectory = fill(arena, how)
-    assert (trajectory.outcome.status, trajectory.outcome.reason) == ("failed", f"the session wrote more than its disk_mb ({LIMIT_MB})"), (
-        trajectory.outcome
-    )
+    assert (trajectory.outcome.status, trajectory.outcome.reason) == (
+        "failed",
+        f"the session wrote more than its disk_mb ({LIMIT_MB})",
+    ), trajectory.outcome
     assert trajectory.reward == 0.0
     assert len(trajectory.turns) == 1
 

@@ -1,4 +1,6 @@
-"""HTTP attacks on a session's own door: the node stays what it is for a sibling, who makes turns all the while."""
+"""HTTP attacks on a session's own door: the node stays what it is for a sibling, who makes turns all the
+while.
+"""
 
 from typing import Any
 
@@ -128,7 +130,9 @@ def test_a_body_too_large_is_refused_whole(arena: Arena) -> None:
 
 
 def test_slow_and_silent_clients_take_nothing_from_a_sibling(arena: Arena) -> None:
-    """A slow loris with all the connections its door has; half-closed ones by the thousand; answers nobody reads."""
+    """A slow loris with all the connections its door has; half-closed ones by the thousand; answers nobody
+    reads.
+    """
     found = attack(
         arena,
         """

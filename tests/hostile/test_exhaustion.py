@@ -7,7 +7,9 @@ pytestmark = pytest.mark.podman
 
 
 def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
-    """It takes its container's process ids and no others; the harness goes on, and all of it is gone with the run."""
+    """It takes its container's process ids and no others; the harness goes on, and all of it is gone with the
+    run.
+    """
     bomb = """
         import os, time
         from inside import turn, tell
@@ -36,7 +38,9 @@ def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
 
 
 def test_a_memory_hog_is_ended_alone(arena: Arena) -> None:
-    """The kernel ends the greedy process in its own container; what the session had is kept, and its outcome says how it ended."""
+    """The kernel ends the greedy process in its own container; what the session had is kept, and its outcome
+    says how it ended.
+    """
     hog = """
         from inside import turn, tell
         tell(first=turn())
@@ -77,11 +81,18 @@ def test_memory_behind_files_counts_too(arena: Arena) -> None:
     found = reported(arena.attack(filler))["found"]
     assert found["shm"][0] <= 64
     assert found["shm"][1] in ("ENOSPC", "ENOMEM")
-    assert "WRITTEN" not in {name: said for name, said in found.items() if name.startswith("/") and name != "/dev/mqueue"}.values(), found
+    assert (
+        "WRITTEN"
+        not in {
+            name: said for name, said in found.items() if name.startswith("/") and name != "/dev/mqueue"
+        }.values()
+    ), found
 
 
 def test_empty_files_in_memory_are_memory(arena: Arena) -> None:
-    """Each takes a kilobyte of the kernel's, which is the container's too: it ends at its own limit, in one of two honest ways."""
+    """Each takes a kilobyte of the kernel's, which is the container's too: it ends at its own limit, in one
+    of two honest ways.
+    """
     filler = """
         import os
         from inside import turn, tell
@@ -93,11 +104,15 @@ def test_empty_files_in_memory_are_memory(arena: Arena) -> None:
             pass
     """
     trajectory = arena.attack(filler, evaluator={"name": "session_completed"}, runtime={"memory_mb": 64})
-    assert (trajectory.outcome.status, trajectory.outcome.exit_code) in (("failed", 137), ("completed", 0)), trajectory.outcome
+    assert (trajectory.outcome.status, trajectory.outcome.exit_code) in (("failed", 137), ("completed", 0)), (
+        trajectory.outcome
+    )
 
 
 def test_a_flood_of_output_is_kept_in_bounds(arena: Arena) -> None:
-    """Half a gigabyte on both streams at once: the log keeps its beginning and its end, and the node does not keep what it drops."""
+    """Half a gigabyte on both streams at once: the log keeps its beginning and its end, and the node does not
+    keep what it drops.
+    """
     flood = """
         import os, threading
         from inside import turn, tell

@@ -1,4 +1,6 @@
-"""What a harness leaves for the node to read: links, pipes, bombs and names. The node follows none, opens none, and is held up by none."""
+"""What a harness leaves for the node to read: links, pipes, bombs and names. The node follows none, opens
+none, and is held up by none.
+"""
 
 import tarfile
 from typing import Any
@@ -27,8 +29,13 @@ PLANT = """
 
 
 def test_nothing_planted_where_a_reward_is_read_counts(arena: Arena) -> None:
-    """Six evaluators, each with a reward file where something stands already: each reads the number its own test wrote."""
-    parts = [{"name": "command", "config": {"script": f"echo 0.5 > /tmp/r{n}", "reward_file": f"/tmp/r{n}"}} for n in range(1, 7)]
+    """Six evaluators, each with a reward file where something stands already: each reads the number its own
+    test wrote.
+    """
+    parts = [
+        {"name": "command", "config": {"script": f"echo 0.5 > /tmp/r{n}", "reward_file": f"/tmp/r{n}"}}
+        for n in range(1, 7)
+    ]
     trajectory = arena.attack(PLANT, evaluator={"parts": parts})
     assert trajectory.outcome.status == "completed", trajectory.outcome
     assert trajectory.reward == 3.0
@@ -43,10 +50,16 @@ REWARDS = {
 
 @pytest.mark.parametrize("what", REWARDS)
 def test_a_reward_that_is_no_number_in_a_plain_file_is_none(arena: Arena, what: str) -> None:
-    """As where the test itself runs what the agent wrote. The session says what was wrong; no number is made up, and nothing waits on a pipe."""
+    """As where the test itself runs what the agent wrote. The session says what was wrong; no number is made
+    up, and nothing waits on a pipe.
+    """
     judge = {"name": "command", "config": {"script": REWARDS[what], "reward_file": "/tmp/r"}}
     trajectory = arena.attack("from inside import turn\nturn()\n", evaluator=judge)
-    assert (trajectory.outcome.status, trajectory.outcome.boundary, trajectory.reward) == ("error", "evaluator", None), trajectory.outcome
+    assert (trajectory.outcome.status, trajectory.outcome.boundary, trajectory.reward) == (
+        "error",
+        "evaluator",
+        None,
+    ), trajectory.outcome
 
 
 MOVED = """
@@ -62,7 +75,9 @@ MOVED = """
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_workdir_that_became_a_link_leads_nowhere(arena: Arena, fresh: bool) -> None:
-    """One below the home is its owner's to move. The node takes nothing through it, and says what it found; a home can not be moved."""
+    """One below the home is its owner's to move. The node takes nothing through it, and says what it found; a
+    home can not be moved.
+    """
     runtime = {"workdir": "/home/agent/project", "artifacts": [".", "passwd", "/home/agent/project/shadow"]}
     judge = {"name": "command", "config": {"script": "test ! -e passwd"}, "fresh_runtime": fresh}
     trajectory = arena.attack(MOVED, runtime=runtime, evaluator=judge)
@@ -72,7 +87,10 @@ def test_a_workdir_that_became_a_link_leads_nowhere(arena: Arena, fresh: bool) -
     assert isinstance(kept, dict)
     assert kept.get("files", 0) == 0, kept
     if fresh:
-        assert (trajectory.outcome.status, trajectory.outcome.boundary) == ("error", "evaluator"), trajectory.outcome
+        assert (trajectory.outcome.status, trajectory.outcome.boundary) == (
+            "error",
+            "evaluator",
+        ), trajectory.outcome
     else:
         assert trajectory.reward == 0.0
 
@@ -126,18 +144,34 @@ TREE = """
 
 
 def test_a_hostile_tree_is_kept_and_judged_as_what_it_is(arena: Arena) -> None:
-    """As artifacts, and as the workspace of a fresh runtime: deep, odd, sparse, linked out of itself, and with a bomb that nobody opens."""
-    look = "test -L out/passwd && test -L out/etc && test -f out/bomb.tar && test -d out/deep && test ! -e out/pipe.x && cp report.json /tmp/verdict.json"
-    judge: dict[str, Any] = {"name": "command", "config": {"script": look, "reward_file": "/tmp/verdict.json"}, "fresh_runtime": True}
+    """As artifacts, and as the workspace of a fresh runtime: deep, odd, sparse, linked out of itself, and
+    with a bomb that nobody opens.
+    """
+    look = (
+        "test -L out/passwd && test -L out/etc && test -f out/bomb.tar && test -d out/deep && test ! -e"
+        " out/pipe.x && cp report.json /tmp/verdict.json"
+    )
+    judge: dict[str, Any] = {
+        "name": "command",
+        "config": {"script": look, "reward_file": "/tmp/verdict.json"},
+        "fresh_runtime": True,
+    }
     with arena.growing_at_most(300):
-        trajectory = arena.attack(TREE, evaluator=judge, runtime={"artifacts": ["out", "out/passwd", "/etc/shadow", "/proc/1/environ", "none"]})
+        trajectory = arena.attack(
+            TREE,
+            evaluator=judge,
+            runtime={"artifacts": ["out", "out/passwd", "/etc/shadow", "/proc/1/environ", "none"]},
+        )
     reported(trajectory)
     kept = trajectory.metrics["artifacts"]
     assert isinstance(kept, dict)
     assert "failed" not in kept, kept
     with tarfile.open(str(kept["path"])) as archive:
         members = {member.name: member for member in archive}
-    assert {name for name in members if name.startswith("/") or ".." in name.split("/")} <= {"/etc/shadow", "/proc/1/environ"}, "no name climbs"
+    assert {name for name in members if name.startswith("/") or ".." in name.split("/")} <= {
+        "/etc/shadow",
+        "/proc/1/environ",
+    }, "no name climbs"
     assert members["out/passwd"].issym()
     assert members["out/etc"].issym()
     assert not [name for name in members if name.startswith(("out/etc/", "out/machine/", "out/loop/a/up/"))]

@@ -1,4 +1,6 @@
-"""Guessing keys: whatever is sent and wherever it stands, only a session's own key opens its own door, and nothing else comes of it."""
+"""Guessing keys: whatever is sent and wherever it stands, only a session's own key opens its own door, and
+nothing else comes of it.
+"""
 
 import json
 from typing import Any
@@ -68,10 +70,16 @@ GUESS = """
 def guessed(arena: Arena) -> tuple[dict[str, Any], int]:
     """What was answered to every guess, and how many turns the other session had at its end."""
     victim = arena.start(VICTIM)
-    told = until(lambda: [line for line in arena.node.log(victim).splitlines() if '"key"' in line], "the victim says its key")
+    told = until(
+        lambda: [line for line in arena.node.log(victim).splitlines() if '"key"' in line],
+        "the victim says its key",
+    )
     trajectory = arena.attack(GUESS, env={"OTHER": json.loads(told[0])["key"]})
     assert arena.node.session(victim) is not None, "it lived all the while"
-    assert {row["session_id"] for row in arena.node.status()["sessions"]} == {victim, arena.peaceful}, "no session came of a key"
+    assert {row["session_id"] for row in arena.node.status()["sessions"]} == {
+        victim,
+        arena.peaceful,
+    }, "no session came of a key"
     arena.node.client.cancel(arena.node.task_of(victim))
     ended = arena.node.finished(victim)
     assert (ended.outcome.status, len(ended.turns)) == ("cancelled", 1)
@@ -82,8 +90,19 @@ def test_every_wrong_key_is_refused_in_its_providers_shape(guessed: tuple[dict[s
     found, _ = guessed
     assert found["other_answers"] == []
     assert found["guesses"] > 400
-    openai, anthropic, google = ("code", "invalid_api_key"), ("type", "authentication_error"), ("status", "UNAUTHENTICATED")
-    shape = {"chat": openai, "responses": openai, "anthropic": anthropic, "count": anthropic, "google": google, "google_stream": google}
+    openai, anthropic, google = (
+        ("code", "invalid_api_key"),
+        ("type", "authentication_error"),
+        ("status", "UNAUTHENTICATED"),
+    )
+    shape = {
+        "chat": openai,
+        "responses": openai,
+        "anthropic": anthropic,
+        "count": anthropic,
+        "google": google,
+        "google_stream": google,
+    }
     assert set(found["samples"]) == set(shape)
     for api, answer in found["samples"].items():
         error = json.loads(answer.removeprefix("data: "))["error"]
@@ -92,7 +111,9 @@ def test_every_wrong_key_is_refused_in_its_providers_shape(guessed: tuple[dict[s
 
 
 def test_no_guess_is_a_turn(guessed: tuple[dict[str, Any], int]) -> None:
-    """Three calls had the session's own key, wherever another's stood beside it: as many turns there are, and they are its own."""
+    """Three calls had the session's own key, wherever another's stood beside it: as many turns there are, and
+    they are its own.
+    """
     found, turns = guessed
     assert turns == [found["both"], found["smuggled"], found["last"]].count(200)
     assert (found["smuggled"], found["last"]) == (200, 200)

@@ -8,7 +8,8 @@ from live_kit import running
 
 pytestmark = pytest.mark.podman
 
-# Four ways to stay: an orphan, a session of its own, deaf to TERM, and forked so fast that no list of processes has it.
+# Four ways to stay: an orphan, a session of its own, deaf to TERM, and forked so fast that no list of
+# processes has it.
 DAEMONS = """
 import os, signal, subprocess, sys, time
 from inside import turn, tell
@@ -49,14 +50,23 @@ if os.fork() == 0:
 time.sleep(1)
 tell(left=True)
 """
-JUDGE = "sleep 2; for each in /proc/[0-9]*; do tr '\\0' ' ' < $each/cmdline; echo; done > /work/seen.txt; echo 0.25 > /tmp/reward.txt; sleep 1"
+JUDGE = (
+    "sleep 2; for each in /proc/[0-9]*; do tr '\\0' ' ' < $each/cmdline; echo; done > /work/seen.txt; echo"
+    " 0.25 > /tmp/reward.txt; sleep 1"
+)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_nothing_that_outlives_the_harness_touches_its_reward(arena: Arena, fresh: bool) -> None:
-    """Daemons of every kind write the reward file all the time. When it is judged, they are gone: the evaluator's own number is read."""
+    """Daemons of every kind write the reward file all the time. When it is judged, they are gone: the
+    evaluator's own number is read.
+    """
     mark = f"daemon-{'fresh' if fresh else 'same'}-{arena.node.node_id}"
-    judge: dict[str, Any] = {"name": "command", "config": {"script": JUDGE, "reward_file": "/tmp/reward.txt"}, "fresh_runtime": fresh}
+    judge: dict[str, Any] = {
+        "name": "command",
+        "config": {"script": JUDGE, "reward_file": "/tmp/reward.txt"},
+        "fresh_runtime": fresh,
+    }
     trajectory = arena.attack(DAEMONS, evaluator=judge, env={"MARK": mark})
     assert trajectory.outcome.status == "completed", (trajectory.outcome, arena.log(trajectory))
     assert trajectory.reward == 0.25
@@ -64,7 +74,9 @@ def test_nothing_that_outlives_the_harness_touches_its_reward(arena: Arena, fres
 
 
 def test_what_was_swapped_for_the_judges_programs_is_its_own_loss(arena: Arena) -> None:
-    """With a judge in the same runtime a harness may spoil its own test; it can not make the node take a number nobody wrote."""
+    """With a judge in the same runtime a harness may spoil its own test; it can not make the node take a
+    number nobody wrote.
+    """
     spoil = """
         import os
         from inside import turn, tell
@@ -75,11 +87,17 @@ def test_what_was_swapped_for_the_judges_programs_is_its_own_loss(arena: Arena) 
     """
     judge = {"name": "command", "config": {"script": "exit 0", "reward_file": "/tmp/reward.txt"}}
     trajectory = arena.attack(spoil, evaluator=judge)
-    assert (trajectory.reward, trajectory.outcome.status, trajectory.outcome.boundary) == (None, "error", "evaluator"), trajectory.outcome
+    assert (trajectory.reward, trajectory.outcome.status, trajectory.outcome.boundary) == (
+        None,
+        "error",
+        "evaluator",
+    ), trajectory.outcome
 
 
 def test_kill_of_everything_ends_the_harness_and_no_more(arena: Arena) -> None:
-    """`kill -9 -1` as the user, and as whatever root is in there: the container stays, the turn is kept, the session is judged."""
+    """`kill -9 -1` as the user, and as whatever root is in there: the container stays, the turn is kept, the
+    session is judged.
+    """
     kill = """
         import os, signal, subprocess
         from inside import turn, tell

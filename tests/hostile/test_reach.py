@@ -68,7 +68,9 @@ class Machine:
 def machine() -> Iterator[Machine]:
     """A web server on every address of this machine, and a socket without a file."""
     with ExitStack() as stack:
-        server = stack.enter_context(http.server.ThreadingHTTPServer(("0.0.0.0", 0), http.server.BaseHTTPRequestHandler))
+        server = stack.enter_context(
+            http.server.ThreadingHTTPServer(("0.0.0.0", 0), http.server.BaseHTTPRequestHandler)
+        )
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         stack.callback(thread.join)
@@ -85,7 +87,15 @@ def given(arena: Arena, machine: Machine) -> dict[str, str]:
     own = socket.gethostbyname(socket.gethostname())
     ports = [arena.node.port, machine.port, 22, free_port()]
     hosts = [own, "10.0.0.1", "172.17.0.1", "192.168.0.1", "10.88.0.1", "192.0.2.1", *METADATA]
-    return {"GIVEN": json.dumps({"ports": ports, "hosts": hosts, "abstract": [machine.abstract, "/tmp/.X11-unix/X0", "dbus-session"]})}
+    return {
+        "GIVEN": json.dumps(
+            {
+                "ports": ports,
+                "hosts": hosts,
+                "abstract": [machine.abstract, "/tmp/.X11-unix/X0", "dbus-session"],
+            }
+        )
+    }
 
 
 def test_only_the_door_is_there(arena: Arena, machine: Machine) -> None:
@@ -134,14 +144,21 @@ PROXY = """
 
 
 def test_with_names_there_is_the_proxy_and_no_more(arena: Arena, machine: Machine) -> None:
-    """`localhost` is a name this node allows, and where it leads no setting allows: the machine's own servers stay out of reach."""
-    trajectory = arena.attack(SCAN + PROXY, env=given(arena, machine), runtime={"egress": ["localhost", "allowed.example"]})
+    """`localhost` is a name this node allows, and where it leads no setting allows: the machine's own servers
+    stay out of reach.
+    """
+    trajectory = arena.attack(
+        SCAN + PROXY, env=given(arena, machine), runtime={"egress": ["localhost", "allowed.example"]}
+    )
     found = reported(trajectory)
     assert found["loopback"] == [3128, 8080]
     nothing_else(found)
     answers = found["proxy"]
     assert {host: said for host, said in answers.items() if said[0] != 403} == {}
-    assert "is not a public address: the node's setting egress_networks may allow its network" in answers["localhost"][1]
+    assert (
+        "is not a public address: the node's setting egress_networks may allow its network"
+        in answers["localhost"][1]
+    )
     assert "is not on this task's list (localhost, allowed.example)" in answers["other.example"][1]
     assert "ask by name" in answers["169.254.169.254:443"][1]
     figures = trajectory.metrics["egress"]
@@ -151,5 +168,7 @@ def test_with_names_there_is_the_proxy_and_no_more(arena: Arena, machine: Machin
 
 
 def test_a_task_that_asks_for_other_names_is_not_taken(arena: Arena) -> None:
-    with pytest.raises(ClientError, match=r"this node does not let tasks reach other\.example.*setting egress"):
+    with pytest.raises(
+        ClientError, match=r"this node does not let tasks reach other\.example.*setting egress"
+    ):
         arena.start("", runtime={"egress": ["localhost", "other.example"]})

@@ -121,7 +121,8 @@ GAIN = """
         tell(attempts=found)
     tell(second=turn())
 """
-ALLOWED = {"keyring", "io_uring"}  # a key in a ring of its own harms nobody; whether the kernel has io_uring for all is the machine's choice
+# a key in a ring of its own harms nobody; whether the kernel has io_uring for all is the machine's choice
+ALLOWED = {"keyring", "io_uring"}
 
 
 def test_no_right_is_gained(arena: Arena) -> None:
@@ -133,7 +134,9 @@ def test_no_right_is_gained(arena: Arena) -> None:
 
 
 def test_nothing_of_the_machine_is_read(arena: Arena) -> None:
-    """Neither the node's environment nor its state, by any name they have on the machine; nor who else runs here."""
+    """Neither the node's environment nor its state, by any name they have on the machine; nor who else runs
+    here.
+    """
     look = """
         import glob, json, os, socket
         from inside import outcome, turn, tell
@@ -156,7 +159,10 @@ def test_nothing_of_the_machine_is_read(arena: Arena) -> None:
     """
     state = str(arena.node.state_dir)
     words = ["POLARNODE_TOKEN", "POLARNODE_NODE_ID", TOKEN, MARK, str(arena.node.temporary)]
-    given = {"files": [state, str(arena.node.temporary), str(ROOT), "/var/lib/polarnode", "/run/podman"], "words": words}
+    given = {
+        "files": [state, str(arena.node.temporary), str(ROOT), "/var/lib/polarnode", "/run/podman"],
+        "words": words,
+    }
     found = reported(arena.attack(look, env={"GIVEN": json.dumps(given)}))
     assert found["files"] == []
     assert [each for each in found["leaked"] if not _own(each)] == []

@@ -33,7 +33,9 @@ def test_no_escape_of_a_harness_reaches_a_terminal(arena: Arena) -> None:
     trajectory = arena.attack(SAY, evaluator={"name": "session_completed"})
     assert (trajectory.outcome.status, trajectory.outcome.exit_code) == ("failed", 1)
     assert "last words" in str(trajectory.outcome.log_tail)
-    shown = polarnode(arena, "watch", "--task", trajectory.task_id) + polarnode(arena, "inspect", trajectory.session_id)
+    shown = polarnode(arena, "watch", "--task", trajectory.task_id) + polarnode(
+        arena, "inspect", trajectory.session_id
+    )
     assert trajectory.session_id[:8] in shown
     harmful = ("\x1b]", "\x1b[2J", "\x1bP", "\x9b", "\x07", "\r", "\b", "\x1b[1;1H")
     assert [each for each in harmful if each in shown] == []

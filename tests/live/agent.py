@@ -1,6 +1,8 @@
-"""A harness for tests, run inside a container with nothing but Python's standard library: talks to its door and retries as the SDKs do.
+"""A harness for tests, run inside a container with nothing but Python's standard library: talks to its door
+and retries as the SDKs do.
 
-Its one argument is JSON; see DEFAULTS. It says on stdout what it did, a line a fact, each line flushed, because it may be killed at any time.
+Its one argument is JSON; see DEFAULTS. It says on stdout what it did, a line a fact, each line flushed,
+because it may be killed at any time.
 """
 
 import http.client
@@ -19,7 +21,8 @@ DEFAULTS = {
     "max_tokens": 16,
     "exit": 0,
     "sleep": 0,  # seconds after the last turn
-    "background": None,  # a number: two `sleep NUMBER` are left behind, one in a session of its own and deaf to TERM
+    # a number: two `sleep NUMBER` are left behind, one in a session of its own and deaf to TERM
+    "background": None,
     "say": None,  # printed first: found in this process's command line and log
 }
 PAUSE_S = 0.3  # between attempts: short, so that tests see retries at once
@@ -39,7 +42,10 @@ def main() -> int:
         while given["turns"] is None or turn < given["turns"]:
             text = patiently(call, messages, given)
             tell(f"turn {turn} {len(text)} characters")
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"Go on, step {turn}."}]
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": f"Go on, step {turn}."},
+            ]
             turn += 1
     except Refused as refused:
         tell(f"refused {refused}")
@@ -58,7 +64,10 @@ def tell(line: str) -> None:
 
 def leave_behind(number: str) -> None:
     subprocess.Popen(["sleep", number])
-    deaf = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep({number})"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);"
+        f" time.sleep({number})"
+    )
     child = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, stdout=subprocess.PIPE)
     child.stdout.readline()
     tell("left behind")
@@ -80,12 +89,16 @@ def patiently(call, messages, given) -> str:
 
 
 def post(url, headers, body):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+    )
     return urllib.request.urlopen(request, timeout=600)
 
 
 def events(response):
-    """The JSON of each server-sent event; a stream that breaks off or tells of an error is a ConnectionError."""
+    """The JSON of each server-sent event; a stream that breaks off or tells of an error is a
+    ConnectionError.
+    """
     for line in response:
         if not line.startswith(b"data: "):
             continue
@@ -101,21 +114,37 @@ def events(response):
 
 
 def openai(messages, given) -> str:
-    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": given["max_tokens"], "stream": given["stream"]}
+    body = {
+        "model": os.environ["OPENAI_MODEL"],
+        "messages": messages,
+        "max_tokens": given["max_tokens"],
+        "stream": given["stream"],
+    }
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     with post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", headers, body) as response:
         if not given["stream"]:
             return json.load(response)["choices"][0]["message"]["content"] or ""
-        return "".join(choice["delta"].get("content") or "" for event in events(response) for choice in event["choices"])
+        return "".join(
+            choice["delta"].get("content") or "" for event in events(response) for choice in event["choices"]
+        )
 
 
 def anthropic(messages, given) -> str:
-    body = {"model": os.environ["ANTHROPIC_MODEL"], "messages": messages, "max_tokens": given["max_tokens"], "stream": given["stream"]}
+    body = {
+        "model": os.environ["ANTHROPIC_MODEL"],
+        "messages": messages,
+        "max_tokens": given["max_tokens"],
+        "stream": given["stream"],
+    }
     headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "anthropic-version": "2023-06-01"}
     with post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", headers, body) as response:
         if not given["stream"]:
             return "".join(block.get("text", "") for block in json.load(response)["content"])
-        return "".join(event["delta"].get("text", "") for event in events(response) if event["type"] == "content_block_delta")
+        return "".join(
+            event["delta"].get("text", "")
+            for event in events(response)
+            if event["type"] == "content_block_delta"
+        )
 
 
 if __name__ == "__main__":

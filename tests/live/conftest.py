@@ -1,4 +1,6 @@
-"""Real engine, real Podman, real harnesses: one node that serves for all tests that leave it alive, and a folder for those that do not."""
+"""Real engine, real Podman, real harnesses: one node that serves for all tests that leave it alive, and a
+folder for those that do not.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ import pytest
 import trio
 from live_kit import STEERED, ServingNode, meaning_folder, serving, short_temporary
 
-from polarnode.shell.podman import default_state_dir, probe
+from polarnode.containers.probe import default_state_dir, probe
 
 
 @pytest.fixture(scope="session")
@@ -21,18 +23,29 @@ def podman_works() -> None:
 @pytest.fixture(scope="session")
 def node(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
     """A node shared by every test that leaves it as it was; warm runtimes and images are had once."""
-    with short_temporary() as temporary, serving(tmp_path_factory.mktemp("node") / "state", temporary) as shared:
+    with (
+        short_temporary() as temporary,
+        serving(tmp_path_factory.mktemp("node") / "state", temporary) as shared,
+    ):
         yield shared
 
 
 @pytest.fixture(scope="session")
 def steered(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
-    """A node whose real engine says the scripts of `matrix_cases.py`. Two harnesses at once: as many as CI has cores."""
+    """A node whose real engine says the scripts of `matrix_cases.py`. Two harnesses at once: as many as CI
+    has cores.
+    """
     folder = tmp_path_factory.mktemp("steered")
     requests = (meaning_folder() or folder) / "requests"
     settings = folder / "node.toml"
-    settings.write_text(f"run_limit = 2\nready_limit = 1\ninit_limit = 2\nwarm = 0\nrecord_requests = {json.dumps(str(requests))}\n")
-    with short_temporary() as temporary, serving(folder / "state", temporary, program=(*STEERED, "--config", str(settings))) as node:
+    settings.write_text(
+        "run_limit = 2\nready_limit = 1\ninit_limit = 2\nwarm = 0\nrecord_requests ="
+        f" {json.dumps(str(requests))}\n"
+    )
+    with (
+        short_temporary() as temporary,
+        serving(folder / "state", temporary, program=(*STEERED, "--config", str(settings))) as node,
+    ):
         yield node
 
 

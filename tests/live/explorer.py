@@ -1,7 +1,8 @@
-"""What a hostile harness would try from inside its container, with nothing but Python's standard library. What it found is a JSON file.
+"""What a hostile harness would try from inside its container, with nothing but Python's standard library.
+What it found is a JSON file.
 
-Its one argument is JSON: `ports` and `addresses` of the machine outside, `other_key` of another live session, `token` of the control plane,
-`mark` a variable of the node's own.
+Its one argument is JSON: `ports` and `addresses` of the machine outside, `other_key` of another live session,
+`token` of the control plane, `mark` a variable of the node's own.
 """
 
 import json
@@ -23,7 +24,9 @@ def main() -> None:
     addresses = ["127.0.0.1", *given["addresses"]]
     report = {
         "reward": 1,
-        "connected": [f"{host}:{port}" for host in addresses for port in given["ports"] if connects(host, port)],
+        "connected": [
+            f"{host}:{port}" for host in addresses for port in given["ports"] if connects(host, port)
+        ],
         "listening": listening(),
         "routes": table("/proc/net/route"),
         "unix": [line.split()[-1] for line in table("/proc/net/unix") if "@" in line or "/" in line],
@@ -38,17 +41,36 @@ def main() -> None:
         "other_key_in_path": status(f"/sessions/{given['other_key']}/v1/chat/completions", None, CALL),
         "no_key": status("/v1/chat/completions", None, CALL),
         "control": {path: status(path, given["token"]) for path in CONTROL},
-        "submitted": status("/v1/tasks", given["token"], {"instruction": "x", "harness": {"name": "shell", "command": ["true"]}}),
+        "submitted": status(
+            "/v1/tasks",
+            given["token"],
+            {"instruction": "x", "harness": {"name": "shell", "command": ["true"]}},
+        ),
         "environment": sorted(os.environ),
-        "leaked": [where for where in environments() if given["mark"] in where[1] or given["token"] in where[1]],
+        "leaked": [
+            where for where in environments() if given["mark"] in where[1] or given["token"] in where[1]
+        ],
         "processes": commands(),
-        "capabilities": [line.split()[1] for line in table("/proc/self/status") if line.startswith(("CapEff", "CapPrm", "CapBnd", "NoNewPrivs"))],
+        "capabilities": [
+            line.split()[1]
+            for line in table("/proc/self/status")
+            if line.startswith(("CapEff", "CapPrm", "CapBnd", "NoNewPrivs"))
+        ],
     }
     with open("/work/report.json", "w") as file:
         json.dump(report, file)
 
 
-CONTROL = ("/v1/tasks", "/v1/status", "/v1/trajectories/stream", "/v1/export", "/healthz", "/readyz", "/metrics", "/v1/weights")
+CONTROL = (
+    "/v1/tasks",
+    "/v1/status",
+    "/v1/trajectories/stream",
+    "/v1/export",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/v1/weights",
+)
 
 
 def connects(host: str, port: int) -> bool:
@@ -76,7 +98,11 @@ def sends(host: str) -> bool:
 
 def listening() -> list[str]:
     """Addresses as the kernel writes them, of sockets that listen in this network namespace."""
-    return [line.split()[1] for line in [*table("/proc/net/tcp"), *table("/proc/net/tcp6")] if line.split()[3] == "0A"]
+    return [
+        line.split()[1]
+        for line in [*table("/proc/net/tcp"), *table("/proc/net/tcp6")]
+        if line.split()[3] == "0A"
+    ]
 
 
 def table(path: str) -> list[str]:
@@ -88,11 +114,15 @@ def table(path: str) -> list[str]:
     return lines[1:] if path.startswith("/proc/net") else lines
 
 
-def status(path: str, key: "str | None", body: "object | None" = None, *, header: str = "Authorization") -> int:
+def status(
+    path: str, key: "str | None", body: "object | None" = None, *, header: str = "Authorization"
+) -> int:
     headers = {"Content-Type": "application/json"}
     if key is not None:
         headers[header] = f"Bearer {key}" if header == "Authorization" else key
-    request = urllib.request.Request("http://127.0.0.1:8080" + path, None if body is None else json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        "http://127.0.0.1:8080" + path, None if body is None else json.dumps(body).encode(), headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
             return int(response.status)

@@ -1,7 +1,9 @@
-"""A client that leaves in the middle of an answer and sends the identical body again, as every harness does after a time-out.
+"""A client that leaves in the middle of an answer and sends the identical body again, as every harness does
+after a time-out.
 
-Run inside a container with nothing but Python's standard library. Its arguments: the API, "stream" or "whole", and how many pieces of text it
-hears before it leaves. What it heard is in `before.txt` and `heard.txt` of its working folder.
+Run inside a container with nothing but Python's standard library. Its arguments: the API, "stream" or
+"whole", and how many pieces of text it hears before it leaves. What it heard is in `before.txt` and
+`heard.txt` of its working folder.
 """
 
 import http.client
@@ -11,7 +13,9 @@ import sys
 import time
 
 HOST, PORT = "127.0.0.1", 8080
-WHOLE_S = 0.5  # seconds after which it leaves an answer that does not stream: the prompt is read by then, the answer is not made
+# seconds after which it leaves an answer that does not stream: the prompt is read by then, the answer is not
+# made
+WHOLE_S = 0.5
 
 
 def main() -> None:
@@ -63,9 +67,17 @@ def request(api, streamed):
     if api == "responses":
         return "/v1/responses", bearer, {"model": "m", "input": said, "stream": streamed}
     if api == "anthropic":
-        return "/v1/messages", {"x-api-key": key}, {"model": "m", "messages": said, "max_tokens": 16000, "stream": streamed}
+        return (
+            "/v1/messages",
+            {"x-api-key": key},
+            {"model": "m", "messages": said, "max_tokens": 16000, "stream": streamed},
+        )
     verb = "streamGenerateContent?alt=sse" if streamed else "generateContent"
-    return f"/v1beta/models/m:{verb}", {"x-goog-api-key": key}, {"contents": [{"role": "user", "parts": [{"text": text}]}]}
+    return (
+        f"/v1beta/models/m:{verb}",
+        {"x-goog-api-key": key},
+        {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+    )
 
 
 def texts(api, response):
@@ -94,7 +106,11 @@ def whole(api, answer) -> str:
         return "".join(part["text"] for item in answer["output"] for part in item["content"])
     if api == "anthropic":
         return "".join(block["text"] for block in answer["content"])
-    return "".join(part.get("text", "") for candidate in answer["candidates"] for part in candidate["content"].get("parts", ()))
+    return "".join(
+        part.get("text", "")
+        for candidate in answer["candidates"]
+        for part in candidate["content"].get("parts", ())
+    )
 
 
 if __name__ == "__main__":

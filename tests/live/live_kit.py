@@ -1,8 +1,10 @@
-"""A whole node as a program of its own, and the ways to look at it from outside: its API, its process groups, its containers.
+"""A whole node as a program of its own, and the ways to look at it from outside: its API, its process groups,
+its containers.
 
-The rules for whoever edits it. Nothing waits by sleeping for a time: what is waited for is polled, for up to PATIENCE_S, because CI is many
-times slower than a desk. Every process is ended by its own id. The Podman store is the machine's own of polarnode and shared with other
-nodes, so containers are told apart by the node's name.
+The rules for whoever edits it. Nothing waits by sleeping for a time: what is waited for is polled, for up to
+PATIENCE_S, because CI is many times slower than a desk. Every process is ended by its own id. The Podman
+store is the machine's own of polarnode and shared with other nodes, so containers are told apart by the
+node's name.
 """
 
 import json
@@ -23,13 +25,13 @@ from uuid import uuid4
 from attrs import define, field
 
 from polarnode.client import PolarnodeClient, Unreachable
-from polarnode.records import Trajectory
-from polarnode.shell.podman import default_state_dir
-from polarnode.shell.podman.container import LABEL_NODE
-from polarnode.shell.podman.store import store_at
-from polarnode.shell.processes import group_members
+from polarnode.containers.container import LABEL_NODE
+from polarnode.containers.probe import default_state_dir, store_at
+from polarnode.core.trajectory import Trajectory
+from polarnode.support.processes import group_members
 
-PATIENCE_S = 600.0  # seconds anything here may take before it is a failure: a hundred times what it takes on a quiet machine
+# seconds anything here may take before it is a failure: a hundred times what it takes on a quiet machine
+PATIENCE_S = 600.0
 POLL_S = 0.05
 AGENT = Path(__file__).with_name("agent.py")
 PROGRAM = (sys.executable, "-c", "from polarnode.cli import main; main()")
@@ -90,12 +92,18 @@ class ServingNode:
         """Session ids of a task given as JSON."""
         return list(self.client.submit(task).session_ids)
 
-    def agent(self, *, evaluator: dict[str, Any] | None = None, budgets: dict[str, Any] | None = None, **more: Any) -> str:
+    def agent(
+        self, *, evaluator: dict[str, Any] | None = None, budgets: dict[str, Any] | None = None, **more: Any
+    ) -> str:
         """Submit one session of agent.py; its session id."""
         env, sampling = more.pop("env", {}), more.pop("sampling", {"temperature": 1.0})
         task: dict[str, Any] = {
             "instruction": "Say a word.",
-            "harness": {"name": "shell", "command": ["python3", "/work/agent.py", json.dumps(more)], "env": env},
+            "harness": {
+                "name": "shell",
+                "command": ["python3", "/work/agent.py", json.dumps(more)],
+                "env": env,
+            },
             "runtime": {"files": [{"path": "agent.py", "text": AGENT.read_text()}]},
             "sampling": sampling,
         }
@@ -105,7 +113,10 @@ class ServingNode:
 
     def captured(self, session_id: str) -> "dict[int, tuple[str, list[int]]]":
         """The turns of a session that are on disk: state and sampled ids by index."""
-        return {turn["index"]: (turn["state"], list(turn["sampled"])) for turn in self.client.session(session_id)["turns"]}
+        return {
+            turn["index"]: (turn["state"], list(turn["sampled"]))
+            for turn in self.client.session(session_id)["turns"]
+        }
 
     def under_way(self, *session_ids: str, turns: int) -> None:
         """Wait until each of these sessions has so many turns on disk. They must not end before."""
@@ -114,7 +125,9 @@ class ServingNode:
 
     def _turns(self, session_id: str) -> int:
         record = self.client.session(session_id)["session"]
-        assert record["outcome"] is None, f"session {session_id} ended: {record['outcome']}; {self.log(session_id)[-2000:]}"
+        assert record["outcome"] is None, (
+            f"session {session_id} ended: {record['outcome']}; {self.log(session_id)[-2000:]}"
+        )
         return int(record["turns"])
 
     def task_of(self, session_id: str) -> str:
@@ -122,7 +135,10 @@ class ServingNode:
 
     def finished(self, session_id: str) -> Trajectory:
         """A session's trajectory with its turns, once it is over."""
-        until(lambda: self.client.session(session_id)["session"]["outcome"], f"session {session_id} ends; its log: {self.log(session_id)[-2000:]}")
+        until(
+            lambda: self.client.session(session_id)["session"]["outcome"],
+            f"session {session_id} ends; its log: {self.log(session_id)[-2000:]}",
+        )
         return self.client.trajectory(session_id, turns="full")
 
     def forced(self, session_id: str) -> list[dict[str, Any]]:
@@ -137,13 +153,17 @@ class ServingNode:
 
 def containers(node_id: str) -> list[dict[str, Any]]:
     """Every container of a node, running or not, as Podman's own program lists them."""
-    return list(json.loads(podman("ps", "--all", "--filter", f"label={LABEL_NODE}={node_id}", "--format", "json")))
+    return list(
+        json.loads(podman("ps", "--all", "--filter", f"label={LABEL_NODE}={node_id}", "--format", "json"))
+    )
 
 
 def podman(*arguments: str) -> str:
     """Podman's own program on the store the nodes use."""
     environment = store_at(default_state_dir()).environment()
-    return subprocess.run(["podman", *arguments], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["podman", *arguments], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def free_port() -> int:
@@ -164,10 +184,23 @@ def short_temporary() -> Iterator[Path]:
 
 @contextmanager
 def serving(
-    state_dir: Path, temporary: Path, *, node_id: str | None = None, port: int | None = None, program: Sequence[str] = PROGRAM
+    state_dir: Path,
+    temporary: Path,
+    *,
+    node_id: str | None = None,
+    port: int | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[ServingNode]:
-    """A node that is ready; ended at the end of the block, if it is not over by then. `program` may bring arguments of its own."""
-    node = start(state_dir, temporary, node_id=node_id or f"live-{uuid4().hex[:8]}", port=port or free_port(), program=program)
+    """A node that is ready; ended at the end of the block, if it is not over by then. `program` may bring
+    arguments of its own.
+    """
+    node = start(
+        state_dir,
+        temporary,
+        node_id=node_id or f"live-{uuid4().hex[:8]}",
+        port=port or free_port(),
+        program=program,
+    )
     try:
         until(lambda: _ready(node), f"the node is ready; it said: {node.said()[-2000:]}")
         yield node
@@ -175,7 +208,9 @@ def serving(
         end(node)
 
 
-def start(state_dir: Path, temporary: Path, *, node_id: str, port: int, program: Sequence[str] = PROGRAM) -> ServingNode:
+def start(
+    state_dir: Path, temporary: Path, *, node_id: str, port: int, program: Sequence[str] = PROGRAM
+) -> ServingNode:
     """Start a node, without waiting until it serves."""
     state_dir.mkdir(parents=True, exist_ok=True)
     own = {"POLARNODE_TOKEN": TOKEN, "POLARNODE_NODE_ID": node_id, MARK: "seen", "TMPDIR": str(temporary)}
@@ -189,11 +224,15 @@ def start(state_dir: Path, temporary: Path, *, node_id: str, port: int, program:
             start_new_session=True,
         )
     client = PolarnodeClient(f"http://127.0.0.1:{port}", token=TOKEN, patience_s=PATIENCE_S)
-    return ServingNode(process=process, client=client, port=port, node_id=node_id, state_dir=state_dir, temporary=temporary)
+    return ServingNode(
+        process=process, client=client, port=port, node_id=node_id, state_dir=state_dir, temporary=temporary
+    )
 
 
 def _ready(node: ServingNode) -> bool:
-    assert node.process.poll() is None, f"the node ended with {node.process.returncode}: {node.said()[-3000:]}"
+    assert node.process.poll() is None, (
+        f"the node ended with {node.process.returncode}: {node.said()[-3000:]}"
+    )
     with suppress(Unreachable):
         return any(host["state"] == "ready" for host in node.status()["engine"]["hosts"])
     return False
@@ -229,10 +268,13 @@ def meaning_folder() -> Path | None:
 
 @define(eq=False)
 class Belongings:
-    """What a node had on this machine when somebody looked: process groups of its engine hosts, all that descends from it, containers."""
+    """What a node had on this machine when somebody looked: process groups of its engine hosts, all that
+    descends from it, containers.
+    """
 
     engine_groups: list[int]
-    descendants: "dict[int, str]" = field(repr=False)  # process id to start time: an id alone may be given to somebody else
+    # process id to start time: an id alone may be given to somebody else
+    descendants: "dict[int, str]" = field(repr=False)
     containers: list[str]
 
     def engines(self) -> list[int]:
@@ -240,8 +282,14 @@ class Belongings:
         return [pid for group in self.engine_groups for pid in group_members(group)]
 
     def processes(self) -> list[int]:
-        """All that was below it and still runs: engines, the Podman service, programs that set up containers."""
-        return [pid for pid, started in self.descendants.items() if stat(pid)[:1] not in ([], ["Z"], ["X"]) and stat(pid)[19:20] == [started]]
+        """All that was below it and still runs: engines, the Podman service, programs that set up
+        containers.
+        """
+        return [
+            pid
+            for pid, started in self.descendants.items()
+            if stat(pid)[:1] not in ([], ["Z"], ["X"]) and stat(pid)[19:20] == [started]
+        ]
 
 
 def belongings(node: ServingNode) -> Belongings:
@@ -251,7 +299,9 @@ def belongings(node: ServingNode) -> Belongings:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields of a process after its name: state first, parent second, start time twentieth. Empty when it is gone."""
+    """The fields of a process after its name: state first, parent second, start time twentieth. Empty when it
+    is gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -277,7 +327,11 @@ def running(text: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and text in (entry / "cmdline").read_text(errors="replace"):
+            if (
+                entry.name.isdigit()
+                and int(entry.name) != os.getpid()
+                and text in (entry / "cmdline").read_text(errors="replace")
+            ):
                 found.append(int(entry.name))
     return found
 

@@ -1,7 +1,8 @@
 """The cases of the live matrix: which harness speaks which dialect, and what the steered engine says in it.
 
-Rule for whoever edits it: a case tells the truth of its harness. What one can not do (no write tool, a call beside the conversation, a history
-it rewrites) is said in the case, with `why`, and appears in the table of docs/harnesses.md; nothing is left out to make a case pass.
+Rule for whoever edits it: a case tells the truth of its harness. What one can not do (no write tool, a call
+beside the conversation, a history it rewrites) is said in the case, with `why`, and appears in the table of
+docs/harnesses.md; nothing is left out to make a case pass.
 """
 
 import json
@@ -15,7 +16,8 @@ from polarnode.harnesses.registry import HARNESSES
 
 SHELL_FILE, WRITTEN_FILE = "shell.txt", "written.txt"
 SHELL_TEXT = "a word from the shell\n"
-WRITTEN_TEXT = 'first line\n  "quoted" and \\escaped\\ – ümläut\n'  # what JSON, shells and dialects are wont to spoil
+# what JSON, shells and dialects are wont to spoil
+WRITTEN_TEXT = 'first line\n  "quoted" and \\escaped\\ – ümläut\n'
 DONE = "Both files are written."
 
 
@@ -29,7 +31,9 @@ class Call:
 
 @frozen
 class Step:
-    """One turn of the script: an optional thought, text, calls. `free`: the policy says what it will, from here on."""
+    """One turn of the script: an optional thought, text, calls. `free`: the policy says what it will, from
+    here on.
+    """
 
     text: str = ""
     calls: tuple[Call, ...] = ()
@@ -39,7 +43,9 @@ class Step:
 
 @frozen(kw_only=True)
 class Case:
-    """One harness in one dialect. `provider` is what its turns must say; `beside` how many calls it makes beside its conversation."""
+    """One harness in one dialect. `provider` is what its turns must say; `beside` how many calls it makes
+    beside its conversation.
+    """
 
     name: str
     harness: Mapping[str, Any]
@@ -48,7 +54,8 @@ class Case:
     in_ci: bool = False
     beside: int = 0
     lineages: int = 1
-    one_call: bool = False  # it asks for one call an answer: then the node ends each sample with it, before the turn's own end
+    # it asks for one call an answer: then the node ends each sample with it, before the turn's own end
+    one_call: bool = False
     written: str = WRITTEN_TEXT  # what its second file holds at the end
     why: str = ""  # of whatever is not as the others: shown in the table
 
@@ -59,15 +66,23 @@ class Case:
 
     @property
     def shell_tool(self) -> str | None:
-        """The tool by which the main conversation is known: its calls beside have other tools, or none. None: every call is of it."""
+        """The tool by which the main conversation is known: its calls beside have other tools, or none. None:
+        every call is of it.
+        """
         return self.steps[0].calls[0].name if self.steps[0].calls else None
 
     def task(self) -> dict[str, Any]:
         """The task as JSON. The files are judged in the runtime, before it is removed."""
         return {
-            "instruction": f"Write a word to {SHELL_FILE} with the shell, then write {WRITTEN_FILE}, then say so. This is case {self.name}.",
+            "instruction": (
+                f"Write a word to {SHELL_FILE} with the shell, then write {WRITTEN_FILE}, then say so. This"
+                f" is case {self.name}."
+            ),
             "harness": dict(self.harness),
-            "evaluator": {"name": "command", "config": {"argv": ["python3", "-c", CHECK, self.written], "reward_file": VERDICT}},
+            "evaluator": {
+                "name": "command",
+                "config": {"argv": ["python3", "-c", CHECK, self.written], "reward_file": VERDICT},
+            },
             "budgets": {"run_s": RUN_S, "max_turns": 12},
             "sampling": {"temperature": 1.0},
             "metadata": {"case": self.name},
@@ -101,7 +116,11 @@ PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN_FILE}\n{_PATCHED}*** End Patch
 
 def script(shell: Call, write: Call, end: Step | None = None) -> tuple[Step, ...]:
     """The three turns: a word and a shell call, a file write, the end."""
-    return (Step("I begin with the shell.", (shell,)), Step("Now the other file.", (write,)), end or Step(DONE))
+    return (
+        Step("I begin with the shell.", (shell,)),
+        Step("Now the other file.", (write,)),
+        end or Step(DONE),
+    )
 
 
 def _function(name: str, **parameters: str) -> str:
@@ -112,24 +131,39 @@ def _function(name: str, **parameters: str) -> str:
 
 # What each harness calls its tools, and how its run ends.
 SCRIPTS: Mapping[str, tuple[Step, ...]] = {
-    "pi": script(Call("bash", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
-    "mini_swe_agent": script(Call("bash", {"command": SHELL_LINE}), Call("bash", {"command": WRITE_LINE}), COMPLETE),
+    "pi": script(
+        Call("bash", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+    ),
+    "mini_swe_agent": script(
+        Call("bash", {"command": SHELL_LINE}), Call("bash", {"command": WRITE_LINE}), COMPLETE
+    ),
     "claude_code": script(
-        Call("Bash", {"command": SHELL_LINE, "description": "Write a word"}), Call("Write", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+        Call("Bash", {"command": SHELL_LINE, "description": "Write a word"}),
+        Call("Write", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT}),
     ),
     "codex": script(Call("exec_command", {"cmd": SHELL_LINE}), Call("exec_command", {"cmd": WRITE_LINE})),
     "qwen_code": script(
-        Call("run_shell_command", {"command": SHELL_LINE, "is_background": False, "description": "Write a word"}),
+        Call(
+            "run_shell_command",
+            {"command": SHELL_LINE, "is_background": False, "description": "Write a word"},
+        ),
         Call("write_file", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT}),
     ),
     "gemini_cli": script(
-        Call("run_shell_command", {"command": SHELL_LINE}), Call("write_file", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+        Call("run_shell_command", {"command": SHELL_LINE}),
+        Call("write_file", {"file_path": WRITTEN_PATH, "content": WRITTEN_TEXT}),
     ),
     "opencode": script(
-        Call("bash", {"command": SHELL_LINE, "description": "Write a word"}), Call("write", {"filePath": WRITTEN_PATH, "content": WRITTEN_TEXT})
+        Call("bash", {"command": SHELL_LINE, "description": "Write a word"}),
+        Call("write", {"filePath": WRITTEN_PATH, "content": WRITTEN_TEXT}),
     ),
-    "openclaw": script(Call("exec", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
-    "hermes": script(Call("terminal", {"command": SHELL_LINE}), Call("write_file", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})),
+    "openclaw": script(
+        Call("exec", {"command": SHELL_LINE}), Call("write", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT})
+    ),
+    "hermes": script(
+        Call("terminal", {"command": SHELL_LINE}),
+        Call("write_file", {"path": WRITTEN_PATH, "content": WRITTEN_TEXT}),
+    ),
     "openhands_sdk": script(
         Call("terminal", {"command": SHELL_LINE}),
         Call("file_editor", {"command": "create", "path": WRITTEN_PATH, "file_text": WRITTEN_TEXT}),
@@ -140,10 +174,15 @@ SCRIPTS: Mapping[str, tuple[Step, ...]] = {
 # Where an API leaves a harness without tools: calls are text, as its own prompt wants them.
 FENCE = "```mswea_bash_command\n{}\n```"
 TEXT_SCRIPTS: Mapping[str, tuple[Step, ...]] = {
-    "mini_swe_agent.text": tuple(Step(f"I go on.\n\n{FENCE.format(line)}") for line in (SHELL_LINE, WRITE_LINE, COMPLETE_LINE)),
+    "mini_swe_agent.text": tuple(
+        Step(f"I go on.\n\n{FENCE.format(line)}") for line in (SHELL_LINE, WRITE_LINE, COMPLETE_LINE)
+    ),
     "openhands_sdk.text": (
         Step(f"I begin with the shell.\n{_function('terminal', command=SHELL_LINE)}"),
-        Step(f"Now the other file.\n{_function('file_editor', command='create', path=WRITTEN_PATH, file_text=WRITTEN_TEXT)}"),
+        Step(
+            "Now the other"
+            f" file.\n{_function('file_editor', command='create', path=WRITTEN_PATH, file_text=WRITTEN_TEXT)}"
+        ),
         Step(_function("finish", message=DONE)),
     ),
 }
@@ -168,7 +207,8 @@ PROVIDERS: Mapping[str, str] = {
 }
 
 
-IN_CI = ("pi", "mini_swe_agent", "claude_code", "codex", "gemini_cli", "qwen_code")  # in their default APIs: each of the four is among them
+# in their default APIs: each of the four is among them
+IN_CI = ("pi", "mini_swe_agent", "claude_code", "codex", "gemini_cli", "qwen_code")
 
 
 def plain(harness: Harness) -> Iterator[Case]:
@@ -186,9 +226,20 @@ def plain(harness: Harness) -> Iterator[Case]:
 
 
 def thoughtful(case: Case) -> Case:
-    """The same with a thought before each turn's words: what a harness does with reasoning must cost no lineage."""
-    steps = tuple(evolve(step, thought=f"Step {number} of {len(case.steps)}: as it is asked.") for number, step in enumerate(case.steps, 1))
-    return evolve(case, name=f"{case.name}.thinking", steps=steps, in_ci=False, why="; ".join(filter(None, ("a thought before each turn", case.why))))
+    """The same with a thought before each turn's words: what a harness does with reasoning must cost no
+    lineage.
+    """
+    steps = tuple(
+        evolve(step, thought=f"Step {number} of {len(case.steps)}: as it is asked.")
+        for number, step in enumerate(case.steps, 1)
+    )
+    return evolve(
+        case,
+        name=f"{case.name}.thinking",
+        steps=steps,
+        in_ci=False,
+        why="; ".join(filter(None, ("a thought before each turn", case.why))),
+    )
 
 
 _CODEX_PATCHES = script(Call("exec_command", {"cmd": SHELL_LINE}), Call("apply_patch", {"input": PATCH}))
@@ -211,9 +262,14 @@ SPECIAL: tuple[Case, ...] = (
         name="codex.responses.gpt-6-sol",
         harness={"name": "codex", "model_name": "gpt-6-sol"},
         provider="openai_responses",
-        steps=script(Call("exec", {"input": _program(SHELL_LINE)}), Call("exec", {"input": _program(WRITE_LINE)})),
+        steps=script(
+            Call("exec", {"input": _program(SHELL_LINE)}), Call("exec", {"input": _program(WRITE_LINE)})
+        ),
         one_call=True,
-        why="a model name it knows: its one tool takes programs, and comes among the messages; one call an answer",
+        why=(
+            "a model name it knows: its one tool takes programs, and comes among the messages; one call an"
+            " answer"
+        ),
     ),
     Case(
         name="claude_code.anthropic.bare",
@@ -227,7 +283,10 @@ SPECIAL: tuple[Case, ...] = (
         harness={"name": "claude_code"},
         provider="anthropic",
         steps=(
-            Step("I look for a tool.", (Call("ToolSearch", {"query": "select:TaskCreate,NotebookEdit", "max_results": 5}),)),
+            Step(
+                "I look for a tool.",
+                (Call("ToolSearch", {"query": "select:TaskCreate,NotebookEdit", "max_results": 5}),),
+            ),
             *SCRIPTS["claude_code"],
         ),
         why="it looks for further tools first: they come in the middle of the conversation",
@@ -239,7 +298,10 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "openhands_sdk.text": {
         "lineages": 3,
         "written": WRITTEN_TEXT.rstrip("\n"),
-        "why": "its text protocol strips parameters, and spells each call anew: every turn is a history of its own",
+        "why": (
+            "its text protocol strips parameters, and spells each call anew: every turn is a history of"
+            " its own"
+        ),
     },
 }
 
@@ -247,18 +309,26 @@ PLAIN = tuple(case for name, harness in HARNESSES.items() if name in SCRIPTS for
 CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
 
 # Not of the matrix: an answer long enough to leave in the middle of, for whoever speaks any API.
-LONG = Case(name="a.long.answer", harness={"name": "shell"}, provider="", steps=(Step(" ".join(f"word {number}," for number in range(120))),))
+LONG = Case(
+    name="a.long.answer",
+    harness={"name": "shell"},
+    provider="",
+    steps=(Step(" ".join(f"word {number}," for number in range(120))),),
+)
 
 # ── a harness that starts another agent of its own ───────────────────────────
 
 HELPED_FILE = "helped.txt"
 HELPER_LINE = f"printf 'a word from a helper\\n' > {HELPED_FILE}"
-WAIT_LINE = f"until [ -e {HELPED_FILE} ]; do sleep 0.2; done; sleep 3"  # for those whose helpers work beside them: seen to be done, and told
+# for those whose helpers work beside them: seen to be done, and told
+WAIT_LINE = f"until [ -e {HELPED_FILE} ]; do sleep 0.2; done; sleep 3"
 
 
 @frozen(kw_only=True)
 class Helped:
-    """A harness whose main agent hands a task to a helper. The helper's own prompt names the case `helper`, and nothing of the main one's."""
+    """A harness whose main agent hands a task to a helper. The helper's own prompt names the case `helper`,
+    and nothing of the main one's.
+    """
 
     harness: str
     ask: Call
@@ -275,7 +345,12 @@ class Helped:
 
     @property
     def helper(self) -> Case:
-        return Case(name=f"{self.harness}.helper", harness={"name": self.harness}, provider="", steps=(Step("I write.", (self.shell,)), self.end))
+        return Case(
+            name=f"{self.harness}.helper",
+            harness={"name": self.harness},
+            provider="",
+            steps=(Step("I write.", (self.shell,)), self.end),
+        )
 
 
 def _task(harness: str) -> str:
@@ -285,7 +360,14 @@ def _task(harness: str) -> str:
 HELPED: tuple[Helped, ...] = (
     Helped(
         harness="claude_code",
-        ask=Call("Agent", {"description": "Write a word", "prompt": _task("claude_code"), "subagent_type": "general-purpose"}),
+        ask=Call(
+            "Agent",
+            {
+                "description": "Write a word",
+                "prompt": _task("claude_code"),
+                "subagent_type": "general-purpose",
+            },
+        ),
         shell=Call("Bash", {"command": HELPER_LINE, "description": "Write a word"}),
         wait=Call("Bash", {"command": WAIT_LINE, "description": "Wait for the helper"}),
         in_ci=True,
@@ -299,9 +381,18 @@ HELPED: tuple[Helped, ...] = (
     ),
     Helped(
         harness="qwen_code",
-        ask=Call("agent", {"description": "Write a word", "prompt": _task("qwen_code"), "subagent_type": "general-purpose"}),
-        shell=Call("run_shell_command", {"command": HELPER_LINE, "is_background": False, "description": "Write a word"}),
-        wait=Call("run_shell_command", {"command": WAIT_LINE, "is_background": False, "description": "Wait for the helper"}),
+        ask=Call(
+            "agent",
+            {"description": "Write a word", "prompt": _task("qwen_code"), "subagent_type": "general-purpose"},
+        ),
+        shell=Call(
+            "run_shell_command",
+            {"command": HELPER_LINE, "is_background": False, "description": "Write a word"},
+        ),
+        wait=Call(
+            "run_shell_command",
+            {"command": WAIT_LINE, "is_background": False, "description": "Wait for the helper"},
+        ),
     ),
     Helped(
         harness="gemini_cli",
@@ -311,7 +402,9 @@ HELPED: tuple[Helped, ...] = (
     ),
     Helped(
         harness="opencode",
-        ask=Call("task", {"description": "Write a word", "prompt": _task("opencode"), "subagent_type": "general"}),
+        ask=Call(
+            "task", {"description": "Write a word", "prompt": _task("opencode"), "subagent_type": "general"}
+        ),
         shell=Call("bash", {"command": HELPER_LINE, "description": "Write a word"}),
     ),
     Helped(
@@ -325,7 +418,12 @@ HELPED: tuple[Helped, ...] = (
 
 FREE = Step(free=True)
 LED: tuple[Case, ...] = tuple(
-    evolve(case, name=f"{case.name}.led", steps=(*case.steps[:2], FREE), in_ci=case.harness["name"] in ("claude_code", "codex", "qwen_code"))
+    evolve(
+        case,
+        name=f"{case.name}.led",
+        steps=(*case.steps[:2], FREE),
+        in_ci=case.harness["name"] in ("claude_code", "codex", "qwen_code"),
+    )
     for case in PLAIN
     if not case.harness.get("settings")
 )

@@ -1,10 +1,12 @@
 """A node whose real engine is made to say what a script says: `run` is `polarnode`, with its arguments.
 
-Every token goes through the real engine, whose logit processor leaves it one choice a step; logprobs, spans, streaming and parsing stay what
-they are. What to say is decided from the prompt alone (which case it is, how often the script spoke in it), so that a retry, a branch or a
-call beside the main conversation needs no memory here. What was forced is written to `forced.jsonl` in the engine's state folder, a line an order.
+Every token goes through the real engine, whose logit processor leaves it one choice a step; logprobs, spans,
+streaming and parsing stay what they are. What to say is decided from the prompt alone (which case it is, how
+often the script spoke in it), so that a retry, a branch or a call beside the main conversation needs no
+memory here. What was forced is written to `forced.jsonl` in the engine's state folder, a line an order.
 
-Rule for whoever edits it: the node is the program people run; only its engine is given an argument more, and its orders a `steering`.
+Rule for whoever edits it: the node is the program people run; only its engine is given an argument more, and
+its orders a `steering`.
 """
 
 import json
@@ -20,22 +22,26 @@ from attrs import define, evolve, field, frozen
 from matrix_cases import CASES, EXTRA, Case, Step
 from steering_processor import forced
 
-from polarnode.cli import main
-from polarnode.conversation import Conversation, Message
+from polarnode.cli.main import main
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.ports import Chunk, GenerateOrder, Tokenizer
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.settings import EngineSettings
 from polarnode.node import opening
-from polarnode.ports import Chunk, GenerateOrder, Tokenizer
-from polarnode.shell.engine import Engines, EngineSettings, open_engines
-from polarnode.tokens.family import Family
-from polarnode.tokens.model import LoadedModel, load_model
+from polarnode.tokens.families import Family
+from polarnode.tokens.template import LoadedModel, load_model
 
 FORCED = "forced.jsonl"
-BESIDE = "A word beside the matter."  # what a call that is not of the main conversation is told: titles, summaries
+# what a call that is not of the main conversation is told: titles, summaries
+BESIDE = "A word beside the matter."
 _NAMED = re.compile(r"This is case ([\w/.-]*\w)\.")
 
 
 @frozen(kw_only=True)
 class Said:
-    """What the script says to a prompt: of which case, which step of it (None: a call beside), and the ids, with the turn's end."""
+    """What the script says to a prompt: of which case, which step of it (None: a call beside), and the ids,
+    with the turn's end.
+    """
 
     case: str
     step: int | None
@@ -59,7 +65,11 @@ class Script:
         if case.shell_tool is not None and f'"name": "{case.shell_tool}"' not in text:
             return Said(case=case.name, step=None, ids=self._written(Step(BESIDE), prompt))
         step = min(turns_so_far(prompt, self.model, calling=not case.by_text), len(case.steps) - 1)
-        return None if case.steps[step].free else Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
+        return (
+            None
+            if case.steps[step].free
+            else Said(case=case.name, step=step, ids=self._written(case.steps[step], prompt))
+        )
 
     def _written(self, step: Step, prompt: "array[int]") -> tuple[int, ...]:
         """A step, less what of it the prompt already ends with: an answer that was cut is gone on with."""
@@ -68,7 +78,14 @@ class Script:
         whole = written(step, self.model.tokenizer, self.model.family, in_thought=False)
         if begun and whole[: len(begun)] == begun:
             return tuple(whole[len(begun) :])
-        return tuple(written(step, self.model.tokenizer, self.model.family, in_thought=self.model.template.opens_thinking(prompt)))
+        return tuple(
+            written(
+                step,
+                self.model.tokenizer,
+                self.model.family,
+                in_thought=self.model.template.opens_thinking(prompt),
+            )
+        )
 
     def _opening(self) -> Sequence[int]:
         """How a prompt asks for the next turn."""
@@ -87,7 +104,9 @@ def decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def turns_so_far(prompt: Sequence[int], model: LoadedModel, *, calling: bool) -> int:
-    """How many of the assistant's turns a prompt holds, or of those with a call; the system's own turn only tells how one is written."""
+    """How many of the assistant's turns a prompt holds, or of those with a call; the system's own turn only
+    tells how one is written.
+    """
     opening = model.tokenizer.encode_plain("assistant")
     turns: list[list[int]] = []
     for token in prompt:
@@ -95,7 +114,10 @@ def turns_so_far(prompt: Sequence[int], model: LoadedModel, *, calling: bool) ->
             turns.append([])
         elif turns:
             turns[-1].append(token)
-    return sum(turn[: len(opening)] == opening and (not calling or model.family.call_open in turn) for turn in turns[:-1])
+    return sum(
+        turn[: len(opening)] == opening and (not calling or model.family.call_open in turn)
+        for turn in turns[:-1]
+    )
 
 
 def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: bool) -> list[int]:
@@ -103,7 +125,12 @@ def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: boo
     assert None not in (family.think_open, family.think_close, family.call_open, family.call_close)
     pieces: list[int | str | None] = []
     if step.thought or in_thought:
-        pieces += [None if in_thought else family.think_open, f"\n{step.thought}\n", family.think_close, "\n\n"]
+        pieces += [
+            None if in_thought else family.think_open,
+            f"\n{step.thought}\n",
+            family.think_close,
+            "\n\n",
+        ]
     pieces.append(step.text)
     for place, call in enumerate(step.calls):
         body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
@@ -112,8 +139,12 @@ def written(step: Step, tokenizer: Tokenizer, family: Family, *, in_thought: boo
 
 
 def spelled(pieces: Sequence[int | str | None], tokenizer: Tokenizer) -> Iterator[int]:
-    """Control ids, and between them text that is encoded in one: the spelling that decoding and encoding would give back."""
-    for control, group in groupby((piece for piece in pieces if piece is not None), key=lambda piece: isinstance(piece, int)):
+    """Control ids, and between them text that is encoded in one: the spelling that decoding and encoding
+    would give back.
+    """
+    for control, group in groupby(
+        (piece for piece in pieces if piece is not None), key=lambda piece: isinstance(piece, int)
+    ):
         found = list(group)
         yield from (found if control else tokenizer.encode_plain("".join(map(str, found))))  # type: ignore[misc]
 
@@ -133,7 +164,9 @@ class SteeredEngine:
         return getattr(self._engines, name)
 
     def generate(self, order: GenerateOrder) -> "AbstractAsyncContextManager[AsyncIterator[Chunk]]":
-        """The order with the script's words in it; one for constrained sampling has a law of its own, and is left alone."""
+        """The order with the script's words in it; one for constrained sampling has a law of its own, and is
+        left alone.
+        """
         said = self._script.answer(order.prompt) if order.constraint is None else None
         if said is None:
             return self._engines.generate(order)
@@ -141,7 +174,13 @@ class SteeredEngine:
         return self._engines.generate(evolve(order, steering=forced(said.ids[:-1], said.ids[-1])))
 
     def _note(self, order: GenerateOrder, said: Said) -> None:
-        line = {"session": order.affinity, "case": said.case, "step": said.step, "prompt_tokens": len(order.prompt), "ids": said.ids}
+        line = {
+            "session": order.affinity,
+            "case": said.case,
+            "step": said.step,
+            "prompt_tokens": len(order.prompt),
+            "ids": said.ids,
+        }
         with self._log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

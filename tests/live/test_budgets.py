@@ -1,4 +1,5 @@
-"""How sessions end when it is not by themselves: budgets, exit codes, a trainer's cancel, a container that is killed. What was captured stays.
+"""How sessions end when it is not by themselves: budgets, exit codes, a trainer's cancel, a container that is
+killed. What was captured stays.
 
 All on one node, side by side, and none touches another.
 """
@@ -8,7 +9,7 @@ import time
 import pytest
 from live_kit import ServingNode, container_of, podman, running, until
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
@@ -33,15 +34,26 @@ def left_nothing(node: ServingNode, mark: str) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def overrunning(node: ServingNode) -> str:
     """A session that runs out of time while the other tests run."""
-    script = f'test "$(cat /work/turns.txt)" = 3 && ! pgrep -f "[{str(NUMBER)[0]}]{str(NUMBER)[1:]}"'  # the pattern must not find its own shell
+    # the pattern must not find its own shell
+    script = f'test "$(cat /work/turns.txt)" = 3 && ! pgrep -f "[{str(NUMBER)[0]}]{str(NUMBER)[1:]}"'
     evaluator = {"name": "command", "config": {"script": script}}
-    return node.agent(turns=3, background=NUMBER, sleep=3600, evaluator=evaluator, budgets={"run_s": RUN_S, "post_s": POST_S})
+    return node.agent(
+        turns=3,
+        background=NUMBER,
+        sleep=3600,
+        evaluator=evaluator,
+        budgets={"run_s": RUN_S, "post_s": POST_S},
+    )
 
 
 def test_an_evaluator_out_of_time_costs_the_reward_alone(node: ServingNode) -> None:
     evaluator = {"name": "command", "config": {"argv": ["sleep", "4201447"]}}
     trajectory = held(node.finished(node.agent(turns=1, evaluator=evaluator, budgets={"post_s": 2.0})))
-    assert (trajectory.outcome.status, trajectory.outcome.clock, trajectory.outcome.boundary) == ("error", "post", "evaluator")
+    assert (trajectory.outcome.status, trajectory.outcome.clock, trajectory.outcome.boundary) == (
+        "error",
+        "post",
+        "evaluator",
+    )
     assert trajectory.reward is None
     left_nothing(node, "4201447")
 
@@ -51,7 +63,8 @@ def test_a_budget_of_turns_refuses_the_next_call(node: ServingNode, api: str) ->
     trajectory = held(node.finished(node.agent(turns=None, api=api, budgets={"max_turns": 4})))
     assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "turns")
     assert len([turn for turn in trajectory.turns if turn.state == "complete"]) == 4
-    assert trajectory.metrics["refusals"] == {"budget_spent": 1}  # a plain 400, after which a harness does not ask again
+    # a plain 400, after which a harness does not ask again
+    assert trajectory.metrics["refusals"] == {"budget_spent": 1}
     assert "refused 400" in (trajectory.outcome.log_tail or "")
 
 
@@ -81,7 +94,10 @@ def test_a_trainer_cancels_and_keeps_what_was_captured(node: ServingNode) -> Non
 
 
 def test_a_container_that_is_killed_costs_its_own_session_alone(node: ServingNode) -> None:
-    victim, sibling = node.agent(turns=None, say="the-victim", budgets={"retries": 0}), node.agent(turns=None, say="the-sibling")
+    victim, sibling = (
+        node.agent(turns=None, say="the-victim", budgets={"retries": 0}),
+        node.agent(turns=None, say="the-sibling"),
+    )
     node.under_way(victim, sibling, turns=2)
     container = container_of(running("the-victim")[0], node.node_id)
     podman("kill", container)
@@ -93,7 +109,9 @@ def test_a_container_that_is_killed_costs_its_own_session_alone(node: ServingNod
     assert held(node.finished(sibling)).outcome.status == "cancelled"
 
 
-def test_a_harness_out_of_time_is_evaluated_and_leaves_no_process(node: ServingNode, overrunning: str) -> None:
+def test_a_harness_out_of_time_is_evaluated_and_leaves_no_process(
+    node: ServingNode, overrunning: str
+) -> None:
     trajectory = held(node.finished(overrunning))
     assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "run")
     assert "left behind" in (trajectory.outcome.log_tail or "")

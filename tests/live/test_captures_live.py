@@ -1,4 +1,6 @@
-"""Captures on the real engine: the official SDKs on this machine, one of them through a whole conversation with a tool, each token where it belongs."""
+"""Captures on the real engine: the official SDKs on this machine, one of them through a whole conversation
+with a tool, each token where it belongs.
+"""
 
 from typing import Any
 
@@ -6,24 +8,45 @@ import httpx
 from captures_kit import Told
 from live_kit import TOKEN, ServingNode
 
-from polarnode.merge.checks import check
-from polarnode.records import Built
+from polarnode.core.trajectory import Built
+from polarnode.merge.invariants import check
 
-LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}}
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+    },
+}
 
 
 def call(node: ServingNode, method: str, path: str, body: Any) -> Any:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    return httpx.request(method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=600).raise_for_status().json()
+    return (
+        httpx.request(method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=600)
+        .raise_for_status()
+        .json()
+    )
 
 
 def test_a_real_model_answers_an_agent_of_ones_own_and_every_token_is_kept(node: ServingNode) -> None:
-    opened = call(node, "POST", "/v1/capture", {"sampling": {"temperature": 1.0, "max_tokens": 24}, "metadata": {"row": 7}})
+    opened = call(
+        node,
+        "POST",
+        "/v1/capture",
+        {"sampling": {"temperature": 1.0, "max_tokens": 24}, "metadata": {"row": 7}},
+    )
     told = Told(opened["env"])
     hi = {"role": "user", "content": "What is in notes.txt?"}
     asked = {"model": "m", "messages": [hi], "tools": [LOOK], "logprobs": True}
     headers = {"Authorization": f"Bearer {opened['key']}"}
-    first = httpx.post(f"{opened['base_urls']['openai']}/chat/completions", headers=headers, json=asked, timeout=600).raise_for_status().json()
+    first = (
+        httpx.post(
+            f"{opened['base_urls']['openai']}/chat/completions", headers=headers, json=asked, timeout=600
+        )
+        .raise_for_status()
+        .json()
+    )
     answer = first["choices"][0]["message"]
     more = {**asked, "messages": [hi, answer, {"role": "user", "content": "Say it again."}]}
     httpx.post(f"{opened['base_urls']['any']}/v1/chat/completions", json=more, timeout=600).raise_for_status()
@@ -34,7 +57,12 @@ def test_a_real_model_answers_an_agent_of_ones_own_and_every_token_is_kept(node:
     assert (ended["turns"], ended["reward"], found.metadata) == (3, 0.5, {"row": 7})
     assert [turn.provider for turn in found.turns] == ["openai_chat", "openai_chat", "anthropic"]
     assert found.turns[1].parent == 0, "the second call extends the first"
-    assert found.turns[0].usage.completion_tokens == first["usage"]["completion_tokens"] == len(found.turns[0].sampled)
-    left_out = sum(len(found.turns[each.turn].sampled) for each in found.left_out)  # a lone question without tools is taken for an auxiliary one
+    assert (
+        found.turns[0].usage.completion_tokens
+        == first["usage"]["completion_tokens"]
+        == len(found.turns[0].sampled)
+    )
+    # a lone question without tools is taken for an auxiliary one
+    left_out = sum(len(found.turns[each.turn].sampled) for each in found.left_out)
     assert found.trainable_tokens == found.sampled_tokens - left_out > 0
     assert all(value <= 0 for turn in found.turns for value in turn.logprobs)

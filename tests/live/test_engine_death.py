@@ -1,4 +1,6 @@
-"""`kill -9` of an engine host in mid-run: calls fail at once, harnesses try again, sessions go on with the host that follows."""
+"""`kill -9` of an engine host in mid-run: calls fail at once, harnesses try again, sessions go on with the
+host that follows.
+"""
 
 import os
 import signal
@@ -7,14 +9,16 @@ import time
 import pytest
 from live_kit import ServingNode, until
 
-from polarnode.records import Trajectory
-from polarnode.shell.processes import group_members
+from polarnode.core.trajectory import Trajectory
+from polarnode.support.processes import group_members
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
-AT_ONCE_S = 10.0  # seconds: some ms on a quiet machine, and it must not be the minutes of a harness's own patience
+# seconds: some ms on a quiet machine, and it must not be the minutes of a harness's own patience
+AT_ONCE_S = 10.0
 TURNS = 3
-LONG = {"temperature": 100.0, "max_tokens": 800}  # nearly uniform: a sample hardly ever ends before its limit, so calls are in flight
+# nearly uniform: a sample hardly ever ends before its limit, so calls are in flight
+LONG = {"temperature": 100.0, "max_tokens": 800}
 
 
 def test_sessions_survive_their_engine_host(node: ServingNode) -> None:
@@ -23,17 +27,21 @@ def test_sessions_survive_their_engine_host(node: ServingNode) -> None:
         node.agent(turns=TURNS, stream=stream, api=api, max_tokens=800, sampling=LONG)
         for stream, api in ((True, "openai"), (False, "openai"), (True, "anthropic"))
     ]
-    until(lambda: node.host()["in_flight"] >= 2, "calls are in flight")  # and no more: a quick machine is done with some sessions sooner
+    # and no more: a quick machine is done with some sessions sooner
+    until(lambda: node.host()["in_flight"] >= 2, "calls are in flight")
     killed, killed_wall = time.monotonic(), time.time()
     os.kill(before["pid"], signal.SIGKILL)
-    noticed = until(lambda: node.host()["pid"] != before["pid"] and time.monotonic(), "the node notices") - killed
+    noticed = (
+        until(lambda: node.host()["pid"] != before["pid"] and time.monotonic(), "the node notices") - killed
+    )
     until(lambda: node.host()["state"] == "ready", "a new host serves")
     served = time.monotonic() - killed
     trajectories = [node.finished(one) for one in sessions]
     failed = [turn for each in trajectories for turn in each.turns if turn.state == "failed"]
     took = [turn.started + turn.ended_s - killed_wall for turn in failed]
     print(
-        f"noticed after {noticed:.2f} s, {len(failed)} calls failed after {[round(one, 2) for one in took]} s, a new host serves after {served:.1f} s"
+        f"noticed after {noticed:.2f} s, {len(failed)} calls failed after {[round(one, 2) for one in took]}"
+        f" s, a new host serves after {served:.1f} s"
     )
     assert failed
     assert max(took) < AT_ONCE_S

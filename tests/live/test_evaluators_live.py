@@ -1,4 +1,6 @@
-"""Evaluators from files in a whole node: a repository that the task makes, an agent that works in it, tests it never saw."""
+"""Evaluators from files in a whole node: a repository that the task makes, an agent that works in it, tests
+it never saw.
+"""
 
 from typing import Any
 
@@ -8,14 +10,29 @@ from live_kit import ServingNode
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
 REPO = "/work/repo"
-MAKE = f"mkdir -p {REPO}/tests; cd {REPO}; printf 'def add(a, b):\\n    return a - b\\n' > calc.py; git init -q; git add -A; git commit -qm one"
-FIX = f"cd {REPO}; sed -i 's/a - b/a + b/' calc.py; git add -A; git commit -qm mine; printf 'print()' > untracked.py"
+MAKE = (
+    f"mkdir -p {REPO}/tests; cd {REPO}; printf 'def add(a, b):\\n    return a - b\\n' > calc.py; git init -q;"
+    " git add -A; git commit -qm one"
+)
+FIX = (
+    f"cd {REPO}; sed -i 's/a - b/a + b/' calc.py; git add -A; git commit -qm mine; printf 'print()' >"
+    " untracked.py"
+)
 BREAK = f"cd {REPO}; echo x > y; mkdir -p /tmp/mine; setsid -f sleep 4201991"
-HIDDEN = "import sys\nsys.path.insert(0, '.')\nfrom calc import add\nprint('PASSED' if add(1, 2) == 3 else 'FAILED', 'test_adds')\n"
+HIDDEN = (
+    "import sys\nsys.path.insert(0, '.')\nfrom calc import add\nprint('PASSED' if add(1, 2) == 3 else"
+    " 'FAILED', 'test_adds')\n"
+)
 HIDE = ["sh", "-c", f"printf '%s' \"$1\" > {REPO}/tests/hidden.py", "sh", HIDDEN]
-HARBOR = {"test.sh": f"cd {REPO}; python3 /tests/hidden.py | grep -q PASSED; echo $((1 - $?)) > /logs/verifier/reward.txt", "hidden.py": HIDDEN}
+HARBOR = {
+    "test.sh": (
+        f"cd {REPO}; python3 /tests/hidden.py | grep -q PASSED; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    ),
+    "hidden.py": HIDDEN,
+}
 TEST_PATCH = (
-    f"diff --git a/tests/new.py b/tests/new.py\nnew file mode 100644\n--- /dev/null\n+++ b/tests/new.py\n@@ -0,0 +1,{HIDDEN.count(chr(10))} @@\n"
+    "diff --git a/tests/new.py b/tests/new.py\nnew file mode 100644\n--- /dev/null\n+++ b/tests/new.py\n@@"
+    f" -0,0 +1,{HIDDEN.count(chr(10))} @@\n"
 )
 
 
@@ -30,11 +47,18 @@ def task(script: str, evaluator: dict[str, Any]) -> dict[str, Any]:
 
 EVALUATORS: dict[str, dict[str, Any]] = {
     "test_on_output": {
-        "config": {"test_command": "python3 tests/hidden.py", "expected_output_json": {"test_adds": "PASSED"}, "repo_dir": REPO},
+        "config": {
+            "test_command": "python3 tests/hidden.py",
+            "expected_output_json": {"test_adds": "PASSED"},
+            "repo_dir": REPO,
+        },
     },
     "harbor": {"config": {"tests": HARBOR}},
     "harbor, fresh": {"config": {"tests": HARBOR}, "fresh_runtime": True},
-    "command": {"config": {"script": f"cd {REPO} && python3 tests/hidden.py | grep PASSED"}, "fresh_runtime": True},
+    "command": {
+        "config": {"script": f"cd {REPO} && python3 tests/hidden.py | grep PASSED"},
+        "fresh_runtime": True,
+    },
     "swebench": {
         "config": {
             "instance": {

@@ -1,8 +1,10 @@
-"""The live matrix: every harness, in its own container and in every dialect it speaks, does the three turns of a script on the real engine.
+"""The live matrix: every harness, in its own container and in every dialect it speaks, does the three turns
+of a script on the real engine.
 
-The engine is steered (`steering.py`), so what each harness must do is known to the letter: a shell call, a file written, a last word. Without
-POLARNODE_MATRIX the cases of CI run, one harness of each kind; `all` runs every one, and names separated by commas run those.
-POLARNODE_MATRIX_OUT names a file that takes a line of JSON for each case: `tools/harness_matrix.py` makes the table of docs/harnesses.md of it.
+The engine is steered (`steering.py`), so what each harness must do is known to the letter: a shell call, a
+file written, a last word. Without POLARNODE_MATRIX the cases of CI run, one harness of each kind; `all` runs
+every one, and names separated by commas run those. POLARNODE_MATRIX_OUT names a file that takes a line of
+JSON for each case: `tools/harness_matrix.py` makes the table of docs/harnesses.md of it.
 """
 
 import os
@@ -15,12 +17,14 @@ from attrs import frozen
 from live_kit import ServingNode, keep_row, until
 from matrix_cases import CASES, Case
 
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.harnesses.registry import HARNESSES
-from polarnode.records import Trajectory, Turn
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 
-PATIENCE_S = 2400.0  # seconds for one case, the images of those before it included: each takes a minute or two where nothing is cached
+# seconds for one case, the images of those before it included: each takes a minute or two where nothing is
+# cached
+PATIENCE_S = 2400.0
 WANTED = os.environ.get("POLARNODE_MATRIX", "ci")
 
 
@@ -60,7 +64,11 @@ class Runs:
 
     def over(self, case: Case) -> Run:
         session = self.sessions[case.name]
-        until(lambda: self.node.client.session(session)["session"]["outcome"], f"case {case.name} is over", within=PATIENCE_S)
+        until(
+            lambda: self.node.client.session(session)["session"]["outcome"],
+            f"case {case.name} is over",
+            within=PATIENCE_S,
+        )
         return Run(case, self.node.client.trajectory(session, turns="full"), self.node.forced(session))
 
 
@@ -96,7 +104,10 @@ def of_the_calls(run: Run) -> Iterator[str]:
     if (providers := {turn.provider for turn in turns}) != {case.provider}:
         yield f"it spoke {providers}, not {case.provider}"
     if len(run.main) != len(case.steps) or len(turns) - len(run.main) != case.beside:
-        yield f"{len(run.main)} turns of the main conversation and {len(turns) - len(run.main)} beside, not {len(case.steps)} and {case.beside}"
+        yield (
+            f"{len(run.main)} turns of the main conversation and {len(turns) - len(run.main)} beside, not"
+            f" {len(case.steps)} and {case.beside}"
+        )
     if not recorded(turns, run):
         yield "what was recorded is not what the engine was made to say"
     if run.steps != list(range(len(case.steps))):
@@ -104,10 +115,14 @@ def of_the_calls(run: Run) -> Iterator[str]:
 
 
 def recorded(turns: Sequence[Turn], run: Run) -> bool:
-    """Whether each order's ids are a turn's, up to where the harness's own stop string ended it, or its wish for one call."""
+    """Whether each order's ids are a turn's, up to where the harness's own stop string ended it, or its wish
+    for one call.
+    """
     said = {line["prompt_tokens"]: line["ids"] for line in run.forced}
     lines = [(turn, said.get(turn.prompt_length, [])) for turn in turns]
-    return len(said) == len(run.forced) == len(turns) and all(list(turn.sampled) == ids[: length(turn, ids, run.case)] for turn, ids in lines)
+    return len(said) == len(run.forced) == len(turns) and all(
+        list(turn.sampled) == ids[: length(turn, ids, run.case)] for turn, ids in lines
+    )
 
 
 def length(turn: Turn, ids: list[int], case: Case) -> int:
@@ -118,17 +133,25 @@ def length(turn: Turn, ids: list[int], case: Case) -> int:
 
 
 def of_the_traces(run: Run) -> Iterator[str]:
-    """The main conversation is one lineage and one sequence (or as many as the case says), each token of it trainable exactly once."""
+    """The main conversation is one lineage and one sequence (or as many as the case says), each token of it
+    trainable exactly once.
+    """
     traces = [trace for trace in run.trajectory.traces if trace.role == "main"]
     lineages = {turn.lineage for turn in run.main}
     if len(lineages) != run.case.lineages or len(traces) != run.case.lineages:
-        yield f"{len(lineages)} lineages and {len(traces)} sequences, not {run.case.lineages}; {[turn.reason for turn in run.main]}"
+        yield (
+            f"{len(lineages)} lineages and {len(traces)} sequences, not {run.case.lineages};"
+            f" {[turn.reason for turn in run.main]}"
+        )
     trainable: Counter[int] = Counter()
     for trace in traces:
         for span in trace.turn_spans:
             trainable[span.turn] += sum(trace.loss_mask[span.start : span.end])
     if trainable != {turn.index: len(turn.sampled) for turn in run.main}:
-        yield f"trainable tokens by turn are {dict(trainable)}, sampled were { ({turn.index: len(turn.sampled) for turn in run.main}) }"
+        yield (
+            f"trainable tokens by turn are {dict(trainable)}, sampled were"
+            f" { ({turn.index: len(turn.sampled) for turn in run.main}) }"
+        )
 
 
 # ── what is told of it ────────────────────────────────────────────────────────
@@ -137,10 +160,13 @@ def of_the_traces(run: Run) -> Iterator[str]:
 def told(run: Run) -> str:
     """A run in a few lines."""
     lines = [
-        f"{turn.role}/{turn.kind}/{turn.reason} {turn.state} {turn.prompt_length}+{len(turn.sampled)} {turn.ended_s:.1f} s"
+        f"{turn.role}/{turn.kind}/{turn.reason} {turn.state} {turn.prompt_length}+{len(turn.sampled)}"
+        f" {turn.ended_s:.1f} s"
         for turn in run.trajectory.turns
     ]
-    return "\n".join([f"{run.case.name}: {run.trajectory.outcome.status}, {run.trajectory.timing.run_s:.1f} s", *lines])
+    return "\n".join(
+        [f"{run.case.name}: {run.trajectory.outcome.status}, {run.trajectory.timing.run_s:.1f} s", *lines]
+    )
 
 
 def row(run: Run) -> dict[str, Any]:
@@ -160,6 +186,8 @@ def row(run: Run) -> dict[str, Any]:
         "rows": len(run.trajectory.traces),
         "prompt_tokens": run.main[0].prompt_length if run.main else None,
         "seconds": round(run.trajectory.timing.run_s, 1),
-        "problems": [problem.splitlines()[0] for problem in (*of_the_end(run), *of_the_calls(run), *of_the_traces(run))],
+        "problems": [
+            problem.splitlines()[0] for problem in (*of_the_end(run), *of_the_calls(run), *of_the_traces(run))
+        ],
         "why": run.case.why,
     }

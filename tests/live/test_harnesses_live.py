@@ -1,6 +1,8 @@
-"""Real harnesses, unmodified, in their containers against the real engine. The policy is tiny and sampled: only structure can be asserted.
+"""Real harnesses, unmodified, in their containers against the real engine. The policy is tiny and sampled:
+only structure can be asserted.
 
-They run side by side, as sessions do; what they left is then checked with nothing of ours by `examples/verify.py`.
+They run side by side, as sessions do; what they left is then checked with nothing of ours by
+`examples/verify.py`.
 """
 
 import json
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 from live_kit import ServingNode
 
-from polarnode.conversation import TextPart
-from polarnode.records import Trajectory, Turn
+from polarnode.core.conversation import TextPart
+from polarnode.core.trajectory import Trajectory, Turn
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 
@@ -22,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 LONG_PROMPT = 15_000  # tokens: Claude Code's first prompt is 19 322 of polarnode-tiny's
 
 USUAL = {"temperature": 1.0, "max_tokens": 256}
-CUT = {"temperature": 100.0, "max_tokens": 48}  # nearly uniform: hardly a sample ends by itself, and Claude Code asks for the rest
+# nearly uniform: hardly a sample ends by itself, and Claude Code asks for the rest
+CUT = {"temperature": 100.0, "max_tokens": 48}
 
 HARNESSES: dict[str, dict[str, Any]] = {
     "claude_code": {"name": "claude_code"},
@@ -34,16 +37,25 @@ HARNESSES: dict[str, dict[str, Any]] = {
     "codex": {"name": "codex"},
     "gemini_cli": {"name": "gemini_cli"},
 }
-GIVES_UP = {"cut", "codex", "gemini_cli"}  # on an answer cut by its limit, the first only after three in a row
+# on an answer cut by its limit, the first only after three in a row
+GIVES_UP = {"cut", "codex", "gemini_cli"}
 
 
 @pytest.fixture(scope="module")
 def trajectories(node: ServingNode) -> dict[str, Trajectory]:
     """One session of each harness, all at once."""
-    submitted = {name: node.submit(**task(harness, CUT if "cut" in name else USUAL))[0] for name, harness in HARNESSES.items()}
+    submitted = {
+        name: node.submit(**task(harness, CUT if "cut" in name else USUAL))[0]
+        for name, harness in HARNESSES.items()
+    }
     found = {name: node.finished(session) for name, session in submitted.items()}
     for name, trajectory in found.items():
-        print(name, trajectory.outcome.status, f"{trajectory.timing.run_s:.1f} s", [described(turn) for turn in trajectory.turns])
+        print(
+            name,
+            trajectory.outcome.status,
+            f"{trajectory.timing.run_s:.1f} s",
+            [described(turn) for turn in trajectory.turns],
+        )
     return found
 
 
@@ -65,13 +77,17 @@ def described(turn: Turn) -> str:
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_completes_a_session(trajectories: dict[str, Trajectory], name: str) -> None:
     trajectory = trajectories[name]
-    expected = ("completed", "timeout", "failed") if GIVES_UP & set(name.split()) else ("completed", "timeout")
+    expected = (
+        ("completed", "timeout", "failed") if GIVES_UP & set(name.split()) else ("completed", "timeout")
+    )
     assert trajectory.outcome.status in expected, trajectory.outcome
     assert trajectory.outcome.clock != "run", "it ended by itself or by its turns"
     assert trajectory.reward in (0.0, 1.0)
     complete = [turn for turn in trajectory.turns if turn.state == "complete"]
     assert complete
-    assert {turn.index for turn in complete} <= {span.turn for trace in trajectory.traces for span in trace.turn_spans}
+    assert {turn.index for turn in complete} <= {
+        span.turn for trace in trajectory.traces for span in trace.turn_spans
+    }
     assert {turn.provider for turn in trajectory.turns} == {provider_of(name)}
 
 
@@ -81,14 +97,19 @@ def provider_of(name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in HARNESSES if "claude" not in name and "gemini" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in HARNESSES if "claude" not in name and "gemini" not in name]
+)
 def test_an_undisturbed_session_is_one_lineage(trajectories: dict[str, Trajectory], name: str) -> None:
-    """They send what they were told, and nothing else: each turn extends the one before, and one sequence holds them all.
+    """They send what they were told, and nothing else: each turn extends the one before, and one sequence
+    holds them all.
 
     But mini-swe-agent: it takes an answer without a call back out, and asks anew.
     """
     turns = [turn for turn in trajectories[name].turns if turn.state == "complete"]
-    after_calls = [later for earlier, later in pairwise(turns) if earlier.answer is not None and earlier.answer.calls]
+    after_calls = [
+        later for earlier, later in pairwise(turns) if earlier.answer is not None and earlier.answer.calls
+    ]
     assert [turn.kind for turn in after_calls] == ["extend"] * len(after_calls)
     if len(after_calls) == len(turns) - 1:
         assert len(trajectories[name].traces) == 1
@@ -96,16 +117,24 @@ def test_an_undisturbed_session_is_one_lineage(trajectories: dict[str, Trajector
 
 @pytest.mark.parametrize("name", ["claude_code", "claude_code cut short"])
 def test_claude_code_streams_long_prompts(trajectories: dict[str, Trajectory], name: str) -> None:
-    """Where an answer had no visible text it asks anew, and leaves that answer out: more than one root is then its own doing."""
+    """Where an answer had no visible text it asks anew, and leaves that answer out: more than one root is
+    then its own doing.
+    """
     first = trajectories[name].turns[0]
     assert (first.kind, first.state, first.role) == ("root", "complete", "main")
     assert all(turn.prompt_length > LONG_PROMPT for turn in trajectories[name].turns)
 
 
 def test_claude_code_goes_on_where_it_was_cut(trajectories: dict[str, Trajectory]) -> None:
-    """Its own "Resume directly" extends the cut sample, token for token: twenty thousand tokens are one sequence for all of these turns."""
+    """Its own "Resume directly" extends the cut sample, token for token: twenty thousand tokens are one
+    sequence for all of these turns.
+    """
     turns = trajectories["claude_code cut short"].turns
-    after_text = [later for earlier, later in pairwise(turns) if earlier.finish_reason == "length" and shows_text(earlier)]
+    after_text = [
+        later
+        for earlier, later in pairwise(turns)
+        if earlier.finish_reason == "length" and shows_text(earlier)
+    ]
     assert [turn.kind for turn in after_text] == ["extend"] * len(after_text)
 
 
@@ -115,12 +144,21 @@ def shows_text(turn: Turn) -> bool:
     return bool(parts) and all(isinstance(part, TextPart) and part.text.strip() for part in parts)
 
 
-def test_everything_can_be_checked_without_polarnode(trajectories: dict[str, Trajectory], node: ServingNode, tmp_path: Path) -> None:
-    """Every session this node ran so far, timed out, cancelled and failed ones too: plain transformers finds the recorded logprobs."""
+def test_everything_can_be_checked_without_polarnode(
+    trajectories: dict[str, Trajectory], node: ServingNode, tmp_path: Path
+) -> None:
+    """Every session this node ran so far, timed out, cancelled and failed ones too: plain transformers finds
+    the recorded logprobs.
+    """
     lines = [json.dumps(row) for row in node.client.export(arrays="json", turns="full") if row["traces"]]
     assert len(lines) >= len(trajectories)
     file = tmp_path / "trajectories.jsonl"
     file.write_text("\n".join(lines) + "\n")
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / "verify.py"), str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "verify.py"), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""What a session's container can reach: its own door, and nothing else. Tried from inside, by a harness that means ill."""
+"""What a session's container can reach: its own door, and nothing else. Tried from inside, by a harness that
+means ill.
+"""
 
 import json
 from pathlib import Path
@@ -16,13 +18,29 @@ OPENAI = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"}
 ANTHROPIC = {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL"}
 GOOGLE = {"GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GEMINI_MODEL"}
 OURS = {*OPENAI, *ANTHROPIC, *GOOGLE, "POLARNODE_INSTRUCTION"}
-PLAIN = {"HOME", "LANG", "TERM", "NO_COLOR", "DO_NOT_TRACK", "PATH", "PWD", "HOSTNAME", "container", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}
+PLAIN = {
+    "HOME",
+    "LANG",
+    "TERM",
+    "NO_COLOR",
+    "DO_NOT_TRACK",
+    "PATH",
+    "PWD",
+    "HOSTNAME",
+    "container",
+    "OLDPWD",
+    "SHLVL",
+    "_",
+    "LC_CTYPE",
+}
 METADATA = "169.254.169.254"  # where clouds answer anyone on the machine with its credentials
 
 
 def machine_addresses() -> list[str]:
     """Every address this machine has, IPv6 without its zone."""
-    every = [each.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses]
+    every = [
+        each.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses
+    ]
     return sorted({one for one in every if "." in one or ("::" in one and one != "::1")} - {"127.0.0.1"})
 
 
@@ -33,13 +51,28 @@ def report(node: ServingNode) -> dict[str, Any]:
         instruction="Wait.",
         harness={"name": "shell", "command": ["sh", "-c", "echo $OPENAI_API_KEY; exec sleep 3600"]},
     )[0]
-    key = until(lambda: next((line for line in node.log(other).splitlines() if line.startswith("sk-")), None), "the other session says its key")
-    given = {"ports": [node.port, 22, 80], "addresses": [*machine_addresses(), METADATA], "other_key": key, "token": TOKEN, "mark": MARK}
+    key = until(
+        lambda: next((line for line in node.log(other).splitlines() if line.startswith("sk-")), None),
+        "the other session says its key",
+    )
+    given = {
+        "ports": [node.port, 22, 80],
+        "addresses": [*machine_addresses(), METADATA],
+        "other_key": key,
+        "token": TOKEN,
+        "mark": MARK,
+    }
     session = node.submit(
         instruction="Explore.",
         harness={"name": "shell", "command": ["python3", "/work/explorer.py", json.dumps(given)]},
         runtime={"files": [{"path": "explorer.py", "text": EXPLORER.read_text()}]},
-        evaluator={"name": "command", "config": {"script": "cp /work/report.json /tmp/verdict.json", "reward_file": "/tmp/verdict.json"}},
+        evaluator={
+            "name": "command",
+            "config": {
+                "script": "cp /work/report.json /tmp/verdict.json",
+                "reward_file": "/tmp/verdict.json",
+            },
+        },
     )[0]
     trajectory = node.finished(session)
     assert trajectory.outcome.status == "completed", trajectory.outcome

@@ -1,4 +1,6 @@
-"""A client leaves in the middle of an answer and asks the same again: it gets the whole answer, and not one token is sampled or trained twice."""
+"""A client leaves in the middle of an answer and asks the same again: it gets the whole answer, and not one
+token is sampled or trained twice.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ import pytest
 from live_kit import ServingNode
 from matrix_cases import LONG
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
@@ -24,7 +26,10 @@ def sessions(steered: ServingNode) -> dict[tuple[str, str], str]:
 
 
 def task(api: str, how: str) -> dict[str, Any]:
-    check = f"import pathlib; heard = pathlib.Path('heard.txt').read_text(); raise SystemExit(heard != {TEXT!r} or heard.find(pathlib.Path('before.txt').read_text()))"
+    check = (
+        f"import pathlib; heard = pathlib.Path('heard.txt').read_text(); raise SystemExit(heard != {TEXT!r}"
+        " or heard.find(pathlib.Path('before.txt').read_text()))"
+    )
     return {
         "instruction": f"This is case {LONG.name}.",
         "harness": {"name": "shell", "command": ["python3", "/work/leaver.py", api, how, str(PIECES)]},
@@ -35,17 +40,28 @@ def task(api: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("api", "how"), WAYS, ids=["-".join(way) for way in WAYS])
-def test_an_answer_left_in_the_middle_is_given_whole(steered: ServingNode, sessions: dict[tuple[str, str], str], api: str, how: str) -> None:
+def test_an_answer_left_in_the_middle_is_given_whole(
+    steered: ServingNode, sessions: dict[tuple[str, str], str], api: str, how: str
+) -> None:
     session = sessions[api, how]
     trajectory = steered.finished(session)
-    print(api, how, [(turn.kind, turn.reason, turn.state, len(turn.sampled)) for turn in trajectory.turns], trajectory.metrics)
+    print(
+        api,
+        how,
+        [(turn.kind, turn.reason, turn.state, len(turn.sampled)) for turn in trajectory.turns],
+        trajectory.metrics,
+    )
     assert trajectory.outcome.status == "completed", trajectory.outcome
     assert trajectory.reward == 1.0, trajectory.metrics
     whole = steered.forced(session)[0]["ids"]
-    assert [token for turn in trajectory.turns for token in turn.sampled] == whole, "sampled once, whoever heard it"
+    assert [token for turn in trajectory.turns for token in turn.sampled] == whole, (
+        "sampled once, whoever heard it"
+    )
     assert trainable(trajectory) == len(whole)
     assert len(trajectory.traces) == 1
-    assert as_it_should(trajectory) or (how == "whole" and len(trajectory.turns) == 1), "only who heard nothing may have left before the first token"
+    assert as_it_should(trajectory) or (how == "whole" and len(trajectory.turns) == 1), (
+        "only who heard nothing may have left before the first token"
+    )
 
 
 def trainable(trajectory: Trajectory) -> int:
@@ -53,7 +69,11 @@ def trainable(trajectory: Trajectory) -> int:
 
 
 def as_it_should(trajectory: Trajectory) -> bool:
-    """Cut, and gone on with where it was cut; or said again, where all of it was there before a slow client had left."""
+    """Cut, and gone on with where it was cut; or said again, where all of it was there before a slow client
+    had left.
+    """
     if trajectory.metrics["replayed"]:
         return len(trajectory.turns) == 1
-    return [turn.state for turn in trajectory.turns] == ["partial", "complete"] and trajectory.metrics["resumed_turns"] == 1
+    return [turn.state for turn in trajectory.turns] == ["partial", "complete"] and trajectory.metrics[
+        "resumed_turns"
+    ] == 1

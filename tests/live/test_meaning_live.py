@@ -1,8 +1,10 @@
-"""What a policy samples behind a harness's own work means what its row says: plain transformers finds the recorded logprobs in it.
+"""What a policy samples behind a harness's own work means what its row says: plain transformers finds the
+recorded logprobs in it.
 
-The embedded policy knows the prompts of two harnesses and hardly begins to work in the others. So a script leads it there, on the steered
-engine: a shell call, a file written, and then the policy is free, at temperature 1, behind everything the harness made of those turns. What
-runs is chosen as in `test_harness_matrix.py`; with POLARNODE_MEANING_OUT the sessions are kept there, for `tools/meaning.py`.
+The embedded policy knows the prompts of two harnesses and hardly begins to work in the others. So a script
+leads it there, on the steered engine: a shell call, a file written, and then the policy is free, at
+temperature 1, behind everything the harness made of those turns. What runs is chosen as in
+`test_harness_matrix.py`; with POLARNODE_MEANING_OUT the sessions are kept there, for `tools/meaning.py`.
 """
 
 import os
@@ -14,8 +16,8 @@ import pytest
 from live_kit import ServingNode, meaning_folder, until
 from matrix_cases import LED, Case
 
-from polarnode import wire
-from polarnode.records import Trajectory
+from polarnode.core import codec
+from polarnode.core.trajectory import Trajectory
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 
@@ -41,18 +43,30 @@ def sessions(steered: ServingNode) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_what_is_sampled_behind_a_script_is_what_its_row_says(steered: ServingNode, sessions: dict[str, str], case: Case, tmp_path: Path) -> None:
+def test_what_is_sampled_behind_a_script_is_what_its_row_says(
+    steered: ServingNode, sessions: dict[str, str], case: Case, tmp_path: Path
+) -> None:
     session = sessions[case.name]
-    until(lambda: steered.client.session(session)["session"]["outcome"], f"case {case.name} is over", within=PATIENCE_S)
+    until(
+        lambda: steered.client.session(session)["session"]["outcome"],
+        f"case {case.name} is over",
+        within=PATIENCE_S,
+    )
     trajectory = steered.client.trajectory(session, turns="full")
     file = kept(trajectory, tmp_path)
     said = {tuple(line["ids"]) for line in steered.forced(session)}
     free = [turn for turn in trajectory.turns if turn.sampled and tuple(turn.sampled) not in said]
     assert free, f"the policy never spoke: {trajectory.outcome}, {[turn.state for turn in trajectory.turns]}"
-    assert any(turn.prompt_length > trajectory.turns[0].prompt_length for turn in free), "it speaks behind the script"
+    assert any(turn.prompt_length > trajectory.turns[0].prompt_length for turn in free), (
+        "it speaks behind the script"
+    )
     requests = (meaning_folder() or steered.state_dir.parent) / "requests"
     done = subprocess.run(
-        [sys.executable, "-m", "examples.meaning", str(file), "--requests", str(requests)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "examples.meaning", str(file), "--requests", str(requests)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +74,7 @@ def test_what_is_sampled_behind_a_script_is_what_its_row_says(steered: ServingNo
 
 def kept(trajectory: Trajectory, folder: Path) -> Path:
     """A file of this trajectory alone; where they are wanted, it is also put to the others."""
-    line = wire.dump_json(wire.trajectory_json(trajectory, turns="full")) + b"\n"
+    line = codec.dump_json(codec.trajectory_json(trajectory, turns="full")) + b"\n"
     file = folder / "trajectories.jsonl"
     file.write_bytes(line)
     if (wanted_at := meaning_folder()) is not None:

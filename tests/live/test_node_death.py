@@ -1,4 +1,5 @@
-"""`kill -9` of the node in mid-run, and its orderly end: nothing is left on the machine, and nothing that was captured is lost.
+"""`kill -9` of the node in mid-run, and its orderly end: nothing is left on the machine, and nothing that was
+captured is lost.
 
 One story told on one node, because each start takes its time: it is killed, started again, and asked to stop.
 """
@@ -17,14 +18,16 @@ from engine_reference import shared_memory_of
 from live_kit import Belongings, ServingNode, belongings, serving, until
 
 from polarnode.client import Event, PolarnodeClient, Unreachable
-from polarnode.records import Trajectory
-from polarnode.shell.journal import open_journal
-from polarnode.shell.processes import group_members
+from polarnode.core.trajectory import Trajectory
+from polarnode.journal.journal import open_journal
+from polarnode.support.processes import group_members
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 
-TORCHS_OWN = "torchinductor_"  # an empty folder, one a user, that torch makes when it is imported: transformers does, for its tokenizers
-STOPPED_S = 120.0  # seconds an orderly stop may take where everything is ten times slower; it takes some three
+# an empty folder, one a user, that torch makes when it is imported: transformers does, for its tokenizers
+TORCHS_OWN = "torchinductor_"
+# seconds an orderly stop may take where everything is ten times slower; it takes some three
+STOPPED_S = 120.0
 
 
 @define(eq=False)
@@ -56,7 +59,9 @@ class Reader:
 
 def busy(node: ServingNode, count: int) -> list[str]:
     """Sessions that go on until they are ended, each with some turns captured."""
-    sessions = [node.agent(turns=None, stream=index % 2 == 0, budgets={"retries": 0}) for index in range(count)]
+    sessions = [
+        node.agent(turns=None, stream=index % 2 == 0, budgets={"retries": 0}) for index in range(count)
+    ]
     node.under_way(*sessions, turns=3)
     return sessions
 
@@ -77,7 +82,9 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("node") / "state"
 
 
-def test_a_killed_node_leaves_nothing_and_loses_nothing(podman_works: None, state_dir: Path, temporary: Path) -> None:
+def test_a_killed_node_leaves_nothing_and_loses_nothing(
+    podman_works: None, state_dir: Path, temporary: Path
+) -> None:
     with serving(state_dir, temporary) as node:
         reader = Reader(node.client)
         killed = killed_in_mid_run(node)
@@ -104,7 +111,8 @@ def test_a_killed_node_leaves_nothing_and_loses_nothing(podman_works: None, stat
 def killed_in_mid_run(node: ServingNode) -> Killed:
     quick = node.agent(turns=1)
     node.finished(quick)
-    first = next(node.client.trajectories(consumer="crasher", ack=True))  # never acknowledged: it dies while it works on it
+    # never acknowledged: it dies while it works on it
+    first = next(node.client.trajectories(consumer="crasher", ack=True))
     running = busy(node, 3)
     before = {one: node.captured(one) for one in running}
     assert node.status()["runtimes"]["live"] == 3
@@ -133,7 +141,9 @@ def in_traces(trajectory: Trajectory) -> set[int]:
 
 
 def nothing_is_missed(again: ServingNode, killed: Killed, reader: Reader) -> None:
-    """By who reads on, by who comes back, and by who begins anew: each trajectory is in the stream once, under one key."""
+    """By who reads on, by who comes back, and by who begins anew: each trajectory is in the stream once,
+    under one key.
+    """
     after = again.agent(turns=1)
     again.finished(after)
     until(lambda: reader.has(after), "the reader found its node again")
@@ -142,14 +152,19 @@ def nothing_is_missed(again: ServingNode, killed: Killed, reader: Reader) -> Non
     assert sorted(event.key for event in every if event.kind == "trajectory") == sorted(expected)
     assert [event.seq for event in every] == sorted({event.seq for event in every})
     known = {event.seq: event.key for event in every}
-    until(lambda: {event.seq: event.key for event in reader.events} == known, "the reader has every event, repeats under their own keys")
+    until(
+        lambda: {event.seq: event.key for event in reader.events} == known,
+        "the reader has every event, repeats under their own keys",
+    )
     back: Iterator[Event] = again.client.trajectories(consumer="crasher", follow=False)
     assert [event.key for event in back] == [event.key for event in every]
     assert known[killed.first_event.seq] == killed.first_event.key
 
 
 def an_orderly_stop(node: ServingNode, reader: Reader) -> None:
-    """SIGTERM with sessions under way: they are cancelled with what they have, and nothing is left on the machine."""
+    """SIGTERM with sessions under way: they are cancelled with what they have, and nothing is left on the
+    machine.
+    """
     sessions = busy(node, 2)
     before = {one: node.captured(one) for one in sessions}
     there = belongings(node)
@@ -157,7 +172,10 @@ def an_orderly_stop(node: ServingNode, reader: Reader) -> None:
     asked = time.monotonic()
     os.kill(node.process.pid, signal.SIGTERM)
     assert node.process.wait(STOPPED_S) == 0, node.said()
-    print(f"stopped in {time.monotonic() - asked:.1f} s; {sum(reader.has(one) for one in sessions)} of 2 trajectories were read before it")
+    print(
+        f"stopped in {time.monotonic() - asked:.1f} s; {sum(reader.has(one) for one in sessions)} of 2"
+        " trajectories were read before it"
+    )
     assert there.processes() == []
     assert group_members(there.engine_groups[0]) == []
     assert node.containers() == []
@@ -167,7 +185,9 @@ def an_orderly_stop(node: ServingNode, reader: Reader) -> None:
     for trajectory in kept:
         assert trajectory.outcome.status == "cancelled"
         turns = {turn.index: (turn.state, list(turn.sampled)) for turn in trajectory.turns}
-        assert {index: turns[index] for index in before[trajectory.session_id]} == before[trajectory.session_id]
+        assert {index: turns[index] for index in before[trajectory.session_id]} == before[
+            trajectory.session_id
+        ]
         assert set(before[trajectory.session_id]) <= in_traces(trajectory)
 
 

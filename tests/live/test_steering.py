@@ -1,4 +1,6 @@
-"""What the steered engine is made to say: the script in the model's own language, chosen from the prompt alone. No engine, no container."""
+"""What the steered engine is made to say: the script in the model's own language, chosen from the prompt
+alone. No engine, no container.
+"""
 
 import json
 from array import array
@@ -7,12 +9,12 @@ import pytest
 from matrix_cases import CASES, LED, LONG, Case, Step
 from steering import BESIDE, Said, Script, decoded
 
-from polarnode.config import TINY_MODEL
-from polarnode.conversation import Answer, Conversation, Message, Tool
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Answer, Conversation, Message, Tool
 from polarnode.harnesses.registry import HARNESSES
-from polarnode.records import ids
-from polarnode.tokens.model import load_model
-from polarnode.tokens.parse import Parser
+from polarnode.node.config import TINY_MODEL
+from polarnode.tokens.parser import Parser
+from polarnode.tokens.template import load_model
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +24,15 @@ def script() -> Script:
 
 def opening(case: Case, *, tools: bool = True, thinking: bool | None = None) -> Conversation:
     """What a harness asks at first: it speaks of calls itself, and names the case."""
-    messages = (Message(role="system", text="Write <tool_call> to call."), Message(role="user", text=case.task()["instruction"]))
-    return Conversation(messages=messages, tools=(Tool(name=case.shell_tool),) if tools and case.shell_tool else (), thinking=thinking)
+    messages = (
+        Message(role="system", text="Write <tool_call> to call."),
+        Message(role="user", text=case.task()["instruction"]),
+    )
+    return Conversation(
+        messages=messages,
+        tools=(Tool(name=case.shell_tool),) if tools and case.shell_tool else (),
+        thinking=thinking,
+    )
 
 
 def told(script: Script, prompt: "array[int]") -> tuple[Said, Answer]:
@@ -39,7 +48,9 @@ def told(script: Script, prompt: "array[int]") -> tuple[Said, Answer]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_node_reads_each_step_as_it_was_written(script: Script, case: Case) -> None:
-    """Turn after turn, each prompt holding what was said before: the steps in their order, with their calls as they stand in the case."""
+    """Turn after turn, each prompt holding what was said before: the steps in their order, with their calls
+    as they stand in the case.
+    """
     prompt = script.model.template.root(opening(case))
     for number, step in enumerate(case.steps):
         said, answer = told(script, prompt)
@@ -47,7 +58,9 @@ def test_the_node_reads_each_step_as_it_was_written(script: Script, case: Case) 
         assert said.ids[-1] == script.model.family.turn_end
         assert answer.text.strip() == step.text
         assert answer.malformed_calls == 0
-        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [(call.name, call.arguments) for call in step.calls]
+        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
+            (call.name, call.arguments) for call in step.calls
+        ]
         prompt = after(script, prompt, said)
 
 
@@ -55,7 +68,12 @@ def after(script: Script, prompt: "array[int]", said: Said) -> "array[int]":
     """The next prompt: something is told back, and the model is asked again."""
     sampled = prompt + ids(said.ids)
     new = Message(role="user", text="<tool_call> is only a word here.")
-    return sampled + script.model.template.suffix((new,), conversation=Conversation(messages=(new,)), sampled=sampled).ids
+    return (
+        sampled
+        + script.model.template.suffix(
+            (new,), conversation=Conversation(messages=(new,)), sampled=sampled
+        ).ids
+    )
 
 
 def test_a_thought_that_the_template_opened_is_closed(script: Script) -> None:
@@ -72,7 +90,12 @@ def test_a_call_without_the_tools_is_beside(script: Script) -> None:
 
 
 def test_who_names_no_case_is_left_free(script: Script) -> None:
-    assert script.answer(script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))) is None
+    assert (
+        script.answer(
+            script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("case", LED, ids=lambda case: case.name)
@@ -114,9 +137,16 @@ def test_cases_are_told_apart_by_their_names(script: Script) -> None:
 
 def test_every_harness_is_a_case_in_every_api_it_speaks() -> None:
     plain = {case.name for case in CASES}
-    assert {f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in harness.apis} <= plain
+    assert {
+        f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in harness.apis
+    } <= plain
     assert {case.harness["name"] for case in CASES} == HARNESSES.keys() - {"shell"}
-    assert {case.provider for case in CASES if case.in_ci} == {"openai_chat", "openai_responses", "anthropic", "google"}
+    assert {case.provider for case in CASES if case.in_ci} == {
+        "openai_chat",
+        "openai_responses",
+        "anthropic",
+        "google",
+    }
     assert sum(case.in_ci for case in CASES) >= 6
 
 

@@ -1,7 +1,8 @@
-"""A harness starts an agent of its own: its turns are known for a sub-agent's, in a lineage of their own, and the main conversation stays one.
+"""A harness starts an agent of its own: its turns are known for a sub-agent's, in a lineage of their own, and
+the main conversation stays one.
 
-The engine is steered (`steering.py`): the main agent's script hands a task to a helper, whose prompt names another script. What runs is chosen
-as in `test_harness_matrix.py`.
+The engine is steered (`steering.py`): the main agent's script hands a task to a helper, whose prompt names
+another script. What runs is chosen as in `test_harness_matrix.py`.
 """
 
 import os
@@ -13,7 +14,7 @@ import pytest
 from live_kit import ServingNode, keep_row, until
 from matrix_cases import HELPED, HELPED_FILE, Helped
 
-from polarnode.records import Trajectory, Turn
+from polarnode.core.trajectory import Trajectory, Turn
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 
@@ -28,7 +29,9 @@ def wanted(helped: Helped) -> bool:
 
 def parameters() -> list[object]:
     skip = pytest.mark.skip(reason="not of CI's part of the matrix: make harness-matrix runs it")
-    return [pytest.param(helped, id=helped.main.name, marks=() if wanted(helped) else skip) for helped in HELPED]
+    return [
+        pytest.param(helped, id=helped.main.name, marks=() if wanted(helped) else skip) for helped in HELPED
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +46,17 @@ def sessions(steered: ServingNode) -> dict[str, str]:
 @pytest.mark.parametrize("helped", parameters())
 def test_a_helper_is_known_for_one(steered: ServingNode, sessions: dict[str, str], helped: Helped) -> None:
     session = sessions[helped.harness]
-    until(lambda: steered.client.session(session)["session"]["outcome"], f"{helped.main.name} is over", within=PATIENCE_S)
+    until(
+        lambda: steered.client.session(session)["session"]["outcome"],
+        f"{helped.main.name} is over",
+        within=PATIENCE_S,
+    )
     trajectory = steered.client.trajectory(session, turns="full")
-    problems = list(problems_of(trajectory, helped, {line["prompt_tokens"]: line["case"] for line in steered.forced(session)}))
+    problems = list(
+        problems_of(
+            trajectory, helped, {line["prompt_tokens"]: line["case"] for line in steered.forced(session)}
+        )
+    )
     keep_row(row(trajectory, helped, problems))
     print(told(trajectory))
     assert not problems, "\n".join([*problems, told(trajectory)])
@@ -54,14 +65,23 @@ def test_a_helper_is_known_for_one(steered: ServingNode, sessions: dict[str, str
 def problems_of(trajectory: Trajectory, helped: Helped, said: dict[int, str]) -> Iterator[str]:
     """What is not as it should be; `said` is whose script was said to the prompt of so many tokens."""
     if trajectory.outcome.status != "completed" or trajectory.reward != 1.0:
-        yield f"it is {trajectory.outcome.status} with a reward of {trajectory.reward}: the helper is to write a file"
+        yield (
+            f"it is {trajectory.outcome.status} with a reward of {trajectory.reward}: the helper is to write"
+            " a file"
+        )
     if trajectory.metrics["refusals"] or any(turn.state != "complete" for turn in trajectory.turns):
         yield f"calls were refused or failed: {trajectory.metrics['refusals']}"
     helper = [turn for turn in trajectory.turns if said.get(turn.prompt_length) == helped.helper.name]
     main = [turn for turn in trajectory.turns if said.get(turn.prompt_length) == helped.main.name]
-    if {turn.role for turn in helper} != {"subagent"} or {turn.role for turn in main} != {"main"} or len(helper) + len(main) != len(trajectory.turns):
+    if (
+        {turn.role for turn in helper} != {"subagent"}
+        or {turn.role for turn in main} != {"main"}
+        or len(helper) + len(main) != len(trajectory.turns)
+    ):
         yield "the helper's turns are to be a sub-agent's, and all others the main agent's"
-    if not (one_lineage(helper) and one_lineage(main)) or Counter(trace.role for trace in trajectory.traces) != {"main": 1, "subagent": 1}:
+    if not (one_lineage(helper) and one_lineage(main)) or Counter(
+        trace.role for trace in trajectory.traces
+    ) != {"main": 1, "subagent": 1}:
         yield "each of the two agents is to be one lineage and one sequence"
 
 
@@ -81,18 +101,30 @@ def row(trajectory: Trajectory, helped: Helped, problems: list[str]) -> dict[str
         "prompt_tokens": main[0].prompt_length if main else None,
         "seconds": round(trajectory.timing.run_s, 1),
         "problems": problems,
-        "why": "its agent has a helper do it: the calls beside are the helper's, marked so, in a row of their own",
+        "why": (
+            "its agent has a helper do it: the calls beside are the helper's, marked so, in a row of"
+            " their own"
+        ),
     }
 
 
 def one_lineage(turns: list[Turn]) -> bool:
     """Turns that extend one another, a helper's word in between or not."""
-    return len({turn.lineage for turn in turns}) == 1 and [turn.kind for turn in turns] == ["root"] + ["extend"] * (len(turns) - 1)
+    return len({turn.lineage for turn in turns}) == 1 and [turn.kind for turn in turns] == ["root"] + [
+        "extend"
+    ] * (len(turns) - 1)
 
 
 def told(trajectory: Trajectory) -> str:
     lines = [
-        f"{turn.index} {turn.role}/{turn.kind}/{turn.reason} {turn.state} lineage {turn.lineage} {turn.prompt_length}+{len(turn.sampled)} {turn.notes}"
+        f"{turn.index} {turn.role}/{turn.kind}/{turn.reason} {turn.state} lineage {turn.lineage}"
+        f" {turn.prompt_length}+{len(turn.sampled)} {turn.notes}"
         for turn in trajectory.turns
     ]
-    return "\n".join([str(trajectory.outcome), *lines, *(f"trace {trace.role} {len(trace.token_ids)}" for trace in trajectory.traces)])
+    return "\n".join(
+        [
+            str(trajectory.outcome),
+            *lines,
+            *(f"trace {trace.role} {len(trace.token_ids)}" for trace in trajectory.traces),
+        ]
+    )

@@ -1,7 +1,9 @@
-"""New weights in the middle of a session, in the middle of its samples: each token's logprob is that of the weights its version span names.
+"""New weights in the middle of a session, in the middle of its samples: each token's logprob is that of the
+weights its version span names.
 
-The node runs in this process, to see when it samples; its weights are changed by its HTTP route, from the embedded ones to others and back, while
-an agent in its container speaks without a pause; the rows are then read by transformers under both.
+The node runs in this process, to see when it samples; its weights are changed by its HTTP route, from the
+embedded ones to others and back, while an agent in its container speaks without a pause; the rows are then
+read by transformers under both.
 """
 
 from collections.abc import Sequence
@@ -14,12 +16,14 @@ from control_plane_parts import Caller
 from engine_reference import TOLERANCE
 from live_kit import AGENT, PATIENCE_S, POLL_S, free_port
 
-from polarnode import wire
-from polarnode.config import TINY_MODEL, NodeConfig
-from polarnode.node import Node, open_node, serve_control_plane
-from polarnode.records import Trace, Trajectory
+from polarnode.core import codec
+from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.node import Node
+from polarnode.node.opening import open_node, serve_control_plane
 
-pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.filterwarnings("default")]  # torch and transformers warn of themselves
+# torch and transformers warn of themselves
+pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 OTHER = "other"
 HEAT = 3.0  # nearly every sample is then cut by its length: there is always one to swap the weights in
@@ -49,16 +53,29 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def test_each_token_is_of_the_weights_its_span_names(podman_works: None, other: Path, tmp_path: Path, temporary: Path) -> None:
-    settings = NodeConfig(cpu=True, port=free_port(), state_dir=str(tmp_path / "state"), node_id=f"weights-{tmp_path.name}", run_limit=1, warm=0)
+async def test_each_token_is_of_the_weights_its_span_names(
+    podman_works: None, other: Path, tmp_path: Path, temporary: Path
+) -> None:
+    settings = NodeConfig(
+        cpu=True,
+        port=free_port(),
+        state_dir=str(tmp_path / "state"),
+        node_id=f"weights-{tmp_path.name}",
+        run_limit=1,
+        warm=0,
+    )
     with trio.fail_after(2 * PATIENCE_S):
         async with open_node(settings, say=print) as node:
-            session = (await node.submit(wire.read_task(TASK), idempotency_key=None)).session_ids[0]
+            session = (await node.submit(codec.read_task(TASK), idempotency_key=None)).session_ids[0]
             async with serve_control_plane(node) as address:
                 trainer = Caller(url=f"http://127.0.0.1:{address.port}")
                 for version, path in ((OTHER, other), ("back", TINY_MODEL)):
                     await speaking(node)
-                    body = {"version": version, "mode": "retract", "source": {"kind": "disk", "path": str(path)}}
+                    body = {
+                        "version": version,
+                        "mode": "retract",
+                        "source": {"kind": "disk", "path": str(path)},
+                    }
                     answer = await trainer.post("/v1/weights", body)
                     assert answer.status == 201, answer.text
             trajectory = await over(node, session)
@@ -83,7 +100,9 @@ async def over(node: Node, session: str) -> Trajectory:
 
 
 def judged(trace: Trace, models: dict[str, Path]) -> None:
-    """Each version's tokens under its own weights, and under the others: there they must be off, or this shows nothing."""
+    """Each version's tokens under its own weights, and under the others: there they must be off, or this
+    shows nothing.
+    """
     own = {version: logprobs(path, trace.token_ids) for version, path in models.items()}
     own[trace.version_spans[0].version] = own["back"]  # the weights the engine began with
     assert {span.version for span in trace.version_spans} == own.keys()
@@ -100,7 +119,11 @@ def logprobs(path: Path, ids: Sequence[int]) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(torch.tensor([list(ids)])).logits[0, :-1]
+        logits = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            .eval()(torch.tensor([list(ids)]))
+            .logits[0, :-1]
+        )
     own = torch.log_softmax(logits / HEAT, dim=-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return [0.0, *map(float, own)]
 

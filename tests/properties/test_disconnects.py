@@ -1,4 +1,6 @@
-"""Whenever, and however, a call is cut: its plan ends exactly once, its turn holds exactly what was sampled, and nothing goes on running."""
+"""Whenever, and however, a call is cut: its plan ends exactly once, its turn holds exactly what was sampled,
+and nothing goes on running.
+"""
 
 import json
 import socket
@@ -17,26 +19,31 @@ from hypothesis import strategies as st
 from plane_kit import CONTEXT, Asgi, HandEngine, Stage, served, spelled, stage
 from tokens_kit import model
 
-from polarnode.errors import EngineError
+from polarnode.core.errors import EngineError
+from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.task import BuilderSpec
+from polarnode.core.trajectory import Turn
 from polarnode.merge.builders import build
-from polarnode.merge.checks import Counts, check
-from polarnode.ports import Chunk, GenerateOrder
-from polarnode.records import Turn
-from polarnode.tasks import BuilderSpec
+from polarnode.merge.invariants import Counts, check
 
 Cut = Literal["client", "session", "node"]
 
 PIECES = ("One", " two", " three", " four")
 PATHS = ("/v1/chat/completions", "/v1/messages")
-# Before anything is asked, before the first chunk, between chunks, before the end: seconds after the request, one piece a second from 2 s on.
+# Before anything is asked, before the first chunk, between chunks, before the end: seconds after the request,
+# one piece a second from 2 s on.
 MOMENTS = st.sampled_from((0.0, 1.5, 2.5, 3.5, 4.5, 5.5))
 
 
 def body(*, stream: bool, text: str = "hi") -> bytes:
-    return json.dumps({"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": text}], "stream": stream}).encode()
+    return json.dumps(
+        {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": text}], "stream": stream}
+    ).encode()
 
 
-async def play(here: Stage, engine: HandEngine, asgi: Asgi, path: str, *, stream: bool, cut: Cut, at: float) -> int:
+async def play(
+    here: Stage, engine: HandEngine, asgi: Asgi, path: str, *, stream: bool, cut: Cut, at: float
+) -> int:
     """A call with a piece a second, cut at a moment. How many pieces the engine had given."""
     given_pieces = 0
 
@@ -65,8 +72,15 @@ async def play(here: Stage, engine: HandEngine, asgi: Asgi, path: str, *, stream
 
 
 @settings(max_examples=60, deadline=None)
-@given(path=st.sampled_from(PATHS), stream=st.booleans(), cut=st.sampled_from(("client", "session", "node")), at=MOMENTS)
-def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(path: str, stream: bool, cut: Cut, at: float) -> None:
+@given(
+    path=st.sampled_from(PATHS),
+    stream=st.booleans(),
+    cut=st.sampled_from(("client", "session", "node")),
+    at=MOMENTS,
+)
+def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
+    path: str, stream: bool, cut: Cut, at: float
+) -> None:
     async def main() -> None:
         engine = HandEngine()
         here = stage(engine)
@@ -79,7 +93,9 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(path: str,
             assert (turn.state, turn.finish_reason) == ("partial", "abort")
             assert list(turn.sampled) == spelled(*PIECES[:pieces])
             assert len(turn.logprobs) == len(turn.sampled)
-            assert [(span.start, span.end) for span in turn.version_spans] == ([(0, len(turn.sampled))] if pieces else [])
+            assert [(span.start, span.end) for span in turn.version_spans] == (
+                [(0, len(turn.sampled))] if pieces else []
+            )
             assert (turn.answer is None) is (pieces == 0)
         assert not asgi.whole or asgi.status == 410  # a stream that was cut never looks like one that ended
         assert here.s1.lineages._tree.plans == {}  # no plan is left under way
@@ -100,8 +116,16 @@ def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(path: str, stream
         await again.request(here.app, path, body(stream=stream))
         assert again.whole
         first, second = here.turns
-        assert (second.kind, second.reason, second.state, second.lineage) == ("continue", "resumed", "complete", first.lineage)
-        assert (list(second.prompt_delta), second.prompt_length) == ([], first.prompt_length + len(first.sampled))
+        assert (second.kind, second.reason, second.state, second.lineage) == (
+            "continue",
+            "resumed",
+            "complete",
+            first.lineage,
+        )
+        assert (list(second.prompt_delta), second.prompt_length) == (
+            [],
+            first.prompt_length + len(first.sampled),
+        )
         assert list(engine.orders[1].prompt) == list(first.prompt_delta) + list(first.sampled)
         assert first.answer is not None
         assert second.answer is not None
@@ -113,7 +137,9 @@ def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(path: str, stream
 
 @settings(max_examples=20, deadline=None)
 @given(path=st.sampled_from(PATHS), stream=st.booleans(), pieces=st.integers(0, 3))
-def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(path: str, stream: bool, pieces: int) -> None:
+def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(
+    path: str, stream: bool, pieces: int
+) -> None:
     async def main() -> None:
         engine = HandEngine()
         here = stage(engine)
@@ -123,7 +149,11 @@ def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(path: str, st
         engine.fail(EngineError("the host died"))
         await asgi.request(here.app, path, body(stream=stream))
         (turn,) = here.turns
-        assert (turn.state, turn.finish_reason, list(turn.sampled)) == ("failed", "error", spelled(*PIECES[:pieces]))
+        assert (turn.state, turn.finish_reason, list(turn.sampled)) == (
+            "failed",
+            "error",
+            spelled(*PIECES[:pieces]),
+        )
         assert asgi.status == 500 if asgi.whole else asgi.status == 200
         assert here.s1.refusal() is None  # and the session goes on
 
@@ -137,7 +167,9 @@ WHOLE = ("<think>", "\nHm, well.\n", "</think>", "\n\nOne, two, \u00fc\U0001f642
 
 
 def going_on(order: GenerateOrder) -> list[int]:
-    """One answer for every asking: all of it, or what is still to come of it when the prompt ends with its beginning."""
+    """One answer for every asking: all of it, or what is still to come of it when the prompt ends with its
+    beginning.
+    """
     whole, prompt = spelled(*WHOLE), list(order.prompt)
     said = next(size for size in range(len(whole), -1, -1) if prompt[len(prompt) - size :] == whole[:size])
     return whole[said:]
@@ -175,7 +207,8 @@ def held_by(turns: list[Turn]) -> Counts:
     return check(turns, build(BuilderSpec(name="prefix_merging"), turns))
 
 
-LAST_WORDS = (b"[DONE]", b"message_stop", b"event: response.completed")  # behind them a client needs nothing more of a stream
+# behind them a client needs nothing more of a stream
+LAST_WORDS = (b"[DONE]", b"message_stop", b"event: response.completed")
 
 # How an attempt is left: after so many messages of its answer, or after so many seconds of its generation.
 LEAVING = st.lists(st.tuples(st.sampled_from(("messages", "seconds")), st.integers(0, 20)), max_size=5)
@@ -183,11 +216,17 @@ LEAVING = st.lists(st.tuples(st.sampled_from(("messages", "seconds")), st.intege
 
 @settings(max_examples=80, deadline=None)
 @given(path=st.sampled_from((*PATHS, "/v1/responses")), stream=st.booleans(), leaving=LEAVING)
-def test_however_often_a_client_leaves_no_token_is_sampled_twice(path: str, stream: bool, leaving: list[tuple[str, int]]) -> None:
+def test_however_often_a_client_leaves_no_token_is_sampled_twice(
+    path: str, stream: bool, leaving: list[tuple[str, int]]
+) -> None:
     async def main() -> None:
         engine = slow_engine()
         here = stage(engine)
-        asked = {"model": "m", "input": "hi", "stream": stream} if path == "/v1/responses" else json.loads(body(stream=stream))
+        asked = (
+            {"model": "m", "input": "hi", "stream": stream}
+            if path == "/v1/responses"
+            else json.loads(body(stream=stream))
+        )
         given_body = json.dumps(asked).encode()
         delivered = 0
         for how, count in [*leaving, ("never", 0)]:
@@ -206,8 +245,13 @@ def test_however_often_a_client_leaves_no_token_is_sampled_twice(path: str, stre
         assert [type(part).__name__ for part in turn.answer.parts] == ["ThinkingPart", "TextPart", "ToolCall"]
         assert (turn.answer.text, turn.answer.malformed_calls) == ("One, two, \u00fc\U0001f642.", 0)
         counts = held_by(here.turns)
-        assert counts.trainable == counts.sampled == len(spelled(*WHOLE)) * max(1, sum(turn.state == "complete" for turn in here.turns))
-        assert sum(turn.state == "complete" for turn in here.turns) <= delivered  # a new sample only after an answer that arrived
+        assert (
+            counts.trainable
+            == counts.sampled
+            == len(spelled(*WHOLE)) * max(1, sum(turn.state == "complete" for turn in here.turns))
+        )
+        # a new sample only after an answer that arrived
+        assert sum(turn.state == "complete" for turn in here.turns) <= delivered
         assert here.s1.lineages._tree.plans == {}
         assert here.s1.retries._asking == {}
 
@@ -226,13 +270,18 @@ def reset(stream: trio.SocketStream) -> None:
     stream.socket.close()
 
 
-@pytest.mark.parametrize("leave", [half_close, reset, lambda stream: stream.socket.close()], ids=["half-close", "reset", "close"])
+@pytest.mark.parametrize(
+    "leave", [half_close, reset, lambda stream: stream.socket.close()], ids=["half-close", "reset", "close"]
+)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_way_of_leaving_a_socket_ends_the_generation(leave: Any, stream: bool) -> None:
     engine = HandEngine()
     here = stage(engine)
     asked = body(stream=stream)
-    head = b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n" % len(asked)
+    head = (
+        b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n"
+        % len(asked)
+    )
     async with served(here.app) as base:
         client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
         await client.send_all(head + asked)
@@ -257,7 +306,9 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_asked_nothing() ->
     here = stage(engine)
     async with served(here.app) as base:
         client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
-        await client.send_all(b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: 1000\r\n\r\n{")
+        await client.send_all(
+            b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: 1000\r\n\r\n{"
+        )
         await client.aclose()
     assert (engine.orders, here.turns, here.s1.counters.refusals) == ([], [], {})
 
@@ -268,7 +319,10 @@ async def test_a_server_that_closes_keeps_the_turns_of_its_calls() -> None:
     asked = body(stream=True)
     async with served(here.app) as base:
         client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
-        await client.send_all(b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n%b" % (len(asked), asked))
+        await client.send_all(
+            b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: %d\r\n\r\n%b"
+            % (len(asked), asked)
+        )
         engine.give("Half ")
         with trio.fail_after(20):
             while b"Half" not in await client.receive_some():
@@ -279,22 +333,34 @@ async def test_a_server_that_closes_keeps_the_turns_of_its_calls() -> None:
 
 
 # How many bytes of the answer a client reads before it leaves, and how.
-BYTES = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from((reset, lambda stream: stream.socket.close()))), max_size=4)
+BYTES = st.lists(
+    st.tuples(st.integers(0, 3000), st.sampled_from((reset, lambda stream: stream.socket.close()))),
+    max_size=4,
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(path=st.sampled_from(PATHS), stream=st.booleans(), leaving=BYTES)
-def test_at_whatever_byte_a_client_leaves_its_next_answer_is_whole_and_the_laws_hold(path: str, stream: bool, leaving: list[tuple[int, Any]]) -> None:
+def test_at_whatever_byte_a_client_leaves_its_next_answer_is_whole_and_the_laws_hold(
+    path: str, stream: bool, leaving: list[tuple[int, Any]]
+) -> None:
     async def main() -> None:
-        here = stage(ScriptedEngine(reply=going_on, vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT))
+        here = stage(
+            ScriptedEngine(reply=going_on, vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT)
+        )
         asked = body(stream=stream)
-        head = b"POST %b HTTP/1.1\r\nHost: n\r\nConnection: close\r\nAuthorization: Bearer key-s1\r\nContent-Length: %d\r\n\r\n"
+        head = (
+            b"POST %b HTTP/1.1\r\nHost: n\r\nConnection: close\r\nAuthorization: Bearer"
+            b" key-s1\r\nContent-Length: %d\r\n\r\n"
+        )
         async with served(here.app) as base:
             for size, leave in [*leaving, (None, None)]:
                 client = await trio.open_tcp_stream("127.0.0.1", int(base.rpartition(":")[2]))
                 await client.send_all(head % (path.encode(), len(asked)) + asked)
                 got = b""
-                while (size is None or len(got) < size) and (more := await client.receive_some(7 if size is not None else None)):
+                while (size is None or len(got) < size) and (
+                    more := await client.receive_some(7 if size is not None else None)
+                ):
                     got += more
                 if leave is not None:
                     leave(client)
@@ -302,7 +368,9 @@ def test_at_whatever_byte_a_client_leaves_its_next_answer_is_whole_and_the_laws_
         assert got.startswith(b"HTTP/1.1 200")
         assert got.endswith(b"0\r\n\r\n") is stream
         whole = [turn for turn in here.turns if turn.state == "complete"]
-        assert {turn.answer.text for turn in whole if turn.answer is not None} == {"One, two, \u00fc\U0001f642."}
+        assert {turn.answer.text for turn in whole if turn.answer is not None} == {
+            "One, two, \u00fc\U0001f642."
+        }
         counts = held_by(here.turns)
         assert counts.trainable == counts.sampled == len(whole) * len(spelled(*WHOLE))
 

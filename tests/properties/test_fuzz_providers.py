@@ -1,5 +1,7 @@
-"""Bad input, through the whole model plane: whatever comes is answered, or refused in its API's own shape with the field's path; never a 5xx,
-never a stream without an end, and nothing of it is recorded. What a good request gets afterwards is what it always gets."""
+"""Bad input, through the whole model plane: whatever comes is answered, or refused in its API's own shape
+with the field's path; never a 5xx, never a stream without an end, and nothing of it is recorded. What a good
+request gets afterwards is what it always gets.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,19 +22,23 @@ FOLDER = Path(__file__).parents[1] / "data" / "providers"
 SAID = 'Let me see.|<tool_call>|\n{"name": "look", "arguments": {"path": "a.txt"}}\n|</tool_call>'
 CONTEXT = 100_000  # more than any body here has tokens: a long context has tests of its own
 SCHEMA: Any = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-STUCK = 120  # seconds of the real clock, as long bodies are read in a thread; an answer here takes a few milliseconds
+# seconds of the real clock, as long bodies are read in a thread; an answer here takes a few milliseconds
+STUCK = 120
 
 
 @frozen(kw_only=True)
 class Api:
-    """An API under test: where it is asked, what its clients send at their fullest, and how its answers and errors are told."""
+    """An API under test: where it is asked, what its clients send at their fullest, and how its answers and
+    errors are told.
+    """
 
     name: str
     paths: tuple[str, ...]
     harnesses: tuple[str, ...]
     full: Any
     plain: Any
-    refusal: Callable[[Any], str]  # the sentence of an error body that has the API's shape, with the path it names
+    # the sentence of an error body that has the API's shape, with the path it names
+    refusal: Callable[[Any], str]
     ends: bytes  # what a stream that came to its end holds
 
 
@@ -53,7 +59,9 @@ def _google(body: Any) -> str:
     error = body["error"]
     assert 400 <= error["code"] < 500
     assert isinstance(error["status"], str)
-    violations = [violation["field"] for detail in error.get("details", ()) for violation in detail["fieldViolations"]]
+    violations = [
+        violation["field"] for detail in error.get("details", ()) for violation in detail["fieldViolations"]
+    ]
     return ": ".join([*violations, error["message"]])
 
 
@@ -80,8 +88,17 @@ CHAT = Api(
             {"role": "tool", "tool_call_id": "call_2", "content": "done"},
         ],
         "tools": [
-            {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True}},
-            {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "s: /a/"}}}},
+            {
+                "type": "function",
+                "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True},
+            },
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "patch",
+                    "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "s: /a/"}},
+                },
+            },
         ],
         "tool_choice": {"type": "function", "function": {"name": "look"}},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
@@ -112,7 +129,10 @@ MESSAGES = Api(
         "max_tokens": 50,
         "system": [{"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
-            {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Body."}, "title": "T"}]},
+            {
+                "role": "user",
+                "content": [{"type": "document", "source": {"type": "text", "data": "Body."}, "title": "T"}],
+            },
             {
                 "role": "assistant",
                 "content": [
@@ -125,12 +145,19 @@ MESSAGES = Api(
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "tool_reference", "tool_name": "later"}]},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": [{"type": "tool_reference", "tool_name": "later"}],
+                    },
                     {"type": "text", "text": "Go on."},
                 ],
             },
         ],
-        "tools": [{"name": "look", "input_schema": SCHEMA}, {"name": "later", "input_schema": SCHEMA, "defer_loading": True}],
+        "tools": [
+            {"name": "look", "input_schema": SCHEMA},
+            {"name": "later", "input_schema": SCHEMA, "defer_loading": True},
+        ],
         "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}},
@@ -152,16 +179,33 @@ RESPONSES = Api(
         "instructions": "You code.",
         "input": [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Look."}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": "c2ln"},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [{"type": "summary_text", "text": "Hm."}],
+                "encrypted_content": "c2ln",
+            },
             {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "look", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "call_1", "output": "nothing"},
             {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "x"},
-            {"type": "custom_tool_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "done"}]},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "call_2",
+                "output": [{"type": "input_text", "text": "done"}],
+            },
         ],
         "tools": [
             {"type": "function", "name": "look", "parameters": SCHEMA, "strict": False},
-            {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "s: /a/"}},
-            {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn", "parameters": SCHEMA}]},
+            {
+                "type": "custom",
+                "name": "patch",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "s: /a/"},
+            },
+            {
+                "type": "namespace",
+                "name": "agents",
+                "tools": [{"type": "function", "name": "spawn", "parameters": SCHEMA}],
+            },
             {"type": "local_shell"},
         ],
         "tool_choice": {"type": "function", "name": "look"},
@@ -180,16 +224,38 @@ RESPONSES = Api(
 )
 GEMINI = Api(
     name="google",
-    paths=tuple(f"/v1beta/models/m:{method}" for method in ("generateContent", "streamGenerateContent", "countTokens")),
+    paths=tuple(
+        f"/v1beta/models/m:{method}" for method in ("generateContent", "streamGenerateContent", "countTokens")
+    ),
     harnesses=("gemini_cli",),
     full={
         "systemInstruction": {"parts": [{"text": "You code."}]},
         "contents": [
             {"role": "user", "parts": [{"text": "Look."}]},
-            {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {"path": "a"}, "id": "x"}, "thoughtSignature": "c2ln"}]},
-            {"role": "user", "parts": [{"functionResponse": {"name": "look", "response": {"output": "nothing"}, "id": "x"}}]},
+            {
+                "role": "model",
+                "parts": [
+                    {
+                        "functionCall": {"name": "look", "args": {"path": "a"}, "id": "x"},
+                        "thoughtSignature": "c2ln",
+                    }
+                ],
+            },
+            {
+                "role": "user",
+                "parts": [
+                    {"functionResponse": {"name": "look", "response": {"output": "nothing"}, "id": "x"}}
+                ],
+            },
         ],
-        "tools": [{"functionDeclarations": [{"name": "look", "parametersJsonSchema": SCHEMA}, {"name": "old", "parameters": {"type": "OBJECT"}}]}],
+        "tools": [
+            {
+                "functionDeclarations": [
+                    {"name": "look", "parametersJsonSchema": SCHEMA},
+                    {"name": "old", "parameters": {"type": "OBJECT"}},
+                ]
+            }
+        ],
         "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["look"]}},
         "generationConfig": {
             "temperature": 0.5,
@@ -217,8 +283,16 @@ APIS = (CHAT, MESSAGES, RESPONSES, GEMINI)
 
 def bodies(api: Api) -> list[Any]:
     """What clients really send, in small, and one body with everything."""
-    recorded = [json.loads((FOLDER / f"{harness}_{number}.json").read_text())["body"] for harness in api.harnesses for number in (1, 3)]
-    held = [api.plain | {"guided_regex": "a+"}, api.plain | {"structured_outputs": {"choice": ["a", "b"]}}] if api is CHAT else []
+    recorded = [
+        json.loads((FOLDER / f"{harness}_{number}.json").read_text())["body"]
+        for harness in api.harnesses
+        for number in (1, 3)
+    ]
+    held = (
+        [api.plain | {"guided_regex": "a+"}, api.plain | {"structured_outputs": {"choice": ["a", "b"]}}]
+        if api is CHAT
+        else []
+    )
     return [api.full, api.full, api.plain, *recorded, *held]
 
 
@@ -275,7 +349,9 @@ def mutated(draw: st.DrawFn, api: Api) -> bytes:
         if not found:
             break
         path = draw(st.sampled_from(found))
-        how = draw(st.sampled_from(("replace", "replace", "replace", "remove", "wrap", "twice", "rename", "nest")))
+        how = draw(
+            st.sampled_from(("replace", "replace", "replace", "remove", "wrap", "twice", "rename", "nest"))
+        )
         change(body, path, how, deepcopy(draw(st.sampled_from(ODD))))
     return json.dumps(body).encode()
 
@@ -285,17 +361,56 @@ def torn(draw: st.DrawFn, api: Api) -> bytes:
     """The bytes of a good body, cut, doubled or with others put in."""
     data = json.dumps(draw(st.sampled_from(bodies(api)))).encode()
     place = draw(st.integers(0, len(data)))
-    put = draw(st.sampled_from((b"", b"\xff", b"\x00", b'"', b"}", b"{", b",", b"NaN", b"\\ud800", b"1e999", b'"model":1,', b"\xef\xbb\xbf")))
+    put = draw(
+        st.sampled_from(
+            (
+                b"",
+                b"\xff",
+                b"\x00",
+                b'"',
+                b"}",
+                b"{",
+                b",",
+                b"NaN",
+                b"\\ud800",
+                b"1e999",
+                b'"model":1,',
+                b"\xef\xbb\xbf",
+            )
+        )
+    )
     return data[:place] + put + (data[place:] if draw(st.booleans()) else b"")
 
 
 def anything() -> st.SearchStrategy[bytes]:
     """JSON of any shape, and bytes that are none."""
-    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=()), max_size=8)
-    names = st.sampled_from(("model", "messages", "role", "content", "type", "input", "contents", "parts", "text", "tools", "stream")) | st.text(
-        max_size=4
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(st.characters(exclude_categories=()), max_size=8)
     )
-    values = st.recursive(leaves, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(names, inside, max_size=5), max_leaves=20)
+    names = st.sampled_from(
+        (
+            "model",
+            "messages",
+            "role",
+            "content",
+            "type",
+            "input",
+            "contents",
+            "parts",
+            "text",
+            "tools",
+            "stream",
+        )
+    ) | st.text(max_size=4)
+    values = st.recursive(
+        leaves,
+        lambda inside: st.lists(inside, max_size=4) | st.dictionaries(names, inside, max_size=5),
+        max_leaves=20,
+    )
     return st.binary(max_size=60) | values.map(lambda value: json.dumps(value).encode())
 
 
@@ -328,7 +443,9 @@ def checked(here: Stage, api: Api, asgi: Asgi) -> None:
 
 
 async def try_body(api: Api, path: str, body: bytes) -> None:
-    engine = ScriptedEngine(reply=answers(SAID), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT, chunk=7)
+    engine = ScriptedEngine(
+        reply=answers(SAID), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT, chunk=7
+    )
     here = stage(engine, context=CONTEXT)
     checked(here, api, await answered(here, api, path, body))
     before = len(here.turns)
@@ -348,7 +465,8 @@ def test_whatever_is_sent_is_answered_or_refused_with_a_path(api: Api) -> None:
     @example(path=api.paths[0], body=b"")
     @example(path=api.paths[0], body=b"[]")
     @example(path=api.paths[0], body=b"[" * 100_000)
-    @example(path=api.paths[0], body=json.dumps(api.full).encode())  # several choices end together: their stream once lost its last chunk
+    # several choices end together: their stream once lost its last chunk
+    @example(path=api.paths[0], body=json.dumps(api.full).encode())
     def play(path: str, body: bytes) -> None:
         trio.run(try_body, api, path, body)
 

@@ -1,5 +1,7 @@
-"""The whole model plane under real concurrency, in virtual time: clients of three APIs talk, leave, ask twice and fork in one session while the
-weights change under their answers and, at some moment, the session closes. What was recorded is what the engine was given and gave."""
+"""The whole model plane under real concurrency, in virtual time: clients of three APIs talk, leave, ask twice
+and fork in one session while the weights change under their answers and, at some moment, the session closes.
+What was recorded is what the engine was given and gave.
+"""
 
 import json
 from collections import Counter
@@ -16,13 +18,23 @@ from plane_kit import Asgi, Stage, spelled, stage
 from sample_kit import examples
 from wire_kit import ANTHROPIC, CHAT, RESPONSES, Entry, Wire
 
-from polarnode.conversation import FinishReason
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import FinishReason
+from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.merge.builders import per_request, prefix_merging, prompt_ids
-from polarnode.merge.checks import check
-from polarnode.ports import Chunk, GenerateOrder
-from polarnode.records import Turn, VersionSpan, floats, ids
+from polarnode.merge.invariants import check
 
-WHOLE = ("<think>", "\nHm, well.\n", "</think>", "\n\nOne, \u00fc\U0001f642.", "<tool_call>", '\n{"name": "look", "arguments": {"path": "a"}}\n', "</tool_call>", "<|im_end|>")  # fmt: skip
+WHOLE = (
+    "<think>",
+    "\nHm, well.\n",
+    "</think>",
+    "\n\nOne, \u00fc\U0001f642.",
+    "<tool_call>",
+    '\n{"name": "look", "arguments": {"path": "a"}}\n',
+    "</tool_call>",
+    "<|im_end|>",
+)
 PIECE = 7  # tokens a second
 
 How = Literal["stays", "seconds", "messages", "twice"]
@@ -30,7 +42,9 @@ How = Literal["stays", "seconds", "messages", "twice"]
 
 @define(eq=False)
 class Engine:
-    """Some tokens a second of one answer, or of what is still to come of it; `version` may change between them."""
+    """Some tokens a second of one answer, or of what is still to come of it; `version` may change between
+    them.
+    """
 
     orders: list[GenerateOrder] = field(factory=list)
     running: int = 0
@@ -59,7 +73,9 @@ class Stream:
 
     def __attrs_post_init__(self) -> None:
         whole, prompt = spelled(*WHOLE), list(self.order.prompt)
-        said = next(size for size in range(len(whole) - 1, -1, -1) if prompt[len(prompt) - size :] == whole[:size])
+        said = next(
+            size for size in range(len(whole) - 1, -1, -1) if prompt[len(prompt) - size :] == whole[:size]
+        )
         self.rest = whole[said:]
 
     def __aiter__(self) -> "Stream":
@@ -74,12 +90,19 @@ class Stream:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version=version, start=start, end=self.given))
         ended: FinishReason | None = "stop" if self.given == len(self.rest) else None
-        return Chunk(ids=ids(piece), logprobs=floats(-0.001 * token for token in piece), finish_reason=ended, version_spans=tuple(self.spans))
+        return Chunk(
+            ids=ids(piece),
+            logprobs=floats(-0.001 * token for token in piece),
+            finish_reason=ended,
+            version_spans=tuple(self.spans),
+        )
 
 
 @frozen(kw_only=True)
 class Step:
-    """One asking of a client: how it behaves, after how many seconds or messages, and whether it goes on from the answer or from before it."""
+    """One asking of a client: how it behaves, after how many seconds or messages, and whether it goes on from
+    the answer or from before it.
+    """
 
     how: How
     count: int
@@ -130,12 +153,21 @@ STEPS = st.lists(
     min_size=1,
     max_size=4,
 )
-CLIENTS = st.lists(st.tuples(st.sampled_from((CHAT, ANTHROPIC, RESPONSES)), STEPS, st.integers(0, 5)), min_size=1, max_size=3)
+CLIENTS = st.lists(
+    st.tuples(st.sampled_from((CHAT, ANTHROPIC, RESPONSES)), STEPS, st.integers(0, 5)), min_size=1, max_size=3
+)
 
 
 @examples(40)
-@given(clients=CLIENTS, updates=st.lists(st.integers(1, 6), max_size=4), closes=st.none() | st.integers(1, 20), same=st.booleans())
-def test_whatever_clients_do_at_once_the_session_keeps_every_law(clients: Any, updates: list[int], closes: int | None, same: bool) -> None:
+@given(
+    clients=CLIENTS,
+    updates=st.lists(st.integers(1, 6), max_size=4),
+    closes=st.none() | st.integers(1, 20),
+    same=st.booleans(),
+)
+def test_whatever_clients_do_at_once_the_session_keeps_every_law(
+    clients: Any, updates: list[int], closes: int | None, same: bool
+) -> None:
     engine = Engine()
 
     async def main() -> list[Turn]:
@@ -167,7 +199,8 @@ def test_whatever_clients_do_at_once_the_session_keeps_every_law(clients: Any, u
 
     turns = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     given_prompts = Counter(tuple(order.prompt) for order in engine.orders)
-    assert Counter(tuple(prompt_ids(turns, turn.index)) for turn in turns) == given_prompts  # each generation is one turn, however it ended
+    # each generation is one turn, however it ended
+    assert Counter(tuple(prompt_ids(turns, turn.index)) for turn in turns) == given_prompts
     by_index = {turn.index: turn for turn in turns}
     for turn in turns:
         said, step = list(turn.sampled), turn
@@ -180,5 +213,7 @@ def test_whatever_clients_do_at_once_the_session_keeps_every_law(clients: Any, u
     for build in (prefix_merging, per_request):
         built = build(turns, {})
         left = {out.turn for out in built.left_out}
-        assert check(turns, built).trainable == sum(len(turn.sampled) for turn in turns if turn.index not in left)
+        assert check(turns, built).trainable == sum(
+            len(turn.sampled) for turn in turns if turn.index not in left
+        )
         assert all(by_index[index].state != "complete" for index in left)

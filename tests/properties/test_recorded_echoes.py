@@ -1,5 +1,6 @@
-"""Traffic that harnesses really sent, with what other harnesses do to a history done to it too: every session stays one lineage, and each
-prompt the same ids."""
+"""Traffic that harnesses really sent, with what other harnesses do to a history done to it too: every session
+stays one lineage, and each prompt the same ids.
+"""
 
 import json
 from pathlib import Path
@@ -14,20 +15,32 @@ from sample_kit import examples
 from tokens_kit import model
 from wire_kit import ANTHROPIC, CHAT, GOOGLE, RESPONSES, Wire
 
-from polarnode.providers.dialect import NoMemory
-from polarnode.replay.recording import read_recorded
-from polarnode.replay.session import Line, replay_session
+from polarnode.gateway.recorded_request import read_recorded
+from polarnode.gateway.replay import Line, replay_session
+from polarnode.providers.contract import NoMemory
 
-# A deferred tool is told in the words of its schema where a result refers to it, in its client's own order: another order is another text.
+# A deferred tool is told in the words of its schema where a result refers to it, in its client's own order:
+# another order is another text.
 KEPT = [echo for echo in ECHOES if echo is not reorders_keys]
 
 
 def wire_of(body: Any) -> Wire:
-    return RESPONSES if "input" in body else GOOGLE if "contents" in body else ANTHROPIC if "system" in body else CHAT
+    return (
+        RESPONSES
+        if "input" in body
+        else GOOGLE
+        if "contents" in body
+        else ANTHROPIC
+        if "system" in body
+        else CHAT
+    )
 
 
 def played(recordings: list[Any]) -> list[Line]:
-    read = [read_recorded(f"{number}", json.dumps(each).encode(), NoMemory()) for number, each in enumerate(recordings)]
+    read = [
+        read_recorded(f"{number}", json.dumps(each).encode(), NoMemory())
+        for number, each in enumerate(recordings)
+    ]
     return replay_session(read, model().template)
 
 
@@ -42,9 +55,14 @@ def test_a_recorded_session_echoed_otherwise_is_the_same_session(harness: str, e
     recordings = [{"method": "POST"} | json.loads(file.read_text()) for file in files(harness)]
     plain = played(recordings)
     body = json.loads(json.dumps(recordings[-1]["body"]))
-    for echo in sorted(echoes, key=lambda echo: echo in (halves_text, splits_messages)):  # the others know a text in one piece
+    # the others know a text in one piece
+    for echo in sorted(echoes, key=lambda echo: echo in (halves_text, splits_messages)):
         body = echo(wire_of(body), body)
     told = played([*recordings[:-1], recordings[-1] | {"body": body}])
     assert [line.error for line in told] == [None] * len(told)
-    assert [(line.kind, line.lineage, line.parent) for line in told] == [(line.kind, line.lineage, line.parent) for line in plain]
-    assert [(line.prompt_tokens, line.new_tokens) for line in told] == [(line.prompt_tokens, line.new_tokens) for line in plain]
+    assert [(line.kind, line.lineage, line.parent) for line in told] == [
+        (line.kind, line.lineage, line.parent) for line in plain
+    ]
+    assert [(line.prompt_tokens, line.new_tokens) for line in told] == [
+        (line.prompt_tokens, line.new_tokens) for line in plain
+    ]

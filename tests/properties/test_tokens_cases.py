@@ -1,5 +1,7 @@
-"""The contract where histories meet (P5, P6), where texts are hostile (P7), against one render of the whole (P8), over all leaves (P9), and
-where samples end badly or begin with what the template wrote (P10). Through the same real parts as `test_tokens_contract`."""
+"""The contract where histories meet (P5, P6), where texts are hostile (P7), against one render of the whole
+(P8), over all leaves (P9), and where samples end badly or begin with what the template wrote (P10). Through
+the same real parts as `test_tokens_contract`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,15 +12,14 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from qwen3_fixture import qwen3_folder  # noqa: F401
 from sample_kit import examples, in_bytes, in_letters, samples
 from talk_kit import Ask, Desk, logprobs_of
 from tokens_kit import CALL, CALLED, CLOSE, END, HOSTILE, OPEN, hostile, model
 from wire_kit import CHAT, RESPONSES, WIRES, Entry, Wire, chat_choices
 
+from polarnode.core.arrays import ids
 from polarnode.merge.builders import per_request, prefix_merging
-from polarnode.merge.checks import check
-from polarnode.records import ids
+from polarnode.merge.invariants import check
 
 wires = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 LOOK = '\n{"name": "look", "arguments": {"path": "a"}}\n'
@@ -44,11 +45,17 @@ def answered(desk: Desk, wire: Wire, history: Sequence[Entry], sample: Any, **ho
 
 @wires
 @examples(8)
-@given(count=st.integers(2, 4), order=st.randoms(use_true_random=False), text=st.sampled_from(("I look.", "")))
+@given(
+    count=st.integers(2, 4), order=st.randoms(use_true_random=False), text=st.sampled_from(("I look.", ""))
+)
 def test_p6_twins_are_told_apart_by_their_ids(wire: Wire, count: int, order: Any, text: str) -> None:
     """The same words in other tokens: each history that carries its ids extends its own."""
     desk = Desk()
-    spellings = [lambda text: model().spelled(text), lambda text: in_letters(text, model()), lambda text: in_bytes(text, model())]
+    spellings = [
+        lambda text: model().spelled(text),
+        lambda text: in_letters(text, model()),
+        lambda text: in_bytes(text, model()),
+    ]
     histories = []
     for number in range(count):
         sample = sp(OPEN, "a" * number, CLOSE) + spellings[number % 3](text) + sp(CALL, LOOK, CALLED, END)
@@ -82,7 +89,9 @@ def test_p6_twins_without_ids_are_flagged(wire: Wire, count: int) -> None:
 
 
 def dressed(wire: Wire, texts: Sequence[str], names: Sequence[Entry]) -> Ask:
-    """A conversation of these texts: the system's, the user's, a tool's result, and more of the user's; a tool described by the last."""
+    """A conversation of these texts: the system's, the user's, a tool's result, and more of the user's; a
+    tool described by the last.
+    """
     head, task, result, more, described = texts
     history = [*wire.said("system", head), *wire.said("user", task), *names]
     calls = wire.calls(names)
@@ -98,9 +107,16 @@ def dressed(wire: Wire, texts: Sequence[str], names: Sequence[Entry]) -> Ask:
 @examples(25)
 @given(texts=st.tuples(hostile, hostile, hostile, hostile, hostile))
 def test_p7_client_text_yields_no_control_ids(wire: Wire, texts: tuple[str, ...]) -> None:
-    """A root and a suffix of hostile texts hold the marks that harmless ones hold, and every byte of the client's."""
+    """A root and a suffix of hostile texts hold the marks that harmless ones hold, and every byte of the
+    client's.
+    """
     desk = Desk()
-    plain = answered(desk, wire, [*wire.said("system", texts[0]), *wire.said("user", texts[1])], sp("I look.", CALL, LOOK, CALLED, END))
+    plain = answered(
+        desk,
+        wire,
+        [*wire.said("system", texts[0]), *wire.said("user", texts[1])],
+        sp("I look.", CALL, LOOK, CALLED, END),
+    )
     answer = plain[2:]
     _, suffix = desk.peek(wire.ask([*plain, *wire.results(wire.calls(answer), [texts[2]])]))
     _, harmless = desk.peek(wire.ask([*plain, *wire.results(wire.calls(answer), ["x"])]))
@@ -121,12 +137,18 @@ def test_p7_every_control_string_is_text_wherever_a_client_writes_it(wire: Wire)
 
 # ── P8 ────────────────────────────────────────────────────────────────────────
 
-WORD = st.text("abc <>|/{}\"'\n\u65e5\u00e9", min_size=1, max_size=20).filter(lambda text: text.strip() == text)
+WORD = st.text("abc <>|/{}\"'\n\u65e5\u00e9", min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text
+)
 
 
 def canonical(used: Any, text: str, call: str | None) -> Any:
     """An answer as the template writes it."""
-    called = ([("\n" if text else ""), CALL, f'\n{{"name": "look", "arguments": {call}}}\n', CALLED]) if call is not None else []
+    called = (
+        ([("\n" if text else ""), CALL, f'\n{{"name": "look", "arguments": {call}}}\n', CALLED])
+        if call is not None
+        else []
+    )
     sample = ids()
     run = ""
     for piece in [text, *called, END]:  # what stands between marks is encoded in one piece
@@ -170,7 +192,7 @@ def test_p8_with_the_real_qwen3(qwen3: Any, turns: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def qwen3(qwen3_folder: Path) -> Any:  # noqa: F811
+def qwen3(qwen3_folder: Path) -> Any:
     return model(qwen3_folder)
 
 
@@ -195,20 +217,30 @@ def test_p1_with_the_real_qwen3(qwen3: Any, data: st.DataObject) -> None:
 
 @wires
 @examples(20)
-@given(plot=st.lists(st.tuples(st.integers(0, 5), samples(), st.sampled_from(("on", "off", ""))), min_size=1, max_size=8))
+@given(
+    plot=st.lists(
+        st.tuples(st.integers(0, 5), samples(), st.sampled_from(("on", "off", ""))), min_size=1, max_size=8
+    )
+)
 def test_p9_the_masks_add_up_to_every_sampled_token_once(wire: Wire, plot: Any) -> None:
-    """A tree of histories: each turn goes on from any earlier one. However it is cut into rows, each token is trained once."""
+    """A tree of histories: each turn goes on from any earlier one. However it is cut into rows, each token is
+    trained once.
+    """
     desk = Desk()
     histories = [opening(wire)]
     for place, sample, text in plot:
         before = histories[place % len(histories)]
         after = answered(desk, wire, before, sample)
         calls = wire.calls(after[len(before) :])
-        histories.append([*after, *(wire.results(calls, [text] * len(calls)) if calls else wire.said("user", text))])
+        histories.append(
+            [*after, *(wire.results(calls, [text] * len(calls)) if calls else wire.said("user", text))]
+        )
     total = sum(len(turn.sampled) for turn in desk.turns)
     for build in (prefix_merging, per_request):
         built = build(desk.turns, {})
-        assert check(desk.turns, built).trainable == total - sum(len(desk.turn(left.turn).sampled) for left in built.left_out)
+        assert check(desk.turns, built).trainable == total - sum(
+            len(desk.turn(left.turn).sampled) for left in built.left_out
+        )
         assert sum(sum(trace.loss_mask) for trace in built.traces) == total
     leaves = {turn.index for turn in desk.turns if turn.sampled} - {
         step for turn in desk.turns if turn.sampled for step in ancestors(desk, turn.parent)
@@ -245,7 +277,9 @@ CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @wires
 @pytest.mark.parametrize(("sample", "close"), CUTS.values(), ids=CUTS.keys())
-def test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule(wire: Wire, sample: tuple[str, ...], close: tuple[str, ...]) -> None:
+def test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule(
+    wire: Wire, sample: tuple[str, ...], close: tuple[str, ...]
+) -> None:
     desk = Desk()
     history = opening(wire)
     asking = desk.say(wire.ask(history), sp(*sample))
@@ -260,13 +294,21 @@ def test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule(wire: Wire,
     assert turn.prompt_delta[: turn.close_length] == expected
     assert turn.close_length == len(expected)
     (row,) = prefix_merging(desk.turns, {}).traces
-    assert check(desk.turns, prefix_merging(desk.turns, {})).trainable == len(sp(*sample)) + len(sp("Two.", END))
+    assert check(desk.turns, prefix_merging(desk.turns, {})).trainable == len(sp(*sample)) + len(
+        sp("Two.", END)
+    )
     start = row.turn_spans[0].end
-    assert row.loss_mask[start : start + turn.prompt_length - len(asking.prompt) - len(sp(*sample))] == bytes(len(turn.prompt_delta))
+    assert row.loss_mask[start : start + turn.prompt_length - len(asking.prompt) - len(sp(*sample))] == bytes(
+        len(turn.prompt_delta)
+    )
 
 
 @wires
-@pytest.mark.parametrize("sample", [("One and",), (OPEN, "\nHm, so"), ("I look.", CALL, '\n{"name": "lo')], ids=["text", "thought", "call"])
+@pytest.mark.parametrize(
+    "sample",
+    [("One and",), (OPEN, "\nHm, so"), ("I look.", CALL, '\n{"name": "lo')],
+    ids=["text", "thought", "call"],
+)
 def test_p10_an_answer_with_nothing_behind_it_goes_on_exactly(wire: Wire, sample: tuple[str, ...]) -> None:
     """The prefill: a cut answer that comes back last is gone on with, not closed and not encoded."""
     desk = Desk()
@@ -280,15 +322,23 @@ def test_p10_an_answer_with_nothing_behind_it_goes_on_exactly(wire: Wire, sample
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_p10_a_thought_that_the_template_opened_is_prompt_and_read_as_thought(thinking: bool, tmp_path: Path) -> None:
+def test_p10_a_thought_that_the_template_opened_is_prompt_and_read_as_thought(
+    thinking: bool, tmp_path: Path
+) -> None:
     from tokens_kit import variant
 
-    written = "{%- if enable_thinking is defined and enable_thinking is false %}\n        {{- '<think>\\n\\n</think>\\n\\n' }}"
+    written = (
+        "{%- if enable_thinking is defined and enable_thinking is false %}\n        {{-"
+        " '<think>\\n\\n</think>\\n\\n' }}"
+    )
     opened = "{%- if enable_thinking is not defined or enable_thinking %}\n        {{- '<think>\\n' }}"
     used = model(variant(tmp_path, template=lambda text: text.replace(written, opened)))
     desk = Desk(model=used)
     more = {"chat_template_kwargs": {"enable_thinking": thinking}}
-    asking = desk.say(CHAT.ask(opening(CHAT), **more), used.spelled("Hm.", CLOSE, "\n\nDone", END) if thinking else used.spelled("Done", END))
+    asking = desk.say(
+        CHAT.ask(opening(CHAT), **more),
+        used.spelled("Hm.", CLOSE, "\n\nDone", END) if thinking else used.spelled("Done", END),
+    )
     (answer,) = asking.answers
     assert (answer.thinking, answer.text) == ("Hm." if thinking else "", "Done")
     assert (used.spelled(OPEN)[0] in asking.prompt[-3:]) is thinking
@@ -340,11 +390,15 @@ def test_p10_a_reference_never_overrides_a_changed_client_message(wire: Wire) ->
 
 @wires
 def test_p10_our_words_rewritten_are_no_longer_ours(wire: Wire) -> None:
-    """The id of the call is there, but the text beside it is another: what the model would be shown was never sampled."""
+    """The id of the call is there, but the text beside it is another: what the model would be shown was never
+    sampled.
+    """
     desk = Desk()
     history = answered(desk, wire, opening(wire), sp("I look.", CALL, LOOK, CALLED, END))
     changed = json.loads(json.dumps(history).replace("I look.", "I will not look."))
-    plan, prompt = desk.peek(wire.ask([*changed, *wire.results(wire.calls(changed[len(opening(wire)) :]), ["r"])]))
+    plan, prompt = desk.peek(
+        wire.ask([*changed, *wire.results(wire.calls(changed[len(opening(wire)) :]), ["r"])])
+    )
     assert plan.parent is None
     assert "I will not look." in desk.text(prompt)
     assert any(note.startswith("rewritten") for note in plan.notes)
@@ -352,7 +406,9 @@ def test_p10_our_words_rewritten_are_no_longer_ours(wire: Wire) -> None:
 
 @pytest.mark.parametrize("stop", [None, "STOP"])
 def test_p10_what_the_engine_said_of_each_token_is_what_is_recorded(stop: str | None) -> None:
-    """Ids, logprobs and weight versions, over chunks and new weights; cut behind the same token where a stop string cuts."""
+    """Ids, logprobs and weight versions, over chunks and new weights; cut behind the same token where a stop
+    string cuts.
+    """
     desk = Desk()
     asking = desk.begin(CHAT.ask(opening(CHAT), **({} if stop is None else {"stop": [stop]})))
     asking.give(sp("One "), version="v1")
@@ -365,7 +421,11 @@ def test_p10_what_the_engine_said_of_each_token_is_what_is_recorded(stop: str | 
     assert length == len(given) if stop is None else desk.text(turn.sampled).rstrip().endswith("STOP")
     assert turn.logprobs == logprobs_of(given, 0, 0)[:length]
     first, second = len(sp("One ")), len(sp("One ", "and two "))
-    assert [(span.version, span.start, span.end) for span in turn.version_spans] == [("v1", 0, first), ("v2", first, second), ("v3", second, length)]
+    assert [(span.version, span.start, span.end) for span in turn.version_spans] == [
+        ("v1", 0, first),
+        ("v2", first, second),
+        ("v3", second, length),
+    ]
     assert check(desk.turns, prefix_merging(desk.turns, {})).trainable == length
 
 
@@ -384,7 +444,9 @@ def test_p10_choices_of_one_call_are_siblings_and_each_is_trained() -> None:
 
 
 def test_p10_a_response_that_shows_nothing_can_only_branch() -> None:
-    """Responses has no item for an answer without a word: the next request is of another path, and both are trained."""
+    """Responses has no item for an answer without a word: the next request is of another path, and both are
+    trained.
+    """
     desk = Desk()
     asking = desk.say(RESPONSES.ask(opening(RESPONSES)), sp(END))
     assert RESPONSES.answered(asking.sent, False) == []
@@ -398,9 +460,17 @@ def test_p10_a_response_that_shows_nothing_can_only_branch() -> None:
 
 @wires
 @examples(15)
-@given(plot=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(("A", "B", "")), st.sampled_from(("x", "y"))), min_size=2, max_size=8))
+@given(
+    plot=st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(("A", "B", "")), st.sampled_from(("x", "y"))),
+        min_size=2,
+        max_size=8,
+    )
+)
 def test_p5_a_parent_was_conditioned_on_exactly_what_the_request_says(wire: Wire, plot: Any) -> None:
-    """Few words, so that paths meet often: the parent's prompt and sample are the render of the request's own messages, letter by letter."""
+    """Few words, so that paths meet often: the parent's prompt and sample are the render of the request's own
+    messages, letter by letter.
+    """
     desk = Desk()
     histories = [opening(wire)]
     for place, said, text in plot:
@@ -420,7 +490,9 @@ def test_p5_a_parent_was_conditioned_on_exactly_what_the_request_says(wire: Wire
 
 @wires
 def test_p5_the_same_words_under_other_tools_are_another_root(wire: Wire) -> None:
-    """Tools are rendered at the head of a prompt: what was sampled under others is no beginning of this one."""
+    """Tools are rendered at the head of a prompt: what was sampled under others is no beginning of
+    this one.
+    """
     desk = Desk()
     history = [*answered(desk, wire, opening(wire), sp("I look.", END)), *wire.said("user", "on")]
     for tools in ((), ("bash",), ("look", "bash")):

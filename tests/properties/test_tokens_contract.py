@@ -1,7 +1,9 @@
-"""The contract of tokens (design, section 1.6), in the four wire formats, through the real readers, lineages, template, exchange and writers.
+"""The contract of tokens (design, section 1.6), in the four wire formats, through the real readers, lineages,
+template, exchange and writers.
 
-P1: a prompt starts with the prompt and the sample of the turn it extends, whatever was sampled. P2: sampled text never reaches the encoder.
-P3: what harnesses do to an answer on its way back changes no prompt. P4: what a client changed attaches above the change, and is shown.
+P1: a prompt starts with the prompt and the sample of the turn it extends, whatever was sampled. P2: sampled
+text never reaches the encoder. P3: what harnesses do to an answer on its way back changes no prompt. P4: what
+a client changed attaches above the change, and is shown.
 """
 
 import json
@@ -17,9 +19,9 @@ from talk_kit import Asking, Desk, logprobs_of
 from tokens_kit import CLOSE, END, OPEN, Watched, model
 from wire_kit import WIRES, Entry, Wire
 
+from polarnode.core.arrays import ids
 from polarnode.merge.builders import per_request, prefix_merging
-from polarnode.merge.checks import check
-from polarnode.records import ids
+from polarnode.merge.invariants import check
 
 wires = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 
@@ -43,16 +45,26 @@ class Talk:
 
     def go_on(self, text: str) -> None:
         """What the client adds: results of the calls, or what a person says."""
-        self.history += self.wire.results(self.calls, [text] * len(self.calls)) if self.calls else self.wire.said("user", text)
+        self.history += (
+            self.wire.results(self.calls, [text] * len(self.calls))
+            if self.calls
+            else self.wire.said("user", text)
+        )
         self.calls = []
 
 
-TURNS = st.lists(st.tuples(samples(), TEXTS, st.booleans(), st.lists(st.integers(1, 9), max_size=4)), min_size=2, max_size=4)
+TURNS = st.lists(
+    st.tuples(samples(), TEXTS, st.booleans(), st.lists(st.integers(1, 9), max_size=4)),
+    min_size=2,
+    max_size=4,
+)
 
 
 def told(wire: Wire, asking: Asking) -> bool:
     """Whether a client can show an answer again: Responses has no item for one in which nothing was said."""
-    return wire.name != "openai_responses" or any(answer.text or answer.calls or answer.thinking for answer in asking.answers)
+    return wire.name != "openai_responses" or any(
+        answer.text or answer.calls or answer.thinking for answer in asking.answers
+    )
 
 
 def held(desk: Desk) -> None:
@@ -87,11 +99,21 @@ def test_p1_a_prompt_starts_with_the_turn_it_extends(wire: Wire, turns: Any) -> 
 @examples(25)
 @given(turns=TURNS)
 def test_p2_sampled_text_never_reaches_the_encoder(wire: Wire, turns: Any) -> None:
-    """Every sample says a word nobody else says, in thought, text and call; the tokenizer is asked to encode it nowhere."""
+    """Every sample says a word nobody else says, in thought, text and call; the tokenizer is asked to encode
+    it nowhere.
+    """
     watched = Watched(model().tokenizer)
     desk = Desk(tokenizer=watched)
     talk = Talk(desk, wire)
-    marked = model().spelled(OPEN, "qzxjk", CLOSE, "qzxjk ", "<tool_call>", '{"name": "look", "arguments": {"path": "qzxjk"}}', "</tool_call>")
+    marked = model().spelled(
+        OPEN,
+        "qzxjk",
+        CLOSE,
+        "qzxjk ",
+        "<tool_call>",
+        '{"name": "look", "arguments": {"path": "qzxjk"}}',
+        "</tool_call>",
+    )
     for sample, text, stream, pieces in turns:
         talk.say(marked + sample, stream=stream, pieces=pieces)
         assert "qzxjk" in desk.text(desk.turns[-1].sampled)
@@ -102,20 +124,28 @@ def test_p2_sampled_text_never_reaches_the_encoder(wire: Wire, turns: Any) -> No
     held(desk)
 
 
-FULL = st.tuples(st.sampled_from((" I look.  ", "Look", "\ttwo words\n")), called(model(), st.just("look")), st.booleans())
+FULL = st.tuples(
+    st.sampled_from((" I look.  ", "Look", "\ttwo words\n")), called(model(), st.just("look")), st.booleans()
+)
 
 
 def full_sample(said: Any) -> Any:
     """A thought, a text and a call: something of all that a harness may change."""
     text, call, twice = said
-    return model().spelled(OPEN, "\nHm, well.\n", CLOSE, "\n\n", text) + call * (1 + twice) + model().spelled(END)
+    return (
+        model().spelled(OPEN, "\nHm, well.\n", CLOSE, "\n\n", text)
+        + call * (1 + twice)
+        + model().spelled(END)
+    )
 
 
 @wires
 @pytest.mark.parametrize("echo", ECHOES, ids=lambda echo: echo.__name__)
 @examples(5)
 @given(turns=st.lists(FULL, min_size=1, max_size=2), stream=st.booleans(), text=TEXTS)
-def test_p3_a_benign_echo_changes_no_prompt(wire: Wire, echo: Echo, turns: Any, stream: bool, text: str) -> None:
+def test_p3_a_benign_echo_changes_no_prompt(
+    wire: Wire, echo: Echo, turns: Any, stream: bool, text: str
+) -> None:
     desk = Desk()
     talk = Talk(desk, wire)
     for said in turns:
@@ -137,7 +167,9 @@ def wire_ask(ask: Any, body: Any) -> Any:
 
 def test_p3_every_echo_changes_something_somewhere() -> None:
     """An echo that changes no API's body would prove nothing."""
-    call = model().spelled("<tool_call>", '{"name": "look", "arguments": {"path": "a", "n": 1}}', "</tool_call>")
+    call = model().spelled(
+        "<tool_call>", '{"name": "look", "arguments": {"path": "a", "n": 1}}', "</tool_call>"
+    )
     bodies = []
     for wire in WIRES:
         talk = Talk(Desk(), wire)
@@ -145,7 +177,11 @@ def test_p3_every_echo_changes_something_somewhere() -> None:
             talk.say(sample, stream=False)
             talk.go_on("x")
         bodies.append((wire, json.dumps(wire.ask(talk.history).body)))
-    silent = [echo.__name__ for echo in ECHOES if all(json.dumps(echo(wire, json.loads(body))) == body for wire, body in bodies)]
+    silent = [
+        echo.__name__
+        for echo in ECHOES
+        if all(json.dumps(echo(wire, json.loads(body))) == body for wire, body in bodies)
+    ]
     assert silent == []
     assert len(ECHOES) >= 11
 
@@ -160,7 +196,9 @@ def client_texts(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
         return []
     found = []
     for name, item in value.items():
-        if (isinstance(item, str) and name in ("text", "output")) or (name == "content" and isinstance(item, str)):
+        if (isinstance(item, str) and name in ("text", "output")) or (
+            name == "content" and isinstance(item, str)
+        ):
             found.append((*path, name))
         else:
             found += client_texts(item, (*path, name))
@@ -176,7 +214,9 @@ def put(value: Any, path: tuple[Any, ...], text: str) -> None:
 @wires
 @examples(30)
 @given(turns=st.lists(FULL, min_size=1, max_size=3), text=TEXTS, data=st.data())
-def test_p4_a_changed_client_message_attaches_above_itself_and_is_shown(wire: Wire, turns: Any, text: str, data: st.DataObject) -> None:
+def test_p4_a_changed_client_message_attaches_above_itself_and_is_shown(
+    wire: Wire, turns: Any, text: str, data: st.DataObject
+) -> None:
     desk = Desk()
     talk = Talk(desk, wire)
     for said in turns:

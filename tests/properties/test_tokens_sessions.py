@@ -1,5 +1,6 @@
-"""Concurrency over the real pure parts: clients of several APIs share one session, and everything that can happen to their calls happens in any
-order. After every step the laws hold, every prompt is its parent's ids and what is new, and what a crash would leave plans the same.
+"""Concurrency over the real pure parts: clients of several APIs share one session, and everything that can
+happen to their calls happens in any order. After every step the laws hold, every prompt is its parent's ids
+and what is new, and what a crash would leave plans the same.
 
 The oracle knows nothing of keys: it compares what requests say, message by message.
 """
@@ -19,12 +20,13 @@ from test_merge_properties import folded, spoken
 from tokens_kit import CALL, CALLED, CLOSE, END, OPEN, Watched, model
 from wire_kit import ANTHROPIC, CHAT, GOOGLE, RESPONSES, Entry, Wire, chat_choices
 
-from polarnode.conversation import Conversation, Message
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.trajectory import Turn
 from polarnode.merge.builders import per_request, prefix_merging, prompt_ids
-from polarnode.merge.checks import check
+from polarnode.merge.invariants import check
 from polarnode.merge.ledger import chain
 from polarnode.merge.lineage import Lineages
-from polarnode.records import Turn, ids
 
 WORDS = st.sampled_from(("ok", "look", "<|im_end|>"))
 SUMMARY = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools"
@@ -45,7 +47,9 @@ class Line:
         more: dict[str, Any] = {"n": self.choices} if self.choices > 1 else {}
         asked = self.wire.ask(self.history, tools=self.tools, stream=stream, **more)
         body = json.loads(json.dumps(asked.body))
-        return Ask(path=asked.path, body=body if echo is None else echo(self.wire, body), headers=self.headers)
+        return Ask(
+            path=asked.path, body=body if echo is None else echo(self.wire, body), headers=self.headers
+        )
 
 
 @define(eq=False)
@@ -189,7 +193,10 @@ class Clients(RuleBasedStateMachine):
         line = data.draw(st.sampled_from(self.lines))
         asking = evolve(line, history=[*line.history, *line.wire.said("user", SUMMARY)], choices=1)
         self.finish(self.begin(asking, asking.ask(stream=False, echo=None), data))
-        line.history = [line.history[0], *line.wire.said("user", "This session is being continued from a previous conversation: ok")]
+        line.history = [
+            line.history[0],
+            *line.wire.said("user", "This session is being continued from a previous conversation: ok"),
+        ]
 
     # ── what must hold of each request ────────────────────────────────────────
 
@@ -211,7 +218,8 @@ class Clients(RuleBasedStateMachine):
         plan, prompt = asking.plan, asking.prompt
         assert all(order.prompt == prompt for order in asking.orders.values())
         if plan.parent is None:
-            if not any("<|im_end|>" in message.text for message in asking.request.conversation.messages):  # which transformers makes a control token
+            # which transformers makes a control token
+            if not any("<|im_end|>" in message.text for message in asking.request.conversation.messages):
                 assert list(prompt) == list(model().expected(asking.request.conversation))
             return
         parent = self.desk.turn(plan.parent)
@@ -221,7 +229,9 @@ class Clients(RuleBasedStateMachine):
             assert prompt == before
             return
         close = (
-            ids() if parent.sampled[-1] in model().family.turn_ends else prompt[len(before) : prompt.index(model().family.turn_end, len(before)) + 1]
+            ids()
+            if parent.sampled[-1] in model().family.turn_ends
+            else prompt[len(before) : prompt.index(model().family.turn_end, len(before)) + 1]
         )
         assert len(close) <= 2
         rest = self.desk.text(prompt[len(before) + len(close) :])
@@ -242,7 +252,9 @@ class Clients(RuleBasedStateMachine):
         fitting = [
             len(known.messages) + 1
             for known, answer in self.said.values()
-            if known.tools == tools and list(map(spoken, [*known.messages, answer])) == list(map(spoken, messages[: len(known.messages) + 1]))
+            if known.tools == tools
+            and list(map(spoken, [*known.messages, answer]))
+            == list(map(spoken, messages[: len(known.messages) + 1]))
         ]
         assert plan.matched >= max(fitting, default=0)
 
@@ -252,15 +264,23 @@ class Clients(RuleBasedStateMachine):
         shown = [message.text + message.thinking for message in asking.plan.new]
         for turn in chain(ended, asking.plan.parent):
             mark = self.marks.get(turn.index)
-            assert mark is None or any(mark in text for text in shown) or not any(mark in piece for piece in encoded)
+            assert (
+                mark is None
+                or any(mark in text for text in shown)
+                or not any(mark in piece for piece in encoded)
+            )
 
     def sample(self, index: int, data: st.DataObject) -> Any:
-        """A thought that no other sample has, words that others may have, a call or none; whole, or of no end."""
+        """A thought that no other sample has, words that others may have, a call or none; whole, or of no
+        end.
+        """
         self.samples += 1
         self.marks[index] = f"mark{self.samples}."
         spelled, said = model().spelled, data.draw(WORDS, label="says")
         call = (
-            spelled(CALL, '\n{"name": "look", "arguments": {"path": "a", "n": 1.0}}\n', CALLED) if data.draw(st.booleans(), label="calls") else ids()
+            spelled(CALL, '\n{"name": "look", "arguments": {"path": "a", "n": 1.0}}\n', CALLED)
+            if data.draw(st.booleans(), label="calls")
+            else ids()
         )
         end = spelled(END) if data.draw(st.sampled_from((True, True, False)), label="ends") else ids()
         return spelled(OPEN, self.marks[index], CLOSE) + in_letters(said, model()) + call + end
@@ -271,13 +291,18 @@ class Clients(RuleBasedStateMachine):
         for choice, sample in enumerate(flight.samples):
             start = flight.given[choice]
             if not flight.asking.exchange.over:
-                flight.given[choice] = min(len(sample) - 1, start + size)  # the last token comes with its reason
-                flight.asking.give(sample[start : flight.given[choice]], choice=choice, version=str(self.version))
+                # the last token comes with its reason
+                flight.given[choice] = min(len(sample) - 1, start + size)
+                flight.asking.give(
+                    sample[start : flight.given[choice]], choice=choice, version=str(self.version)
+                )
 
     def finish(self, flight: Flight) -> None:
         for choice, sample in enumerate(flight.samples):
             reason = "stop" if sample[-1] in model().family.stop_ids else "length"
-            flight.asking.give(sample[flight.given[choice] :], reason, choice=choice, version=str(self.version))
+            flight.asking.give(
+                sample[flight.given[choice] :], reason, choice=choice, version=str(self.version)
+            )
         self.land(flight)
 
     def land(self, flight: Flight) -> None:
@@ -287,29 +312,50 @@ class Clients(RuleBasedStateMachine):
         line, asking = flight.line, flight.asking
         if asking.ended:
             for answer, sample in zip(asking.answers, flight.samples, strict=True):
-                assert asking.plan.reason == "resumed" or answer.finish_reason in ("length", "stop", "tool_calls"), sample
+                assert asking.plan.reason == "resumed" or answer.finish_reason in (
+                    "length",
+                    "stop",
+                    "tool_calls",
+                ), sample
             stream = bool(flight.ask.body.get("stream")) or "stream" in flight.ask.path
             if len(line.history) == flight.length:
-                entries = chat_choices(asking.sent, stream)[-1:] if line.wire is CHAT else line.wire.answered(asking.sent, stream)
+                entries = (
+                    chat_choices(asking.sent, stream)[-1:]
+                    if line.wire is CHAT
+                    else line.wire.answered(asking.sent, stream)
+                )
                 calls = line.wire.calls(entries)
                 line.history += [*entries, *line.wire.results(calls, ["result"] * len(calls))]
-        elif len(asking.plans) == 1 and (turn := self.desk.turns[-1]).index == asking.plan.index and turn.state == "partial" and turn.sampled:
+        elif (
+            len(asking.plans) == 1
+            and (turn := self.desk.turns[-1]).index == asking.plan.index
+            and turn.state == "partial"
+            and turn.sampled
+        ):
             self.cut.append((line, flight.ask, turn.index))
 
     def committed(self, turn: Turn) -> None:
         if turn.state != "failed" and turn.answer is not None:
             self.said[turn.index] = (self.asked[turn.index], turn.answer.as_message())
-        assert self.desk.prompts[turn.index][turn.prompt_length - len(turn.prompt_delta) :] == turn.prompt_delta
+        assert (
+            self.desk.prompts[turn.index][turn.prompt_length - len(turn.prompt_delta) :] == turn.prompt_delta
+        )
 
     def restore(self) -> None:
-        self.desk.lineages = Lineages.restore(session_id=self.desk.session_id, secret=SECRET, turns=self.desk.turns)
+        self.desk.lineages = Lineages.restore(
+            session_id=self.desk.session_id, secret=SECRET, turns=self.desk.turns
+        )
 
     # ── what must hold of the session at all times ────────────────────────────
 
     @invariant()
     def every_sampled_token_is_trained_once(self) -> None:
         turns = self.desk.turns
-        for built in (prefix_merging(turns, {"train_auxiliary": True}), prefix_merging(turns, {}), per_request(turns, {})):
+        for built in (
+            prefix_merging(turns, {"train_auxiliary": True}),
+            prefix_merging(turns, {}),
+            per_request(turns, {}),
+        ):
             counts = check(turns, built)
             out = {left.turn: left.reason for left in built.left_out}
             assert all(out.values())
@@ -323,7 +369,9 @@ class Clients(RuleBasedStateMachine):
         for turn in self.desk.turns[-3:]:
             assert prompt_ids(self.desk.turns, turn.index) == self.desk.prompts[turn.index]
             assert list(turn.logprobs) == sorted(turn.logprobs, key=lambda _: 0)
-            assert [span.start for span in turn.version_spans[1:]] == [span.end for span in turn.version_spans[:-1]]
+            assert [span.start for span in turn.version_spans[1:]] == [
+                span.end for span in turn.version_spans[:-1]
+            ]
 
     @invariant()
     def restored_lineages_plan_the_same(self) -> None:
@@ -334,13 +382,17 @@ class Clients(RuleBasedStateMachine):
         for line in self.lines[-2:]:
             request = self.desk.read(line.ask(stream=False, echo=None))
             one, other = (each.plan(request.conversation, hints=request.hints) for each in (mine, again))
-            assert evolve(one, index=0, lineage=0, notes=of_turns(one.notes)) == evolve(other, index=0, lineage=0, notes=of_turns(other.notes))
+            assert evolve(one, index=0, lineage=0, notes=of_turns(one.notes)) == evolve(
+                other, index=0, lineage=0, notes=of_turns(other.notes)
+            )
             assert mine.history(one) == again.history(other)
             mine.abandon(one)
             again.abandon(other)
 
     def teardown(self) -> None:
-        assert len({turn.index for turn in getattr(self, "desk", Desk()).turns}) == len(getattr(self, "desk", Desk()).turns)
+        assert len({turn.index for turn in getattr(self, "desk", Desk()).turns}) == len(
+            getattr(self, "desk", Desk()).turns
+        )
 
 
 TestClients = Clients.TestCase

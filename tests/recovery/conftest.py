@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from polarnode.shell.podman import default_state_dir, probe
+from polarnode.containers.probe import default_state_dir, probe
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
-"""A node that only publishes, and readers as docs/delivery.md writes them, as programs of their own that may be killed at any moment.
+"""A node that only publishes, and readers as docs/delivery.md writes them, as programs of their own that may
+be killed at any moment.
 
-Run as a program it is told lines of JSON, each a function of this file and what it is given, and answers with the id of a process that does it:
-forked from here, where all is imported already, so that a life begins in a few milliseconds.
+Run as a program it is told lines of JSON, each a function of this file and what it is given, and answers with
+the id of a process that does it: forked from here, where all is imported already, so that a life begins in a
+few milliseconds.
 """
 
 import hashlib
@@ -19,15 +21,16 @@ from typing import Any
 import attrs
 import trio
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "kits"))
 
 from control_plane_parts import Plane, open_plane
 from journal_samples import make_identity, make_spec, make_trajectory
 
-from polarnode.shell.journal import Retention
+from polarnode.journal.values import Retention
 
 PAGE = Path(__file__).parents[2] / "docs" / "delivery.md"
-KEPT = Retention(acknowledged=1 << 20, everything=1 << 40)  # what all have acknowledged goes soon: pruning must lose nothing
+# what all have acknowledged goes soon: pruning must lose nothing
+KEPT = Retention(acknowledged=1 << 20, everything=1 << 40)
 PAUSE_S = 0.03  # between tasks: readers acknowledge each event by itself
 
 
@@ -50,18 +53,26 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
     """A task and its sessions, some of which lost their place to another."""
     task_id = f"task-{chance.randbytes(6).hex()}"
     places = [f"{task_id}-{index}" for index in range(chance.randint(1, 3))]
-    plane.journal.task_submitted(make_spec(), task_id=task_id, session_ids=tuple(places), idempotency_key=None)
+    plane.journal.task_submitted(
+        make_spec(), task_id=task_id, session_ids=tuple(places), idempotency_key=None
+    )
     published = []
     for index, session_id in enumerate(places):
         trajectory = make_trajectory(
-            session_id, task_id=task_id, sample_index=index, turns=chance.randint(1, 3), sampled=chance.choice((3, 30, 3000, 20000))
+            session_id,
+            task_id=task_id,
+            sample_index=index,
+            turns=chance.randint(1, 3),
+            sampled=chance.choice((3, 30, 3000, 20000)),
         )
         for turn in trajectory.turns:
             plane.journal.turn(turn)
         if chance.random() < 0.2:
             after = attrs.evolve(trajectory, session_id=f"{session_id}-again", attempt=1, turns=(), traces=())
             whose = make_identity(after.session_id, task_id=task_id, sample_index=index)
-            plane.journal.replaced(attrs.evolve(trajectory, retried_as=after.session_id), attrs.evolve(whose, attempt=1))
+            plane.journal.replaced(
+                attrs.evolve(trajectory, retried_as=after.session_id), attrs.evolve(whose, attempt=1)
+            )
             plane.journal.publish(after)
             published.append(f"attempt:{session_id}")
             session_id = after.session_id
@@ -89,7 +100,13 @@ def reader(folder: str, url: str, consumer: str) -> None:
     while True:
         stream += 1
         try:
-            told["read"](url, "secret", consumer, str(Path(folder, f"{consumer}.keys")), lambda event: note(learned, event["key"]))
+            told["read"](
+                url,
+                "secret",
+                consumer,
+                str(Path(folder, f"{consumer}.keys")),
+                lambda event: note(learned, event["key"]),
+            )
         except (OSError, http.client.HTTPException):
             time.sleep(0.02)
 

@@ -1,7 +1,8 @@
 """A harness for tests of recovery, run inside a container with nothing but Python's standard library.
 
-Its one argument is JSON; see DEFAULTS. Each answer it was given is a line of `ledger.jsonl` in its workdir and of its output before it asks for
-the next, so that whoever looks, after whatever end, knows what it was told. It asks again as SDKs do, and gives up after `patience` seconds.
+Its one argument is JSON; see DEFAULTS. Each answer it was given is a line of `ledger.jsonl` in its workdir
+and of its output before it asks for the next, so that whoever looks, after whatever end, knows what it was
+told. It asks again as SDKs do, and gives up after `patience` seconds.
 """
 
 import http.client
@@ -36,7 +37,10 @@ def main() -> int:
         if text is None:
             return 3
         tell(text=text)
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"Go on, step {turn}."}]
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": f"Go on, step {turn}."},
+        ]
         turn += 1
         if given["until"] and os.path.exists(given["until"]):
             break
@@ -82,17 +86,24 @@ def answer(messages, stream):
     with post(messages, stream=stream, key=os.environ["OPENAI_API_KEY"]) as response:
         if not stream:
             return json.load(response)["choices"][0]["message"]["content"] or ""
-        return "".join(choice["delta"].get("content") or "" for event in events(response) for choice in event["choices"])
+        return "".join(
+            choice["delta"].get("content") or "" for event in events(response) for choice in event["choices"]
+        )
 
 
 def post(messages, *, stream, key):
     body = json.dumps({"model": "any", "messages": messages, "stream": stream}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    return urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers), timeout=600)
+    return urllib.request.urlopen(
+        urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers),
+        timeout=600,
+    )
 
 
 def events(response):
-    """The JSON of each server-sent event; a stream that breaks off or tells of an error is a ConnectionError."""
+    """The JSON of each server-sent event; a stream that breaks off or tells of an error is a
+    ConnectionError.
+    """
     for line in response:
         if not line.startswith(b"data: "):
             continue

@@ -1,7 +1,9 @@
-"""A node with a simulated engine as a program of its own, what its harnesses were told, and the one question of these tests: is all accounted for?
+"""A node with a simulated engine as a program of its own, what its harnesses were told, and the one question
+of these tests: is all accounted for?
 
-The rules for whoever edits it. What a harness was told is read from its own ledger, never from the node. Whoever looks at the machine looks only for
-what is the test's own: its node's name, its temporary folder, its mark. Nothing here says how long something may take.
+The rules for whoever edits it. What a harness was told is read from its own ledger, never from the node.
+Whoever looks at the machine looks only for what is the test's own: its node's name, its temporary folder, its
+mark. Nothing here says how long something may take.
 """
 
 import json
@@ -20,24 +22,38 @@ from uuid import uuid4
 import trio
 from attrs import define, field, frozen
 
-from polarnode.conversation import TextPart
-from polarnode.merge.checks import check
-from polarnode.records import Built, Trajectory
-from polarnode.shell.journal import Filters, Journal, open_journal
-from polarnode.shell.podman import default_state_dir
-from polarnode.shell.podman.container import LABEL_SESSION
-from polarnode.shell.podman.store import store_at
+from polarnode.containers.container import LABEL_SESSION
+from polarnode.containers.probe import default_state_dir, store_at
+from polarnode.core.conversation import TextPart
+from polarnode.core.trajectory import Built, Trajectory
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.values import Filters
+from polarnode.merge.invariants import check
 
 sys.path.append(str(Path(__file__).parents[1] / "live"))  # a node as a program is told there
 
-from live_kit import PROGRAM, TOKEN, ServingNode, descendants, free_port, podman, serving, short_temporary, start, stat, until
+from live_kit import (
+    PROGRAM,
+    TOKEN,
+    ServingNode,
+    descendants,
+    free_port,
+    podman,
+    serving,
+    short_temporary,
+    start,
+    stat,
+    until,
+)
 
 __all__ = ["TOKEN", "ServingNode", "descendants", "free_port", "podman", "short_temporary", "stat", "until"]
 
 HARNESS = Path(__file__).with_name("ledger.py")
-ENDED_S = 90.0  # seconds: an ended exec is kept for 60, so that its exit code can be asked for, and its conmon with it
+# seconds: an ended exec is kept for 60, so that its exit code can be asked for, and its conmon with it
+ENDED_S = 90.0
 EVERY = ("trajectory", "group", "task", "attempt")
-# Answers of a few words, so that sessions are short and kills fall everywhere in them; two containers warm, few at once for two cores.
+# Answers of a few words, so that sessions are short and kills fall everywhere in them; two containers warm,
+# few at once for two cores.
 SETTINGS = """
 engine = "simulated"
 warm = 1
@@ -63,7 +79,9 @@ answer_tokens = 12
 
 @frozen(kw_only=True)
 class Place:
-    """Where a node lives over all its lives: its folders, its port and its name; `mark` is in every harness's command line."""
+    """Where a node lives over all its lives: its folders, its port and its name; `mark` is in every harness's
+    command line.
+    """
 
     state_dir: Path
     temporary: Path
@@ -74,20 +92,34 @@ class Place:
 
     def start(self) -> ServingNode:
         """Start a life, without waiting until it serves."""
-        return start(self.state_dir, self.temporary, node_id=self.node_id, port=self.port, program=self.program)
+        return start(
+            self.state_dir, self.temporary, node_id=self.node_id, port=self.port, program=self.program
+        )
 
     @contextmanager
     def serving(self) -> Iterator[ServingNode]:
         """A life that serves; asked to stop at the end of the block, if it is not over by then."""
-        with serving(self.state_dir, self.temporary, node_id=self.node_id, port=self.port, program=self.program) as node:
+        with serving(
+            self.state_dir, self.temporary, node_id=self.node_id, port=self.port, program=self.program
+        ) as node:
             yield node
 
-    def task(self, *, retries: int = 2, num_samples: int = 1, budgets: "dict[str, Any] | None" = None, **harness: Any) -> "dict[str, Any]":
+    def task(
+        self,
+        *,
+        retries: int = 2,
+        num_samples: int = 1,
+        budgets: "dict[str, Any] | None" = None,
+        **harness: Any,
+    ) -> "dict[str, Any]":
         """A task of `ledger.py`."""
         return {
             "instruction": "Go on.",
             "num_samples": num_samples,
-            "harness": {"name": "shell", "command": ["python3", "/work/ledger.py", json.dumps({"mark": self.mark} | harness)]},
+            "harness": {
+                "name": "shell",
+                "command": ["python3", "/work/ledger.py", json.dumps({"mark": self.mark} | harness)],
+            },
             "runtime": {"files": [{"path": "ledger.py", "text": HARNESS.read_text()}]},
             "budgets": {"retries": retries} | (budgets or {}),
         }
@@ -99,7 +131,14 @@ def place_at(folder: Path, temporary: Path, *, settings: str = SETTINGS) -> Plac
     config.write_text(settings)
     name = f"recovery-{uuid4().hex[:8]}"
     program = (*PROGRAM, "--config", str(config))
-    return Place(state_dir=folder / "state", temporary=temporary, port=free_port(), node_id=name, mark=f"mark-{name}", program=program)
+    return Place(
+        state_dir=folder / "state",
+        temporary=temporary,
+        port=free_port(),
+        node_id=name,
+        mark=f"mark-{name}",
+        program=program,
+    )
 
 
 # ── what harnesses were told ──────────────────────────────────────────────────
@@ -117,10 +156,16 @@ class Ledger:
 
 def read_ledger(text: str, *, whole: bool) -> Ledger | None:
     """None for one that had not begun. A last line that was cut is dropped."""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n") and line.startswith("{")]
+    lines = [
+        json.loads(line)
+        for line in text.splitlines(keepends=True)
+        if line.endswith("\n") and line.startswith("{")
+    ]
     if not lines:
         return None
-    return Ledger(key=lines[0]["key"], old=lines[0]["old"], texts=[line["text"] for line in lines[1:]], whole=whole)
+    return Ledger(
+        key=lines[0]["key"], old=lines[0]["old"], texts=[line["text"] for line in lines[1:]], whole=whole
+    )
 
 
 def ledgers_in_containers(containers: "Iterable[dict[str, Any]]") -> list[Ledger]:
@@ -139,7 +184,10 @@ def ledgers_in_containers(containers: "Iterable[dict[str, Any]]") -> list[Ledger
 
 def ledgers_in_logs(state_dir: Path) -> list[Ledger]:
     """Of all sessions, as far as their node could keep their output."""
-    read = (read_ledger(path.read_text(errors="replace"), whole=False) for path in sorted((state_dir / "sessions").glob("*.log")))
+    read = (
+        read_ledger(path.read_text(errors="replace"), whole=False)
+        for path in sorted((state_dir / "sessions").glob("*.log"))
+    )
     return [ledger for ledger in read if ledger is not None]
 
 
@@ -164,7 +212,9 @@ class Account:
 
 def texts_of(trajectory: Trajectory) -> list[str]:
     """What the complete turns of a session said, in order."""
-    answers = [turn.answer for turn in trajectory.turns if turn.state == "complete" and turn.answer is not None]
+    answers = [
+        turn.answer for turn in trajectory.turns if turn.state == "complete" and turn.answer is not None
+    ]
     return ["".join(part.text for part in answer.parts if isinstance(part, TextPart)) for answer in answers]
 
 
@@ -183,12 +233,19 @@ def check_tables(path: Path) -> None:
     """Every turn belongs to a session, and every session to one trajectory and one event."""
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert db.execute("SELECT count(*) FROM sessions WHERE outcome IS NULL").fetchone() == (0,), "a session never ended"
+        assert db.execute("SELECT count(*) FROM sessions WHERE outcome IS NULL").fetchone() == (0,), (
+            "a session never ended"
+        )
         sessions = {row[0] for row in db.execute("SELECT session_id FROM sessions")}
         assert {row[0] for row in db.execute("SELECT session_id FROM trajectories")} == sessions
-        told = Counter(row[0] for row in db.execute("SELECT session_id FROM events WHERE kind IN ('trajectory', 'attempt')"))
+        told = Counter(
+            row[0]
+            for row in db.execute("SELECT session_id FROM events WHERE kind IN ('trajectory', 'attempt')")
+        )
         assert told == dict.fromkeys(sessions, 1)
-        assert {row[0] for row in db.execute("SELECT DISTINCT session_id FROM turns")} <= sessions, "a turn of nobody"
+        assert {row[0] for row in db.execute("SELECT DISTINCT session_id FROM turns")} <= sessions, (
+            "a turn of nobody"
+        )
 
 
 def check_places(found: Account) -> None:
@@ -201,7 +258,11 @@ def check_places(found: Account) -> None:
         assert (each.retried_as is None) == (each.session_id in final)
         if each.retried_as is not None:
             after = lines[each.retried_as]
-            assert (after.attempt, after.task_id, after.sample_index) == (each.attempt + 1, each.task_id, each.sample_index)
+            assert (after.attempt, after.task_id, after.sample_index) == (
+                each.attempt + 1,
+                each.task_id,
+                each.sample_index,
+            )
     seqs = [seq for seq, _ in found.events]
     assert seqs == list(range(1, len(seqs) + 1))
     assert len({key for _, key in found.events}) == len(seqs), "something was told twice"
@@ -212,7 +273,9 @@ async def _account(path: Path) -> Account:
         assert await journal.unfinished() == ()
         events = [event async for event in _events(journal)]
         sessions = [key.partition(":")[2] for _, key in events if key.startswith(("trajectory:", "attempt:"))]
-        trajectories = {one: found for one in sessions if (found := await journal.trajectory(one)) is not None}
+        trajectories = {
+            one: found for one in sessions if (found := await journal.trajectory(one)) is not None
+        }
         tasks = {}
         for task in await journal.tasks(limit=1000):
             assert task.finished
@@ -248,7 +311,11 @@ class Traces:
 
     def note_containers(self) -> "list[dict[str, Any]]":
         """Its containers now; their mounts are noted too."""
-        now = json.loads(podman("ps", "--all", "--filter", f"label=polarnode.node={self.place.node_id}", "--format", "json"))
+        now = json.loads(
+            podman(
+                "ps", "--all", "--filter", f"label=polarnode.node={self.place.node_id}", "--format", "json"
+            )
+        )
         self.containers |= {each["Id"]: each for each in now}
         return list(now)
 
@@ -256,7 +323,9 @@ class Traces:
         for one in ids:
             with suppress(CalledProcessError):  # another node's sweeper may be quicker
                 self.folders |= {
-                    each for each in podman("inspect", "--format", "{{.GraphDriver.Data.MergedDir}}", one).split() if each.startswith("/")
+                    each
+                    for each in podman("inspect", "--format", "{{.GraphDriver.Data.MergedDir}}", one).split()
+                    if each.startswith("/")
                 }
 
     def check_nothing_left(self) -> None:
@@ -270,18 +339,31 @@ class Traces:
         assert not mounted & self.folders
         assert not [point for point in mounted if any(one in point for one in self.containers)]
         store = store_at(default_state_dir())
-        assert not [path for path in store.sockets.glob("*.sock") if not Path("/proc", path.name.partition("-")[0]).exists()], "a stale socket"
-        assert [path.name for path in self.place.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+        assert not [
+            path
+            for path in store.sockets.glob("*.sock")
+            if not Path("/proc", path.name.partition("-")[0]).exists()
+        ], "a stale socket"
+        assert [
+            path.name for path in self.place.temporary.iterdir() if not path.name.startswith("torchinductor_")
+        ] == []
 
     def running(self) -> "list[tuple[int, str]]":
-        """Processes that were its, that have its containers' ids or its mark in their command line, or its temporary folder in their environment."""
+        """Processes that were its, that have its containers' ids or its mark in their command line, or its
+        temporary folder in their environment.
+        """
         signs = [self.place.mark.encode(), *(one.encode() for one in self.containers)]
         found = [
-            (pid, "its own") for pid, started in self.processes.items() if stat(pid)[:1] not in ([], ["Z"], ["X"]) and stat(pid)[19:20] == [started]
+            (pid, "its own")
+            for pid, started in self.processes.items()
+            if stat(pid)[:1] not in ([], ["Z"], ["X"]) and stat(pid)[19:20] == [started]
         ]
         for entry in filter(str.isdigit, os.listdir("/proc")):
             command, environment = _read(entry, "cmdline"), _read(entry, "environ")
-            if int(entry) != os.getpid() and (any(sign in command for sign in signs) or f"TMPDIR={self.place.temporary}\0".encode() in environment):
+            if int(entry) != os.getpid() and (
+                any(sign in command for sign in signs)
+                or f"TMPDIR={self.place.temporary}\0".encode() in environment
+            ):
                 found.append((int(entry), command.decode(errors="replace")[:200]))
         return found
 

@@ -1,4 +1,6 @@
-"""Captures of a whole node: killed and started again, stopped, beside sessions in containers whose keys open nothing here."""
+"""Captures of a whole node: killed and started again, stopped, beside sessions in containers whose keys open
+nothing here.
+"""
 
 import json
 import os
@@ -12,12 +14,12 @@ import pytest
 from captures_kit import Told, asked
 from recovery_kit import AT_ONCE, TOKEN, Place, ServingNode, place_at, short_temporary, until
 
-from polarnode.config import NodeConfig
-from polarnode.errors import ConfigError
-from polarnode.merge.checks import check
-from polarnode.node import captures as opening
-from polarnode.records import Built, Trajectory
-from polarnode.web.server import Address, listening_socket
+from polarnode.core.errors import ConfigError
+from polarnode.core.trajectory import Built, Trajectory
+from polarnode.http.server import Address, listening_socket
+from polarnode.merge.invariants import check
+from polarnode.node import node
+from polarnode.node.config import NodeConfig
 
 pytestmark = pytest.mark.podman
 
@@ -30,7 +32,9 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
 
 def call(node: ServingNode, method: str, path: str, body: Any = None) -> Any:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.request(method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=60)
+    answer = httpx.request(
+        method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=60
+    )
     return answer.raise_for_status().json()
 
 
@@ -44,12 +48,20 @@ def test_a_killed_node_makes_them_interrupted_trajectories_and_a_stopped_one_end
     with place.serving() as node:
         killed = call(node, "POST", "/v1/capture", {"metadata": {"row": 1}})
         texts = [Told(killed["env"]).chat(f"go on {turn}") for turn in range(2)]
-        until(lambda: call(node, "GET", f"/v1/sessions/{killed['session_id']}")["session"]["turns"] == 2, "both turns are on disk")
+        until(
+            lambda: call(node, "GET", f"/v1/sessions/{killed['session_id']}")["session"]["turns"] == 2,
+            "both turns are on disk",
+        )
         os.kill(node.process.pid, signal.SIGKILL)
         node.process.wait()
     with place.serving() as node:
         found = captured(node, killed["session_id"])
-        assert (found.outcome.status, found.metadata, len(found.turns), found.harness) == ("interrupted", {"row": 1}, 2, "capture")
+        assert (found.outcome.status, found.metadata, len(found.turns), found.harness) == (
+            "interrupted",
+            {"row": 1},
+            2,
+            "capture",
+        )
         assert all(texts)
         assert found.trainable_tokens == found.sampled_tokens > 0
         stopped = call(node, "POST", "/v1/capture", {})
@@ -60,7 +72,11 @@ def test_a_killed_node_makes_them_interrupted_trajectories_and_a_stopped_one_end
         assert node.process.wait() == 0
     with place.serving() as node:
         found = captured(node, stopped["session_id"])
-        assert (found.outcome.status, found.outcome.reason, len(found.turns)) == ("cancelled", "its node was stopped", 1)
+        assert (found.outcome.status, found.outcome.reason, len(found.turns)) == (
+            "cancelled",
+            "its node was stopped",
+            1,
+        )
         kinds = [event.key.partition(":")[0] for event in node.client.trajectories(after=0, follow=False)]
         assert kinds == ["trajectory", "group", "task"] * 2
 
@@ -77,7 +93,8 @@ def test_the_doors_of_captures_and_of_containers_open_to_their_own_keys_alone(pl
         node.finished(session_id)
         assert asked(door, inside).status_code == 401
         call(node, "DELETE", f"/v1/capture/{opened['session_id']}", {"reward": 1})
-        assert captured(node, opened["session_id"]).turns == ()  # what was tried with its key in a container never came here
+        # what was tried with its key in a container never came here
+        assert captured(node, opened["session_id"]).turns == ()
         assert asked(door, opened["key"]).status_code == 410
 
 
@@ -91,5 +108,5 @@ async def test_a_port_that_is_taken_is_named() -> None:
     with listening_socket(Address(host="127.0.0.1", port=0)) as taken:
         config = NodeConfig(capture_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"capture_port .* choose another, or 0"):
-            async with opening.open_captures(config, None, None, None, None):  # type: ignore[arg-type]
+            async with node.open_captures(config, None, None, None, None):  # type: ignore[arg-type]
                 raise AssertionError

@@ -1,6 +1,8 @@
-"""A node and its readers are killed with SIGKILL at random moments, again and again: nothing is missing, and every repeat is known by its key.
+"""A node and its readers are killed with SIGKILL at random moments, again and again: nothing is missing, and
+every repeat is known by its key.
 
-The readers are the one of docs/delivery.md, word for word. POLARNODE_DELIVERY_SEED gives a run again, POLARNODE_DELIVERY_ROUNDS another length.
+The readers are the one of docs/delivery.md, word for word. POLARNODE_DELIVERY_SEED gives a run again,
+POLARNODE_DELIVERY_ROUNDS another length.
 """
 
 import json
@@ -28,7 +30,9 @@ LONGEST_S = 0.5  # of a round: some ten tasks and a few dozen acknowledgements
 
 @define(eq=False)
 class Stage:
-    """The processes of one run. A process that is asked for again takes the place of the one before it, which is dead."""
+    """The processes of one run. A process that is asked for again takes the place of the one before it, which
+    is dead.
+    """
 
     folder: Path
     port: int
@@ -44,7 +48,9 @@ class Stage:
 
     def start(self, name: str) -> None:
         if name == "node":
-            self._run(name, "node", folder=str(self.folder), port=self.port, seed=self.chance.randrange(1 << 30))
+            self._run(
+                name, "node", folder=str(self.folder), port=self.port, seed=self.chance.randrange(1 << 30)
+            )
         else:
             self._run(name, "reader", folder=str(self.folder), url=self.url, consumer=name)
 
@@ -64,7 +70,9 @@ class Stage:
     def note_positions(self) -> dict[str, Any]:
         """As the node tells them; {} while it does not answer."""
         with suppress(OSError, ValueError):
-            asked = urllib.request.Request(f"{self.url}/v1/consumers", headers={"Authorization": "Bearer secret"})
+            asked = urllib.request.Request(
+                f"{self.url}/v1/consumers", headers={"Authorization": "Bearer secret"}
+            )
             with urllib.request.urlopen(asked, timeout=30) as answer:
                 found = {each["consumer"]: each for each in json.load(answer)["consumers"]}
             for name, each in found.items():
@@ -82,7 +90,9 @@ class Stage:
 @contextmanager
 def stage_at(folder: Path) -> Iterator[Stage]:
     program = [sys.executable, str(Path(__file__).with_name("delivery_program.py"))]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
         stage = Stage(folder, free_port(), running, random.Random(SEED))
         try:
             for name in ("node", *CONSUMERS):
@@ -121,7 +131,10 @@ def test_nothing_is_missing_and_every_repeat_is_known(tmp_path: Path) -> None:
         first = first_kept(stage)
     check(tmp_path, last)
     assert first > 1, "what all had acknowledged was pruned meanwhile"
-    print(f"{sum(stage.kills.values())} kills {dict(stage.kills)} in {took:.0f} s; {last} events, {first - 1} of them pruned by the end")
+    print(
+        f"{sum(stage.kills.values())} kills {dict(stage.kills)} in {took:.0f} s; {last} events, {first - 1}"
+        " of them pruned by the end"
+    )
 
 
 def all_have_read_all(stage: Stage) -> bool:
@@ -149,7 +162,10 @@ def check(folder: Path, last: int) -> None:
         learned = (folder / f"{consumer}.learned").read_text().split()
         assert set(learned) == keys
         repeats = len(lines) - last
-        print(f"{consumer}: {len(lines)} deliveries of {last} events, {repeats} repeats, {len(learned) - last} of them not known: killed in learning")
+        print(
+            f"{consumer}: {len(lines)} deliveries of {last} events, {repeats} repeats, {len(learned) - last}"
+            " of them not known: killed in learning"
+        )
         assert len(learned) - last <= repeats
     assert len(read["often-killed"]) > last, "nothing was ever sent again: nothing was tried"
 

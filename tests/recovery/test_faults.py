@@ -1,6 +1,8 @@
-"""One node through every fault that is not its own death: each session ends as it should, and at the end all is accounted for and nothing is left.
+"""One node through every fault that is not its own death: each session ends as it should, and at the end all
+is accounted for and nothing is left.
 
-The accounting is the node fixture's end: every turn in one trajectory, every place with one final session, no container, process, mount or socket.
+The accounting is the node fixture's end: every turn in one trajectory, every place with one final session, no
+container, process, mount or socket.
 """
 
 import os
@@ -27,7 +29,7 @@ from recovery_kit import (
     until,
 )
 
-from polarnode.records import Trajectory
+from polarnode.core.trajectory import Trajectory
 
 pytestmark = pytest.mark.podman
 
@@ -57,15 +59,24 @@ class House:
 
     def before(self, final: Trajectory) -> "list[Trajectory]":
         """Those who held its place before it, the first first."""
-        attempts = self.node.client.trajectories(task_id=final.task_id, kinds=("attempt",), turns="full", follow=False)
-        return [found for event in attempts if (found := event.trajectory) is not None and found.sample_index == final.sample_index]
+        attempts = self.node.client.trajectories(
+            task_id=final.task_id, kinds=("attempt",), turns="full", follow=False
+        )
+        return [
+            found
+            for event in attempts
+            if (found := event.trajectory) is not None and found.sample_index == final.sample_index
+        ]
 
     def in_phase(self, task_id: str, phase: str, *, turns: int = 0) -> str:
         """Wait until the place's session is there; its id."""
 
         def there() -> str | None:
             rows = (row for row in self.node.status()["sessions"] if row["task_id"] == task_id)
-            return next((str(row["session_id"]) for row in rows if row["phase"] == phase and row["turns"] >= turns), None)
+            return next(
+                (str(row["session_id"]) for row in rows if row["phase"] == phase and row["turns"] >= turns),
+                None,
+            )
 
         found = until(there, f"the session is in {phase}")
         self.traces.note_processes(self.node)
@@ -100,7 +111,10 @@ def test_cancelled_in_any_phase(house: House, phase: str) -> None:
     if phase == "init":
         task["runtime"]["prepare"] = [{"argv": ["sleep", "600"]}]
     if phase == "post":
-        task["evaluator"] = {"name": "command", "config": {"script": "while ! test -e /work/go; do sleep 0.1; done; sleep 3; exit 0"}}
+        task["evaluator"] = {
+            "name": "command",
+            "config": {"script": "while ! test -e /work/go; do sleep 0.1; done; sleep 3; exit 0"},
+        }
         task["harness"]["command"] = ["sh", "-c", "python3 /work/ledger.py '{}'; touch /work/go"]
     task_id = house.node.client.submit(task).task_id
     session_id = house.in_phase(task_id, phase, turns=2 if phase == "run" else 0)
@@ -136,14 +150,21 @@ def test_a_container_that_is_killed_from_outside(house: House) -> None:
     podman("kill", "--signal", "KILL", container_of(house, first))
     final = house.ended(task_id)
     (lost,) = house.before(final)
-    assert (lost.session_id, lost.outcome.status, lost.outcome.boundary, lost.retried_as) == (first, "error", "runtime", final.session_id)
+    assert (lost.session_id, lost.outcome.status, lost.outcome.boundary, lost.retried_as) == (
+        first,
+        "error",
+        "runtime",
+        final.session_id,
+    )
     assert texts_of(lost)[: len(house.told(first))] == house.told(first)
     assert len(lost.turns) >= 2
     assert (final.outcome.status, final.attempt, len(texts_of(final))) == ("completed", 1, 6)
 
 
 def container_of(house: House, session_id: str) -> str:
-    """A container that was taken from the warm ones does not say whose it is: the one whose harness asks for this session is found by its turns."""
+    """A container that was taken from the warm ones does not say whose it is: the one whose harness asks for
+    this session is found by its turns.
+    """
     told = house.told(session_id)
     for each in house.traces.note_containers():
         ledger = Path(f"/proc/{each['Pid']}/root/work/ledger.jsonl")
@@ -153,7 +174,9 @@ def container_of(house: House, session_id: str) -> str:
 
 
 def test_a_podman_service_that_dies(house: House) -> None:
-    """Its containers live on; a run whose exit code went with it is tried again, and the next service is there by then."""
+    """Its containers live on; a run whose exit code went with it is tried again, and the next service is
+    there by then.
+    """
     task_id = house.submit(turns=6, pause=0.5)
     house.in_phase(task_id, "run", turns=2)
     before = house.node.status()["runtimes"]["service_restarts"]
@@ -165,7 +188,11 @@ def test_a_podman_service_that_dies(house: House) -> None:
 
 
 def service_of(node: ServingNode) -> int:
-    below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in descendants(node.process.pid) if Path(f"/proc/{pid}").exists()}
+    below = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        for pid in descendants(node.process.pid)
+        if Path(f"/proc/{pid}").exists()
+    }
     (found,) = (pid for pid, words in below.items() if b"service" in words and words[0].endswith(b"podman"))
     return found
 
@@ -177,13 +204,22 @@ def test_an_engine_host_that_dies(house: House, patience: float) -> None:
     first = house.in_phase(task_id, "run", turns=3)
     host = house.node.host()
     os.kill(host["pid"], signal.SIGKILL)
-    until(lambda: house.node.host()["restarts"] == host["restarts"] + 1 and house.node.host()["state"] == "ready", "a new host serves")
+    until(
+        lambda: (
+            house.node.host()["restarts"] == host["restarts"] + 1 and house.node.host()["state"] == "ready"
+        ),
+        "a new host serves",
+    )
     final = house.ended(task_id)
     assert (final.outcome.status, len(texts_of(final))) == ("completed", 40), final.outcome
     if patience:
         assert (final.session_id, final.attempt) == (first, 0)
     for lost in house.before(final):
-        assert (lost.outcome.status, lost.outcome.boundary, lost.turns[-1].state) == ("error", "engine", "failed")
+        assert (lost.outcome.status, lost.outcome.boundary, lost.turns[-1].state) == (
+            "error",
+            "engine",
+            "failed",
+        )
     failed = {turn.index for turn in final.turns if turn.state == "failed"}
     assert not failed & {span.turn for trace in final.traces for span in trace.turn_spans}
 
@@ -197,5 +233,7 @@ def test_two_nodes_on_one_state_folder(house: House) -> None:
         assert second.process.wait() != 0
     finally:
         second.process.kill()
-    assert "is in use by another process: stop that node, or give this one its own state folder" in " ".join(second.said().split())
+    assert "is in use by another process: stop that node, or give this one its own state folder" in " ".join(
+        second.said().split()
+    )
     assert house.ended(house.submit(turns=1)).outcome.status == "completed", "the first goes on"

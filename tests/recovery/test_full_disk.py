@@ -1,6 +1,8 @@
-"""The journal's disk is full: new tasks are refused with 507, running ones finish in memory, and all of it is written when there is room again.
+"""The journal's disk is full: new tasks are refused with 507, running ones finish in memory, and all of it is
+written when there is room again.
 
-The disk is a tmpfs of the test's own, as large as what the node wants free and a little more; the ballast that fills it is memory, and gone at once.
+The disk is a tmpfs of the test's own, as large as what the node wants free and a little more; the ballast
+that fills it is memory, and gone at once.
 """
 
 import errno
@@ -13,7 +15,7 @@ import pytest
 from recovery_kit import SETTINGS, Traces, account, place_at, read_ledger, short_temporary, texts_of, until
 
 from polarnode.client import ClientError
-from polarnode.node.room import DISK_FREE_BYTES
+from polarnode.rollouts.admission import DISK_FREE_BYTES
 
 pytestmark = pytest.mark.podman
 
@@ -24,7 +26,10 @@ ROOM = 48 << 20  # beyond what a node wants free: journal, logs, and some for th
 def small_disk(at: Path) -> Iterator[Path]:
     at.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_FREE_BYTES + ROOM}", "tmpfs", str(at)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_FREE_BYTES + ROOM}", "tmpfs", str(at)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr}")
@@ -35,7 +40,9 @@ def small_disk(at: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Take all the room there is: by writing, for the node writes too, and a room that was measured first is no longer there."""
+    """Take all the room there is: by writing, for the node writes too, and a room that was measured first is
+    no longer there.
+    """
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file:
         while True:
@@ -49,7 +56,8 @@ def fill(folder: Path) -> Path:
 
 def test_a_full_disk_refuses_new_tasks_and_loses_no_running_one(podman_works: None, tmp_path: Path) -> None:
     with short_temporary() as temporary, small_disk(tmp_path / "disk") as disk:
-        place = place_at(disk, temporary, settings=f"disk_reserve_mb = 0\n{SETTINGS}")  # sessions begin whatever room there is
+        # sessions begin whatever room there is
+        place = place_at(disk, temporary, settings=f"disk_reserve_mb = 0\n{SETTINGS}")
         traces = Traces(place)
         with place.serving() as node:
             running = node.client.submit(place.task(turns=None, pause=0.05, until="enough", num_samples=2))
@@ -72,7 +80,9 @@ def test_a_full_disk_refuses_new_tasks_and_loses_no_running_one(podman_works: No
                 final = node.client.trajectory(session_id, turns="full")
                 ledger = read_ledger(node.log(session_id), whole=True)
                 assert final.outcome.status == "completed"
-                assert ledger is None or texts_of(final)[: len(ledger.texts)] == ledger.texts, "its log had no room for all"
+                assert ledger is None or texts_of(final)[: len(ledger.texts)] == ledger.texts, (
+                    "its log had no room for all"
+                )
             assert node.client.submit(place.task(turns=1)).created
             traces.note_processes(node)
         assert node.process.returncode == 0, node.said()[-3000:]

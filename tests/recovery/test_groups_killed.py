@@ -1,4 +1,5 @@
-"""Groups that stop early on a node that is killed again and again: each is told of once, has enough, and begins nothing once it has.
+"""Groups that stop early on a node that is killed again and again: each is told of once, has enough, and
+begins nothing once it has.
 
 The moments come from a seed that is printed; POLARNODE_KILL_SEED gives it again.
 """
@@ -13,8 +14,8 @@ import pytest
 from recovery_kit import Account, Place, account, place_at, short_temporary, until
 
 from polarnode.client import PolarnodeClient
+from polarnode.core.task import GroupSpec
 from polarnode.groups import Group, facts_of, member_of, read_group, stopped_early
-from polarnode.tasks import GroupSpec
 
 pytestmark = pytest.mark.podman
 
@@ -44,7 +45,13 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
 def submitted(place: Place, client: PolarnodeClient, count: int) -> None:
     for number in range(count):
         task = place.task(retries=10, num_samples=SAMPLES, turns=2 + number % 3)
-        client.submit(task | {"task_id": f"task-{number}", "group": {"early_stop_min": SPEC.early_stop_min, "min_usable": SPEC.min_usable}})
+        client.submit(
+            task
+            | {
+                "task_id": f"task-{number}",
+                "group": {"early_stop_min": SPEC.early_stop_min, "min_usable": SPEC.min_usable},
+            }
+        )
 
 
 def unfinished(client: PolarnodeClient) -> int:
@@ -67,7 +74,11 @@ def test_groups_stop_early_whatever_kills_their_node(place: Place) -> None:
             node.process.wait()
     with place.serving() as node:
         until(lambda: unfinished(node.client) == 0, "all groups are over")
-        groups = {event.data["task_id"]: read_group(event.data) for event in node.client.trajectories(after=0, follow=False) if event.kind == "group"}
+        groups = {
+            event.data["task_id"]: read_group(event.data)
+            for event in node.client.trajectories(after=0, follow=False)
+            if event.kind == "group"
+        }
     found = account(place.state_dir)
     assert len(groups) == 6
     for task_id, group in groups.items():
@@ -81,12 +92,23 @@ def groups_over(client: PolarnodeClient, count: int) -> None:
 def check_group(group: Group, found: Account, task_id: str) -> None:
     sessions = found.tasks[task_id]
     assert [member.session_id for member in group.members] == [each.session_id for each in sessions]
-    assert [member_of(SPEC, facts_of(each)) for each in sessions] == list(group.members), "what is told is what the trajectories say"
+    assert [member_of(SPEC, facts_of(each)) for each in sessions] == list(group.members), (
+        "what is told is what the trajectories say"
+    )
     usable = {member.session_id for member in group.members if member.usable}
     assert len(usable) >= 2
     assert group.state == ("complete" if len(usable) == SAMPLES else "early")
-    assert all(member.usable or stopped_early(each.outcome) for member, each in zip(group.members, sessions, strict=True))
+    assert all(
+        member.usable or stopped_early(each.outcome)
+        for member, each in zip(group.members, sessions, strict=True)
+    )
     numbers = {key.partition(":")[2]: seq for seq, key in found.events}
     enough = sorted(numbers[each] for each in usable)[1]
-    retried = [each.session_id for each in found.trajectories.values() if each.task_id == task_id and each.retried_as is not None]
-    assert all(numbers[each] < enough for each in retried), "nothing is begun again in a group that has enough"
+    retried = [
+        each.session_id
+        for each in found.trajectories.values()
+        if each.task_id == task_id and each.retried_as is not None
+    ]
+    assert all(numbers[each] < enough for each in retried), (
+        "nothing is begun again in a group that has enough"
+    )

@@ -1,4 +1,6 @@
-"""A group on a whole node whose weights move meanwhile: what was sampled too long ago is said, and not used."""
+"""A group on a whole node whose weights move meanwhile: what was sampled too long ago is said, and
+not used.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -9,8 +11,8 @@ import pytest
 from captures_kit import Told
 from recovery_kit import Place, ServingNode, place_at, short_temporary, until
 
-from polarnode.config import TINY_MODEL
 from polarnode.groups import Group, read_group
+from polarnode.node.config import TINY_MODEL
 
 pytestmark = pytest.mark.podman
 
@@ -30,7 +32,15 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
         yield place_at(tmp_path, temporary, settings=f'volumes = ["{tmp_path}"]\n{SETTINGS}')
 
 
-def submitted(place: Place, node: ServingNode, name: str, group: dict[str, Any], *, flags: Path | None = None, **harness: Any) -> None:
+def submitted(
+    place: Place,
+    node: ServingNode,
+    name: str,
+    group: dict[str, Any],
+    *,
+    flags: Path | None = None,
+    **harness: Any,
+) -> None:
     task = place.task(num_samples=2, **harness) | {"task_id": name, "group": group}
     if flags is not None:
         task["runtime"]["volumes"] = [{"source": str(flags), "target": "/flags"}]
@@ -53,21 +63,53 @@ def test_a_session_says_how_far_behind_it_was_and_is_used_or_not(place: Place, t
     flags = tmp_path / "flags"
     flags.mkdir()
     with place.serving() as node:
-        submitted(place, node, "slow", {"max_staleness": 1}, flags=flags, turns=None, until="/flags/enough", pause=0.2)
+        submitted(
+            place,
+            node,
+            "slow",
+            {"max_staleness": 1},
+            flags=flags,
+            turns=None,
+            until="/flags/enough",
+            pause=0.2,
+        )
         sessions = [one["session_id"] for one in node.client.task("slow")["sessions"]]
-        until(lambda: all(node.client.session(one)["session"]["turns"] for one in sessions), "both have sampled by the first weights")
+        until(
+            lambda: all(node.client.session(one)["session"]["turns"] for one in sessions),
+            "both have sampled by the first weights",
+        )
         with node.client.capture() as capture:
             Told(capture.opened.env).chat()
             update(node, tmp_path, "one", "two")
         (flags / "enough").touch()
-        submitted(place, node, "fresh", {"max_staleness": 1, "drop_uniform_reward": True, "early_stop_min": 2}, turns=1)
+        submitted(
+            place,
+            node,
+            "fresh",
+            {"max_staleness": 1, "drop_uniform_reward": True, "early_stop_min": 2},
+            turns=1,
+        )
         slow, fresh = group_of(node, "slow"), group_of(node, "fresh")
         metrics, captured = node.client.metrics(), node.client.trajectory(capture.session_id)
-    assert [(member.staleness, member.stale, member.usable) for member in slow.members] == [(2, True, False)] * 2
-    assert (slow.state, slow.members[0].why, slow.usable) == ("dropped", "stale: 2 weight updates behind, 1 are allowed", ())
+    assert [(member.staleness, member.stale, member.usable) for member in slow.members] == [
+        (2, True, False)
+    ] * 2
+    assert (slow.state, slow.members[0].why, slow.usable) == (
+        "dropped",
+        "stale: 2 weight updates behind, 1 are allowed",
+        (),
+    )
     assert [each.staleness for each in slow.trajectories] == [2, 2]
     assert captured.staleness == 2, "a capture's session is told of as any"
-    assert [(member.staleness, member.stale, member.usable) for member in fresh.members] == [(0, False, True)] * 2
-    assert (fresh.state, str(fresh.reason)) == ("dropped", "uniform reward: 2 of 2 sessions are usable, each with 1")
-    for line in ('polarnode_groups_total{state="dropped"} 2.0', 'polarnode_stale_sessions_total{action="drop"} 2.0'):
+    assert [(member.staleness, member.stale, member.usable) for member in fresh.members] == [
+        (0, False, True)
+    ] * 2
+    assert (fresh.state, str(fresh.reason)) == (
+        "dropped",
+        "uniform reward: 2 of 2 sessions are usable, each with 1",
+    )
+    for line in (
+        'polarnode_groups_total{state="dropped"} 2.0',
+        'polarnode_stale_sessions_total{action="drop"} 2.0',
+    ):
         assert line in metrics

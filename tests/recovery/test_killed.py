@@ -1,7 +1,9 @@
-"""`kill -9` of the node at random moments, fifty times on one state folder, with a trainer that never stops submitting and reading.
+"""`kill -9` of the node at random moments, fifty times on one state folder, with a trainer that never stops
+submitting and reading.
 
-At the end nothing is lost, nothing is doubled, and nothing is left. The moments come from a seed that is printed; POLARNODE_KILL_SEED gives it again,
-POLARNODE_KILLS another number of them. How long each restart took is printed and not judged.
+At the end nothing is lost, nothing is doubled, and nothing is left. The moments come from a seed that is
+printed; POLARNODE_KILL_SEED gives it again, POLARNODE_KILLS another number of them. How long each restart
+took is printed and not judged.
 """
 
 import os
@@ -38,19 +40,24 @@ SEED = int(os.environ.get("POLARNODE_KILL_SEED", "0")) or random.SystemRandom().
 STARTING = 0.25  # of the kills fall while the node starts, the others while it serves
 UNFINISHED = 4  # tasks under way at once: enough for every kill to meet some in each phase
 SERVED_S = 2.5  # seconds a life serves at most, on a machine on which it starts in as many
-CHECKED = 5  # a life in so many is asked whether its containers are its own alone: each question takes Podman a moment
+# a life in so many is asked whether its containers are its own alone: each question takes Podman a moment
+CHECKED = 5
 
 
 @define(eq=False)
 class Trainer:
-    """Submits under idempotency keys, asks again, cancels now and then, and reads all events, over every death of its node."""
+    """Submits under idempotency keys, asks again, cancels now and then, and reads all events, over every
+    death of its node.
+    """
 
     client: PolarnodeClient
     place: Place
     chance: random.Random
     old_keys: list[str] = field(factory=list)
-    submitted: "dict[str, tuple[dict[str, Any], str]]" = field(factory=dict)  # by key: the task as it was asked for, and its id
-    cancelled: "dict[str, set[str]]" = field(factory=dict)  # by task: the sessions that held its places when the node had said so
+    # by key: the task as it was asked for, and its id
+    submitted: "dict[str, tuple[dict[str, Any], str]]" = field(factory=dict)
+    # by task: the sessions that held its places when the node had said so
+    cancelled: "dict[str, set[str]]" = field(factory=dict)
     events: "dict[int, str]" = field(factory=dict)
     faults: list[Exception] = field(factory=list)
     enough: threading.Event = field(factory=threading.Event)
@@ -79,7 +86,11 @@ class Trainer:
                 continue
             key = f"key-{len(self.submitted)}"
             retries, samples = self.chance.choice((0, 2, 10)), self.chance.randint(1, 3)
-            harness = {"turns": self.chance.randint(1, 6), "stream": self.chance.random() < 0.5, "old_keys": self.old_keys[-2:]}
+            harness = {
+                "turns": self.chance.randint(1, 6),
+                "stream": self.chance.random() < 0.5,
+                "old_keys": self.old_keys[-2:],
+            }
             task = self.place.task(retries=retries, num_samples=samples, **harness)
             self.submitted[key] = (task, self.client.submit(task, idempotency_key=key).task_id)
             if self.chance.random() < 0.3:
@@ -94,10 +105,14 @@ class Trainer:
 
     def _cancel(self, task_id: str) -> None:
         if self._patiently(lambda: self.client.cancel(task_id)):
-            self.cancelled[task_id] = {one["session_id"] for one in self._patiently(lambda: self.client.task(task_id))["sessions"]}
+            self.cancelled[task_id] = {
+                one["session_id"] for one in self._patiently(lambda: self.client.task(task_id))["sessions"]
+            }
 
     def unfinished(self) -> "list[dict[str, Any]]":
-        return [task for task in self._patiently(lambda: self.client.tasks(limit=1000)) if not task["finished"]]
+        return [
+            task for task in self._patiently(lambda: self.client.tasks(limit=1000)) if not task["finished"]
+        ]
 
     def _patiently(self, ask: Any) -> Any:
         while True:
@@ -111,7 +126,9 @@ class Trainer:
                 time.sleep(0.1)
 
     def _read_on_and_on(self) -> None:
-        for event in self.client.trajectories(consumer="trainer", ack=True, kinds=("trajectory", "group", "task", "attempt")):
+        for event in self.client.trajectories(
+            consumer="trainer", ack=True, kinds=("trajectory", "group", "task", "attempt")
+        ):
             assert self.events.setdefault(event.seq, event.key) == event.key, "a number was given twice"
             if self.over.is_set():
                 return
@@ -139,7 +156,9 @@ class Lives:
                 serves(node)
                 self.restarts.append(time.monotonic() - began)
                 self._check_own_containers()
-                time.sleep(self.chance.uniform(0.0, SERVED_S * max(1.0, statistics.median(self.restarts) / SERVED_S)))
+                time.sleep(
+                    self.chance.uniform(0.0, SERVED_S * max(1.0, statistics.median(self.restarts) / SERVED_S))
+                )
             self.traces.note_processes(node)
         finally:
             node.process.kill()
@@ -148,7 +167,9 @@ class Lives:
 
     def _check_own_containers(self) -> None:
         if len(self.restarts) % CHECKED == 0:
-            assert not self._before & {each["Id"] for each in self.traces.note_containers()}, "a container of a dead life is still there"
+            assert not self._before & {each["Id"] for each in self.traces.note_containers()}, (
+                "a container of a dead life is still there"
+            )
 
     def _look_at_what_it_left(self, trainer: Trainer) -> None:
         left = self.traces.note_containers()
@@ -162,12 +183,16 @@ class Lives:
 
 def serves(node: ServingNode) -> None:
     def answers() -> bool:
-        assert node.process.poll() is None, f"the node ended with {node.process.returncode}: {node.said()[-3000:]}"
+        assert node.process.poll() is None, (
+            f"the node ended with {node.process.returncode}: {node.said()[-3000:]}"
+        )
         try:
             status = node.client.status()
         except Unreachable:
             return False
-        return not status["scheduler"]["stopping"] and any(host["state"] == "ready" for host in status["engine"]["hosts"])
+        return not status["scheduler"]["stopping"] and any(
+            host["state"] == "ready" for host in status["engine"]["hosts"]
+        )
 
     until(answers, "the node serves")
 
@@ -179,7 +204,11 @@ def test_a_node_that_is_killed_again_and_again_loses_nothing(podman_works: None,
         place = place_at(tmp_path, temporary)
         lives = Lives(place, Traces(place), chance)
         trainer = Trainer(
-            PolarnodeClient(f"http://127.0.0.1:{place.port}", token="live-control-plane-token", patience_s=3600.0), place, random.Random(SEED + 1)
+            PolarnodeClient(
+                f"http://127.0.0.1:{place.port}", token="live-control-plane-token", patience_s=3600.0
+            ),
+            place,
+            random.Random(SEED + 1),
         )
         trainer.begin()
         began = time.monotonic()
@@ -210,15 +239,19 @@ def the_last_life(place: Place, lives: Lives, trainer: Trainer) -> None:
 
 def all_is_accounted_for(found: Account, lives: Lives, trainer: Trainer) -> None:
     assert trainer.faults == []
-    assert dict(found.events) == trainer.events, "the trainer read what the journal holds, each number under one key"
-    assert set(found.tasks) == {task_id for _, task_id in trainer.submitted.values()}, "a task was lost, or taken twice"
+    assert dict(found.events) == trainer.events, (
+        "the trainer read what the journal holds, each number under one key"
+    )
+    assert set(found.tasks) == {task_id for _, task_id in trainer.submitted.values()}, (
+        "a task was lost, or taken twice"
+    )
     for task, task_id in trainer.submitted.values():
         budget = task["budgets"]["retries"]
         assert max(each.attempt for each in found.tasks[task_id]) <= budget
         for each in found.tasks[task_id]:
-            assert each.outcome.status in ("completed", "cancelled") or (each.outcome.status == "interrupted" and each.attempt == budget), (
-                each.outcome
-            )
+            assert each.outcome.status in ("completed", "cancelled") or (
+                each.outcome.status == "interrupted" and each.attempt == budget
+            ), each.outcome
     for task_id, held in trainer.cancelled.items():
         assert {each.session_id for each in found.tasks[task_id]} == held, "a cancelled place was given again"
     every_answer_is_in_one_trajectory(found, lives)
@@ -228,9 +261,12 @@ def all_is_accounted_for(found: Account, lives: Lives, trainer: Trainer) -> None
 
 
 def every_answer_is_in_one_trajectory(found: Account, lives: Lives) -> None:
-    """Answers are random words, so one is known by its text. The last of a killed life may have been told before they were on disk, and only the last."""
+    """Answers are random words, so one is known by its text. The last of a killed life may have been told
+    before they were on disk, and only the last.
+    """
     held = found.texts()
-    told = {ledger.key: ledger for ledger in sorted(lives.ledgers, key=lambda each: len(each.texts))}  # the longest a harness had
+    # the longest a harness had
+    told = {ledger.key: ledger for ledger in sorted(lives.ledgers, key=lambda each: len(each.texts))}
     lost = 0
     for ledger in told.values():
         found = [held[text] for text in ledger.texts]
@@ -238,7 +274,8 @@ def every_answer_is_in_one_trajectory(found: Account, lives: Lives) -> None:
         assert found == [1] * kept + [0] * (len(found) - kept), ledger
         lost += len(found) - kept
     print(
-        f"{sum(len(ledger.texts) for ledger in told.values())} answers in {len(told)} ledgers; {lost} were told and not yet on disk when the node was killed"
+        f"{sum(len(ledger.texts) for ledger in told.values())} answers in {len(told)} ledgers; {lost} were"
+        " told and not yet on disk when the node was killed"
     )
 
 
@@ -246,11 +283,13 @@ def print_figures(found: Account, lives: Lives) -> None:
     restarts = sorted(lives.restarts)
     quarter = max(1, len(restarts) // 20)
     print(
-        f"serving again after: median {statistics.median(restarts):.2f} s, p95 {restarts[-quarter]:.2f} s, most {restarts[-1]:.2f} s of {len(restarts)}; "
-        f"{sum(lives.orphans)} containers were left behind, {max(lives.orphans)} at most by one death"
+        f"serving again after: median {statistics.median(restarts):.2f} s, p95 {restarts[-quarter]:.2f} s,"
+        f" most {restarts[-1]:.2f} s of {len(restarts)}; {sum(lives.orphans)} containers were left behind,"
+        f" {max(lives.orphans)} at most by one death"
     )
     attempts = Counter(each.attempt for trajectories in found.tasks.values() for each in trajectories)
     turns = sum(len(each.turns) for each in found.trajectories.values())
     print(
-        f"{len(found.tasks)} tasks, {len(found.trajectories)} sessions {dict(found.statuses())}, {turns} turns; final sessions by attempt: {dict(sorted(attempts.items()))}"
+        f"{len(found.tasks)} tasks, {len(found.trajectories)} sessions {dict(found.statuses())}, {turns}"
+        f" turns; final sessions by attempt: {dict(sorted(attempts.items()))}"
     )

@@ -1,4 +1,6 @@
-"""NeMo Gym's agent server as a program, before a real node: rows of a dataset in, rollouts with their tokens out."""
+"""NeMo Gym's agent server as a program, before a real node: rows of a dataset in, rollouts with their tokens
+out.
+"""
 
 import json
 import signal
@@ -13,9 +15,19 @@ from typing import Any
 import httpx
 import pytest
 from gym_models import AggregateMetrics, GymResponse, VerifyResponse, message_log
-from recovery_kit import AT_ONCE, HARNESS, TOKEN, Place, ServingNode, free_port, place_at, short_temporary, until
+from recovery_kit import (
+    AT_ONCE,
+    HARNESS,
+    TOKEN,
+    Place,
+    ServingNode,
+    free_port,
+    place_at,
+    short_temporary,
+    until,
+)
 
-from polarnode.cli import gym, gym_serving
+from polarnode.cli import gym, main
 
 pytestmark = pytest.mark.podman
 
@@ -47,8 +59,19 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
 def agent(node: ServingNode, template: Path) -> Iterator[str]:
     """The address of an agent server, which ends when it is asked to."""
     port = free_port()
-    program = (sys.executable, "-m", "polarnode.cli", "gym-agent", "--task-template", str(template), "--port", str(port))
-    process = subprocess.Popen([*program, "--url", f"http://127.0.0.1:{node.port}", "--token", TOKEN], stdin=subprocess.DEVNULL)
+    program = (
+        sys.executable,
+        "-m",
+        "polarnode.cli",
+        "gym-agent",
+        "--task-template",
+        str(template),
+        "--port",
+        str(port),
+    )
+    process = subprocess.Popen(
+        [*program, "--url", f"http://127.0.0.1:{node.port}", "--token", TOKEN], stdin=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: _answers(url, process), "the agent server answers")
@@ -69,12 +92,16 @@ def _answers(url: str, process: "subprocess.Popen[bytes]") -> bool:
 
 
 def rollout(url: str, row: "dict[str, Any]") -> VerifyResponse:
-    answer = httpx.post(f"{url}/run", json={"responses_create_params": {"input": "Keep a ledger."}} | row, timeout=600)
+    answer = httpx.post(
+        f"{url}/run", json={"responses_create_params": {"input": "Keep a ledger."}} | row, timeout=600
+    )
     assert answer.status_code == 200, answer.text
     return VerifyResponse.model_validate(answer.json())
 
 
-def test_rows_become_rollouts_whose_tokens_are_those_of_their_trajectories(place: Place, tmp_path: Path) -> None:
+def test_rows_become_rollouts_whose_tokens_are_those_of_their_trajectories(
+    place: Place, tmp_path: Path
+) -> None:
     (tmp_path / "ledger.py").write_text(HARNESS.read_text())
     template = tmp_path / "template.toml"
     template.write_text(TEMPLATE)
@@ -92,23 +119,36 @@ def test_rows_become_rollouts_whose_tokens_are_those_of_their_trajectories(place
             assert [token for _, ids in log for token in ids] == list(trace.token_ids)
             assert told["delivered_tokens"] == told["trainable_tokens"] == trace.loss_mask.count(1)
         again = rollout(url, rows[0])
-        assert (again.model_extra or {})["polarnode"] == (good.model_extra or {})["polarnode"], "a rollout with a name is one session"
+        assert (again.model_extra or {})["polarnode"] == (good.model_extra or {})["polarnode"], (
+            "a rollout with a name is one session"
+        )
         called = httpx.post(f"{url}/v1/responses", json={"input": "x"}, timeout=600)
         assert (called.status_code, "only /run has" in called.json()["detail"]) == (422, True)
         metrics = httpx.post(
-            f"{url}/aggregate_metrics", json={"verify_responses": [json.loads(good.model_dump_json()), json.loads(bad.model_dump_json())]}
+            f"{url}/aggregate_metrics",
+            json={
+                "verify_responses": [json.loads(good.model_dump_json()), json.loads(bad.model_dump_json())]
+            },
         )
         assert AggregateMetrics.model_validate(metrics.json()).key_metrics == {"mean/reward": 0.5}
 
 
-def test_an_instruction_alone_is_an_answer_and_who_leaves_takes_its_session_along(place: Place, tmp_path: Path) -> None:
+def test_an_instruction_alone_is_an_answer_and_who_leaves_takes_its_session_along(
+    place: Place, tmp_path: Path
+) -> None:
     (tmp_path / "ledger.py").write_text(HARNESS.read_text())
     template = tmp_path / "template.toml"
     template.write_text(
-        TEMPLATE.replace("{{row.turns}}", "null").replace("{{row.lines}}", "1").replace("[evaluator]", "[budgets]\nmax_turns = 1\n[evaluator]")
+        TEMPLATE.replace("{{row.turns}}", "null")
+        .replace("{{row.lines}}", "1")
+        .replace("[evaluator]", "[budgets]\nmax_turns = 1\n[evaluator]")
     )
     endless = tmp_path / "endless.toml"
-    endless.write_text(template.read_text().replace("[budgets]\nmax_turns = 1\n", "").replace('"stream": false', '"stream": false, "pause": 0.5'))
+    endless.write_text(
+        template.read_text()
+        .replace("[budgets]\nmax_turns = 1\n", "")
+        .replace('"stream": false', '"stream": false, "pause": 0.5')
+    )
     with place.serving() as node:
         with agent(node, template) as url:
             called = httpx.post(f"{url}/v1/responses", json={"input": "Go.", "temperature": 0.5}, timeout=600)
@@ -118,14 +158,21 @@ def test_an_instruction_alone_is_an_answer_and_who_leaves_takes_its_session_alon
         with agent(node, endless) as url:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{url}/run", json={"responses_create_params": {"input": "Go on."}}, timeout=5)
-            until(lambda: next(task["counts"] for task in node.client.tasks()) == {"cancelled": 1}, "the session nobody waits for is cancelled")
+            until(
+                lambda: next(task["counts"] for task in node.client.tasks()) == {"cancelled": 1},
+                "the session nobody waits for is cancelled",
+            )
 
 
 def test_a_template_that_can_not_be_ends_the_program_with_a_sentence(tmp_path: Path) -> None:
     template = tmp_path / "template.toml"
     template.write_text('instruction = "{{inptu}}"\n')
-    ended = subprocess.run([sys.executable, "-m", "polarnode.cli", "gym-agent", "--task-template", str(template)], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "polarnode.cli", "gym-agent", "--task-template", str(template)],
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 1
     assert "is no place of a task template" in ended.stderr
-    assert gym.gym_agent.name == "gym-agent"
-    assert gym_serving.serve_agent
+    assert main.gym_agent.name == "gym-agent"
+    assert gym.serve_agent

@@ -1,7 +1,8 @@
-"""A bridge of Polar's before a real node: it submits, listens, polls and trains on what it gets, over the node's death too.
+"""A bridge of Polar's before a real node: it submits, listens, polls and trains on what it gets, over the
+node's death too.
 
-The bridge is written as slime_bridge is: a callback listener of its own, a poll as a backstop, samples made of each trace. It knows the node's
-URL and Polar's models, and nothing else.
+The bridge is written as slime_bridge is: a callback listener of its own, a poll as a backstop, samples made
+of each trace. It knows the node's URL and Polar's models, and nothing else.
 """
 
 import os
@@ -16,7 +17,7 @@ import pytest
 import trio
 from recovery_kit import TOKEN, Place, ServingNode, place_at, short_temporary
 
-sys.path.append(str(Path(__file__).parents[1]))  # the bridge's side of Polar stands there
+sys.path.append(str(Path(__file__).parents[1] / "kits"))  # the bridge's side of Polar stands there
 
 import polar_client as polar
 from callback_kit import Receiver, open_receiver
@@ -34,7 +35,8 @@ tokens_per_s = 400.0
 first_token_s = 0.01
 answer_tokens = 16
 """
-# An agent as a one-file program, in a request as Polar takes it: its key and its endpoint are in its environment, as there.
+# An agent as a one-file program, in a request as Polar takes it: its key and its endpoint are in its
+# environment, as there.
 AGENT = """
 import json, os, sys, time, urllib.request
 messages = [{"role": "user", "content": os.environ["TASK"]}]
@@ -48,8 +50,13 @@ time.sleep(float(os.environ["REST"]))
 """
 
 
-def request(task_id: str, *, samples: int = 2, turns: int = 2, rest: float = 0.0, **more: Any) -> dict[str, Any]:
-    shell = {"command": f"exec python3 -c '{AGENT}'", "env": {"TASK": "Count.", "TURNS": str(turns), "REST": str(rest)}}
+def request(
+    task_id: str, *, samples: int = 2, turns: int = 2, rest: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    shell = {
+        "command": f"exec python3 -c '{AGENT}'",
+        "env": {"TASK": "Count.", "TURNS": str(turns), "REST": str(rest)},
+    }
     return {
         "task_id": task_id,
         "instruction": "Count.",
@@ -103,7 +110,9 @@ async def trained(client: PolarClient, receiver: Receiver, said: dict[str, Any])
 
 
 def samples_of(result: polar.SessionResult) -> list[tuple[list[int], list[int], list[float]]]:
-    """Each trace as slime's Sample has it: tokens, mask of the response, logprobs; by the mask, and by the logprob entries as older bridges do."""
+    """Each trace as slime's Sample has it: tokens, mask of the response, logprobs; by the mask, and by the
+    logprob entries as older bridges do.
+    """
     samples = []
     for trace in result.trajectory.traces:
         entries = trace.response_logprobs or ()
@@ -112,7 +121,13 @@ def samples_of(result: polar.SessionResult) -> list[tuple[list[int], list[int], 
         assert all(entry.logprob <= 0.0 for entry in entries)
         assert trace.prompt_ids
         assert trace.response_ids
-        samples.append(([*trace.prompt_ids, *trace.response_ids], list(trace.loss_mask), [entry.logprob for entry in entries]))
+        samples.append(
+            (
+                [*trace.prompt_ids, *trace.response_ids],
+                list(trace.loss_mask),
+                [entry.logprob for entry in entries],
+            )
+        )
     return samples
 
 
@@ -122,7 +137,11 @@ async def test_a_bridge_trains_on_the_very_tokens_of_the_node(place: Place) -> N
         result = await trained(client, receiver, request("step-1"))
         assert (result.task_id, result.status, len(result.results)) == ("step-1", "completed", 2)
         for session in result.results:
-            assert (session.status, session.error, session.trajectory.metadata.policy_version) == ("COMPLETED", None, 3)
+            assert (session.status, session.error, session.trajectory.metadata.policy_version) == (
+                "COMPLETED",
+                None,
+                3,
+            )
             (sample,) = samples_of(session)
             trajectory = await trio.to_thread.run_sync(node.client.trajectory, session.session_id)
             (trace,) = trajectory.traces
@@ -136,9 +155,13 @@ async def test_a_bridge_trains_on_the_very_tokens_of_the_node(place: Place) -> N
         assert polled.results == result.results
         rows = (await client.ask("GET", "/tasks/step-1/sessions"))["sessions"]
         assert {(row["status"], row["completion_count"]) for row in rows} == {("COMPLETED", 2)}
-        calls = (await client.ask("GET", f"/sessions/{result.results[0].session_id}/completions"))["completions"]
+        calls = (await client.ask("GET", f"/sessions/{result.results[0].session_id}/completions"))[
+            "completions"
+        ]
         assert [len(call["request"]["messages"]) for call in calls] == [1, 3]
-        assert calls[1]["response"]["choices"][0]["input_token_ids"][: len(calls[0]["response"]["choices"][0]["input_token_ids"])]
+        assert calls[1]["response"]["choices"][0]["input_token_ids"][
+            : len(calls[0]["response"]["choices"][0]["input_token_ids"])
+        ]
         assert (await trained(client, receiver, request("step-2", samples=1))).status == "completed"
 
 
@@ -152,7 +175,10 @@ async def test_who_runs_out_of_time_keeps_its_rows_and_who_is_ended_too(place: P
         assert (late.status, late.trajectory.status) == ("TIMEOUT", "TIMEOUT")
         assert [sum(sample[1]) > 0 for sample in samples_of(late)] == [True]
         with trio.fail_after(120):
-            while not any(row["completion_count"] == 2 for row in (await client.ask("GET", "/tasks/off/sessions"))["sessions"]):  # noqa: ASYNC110 (over HTTP)
+            while not any(  # noqa: ASYNC110
+                row["completion_count"] == 2
+                for row in (await client.ask("GET", "/tasks/off/sessions"))["sessions"]
+            ):
                 await trio.sleep(0.2)
         said = await client.ask("DELETE", "/rollout/task/off")
         assert said["cancelled"] is True
@@ -162,7 +188,9 @@ async def test_who_runs_out_of_time_keeps_its_rows_and_who_is_ended_too(place: P
 
 
 async def test_each_result_is_told_over_the_deaths_of_node_and_trainer(place: Place) -> None:
-    """The trainer refuses, hangs and is gone, the node is killed between; at the end each result was taken, and none more often than it was tried."""
+    """The trainer refuses, hangs and is gone, the node is killed between; at the end each result was taken,
+    and none more often than it was tried.
+    """
     tasks = [f"step-{index}" for index in range(4)]
     async with open_receiver() as receiver:
         port = int(receiver.url.split(":")[2].split("/")[0])
@@ -188,7 +216,9 @@ async def test_each_result_is_told_over_the_deaths_of_node_and_trainer(place: Pl
         assert set(receiver.counts.values()) == {1}
         for _, body in receiver.got:
             result = polar.read(body, polar.TaskResult)
-            assert [sum(sample[1]) > 0 for session in result.results for sample in samples_of(session)] == [True]
+            assert [sum(sample[1]) > 0 for session in result.results for sample in samples_of(session)] == [
+                True
+            ]
         with trio.fail_after(60):
             while (await trio.to_thread.run_sync(node.status))["callbacks"]["owed"]:  # noqa: ASYNC110 (over HTTP)
                 await trio.sleep(0.2)

@@ -1,7 +1,8 @@
-"""Anthropic Messages: what Claude Code speaks, and Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and OpenClaw when told to.
+"""Anthropic Messages: what Claude Code speaks, and Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and
+OpenClaw when told to.
 
-`shapes` is the JSON we take, `messages` and `read` make a conversation of it, `write` an answer, `errors` a fault, `ids` spells our
-references; this file only ties them together.
+`shapes` is the JSON we take, `messages` and `read` make a conversation of it, `write` an answer, `errors` a
+fault, `ids` spells our references; this file only ties them together.
 """
 
 from collections.abc import Sequence
@@ -9,11 +10,11 @@ from datetime import UTC, datetime
 
 from attrs import frozen
 
-from polarnode.conversation import Answer, Json, ModelRequest, Usage
-from polarnode.providers.anthropic import errors, write
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
+from polarnode.providers.anthropic import write
 from polarnode.providers.anthropic.read import read
 from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
-from polarnode.wire import dump_json
 
 
 @frozen
@@ -23,7 +24,12 @@ class Anthropic:
     name: str = "anthropic"
 
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
-        return read(body, headers=envelope.headers, model=envelope.model, counting=envelope.operation == "count_tokens")
+        return read(
+            body,
+            headers=envelope.headers,
+            model=envelope.model,
+            counting=envelope.operation == "count_tokens",
+        )
 
     def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers[0], usage)
@@ -35,13 +41,20 @@ class Anthropic:
         return write.MessageStream(call)
 
     def error(self, fault: Fault) -> Reply:
-        return errors.error(fault)
+        return write.error(fault)
 
     def count(self, tokens: int) -> bytes | None:
         return dump_json({"input_tokens": tokens})
 
     def models(self, served: ServedModel) -> bytes:
-        return dump_json({"data": [_entry(served, served.id)], "has_more": False, "first_id": served.id, "last_id": served.id})
+        return dump_json(
+            {
+                "data": [_entry(served, served.id)],
+                "has_more": False,
+                "first_id": served.id,
+                "last_id": served.id,
+            }
+        )
 
     def model(self, served: ServedModel, *, asked: str) -> bytes:
         return dump_json(_entry(served, asked))
@@ -50,7 +63,14 @@ class Anthropic:
 def _entry(served: ServedModel, name: str) -> Json:
     created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     length = served.context_length
-    return {"type": "model", "id": name, "display_name": name, "created_at": created, "max_input_tokens": length, "max_tokens": length}
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created,
+        "max_input_tokens": length,
+        "max_tokens": length,
+    }
 
 
 ANTHROPIC = Anthropic()

@@ -1,22 +1,298 @@
-"""Anthropic Messages: a request into a conversation, its tools and how to sample.
+"""Anthropic Messages: blocks of content as the text a model is shown.
 
-The rule: no field we do not know is ever a reason to refuse, because Claude Code answers a 400 by changing its prompt.
+The rule: the same block is the same text wherever it stands and whatever else the request holds, but for a
+tool that is referred to: what it is, is said at that place, once its request has it, because the list at the
+head must stay as it was.
+
+Anthropic Messages: its messages into ours, which are flat.
+
+The rules: the order of a user message's blocks is kept, a tool result becoming a message of its own;
+assistant messages in a row are one turn, as this API defines (an echoed answer may come back split), while
+user and system messages stay one to one, so that a history that is only appended to reads as one that is only
+appended to. `is_error` adds nothing: harnesses say in the result's text what went wrong.
+
+Anthropic Messages: a request into a conversation, its tools and how to sample.
+
+The rule: no field we do not know is ever a reason to refuse, because Claude Code answers a 400 by changing
+its prompt.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import assert_never
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final, assert_never
 
 from attrs import field, frozen
 
-from polarnode.conversation import Constraint, Conversation, Json, ModelRequest, Sampling, Tool
-from polarnode.errors import Refused
-from polarnode.providers.anthropic.blocks import told
-from polarnode.providers.anthropic.messages import foreign, messages, referenced, volatile
-from polarnode.providers.anthropic.shapes import AnyChoice, FormatShape, MessagesRequest, NamedChoice, ThinkingShape, ToolShape
-from polarnode.providers.shapes import compact, read_body
-from polarnode.providers.volatile import without_volatile
+from polarnode.core.conversation import (
+    Constraint,
+    Conversation,
+    Json,
+    Message,
+    ModelRequest,
+    Sampling,
+    Tool,
+    ToolCall,
+)
+from polarnode.core.errors import Refused
+from polarnode.providers.anthropic.shapes import (
+    AnyChoice,
+    AssistantBlock,
+    AssistantMessage,
+    ContentSource,
+    DocumentBlock,
+    FormatShape,
+    MessageShape,
+    MessagesRequest,
+    NamedChoice,
+    NotTextBlock,
+    OtherSource,
+    RedactedThinkingBlock,
+    ResultContent,
+    SearchResultBlock,
+    ServerBlock,
+    SystemContent,
+    SystemMessage,
+    TextBlock,
+    TextSource,
+    TextualBlock,
+    ThinkingBlock,
+    ThinkingShape,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolShape,
+    ToolUseBlock,
+    UnseenBlock,
+    UserBlock,
+    UserMessage,
+)
+from polarnode.providers.anthropic.write import inward
+from polarnode.providers.shapes import compact, not_text, paragraphs, read_body, unseen
+from polarnode.providers.volatile import without_lines, without_volatile
 
-_HINTS = {"session": "x-claude-code-session-id", "agent": "x-claude-code-agent-id", "parent": "x-claude-code-parent-agent-id"}
+# ── blocks ────────────────────────────────────────────────────────────
+
+NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+def told(tool: Tool) -> str:
+    """A tool as text, as most chat templates write it at the head."""
+    return compact(
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            },
+        }
+    )
+
+
+def textual(block: TextualBlock) -> str:
+    """A text; a document or a search result with its title before it."""
+    match block:
+        case TextBlock():
+            return block.text
+        case SearchResultBlock():
+            return paragraphs((block.title, block.source, *(part.text for part in block.content)))
+        case DocumentBlock():
+            return paragraphs((block.title or "", block.context or "", *_source(block)))
+        case _:
+            assert_never(block)
+
+
+def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
+    """What a tool gave back."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return paragraphs(_result_part(part, later) for part in content)
+
+
+def _result_part(part: TextualBlock | ToolReferenceBlock | UnseenBlock, later: Mapping[str, str]) -> str:
+    match part:
+        case ToolReferenceBlock(tool_name=name):
+            return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
+        case UnseenBlock(type=kind):
+            return unseen(kind)
+        case _:
+            return textual(part)
+
+
+def _source(block: DocumentBlock) -> Iterator[str]:
+    match block.source:
+        case TextSource(data=data):
+            yield data
+        case ContentSource(content=content):
+            for part in (TextBlock("text", content),) if isinstance(content, str) else content:
+                if isinstance(part, NotTextBlock):
+                    raise not_text(part.type)
+                yield part.text
+        case OtherSource():
+            raise not_text("document")
+        case _:
+            assert_never(block.source)
+
+
+# ── messages ────────────────────────────────────────────────────────────
+
+
+def messages(
+    system: SystemContent, shapes: Iterable[MessageShape], later: Mapping[str, str] = NO_TOOLS
+) -> tuple[Message, ...]:
+    """The whole conversation: the system prompt first, when there is one. `later` are the deferred tools, as
+    they are told where referred to.
+    """
+    head = paragraphs(without_lines(text) for text in _texts(system))
+    found = [Message(role="system", text=head)] if head else []
+    for shape in shapes:
+        for message in _message(shape, later):
+            if message.role == "assistant" and found and found[-1].role == "assistant":
+                found[-1] = found[-1].joined(message)
+            else:
+                found.append(message)
+    return tuple(found)
+
+
+def volatile(system: SystemContent) -> bool:
+    """Whether the system prompt has a line that is left out."""
+    return any(without_lines(text) != text for text in _texts(system))
+
+
+def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
+    """The names of deferred tools that a tool result has loaded."""
+    blocks = [
+        block
+        for shape in shapes
+        if isinstance(shape, UserMessage) and isinstance(shape.content, tuple)
+        for block in shape.content
+    ]
+    results = [
+        part
+        for block in blocks
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, tuple)
+        for part in block.content
+    ]
+    return frozenset(
+        block.tool_name for block in (*blocks, *results) if isinstance(block, ToolReferenceBlock)
+    )
+
+
+def foreign(shapes: Iterable[MessageShape]) -> Iterator[str]:
+    """The paths of blocks that another server's own tools left behind."""
+    for place, shape in enumerate(shapes):
+        for index, block in enumerate(shape.content if isinstance(shape.content, tuple) else ()):
+            if isinstance(block, ServerBlock):
+                yield f"$.messages[{place}].content[{index}]"
+
+
+def _message(shape: MessageShape, later: Mapping[str, str]) -> Iterator[Message]:
+    match shape:
+        case SystemMessage():
+            yield Message(role="system", text=paragraphs(_texts(shape.content)))
+        case UserMessage():
+            yield from _user(shape.content, later)
+        case AssistantMessage():
+            yield _assistant(
+                (TextBlock("text", shape.content),) if isinstance(shape.content, str) else shape.content or ()
+            )
+        case _:
+            assert_never(shape)
+
+
+def _texts(content: SystemContent) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    else:
+        yield from (block.text for block in content or ())
+
+
+# ── user: texts and tool results in order ─────────────────────────────────────
+
+
+def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str]) -> Iterator[Message]:
+    if isinstance(content, str):
+        content = (TextBlock("text", content),)
+    if not content:
+        yield Message(role="user")  # one to one, even for nothing
+    texts: list[str] = []
+    for block in content or ():
+        match block:
+            case TextBlock() | DocumentBlock() | SearchResultBlock():
+                texts.append(textual(block))
+            case ToolReferenceBlock():
+                texts.append(result_text((block,), later))
+            case ToolResultBlock():
+                yield from _told(texts)
+                texts = []
+                yield Message(
+                    role="tool",
+                    text=result_text(block.content, later),
+                    call_id=inward(block.tool_use_id or "") or None,
+                )
+            case NotTextBlock():
+                raise not_text(block.type)
+            case ServerBlock():
+                pass  # named among what is not used
+            case _:
+                assert_never(block)
+    yield from _told(texts)
+
+
+def _told(texts: list[str]) -> Iterator[Message]:
+    if texts:
+        yield Message(role="user", text=paragraphs(texts))
+
+
+# ── assistant: our own answer, come back ──────────────────────────────────────
+
+
+def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    refs: list[str] = []
+    for block in blocks:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+                refs.append(block.signature or "")
+            case RedactedThinkingBlock():
+                refs.append(block.data)
+            case ToolUseBlock():
+                calls.append(_call(block))
+                refs.append(calls[-1].id)
+            case NotTextBlock():
+                raise not_text(block.type)
+            case ServerBlock():
+                pass  # named among what is not used
+            case _:
+                assert_never(block)
+    # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
+    return Message(
+        role="assistant",
+        text="".join(texts),
+        calls=tuple(calls),
+        thinking="".join(thoughts),
+        refs=tuple(filter(None, refs)),
+    )
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    said = {} if block.input is None else block.input
+    return ToolCall(
+        id=inward(block.id or ""), name=block.name, arguments=said if isinstance(said, str) else compact(said)
+    )
+
+
+# ── read ────────────────────────────────────────────────────────────
+
+_HINTS = {
+    "session": "x-claude-code-session-id",
+    "agent": "x-claude-code-agent-id",
+    "parent": "x-claude-code-parent-agent-id",
+}
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool) -> ModelRequest:
@@ -25,7 +301,9 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
     listed = _tools(request)
-    said, dropped = without_volatile(messages(request.system, request.messages, {tool.name: told(tool) for tool in listed.later}))
+    said, dropped = without_volatile(
+        messages(request.system, request.messages, {tool.name: told(tool) for tool in listed.later})
+    )
     conversation = Conversation(
         messages=said,
         tools=listed.tools,
@@ -52,7 +330,9 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
 
 @frozen(kw_only=True)
 class _Listed:
-    """The tools at the head; those that are told where a result refers to them; and the paths of those the model never sees."""
+    """The tools at the head; those that are told where a result refers to them; and the paths of those the
+    model never sees.
+    """
 
     tools: tuple[Tool, ...]
     later: tuple[Tool, ...]
@@ -60,7 +340,9 @@ class _Listed:
 
 
 def _tools(request: MessagesRequest) -> _Listed:
-    """A deferred tool is never in the head's list, loaded or not: that list would change in the middle of a conversation."""
+    """A deferred tool is never in the head's list, loaded or not: that list would change in the middle of a
+    conversation.
+    """
     loaded = referenced(request.messages)
     tools: list[Tool] = []
     later: list[Tool] = []
@@ -82,7 +364,9 @@ def _tool(shape: ToolShape, path: str) -> Tool:
     for name in ("name", "input_schema"):
         if getattr(shape, name) is None:
             raise Refused(f"{path[2:]}.{name} is missing: it is required", path=f"{path}.{name}")
-    return Tool(name=shape.name or "", description=shape.description or "", parameters=shape.input_schema or {})
+    return Tool(
+        name=shape.name or "", description=shape.description or "", parameters=shape.input_schema or {}
+    )
 
 
 def _tool_choice(request: MessagesRequest, listed: _Listed) -> str:
@@ -93,7 +377,10 @@ def _tool_choice(request: MessagesRequest, listed: _Listed) -> str:
             return "required" if word == "any" else word
         case NamedChoice(name=name):
             if all(tool.name != name for tool in (*listed.tools, *listed.later)):
-                raise Refused(f"tool_choice names {name!r}, which is not among the tools: add it", path="$.tool_choice.name")
+                raise Refused(
+                    f"tool_choice names {name!r}, which is not among the tools: add it",
+                    path="$.tool_choice.name",
+                )
             return name
         case _:
             assert_never(request.tool_choice)
@@ -110,14 +397,17 @@ def _sampling(request: MessagesRequest) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k if request.top_k and request.top_k > 0 else None,  # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean "all tokens"
+        top_k=request.top_k if request.top_k and request.top_k > 0 else None,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
     )
 
 
 def _constraint(request: MessagesRequest) -> Constraint | None:
-    asked: FormatShape | None = (request.output_config.format if request.output_config else None) or request.output_format
+    asked: FormatShape | None = (
+        request.output_config.format if request.output_config else None
+    ) or request.output_format
     return None if asked is None else Constraint(kind="json_schema", text=compact(asked.schema))
 
 
@@ -141,11 +431,17 @@ def _remarks(request: MessagesRequest) -> Iterator[str]:
 
 def _extras(request: MessagesRequest) -> dict[str, Json]:
     """Whether the client wants to see no thinking, only its signatures."""
-    return {"thinking": "omitted"} if request.thinking is not None and request.thinking.display == "omitted" else {}
+    return (
+        {"thinking": "omitted"}
+        if request.thinking is not None and request.thinking.display == "omitted"
+        else {}
+    )
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks. Claude Code's main agent has no agent id; opencode gives a sub-agent its own session id and its parent's, in every API."""
+    """Who asks. Claude Code's main agent has no agent id; opencode gives a sub-agent its own session id and
+    its parent's, in every API.
+    """
     found = {name: headers.get(header) or "" for name, header in _HINTS.items()}
     if any(found.values()):
         return found | ({"kind": "subagent"} if found["agent"] else {})
@@ -153,4 +449,6 @@ def _hints(headers: Mapping[str, str]) -> dict[str, str]:
     parent = headers.get("x-parent-session-id") or ""
     if not session and not parent:
         return {}
-    return {"session": session, "agent": session if parent else "", "parent": parent} | ({"kind": "subagent"} if parent else {})
+    return {"session": session, "agent": session if parent else "", "parent": parent} | (
+        {"kind": "subagent"} if parent else {}
+    )

@@ -1,15 +1,17 @@
-"""Anthropic Messages: the JSON we take, as attrs classes. Unknown fields (`cache_control`, `citations`, betas) are taken and left unread.
+"""Anthropic Messages: the JSON we take, as attrs classes. Unknown fields (`cache_control`, `citations`,
+betas) are taken and left unread.
 
-What a model would have to see and can not (images, PDFs, files elsewhere) is refused by a validator; what another server ran itself
-(`ServerBlock`) and a tool without an `input_schema` run on Anthropic's machines, and are dropped by the reader.
+What a model would have to see and can not (images, PDFs, files elsewhere) is refused by a validator; what
+another server ran itself (`ServerBlock`) and a tool without an `input_schema` run on Anthropic's machines,
+and are dropped by the reader.
 """
 
 from typing import Any, Literal
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, some, text_only, within
 
 
@@ -188,7 +190,9 @@ class NamedChoice:
 
 @frozen
 class ThinkingShape:
-    """`adaptive` lets the model decide, which is what a chat template does by itself. `display`: whether thinking is shown to the client."""
+    """`adaptive` lets the model decide, which is what a chat template does by itself. `display`: whether
+    thinking is shown to the client.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

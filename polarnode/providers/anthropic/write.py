@@ -1,26 +1,123 @@
-"""Anthropic Messages: an answer, whole or as events.
+"""Anthropic Messages: how our references look on this wire.
 
-The rules: every event has its `event:` line (without it Claude Code sees nothing and asks a second time); a tool's input comes only as
-`input_json_delta` (input in the block's start is ignored and the tool called with {}); every thinking block is signed before it stops.
+The house mints tool-call ids as `call_…`; this API's clients see `toolu_…` of the same. Both ways are here,
+so that the id a harness echoes is again, letter for letter, the one that was minted and signed. An id of
+neither kind (another server's history) passes unchanged.
+
+Anthropic Messages: what a fault is called, as its SDKs and Claude Code understand it.
+
+Whoever changes a row should know what Claude Code does on its status: 429, 5xx, 529, 408, 409 and 401 are
+tried ten times over three minutes, 413 ends it, and any other 400 makes it drop features one by one, which
+changes the prompt.
+
+Anthropic Messages: an answer, whole or as events.
+
+The rules: every event has its `event:` line (without it Claude Code sees nothing and asks a second time); a
+tool's input comes only as `input_json_delta` (input in the block's start is ignored and the tool called with
+{}); every thinking block is signed before it stops.
 """
 
 from collections.abc import Sequence
 from typing import Literal, assert_never, cast
 
 import orjson
-from attrs import define
+from attrs import define, frozen
 
-from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, ToolCall, Usage
-from polarnode.providers.anthropic import errors
-from polarnode.providers.anthropic.ids import outward
-from polarnode.providers.contract import STREAM_TYPE, Call, Fault
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import (
+    Answer,
+    Delta,
+    Json,
+    Part,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingPart,
+    ToolCall,
+    Usage,
+)
+from polarnode.providers.contract import STREAM_TYPE, Call, Fault, FaultKind, Reply, error_reply, event
 from polarnode.providers.shapes import strict_json
-from polarnode.providers.sse import event
-from polarnode.wire import dump_json
+
+# ── ids ────────────────────────────────────────────────────────────
+
+_OURS = "call_"
+_THEIRS = "toolu_"
+
+
+def outward(call_id: str) -> str:
+    """The id as this API spells it."""
+    return _THEIRS + call_id.removeprefix(_OURS) if call_id.startswith(_OURS) else call_id
+
+
+def inward(tool_use_id: str) -> str:
+    """The id as the house minted it."""
+    return _OURS + tool_use_id.removeprefix(_THEIRS) if tool_use_id.startswith(_THEIRS) else tool_use_id
+
+
+# ── errors ────────────────────────────────────────────────────────────
+
+
+@frozen
+class Row:
+    """One row of the table: HTTP status and `error.type`."""
+
+    status: int
+    type: str
+
+
+def row(kind: FaultKind) -> Row:
+    """The table. 529 is this API's own word for overload; 410 has none, and `not_found_error` is the nearest
+    that no client tries again.
+    """
+    match kind:
+        case "bad_request" | "context_too_long" | "budget_spent":
+            return Row(400, "invalid_request_error")
+        case "unauthorized":
+            return Row(401, "authentication_error")
+        case "not_found":
+            return Row(404, "not_found_error")
+        case "method_not_allowed":
+            return Row(405, "invalid_request_error")
+        case "session_over":
+            return Row(410, "not_found_error")
+        case "overloaded":
+            return Row(529, "overloaded_error")
+        case "engine_failed":
+            return Row(500, "api_error")
+        case "cancelled":
+            return Row(503, "api_error")
+        case "too_large":
+            return Row(413, "request_too_large")
+        case _:
+            assert_never(kind)
+
+
+def message(fault: Fault) -> str:
+    """The fault's sentence with its path, as this API has no field for one; a long context in the words
+    Claude Code compacts on.
+    """
+    if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
+        return f"prompt is too long: {fault.prompt_tokens} tokens > {fault.limit} maximum"
+    return f"{fault.path.removeprefix('$.')}: {fault.message}" if fault.path else fault.message
+
+
+def error_body(fault: Fault) -> Json:
+    """The error object, the same in a reply and in a stream's `error` event."""
+    return {"type": "error", "error": {"type": row(fault.kind).type, "message": message(fault)}}
+
+
+def error(fault: Fault) -> Reply:
+    return error_reply(row(fault.kind).status, error_body(fault), fault)
+
+
+# ── write ────────────────────────────────────────────────────────────
 
 
 def stop_reason(answer: Answer) -> str:
-    """Why it ended. Calls win, as in every dialect; a sample cut by an abort is called `max_tokens`: both say that more was to come."""
+    """Why it ended. Calls win, as in every dialect; a sample cut by an abort is called `max_tokens`: both say
+    that more was to come.
+    """
     if answer.calls:
         return "tool_use"
     match answer.finish_reason:
@@ -51,9 +148,11 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's input: the very text that was sampled, set into the body unread, so that no number is rounded and nothing is too deep.
+    """A call's input: the very text that was sampled, set into the body unread, so that no number is rounded
+    and nothing is too deep.
 
-    What is no JSON is handed on as a string: the harness's own check of its tool's input then tells the model.
+    What is no JSON is handed on as a string: the harness's own check of its tool's input then tells the
+    model.
     """
     try:
         strict_json(arguments or "{}")
@@ -63,7 +162,9 @@ def arguments_json(arguments: str) -> Json:
 
 
 def shows_thinking(call: Call) -> bool:
-    """Whether the client wants thinking in words; else each block of it is its signature alone, as this API does it."""
+    """Whether the client wants thinking in words; else each block of it is its signature alone, as this API
+    does it.
+    """
     return call.request.extras.get("thinking") != "omitted"
 
 
@@ -72,9 +173,18 @@ def block_json(part: Part, call: Call) -> Json:
         case TextPart(text):
             return {"type": "text", "text": text}
         case ThinkingPart(text):
-            return {"type": "thinking", "thinking": text if shows_thinking(call) else "", "signature": call.signature}
+            return {
+                "type": "thinking",
+                "thinking": text if shows_thinking(call) else "",
+                "signature": call.signature,
+            }
         case ToolCall():
-            return {"type": "tool_use", "id": outward(part.id), "name": part.name, "input": arguments_json(part.arguments)}
+            return {
+                "type": "tool_use",
+                "id": outward(part.id),
+                "name": part.name,
+                "input": arguments_json(part.arguments),
+            }
         case _:
             assert_never(part)
 
@@ -95,7 +205,9 @@ def _event(kind: str, **fields: Json) -> bytes:
 
 @define(eq=False)
 class MessageStream:
-    """One answer as events. Blocks are numbered as they open; at most one is open, and a delta of another kind closes it."""
+    """One answer as events. Blocks are numbered as they open; at most one is open, and a delta of another
+    kind closes it.
+    """
 
     call: Call
     content_type: str = STREAM_TYPE
@@ -116,7 +228,11 @@ class MessageStream:
         match delta:
             case TextDelta(text):
                 self.shown = self.shown or bool(text)
-                return self._begun() + self._in_block("text") + self._delta({"type": "text_delta", "text": text}) if text else b""
+                return (
+                    self._begun() + self._in_block("text") + self._delta({"type": "text_delta", "text": text})
+                    if text
+                    else b""
+                )
             case ThinkingDelta(text):
                 return self._begun() + self._in_block("thinking") + self._thought(text) if text else b""
             case ToolCall():
@@ -126,39 +242,61 @@ class MessageStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """A ping; this API allows them anywhere, and its SDKs drop them before they look at the order of events."""
+        """A ping; this API allows them anywhere, and its SDKs drop them before they look at the order of
+        events.
+        """
         return _event("ping")
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-        return begun + self._close() + _event("message_delta", delta=_stop(answers[0]), usage=usage_json(usage)) + _event("message_stop")
+        return (
+            begun
+            + self._close()
+            + _event("message_delta", delta=_stop(answers[0]), usage=usage_json(usage))
+            + _event("message_stop")
+        )
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Break the connection while nothing is shown: Claude Code then asks the same again, streamed. Later it would keep the half text and
-        add a message about it, so an `error` event tells it to drop the half: it asks the same again, unstreamed."""
-        return event(errors.body(fault), name="error") if self.shown else None
+        """Break the connection while nothing is shown: Claude Code then asks the same again, streamed. Later
+        it would keep the half text and add a message about it, so an `error` event tells it to drop the half:
+        it asks the same again, unstreamed.
+        """
+        return event(error_body(fault), name="error") if self.shown else None
 
     def _begun(self) -> bytes:
-        return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
+        # nothing when `start` was called, as it should be
+        return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _in_block(self, kind: Literal["text", "thinking"]) -> bytes:
         if self.open == kind:
             return b""
         closed, self.open = self._close(), kind
-        empty: Json = {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+        empty: Json = (
+            {"type": "text", "text": ""}
+            if kind == "text"
+            else {"type": "thinking", "thinking": "", "signature": ""}
+        )
         return closed + _event("content_block_start", index=self.index, content_block=empty)
 
     def _close(self) -> bytes:
         if self.open is None:
             return b""
-        signed = self._delta({"type": "signature_delta", "signature": self.call.signature}) if self.open == "thinking" else b""
+        signed = (
+            self._delta({"type": "signature_delta", "signature": self.call.signature})
+            if self.open == "thinking"
+            else b""
+        )
         self.open = None
         return signed + self._stop_block()
 
     def _tool_use(self, call: ToolCall) -> bytes:
         empty: Json = {"type": "tool_use", "id": outward(call.id), "name": call.name, "input": {}}
         started = _event("content_block_start", index=self.index, content_block=empty)
-        return started + self._delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"}) + self._stop_block()
+        return (
+            started
+            + self._delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"})
+            + self._stop_block()
+        )
 
     def _thought(self, text: str) -> bytes:
         return self._delta({"type": "thinking_delta", "thinking": text}) if shows_thinking(self.call) else b""

@@ -1,18 +1,19 @@
 """Google generateContent: what Gemini CLI speaks, and Qwen Code, Pi and opencode when told to.
 
-`shapes` is the JSON we take (`names` spells its fields, `schemas` its schemas), `contents`, `tools` and `read` make a conversation of it,
-`write` an answer, `ids` reads our ids, `errors` a fault; this file only ties them together.
+`shapes` is the JSON we take (`names` spells its fields, `schemas` its schemas), `contents`, `tools` and
+`read` make a conversation of it, `write` an answer, `ids` reads our ids, `errors` a fault; this file only
+ties them together.
 """
 
 from collections.abc import Sequence
 
 from attrs import frozen
 
-from polarnode.conversation import Answer, Json, ModelRequest, Usage
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
 from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
-from polarnode.providers.google import errors, write
+from polarnode.providers.google import write
 from polarnode.providers.google.read import read
-from polarnode.wire import dump_json
 
 
 @frozen
@@ -34,7 +35,7 @@ class Google:
         return write.ContentStream(call, call.request.extras.get("sse") is not False)
 
     def error(self, fault: Fault) -> Reply:
-        return errors.error(fault)
+        return write.error(fault)
 
     def count(self, tokens: int) -> bytes | None:
         return dump_json({"totalTokens": tokens})

@@ -1,41 +1,436 @@
-"""Google generateContent: a request into a conversation, its tools and how to sample.
+"""Google: its contents into our messages, which are flat.
 
-The rule: no field we do not know is ever a reason to refuse; it is reported as ignored. What the path says (the model's name, whether to
-stream) is in the envelope, because this API's body does not say it.
+The rules: the order of a user content's parts is kept, a functionResponse becoming a message of its own;
+model contents in a row are one turn (the SDK's chats keep every chunk of a stream as a content), while user
+contents stay one to one, so that a history that is only appended to reads as one that is only appended to. A
+result answers the call whose id it has, else the first open call of its name.
+
+Google: its schema language (a cut of OpenAPI 3.0 with types in capitals) into JSON Schema, which templates
+show and engines enforce.
+
+The rule for whoever edits it: the client's key order is kept, because a prompt is made of it, and the same
+schema always becomes the same text. What is JSON Schema already passes through unchanged. Both languages
+stand in every field, whatever its name: many clients write JSON Schema into `parameters`, and Gemini CLI's
+router writes types in capitals into `responseJsonSchema`.
+
+Google: its tools, and which of them the model is to call.
+
+The rule: what runs on Google's servers (googleSearch, codeExecution, urlContext …) is never shown to the
+model; `names` reports it as ignored.
+
+Google generateContent: a request into a conversation, its tools and how to sample.
+
+The rule: no field we do not know is ever a reason to refuse; it is reported as ignored. What the path says
+(the model's name, whether to stream) is in the envelope, because this API's body does not say it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 from urllib.parse import parse_qs
 
-from polarnode.conversation import Constraint, Conversation, Json, ModelRequest, Sampling
-from polarnode.errors import Refused
+from attrs import define, field
+
+from polarnode.core.codec.json import structure
+from polarnode.core.conversation import (
+    Constraint,
+    Conversation,
+    Json,
+    Message,
+    ModelRequest,
+    Sampling,
+    Tool,
+    ToolCall,
+)
+from polarnode.core.errors import Refused
 from polarnode.providers.contract import JSON_TYPE, Envelope
-from polarnode.providers.google.contents import RAN_CODE, messages, ran_code
-from polarnode.providers.google.names import camel, respelled
-from polarnode.providers.google.schemas import json_schema
-from polarnode.providers.google.shapes import Content, CountRequest, GenerateRequest, GenerationConfig, ThinkingConfig, Tool
-from polarnode.providers.google.tools import tool_choice, tools
-from polarnode.providers.shapes import compact, read_value
+from polarnode.providers.google import shapes
+from polarnode.providers.google.shapes import (
+    CodeExecutionResult,
+    Content,
+    CountRequest,
+    ExecutableCode,
+    FunctionCall,
+    FunctionResponse,
+    GenerateRequest,
+    GenerationConfig,
+    Part,
+    ResponsePart,
+    ThinkingConfig,
+    camel,
+    parts,
+    respelled,
+)
+from polarnode.providers.google.write import inward, of_signature
+from polarnode.providers.shapes import compact, not_text, paragraphs, read_value, unseen
 from polarnode.providers.volatile import without_volatile
-from polarnode.wire import structure
+
+# ── contents ────────────────────────────────────────────────────────────
+
+_ROLES = {
+    None: "user",
+    "": "user",
+    "user": "user",
+    "function": "user",
+    "tool": "user",
+    "model": "model",
+    "assistant": "model",
+    "system": "system",
+}
+# What Google says a result is: the whole object, unless it says its output by this name. `result` is what its
+# SDKs' automatic calling writes.
+_OUTPUTS = ("output", "result")
+
+RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
+
+
+def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple[Message, ...]:
+    """The whole conversation: the system instruction first, when there is one."""
+    head = (
+        system
+        if isinstance(system, str)
+        else paragraphs(map(_shown, parts(system.parts)))
+        if system is not None
+        else ""
+    )
+    reader = _Reader([Message(role="system", text=head)] if head else [])
+    for index, content in enumerate(contents):
+        try:
+            reader.read(content)
+        except Refused as error:
+            where = f"$.contents[{index}]"
+            raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
+    return tuple(reader.found)
+
+
+def ran_code(contents: Iterable[Content]) -> bool:
+    """Whether any part is code of Google's own tool, or its output."""
+    return any(
+        part.executableCode is not None or part.codeExecutionResult is not None
+        for content in contents
+        for part in parts(content.parts)
+    )
+
+
+@define(eq=False)
+class _Reader:
+    """One pass over the contents. `open` are the calls of the latest model turn that have no result yet;
+    `calls` counts all there were.
+    """
+
+    found: list[Message]
+    open: list[ToolCall] = field(factory=list)
+    calls: int = 0
+
+    def read(self, content: Content) -> None:
+        match _ROLES.get(content.role):
+            case "user":
+                self._user(content)
+            case "model":
+                self._model(content)
+            case "system":
+                self.found.append(Message(role="system", text=paragraphs(map(_shown, parts(content.parts)))))
+            case _:
+                raise Refused(f"the role must be 'user' or 'model', not {content.role!r}", path="$.role")
+
+    def _user(self, content: Content) -> None:
+        texts: list[str] = []
+        told = len(self.found)
+        for part in parts(content.parts):
+            if part.functionResponse is None:
+                texts.append(_shown(part))
+                continue
+            self._tell(texts)
+            texts = []
+            self.found.append(self._result(part.functionResponse))
+        if texts or len(self.found) == told:  # one to one, even for nothing
+            self.found.append(Message(role="user", text=paragraphs(texts)))
+
+    def _tell(self, texts: list[str]) -> None:
+        if texts:
+            self.found.append(Message(role="user", text=paragraphs(texts)))
+
+    def _result(self, response: FunctionResponse) -> Message:
+        return Message(role="tool", text=result_text(response), call_id=self._answered(response))
+
+    def _answered(self, response: FunctionResponse) -> str:
+        """The id of the call this answers. Some clients leave ids out, of calls as of results; they keep
+        names and order.
+        """
+        said = inward(response.id or "", response.name)
+        for fits in (lambda call: call.id == said, lambda call: call.name == response.name):
+            for call in filter(fits, self.open):
+                self.open.remove(call)
+                return call.id
+        return said or response.name
+
+    def _model(self, content: Content) -> None:
+        before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
+        said = self._said(parts(content.parts), 0 if before is None else len(before.calls))
+        if before is not None:
+            self.found[-1] = before.joined(said)
+            self.open += said.calls
+        else:
+            self.found.append(said)
+            self.open = list(said.calls)
+
+    def _said(self, said: tuple[Part, ...], earlier: int) -> Message:
+        """One content as a message; `earlier` calls of the same turn stand before it."""
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        refs: list[str] = []
+        for part in said:
+            if part.functionCall is not None:
+                signed = of_signature(part.thoughtSignature, earlier + len(calls))
+                calls.append(self._call(part.functionCall, signed))
+                refs.append(calls[-1].id if part.functionCall.id or signed else "")
+            elif part.thought:
+                thoughts.append(part.text or "")
+            else:
+                texts.append(_shown(part))
+            refs.append(part.thoughtSignature or "")
+        # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
+        return Message(
+            role="assistant",
+            text="".join(texts),
+            calls=tuple(calls),
+            thinking="".join(thoughts),
+            refs=_once(refs),
+        )
+
+    def _call(self, call: FunctionCall, signed: str | None) -> ToolCall:
+        """A call; one without an id gets the one it is signed with, or one by its place among all calls,
+        which later requests repeat.
+        """
+        self.calls += 1
+        call_id = inward(call.id, call.name) if call.id else signed or f"call_{self.calls}"
+        return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
+
+
+def result_text(response: FunctionResponse) -> str:
+    """A function's result as the model sees it: its output where that is all it says, a text as it is,
+    anything else as compact JSON.
+
+    So the same tool reads the same in every API; an `error` keeps its name, because that name is all that
+    says it is one.
+    """
+    said = response.response
+    if isinstance(said, dict):
+        said = _output_of(said, response.name)
+    return paragraphs((_plain(said), *map(_beside, response.parts or ())))
+
+
+def _beside(part: Part | ResponsePart) -> str:
+    """What stands beside a result."""
+    if part.fileData is not None:
+        return unseen("fileData")
+    return part.text or "" if part.inlineData is None else part.inlineData.told()
+
+
+def _output_of(said: dict[str, Json], name: str) -> Json:
+    if len(said) == 1:
+        return next((said[output] for output in _OUTPUTS if output in said), said)
+    if said.keys() == {"name", "content"} and said["name"] == name:
+        return said["content"]  # as the AI SDK (opencode) wraps it
+    return said
+
+
+def _plain(value: Json) -> str:
+    return value if isinstance(value, str) else "" if value is None else compact(value)
+
+
+def _shown(part: Part) -> str:
+    """A part as text."""
+    if part.executableCode is not None:
+        return _code(part.executableCode)
+    if part.codeExecutionResult is not None:
+        return _output(part.codeExecutionResult)
+    if part.inlineData is not None or part.fileData is not None:
+        return _beside(part)
+    if part.functionCall is not None or part.functionResponse is not None:
+        raise not_text("functionCall" if part.functionCall is not None else "functionResponse")
+    return part.text or ""
+
+
+def _code(code: ExecutableCode) -> str:
+    return f"```{(code.language or '').lower()}\n{code.code}\n```\n"
+
+
+def _output(result: CodeExecutionResult) -> str:
+    return f"```\n{result.output or ''}\n```\n"
+
+
+def _once(refs: Iterable[str]) -> tuple[str, ...]:
+    """Each reference once: all thoughts and calls of an answer carry the same signature."""
+    return tuple(dict.fromkeys(_nonempty(refs)))
+
+
+def _nonempty(refs: Iterable[str]) -> Iterator[str]:
+    yield from (ref for ref in refs if ref)
+
+
+# ── schemas ────────────────────────────────────────────────────────────
+
+_TYPES: Final = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
+_LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_ONE: Final = frozenset({"items", "additionalProperties", "not"})
+_WHOLE: Final = frozenset(
+    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+)
+_OWN: Final = frozenset({"nullable", "propertyOrdering"})  # Google's alone: read here, and no JSON Schema
+_KNOWN: Final = _LISTS | _MAPS | _ONE | _WHOLE | _OWN
+_NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # proto has no `$`
+# where null is a value; elsewhere it is proto's "not said"
+_NULLS: Final = frozenset({"default", "const", "example"})
+
+
+def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
+    """The schema as JSON Schema; Refused at `path` when it is nested too deeply to be read."""
+    try:
+        return _schema(schema)
+    except RecursionError:
+        raise Refused("the schema is nested too deeply: flatten it", path=path) from None
+
+
+def _schema(schema: Mapping[str, Json]) -> dict[str, Json]:
+    named = {_name(name): value for name, value in schema.items()}
+    found = {
+        name: _keyword(name, value)
+        for name, value in named.items()
+        if name not in _OWN and (value is not None or name in _NULLS)
+    }
+    if found.get("type") == "type_unspecified":
+        del found["type"]
+    return _or_null(found) if named.get("nullable") is True else found
+
+
+def _name(name: str) -> str:
+    """Keywords in one spelling; a name that is none of ours is left alone."""
+    spelled = camel(name)
+    return _NAMES.get(name) or (spelled if spelled in _KNOWN else name)
+
+
+def _keyword(name: str, value: Json) -> Json:
+    if name == "type":
+        return [_type(each) for each in value] if isinstance(value, list) else _type(value)
+    if name in _MAPS and isinstance(value, dict):
+        return {key: _inner(each) for key, each in value.items()}
+    if name in _LISTS and isinstance(value, list):
+        return [_inner(each) for each in value]
+    if name in _WHOLE and isinstance(value, str) and value.isdecimal():
+        return int(value)  # proto writes 64-bit numbers as strings
+    return _inner(value) if name in _ONE else value
+
+
+def _inner(value: Json) -> Json:
+    return _schema(value) if isinstance(value, dict) else value
+
+
+def _type(value: Json) -> Json:
+    return (
+        value.lower()
+        if isinstance(value, str) and (value.upper() in _TYPES or value == "TYPE_UNSPECIFIED")
+        else value
+    )
+
+
+def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
+    """The schema, or null: said with the type where there is one, else as one more alternative."""
+    kinds, alternatives, words = schema.get("type"), schema.get("anyOf"), schema.get("enum")
+    if isinstance(kinds, str) and kinds != "null":
+        schema["type"] = [kinds, "null"]
+        if isinstance(words, list) and None not in words:
+            schema["enum"] = [*words, None]
+    elif isinstance(alternatives, list):
+        schema["anyOf"] = [*alternatives, {"type": "null"}]
+    return schema
+
+
+# ── tools ────────────────────────────────────────────────────────────
+
+
+def tools(said: tuple[shapes.Tool, ...]) -> tuple[Tool, ...]:
+    """Every function, in order."""
+    return tuple(
+        _tool(declaration, f"$.tools[{index}].functionDeclarations[{place}]")
+        for index, shape in enumerate(said)
+        for place, declaration in enumerate(shape.functionDeclarations or ())
+    )
+
+
+def _tool(declaration: shapes.Declaration, path: str) -> Tool:
+    return Tool(
+        name=declaration.name,
+        description=declaration.description or "",
+        parameters=_parameters(declaration, path),
+    )
+
+
+def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
+    if declaration.parametersJsonSchema is not None:
+        return json_schema(declaration.parametersJsonSchema, f"{path}.parametersJsonSchema")
+    return json_schema(declaration.parameters or {}, f"{path}.parameters")
+
+
+def tool_choice(config: shapes.ToolConfig | None, known: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
+    """What the model must call, in the house's words, and sentences on what of it can not be said there."""
+    calling = config.functionCallingConfig if config is not None else None
+    if calling is None:
+        return "auto", ()
+    names = calling.allowedFunctionNames or ()
+    _check(names, known)
+    subset = (
+        (
+            f"only {', '.join(names)} may be called, as the request says: the model is shown all tools and"
+            " not held to these"
+        ),
+    )
+    match (calling.mode or "AUTO").upper():
+        case "AUTO" | "MODE_UNSPECIFIED":
+            return "auto", ()
+        case "VALIDATED":
+            return "auto", subset if names else ()
+        case "NONE":
+            return "none", ()
+        case "ANY":
+            return (names[0], ()) if len(names) == 1 else ("required", subset if names else ())
+        case other:
+            path = "$.toolConfig.functionCallingConfig.mode"
+            raise Refused(f"mode must be one of AUTO, ANY, NONE, VALIDATED, not {other!r}", path=path)
+
+
+def _check(names: tuple[str, ...], known: tuple[Tool, ...]) -> None:
+    for index, name in enumerate(names):
+        if all(tool.name != name for tool in known):
+            path = f"$.toolConfig.functionCallingConfig.allowedFunctionNames[{index}]"
+            raise Refused(
+                f"allowedFunctionNames has {name!r}, which is not among the functions: declare it", path=path
+            )
+
+
+# ── read ────────────────────────────────────────────────────────────
 
 ENUM = "text/x.enum"  # Google's own: one of the schema's words, without quotes
-_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")  # not `re.escape`, which also escapes what other engines' regexes have no escape for
+# not `re.escape`, which also escapes what other engines' regexes have no escape for
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """A generateContent body, or a countTokens body of either form. Refused with the path of the field."""
     request, ignored = _request(body)
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
-    known = tools((request.tools,) if isinstance(request.tools, Tool) else request.tools or ())
+    known = tools((request.tools,) if isinstance(request.tools, shapes.Tool) else request.tools or ())
     choice, notes = tool_choice(request.toolConfig, known)
     config = request.generationConfig or GenerationConfig()
     said, volatile = without_volatile(messages(request.systemInstruction, contents))
     return ModelRequest(
         provider="google",
         model=envelope.model or (request.model or "").removeprefix("models/"),
-        conversation=Conversation(messages=said, tools=known, tool_choice=choice, thinking=_thinking(config.thinkingConfig)),
+        conversation=Conversation(
+            messages=said, tools=known, tool_choice=choice, thinking=_thinking(config.thinkingConfig)
+        ),
         sampling=_sampling(config),
         stream=bool(envelope.stream),
         hints=_hints(envelope.headers),
@@ -44,7 +439,10 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         constraint=_constraint(config),
         choices=config.candidateCount or 1,
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
-        extras={"thoughts": bool(config.thinkingConfig and config.thinkingConfig.includeThoughts), "sse": _sse(envelope.query)},
+        extras={
+            "thoughts": bool(config.thinkingConfig and config.thinkingConfig.includeThoughts),
+            "sse": _sse(envelope.query),
+        },
     )
 
 
@@ -63,7 +461,9 @@ def _sse(query: str) -> bool:
 
 
 def _thinking(config: ThinkingConfig | None) -> bool | None:
-    """Whether to think, where the client says so: a budget of none or of some. A level leaves it to the template."""
+    """Whether to think, where the client says so: a budget of none or of some. A level leaves it to the
+    template.
+    """
     if config is None or config.thinkingBudget is None or config.thinkingBudget < 0:
         return None
     return config.thinkingBudget > 0
@@ -74,7 +474,8 @@ def _sampling(config: GenerationConfig) -> Sampling:
     return Sampling(
         temperature=config.temperature,
         top_p=config.topP or None,
-        top_k=1 if greedy else config.topK if config.topK and config.topK > 0 else None,  # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean "all tokens"
+        top_k=1 if greedy else config.topK if config.topK and config.topK > 0 else None,
         max_tokens=config.maxOutputTokens or None,
         stop=config.stopSequences or (),
         seed=config.seed,
@@ -88,7 +489,12 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
     json = config.responseJsonSchema
     path = "$.generationConfig." + ("responseSchema" if json is None else "responseJsonSchema")
     schema = config.responseSchema if json is None else json
-    kind = (config.responseMimeType or ("text/plain" if schema is None else JSON_TYPE)).partition(";")[0].strip().lower()
+    kind = (
+        (config.responseMimeType or ("text/plain" if schema is None else JSON_TYPE))
+        .partition(";")[0]
+        .strip()
+        .lower()
+    )
     match kind:
         case "text/plain":
             return None
@@ -98,9 +504,14 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
             words = (schema or {}).get("enum")
             if not isinstance(words, list) or not words:
                 raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
-            return Constraint(kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words))
+            return Constraint(
+                kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words)
+            )
         case _:
-            raise Refused(f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}", path="$.generationConfig.responseMimeType")
+            raise Refused(
+                f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}",
+                path="$.generationConfig.responseMimeType",
+            )
 
 
 def _text(schema: Mapping[str, Json], path: str) -> str:
@@ -111,6 +522,12 @@ def _text(schema: Mapping[str, Json], path: str) -> str:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks: this API has no field for it; opencode gives a sub-agent its own session id and its parent's in every API."""
+    """Who asks: this API has no field for it; opencode gives a sub-agent its own session id and its parent's
+    in every API.
+    """
     session, parent = headers.get("x-session-id") or "", headers.get("x-parent-session-id") or ""
-    return {"session": session, "agent": session if parent else "", "parent": parent} if session or parent else {}
+    return (
+        {"session": session, "agent": session if parent else "", "parent": parent}
+        if session or parent
+        else {}
+    )

@@ -1,29 +1,177 @@
-"""Google generateContent: an answer, whole, as server-sent events, or as a JSON array that comes piece by piece.
+"""Google: how our tool-call ids come back on this wire.
 
-The rules: parts stand in the order they were sampled; a call is one part, whole; a chunk without anything to say has an empty text, because
-the official SDK drops a chat's turn from its history over a content without parts, and Gemini CLI a finished answer over a comment. Thoughts
-are shown only to who asked for them (`includeThoughts`), and counted for everyone.
+They go out as the house minted them (`call_…`). Gemini CLI can be set to keep its own book of contexts, and
+then puts the function's name and two underscores before every id; other clients drop ids and keep the
+signature beside the call. Both are read back to the id that was minted, letter for letter. An id of another
+kind (the ones Gemini CLI invents, another server's history) passes unchanged.
+
+Google: what a fault is called, in the shape of google.rpc.Status that its SDKs and Gemini CLI read.
+
+Whoever changes a row should know what Gemini CLI (0.61, tried) does on its status: 429 and 5xx are tried ten
+times over 200 s, every other 4xx ends it at once with exit code 1, a long context too. `RetryInfo` is the
+least it waits (5 s, doubling, without one); over 300 s it gives up at once, and so it does where a message
+says its limit is 0 or its capacity exhausted. The header it does not read.
+
+Google generateContent: an answer, whole, as server-sent events, or as a JSON array that comes piece by piece.
+
+The rules: parts stand in the order they were sampled; a call is one part, whole; a chunk without anything to
+say has an empty text, because the official SDK drops a chat's turn from its history over a content without
+parts, and Gemini CLI a finished answer over a comment. Thoughts are shown only to who asked for them
+(`includeThoughts`), and counted for everyone.
 """
 
+import re
+from base64 import b64decode
+from binascii import Error as NotBase64
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import assert_never, cast
 
 import orjson
-from attrs import define, field
+from attrs import define, field, frozen
 
-from polarnode.conversation import Answer, Delta, Json, Part, TextDelta, TextPart, ThinkingDelta, ThinkingPart, TokenLogprob, ToolCall, Usage
-from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Fault, LastWords
-from polarnode.providers.google import errors
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import (
+    Answer,
+    Delta,
+    Json,
+    Part,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingPart,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from polarnode.providers.contract import (
+    JSON_TYPE,
+    RETRY_AFTER_S,
+    STREAM_TYPE,
+    TRIED_AGAIN,
+    Call,
+    Fault,
+    FaultKind,
+    LastWords,
+    Reply,
+    error_reply,
+    event,
+)
 from polarnode.providers.shapes import strict_json
-from polarnode.providers.sse import event
-from polarnode.wire import dump_json
+
+# ── ids ────────────────────────────────────────────────────────────
+
+_OURS = re.compile(r"call_[0-9a-f]{16,}")
+# what we sign with, and what the id of each call of the turn begins with
+_REFERENCE = re.compile(rb"[0-9a-f]{16}")
+
+
+def inward(call_id: str, name: str) -> str:
+    """The id as the house minted it."""
+    bare = call_id.removeprefix(f"{name}__")
+    return bare if _OURS.fullmatch(bare) else call_id
+
+
+def of_signature(signature: str | None, place: int) -> str | None:
+    """The id of a turn's call at `place`, from 0, by its signature alone; None when that is not ours. Whether
+    it is true is not judged here.
+    """
+    try:
+        said = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
+    except (NotBase64, ValueError):
+        return None
+    return f"call_{said.decode()}{place:02x}" if _REFERENCE.fullmatch(said) else None
+
+
+# ── errors ────────────────────────────────────────────────────────────
+
+_RPC = "type.googleapis.com/google.rpc."
+
+
+@frozen
+class Row:
+    """One row of the table: HTTP status and the canonical code of google.rpc."""
+
+    status: int
+    code: str
+
+
+def row(kind: FaultKind) -> Row:
+    """The table. google.rpc has no word for 405, 410 and 413; the nearest is taken that says the same to a
+    reader.
+    """
+    match kind:
+        case "bad_request" | "context_too_long":
+            return Row(400, "INVALID_ARGUMENT")
+        case "budget_spent":
+            return Row(400, "FAILED_PRECONDITION")
+        case "unauthorized":
+            return Row(401, "UNAUTHENTICATED")
+        case "not_found":
+            return Row(404, "NOT_FOUND")
+        case "method_not_allowed":
+            return Row(405, "UNIMPLEMENTED")
+        case "session_over":
+            return Row(410, "NOT_FOUND")
+        case "overloaded":
+            return Row(429, "RESOURCE_EXHAUSTED")
+        case "engine_failed":
+            return Row(500, "INTERNAL")
+        case "cancelled":
+            return Row(503, "UNAVAILABLE")
+        case "too_large":
+            return Row(413, "INVALID_ARGUMENT")
+        case _:
+            assert_never(kind)
+
+
+def message(fault: Fault) -> str:
+    """The fault's sentence, behind its path unless it names it itself; a long context in Google's own
+    words.
+    """
+    if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
+        return (
+            f"The input token count ({fault.prompt_tokens}) exceeds the maximum number of tokens allowed"
+            f" ({fault.limit})."
+        )
+    field = (fault.path or "$").removeprefix("$").removeprefix(".")
+    return f"{field}: {fault.message}" if field and not fault.message.startswith(field) else fault.message
+
+
+def error_body(fault: Fault) -> Json:
+    """The error object, the same in a reply and in a stream."""
+    found = row(fault.kind)
+    error: dict[str, Json] = {"code": found.status, "message": message(fault), "status": found.code}
+    details = _details(fault)
+    return {"error": error | {"details": details} if details else error}
+
+
+def _details(fault: Fault) -> list[Json]:
+    if fault.kind in TRIED_AGAIN:
+        return [{"@type": f"{_RPC}RetryInfo", "retryDelay": f"{fault.retry_after_s or RETRY_AFTER_S}s"}]
+    if fault.path is not None:
+        return [
+            {
+                "@type": f"{_RPC}BadRequest",
+                "fieldViolations": [{"field": fault.path.removeprefix("$."), "description": fault.message}],
+            }
+        ]
+    return []
+
+
+def error(fault: Fault) -> Reply:
+    return error_reply(row(fault.kind).status, error_body(fault), fault)
+
+
+# ── write ────────────────────────────────────────────────────────────
 
 NOTHING: Json = {"text": ""}
 
 
 def finish_reason(answer: Answer) -> str:
-    """Why it ended. This API has no word for calls or stop strings; calls win, as in every dialect, because Gemini CLI ends on MAX_TOKENS."""
+    """Why it ended. This API has no word for calls or stop strings; calls win, as in every dialect, because
+    Gemini CLI ends on MAX_TOKENS.
+    """
     if answer.calls:
         return "STOP"
     match answer.finish_reason:
@@ -36,7 +184,9 @@ def finish_reason(answer: Answer) -> str:
 
 
 def usage_json(usage: Usage) -> Json:
-    """`candidatesTokenCount` is without the thoughts, as this API counts; `promptTokenCount` with what came from the cache."""
+    """`candidatesTokenCount` is without the thoughts, as this API counts; `promptTokenCount` with what came
+    from the cache.
+    """
     return {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.completion_tokens - usage.thinking_tokens,
@@ -47,9 +197,11 @@ def usage_json(usage: Usage) -> Json:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's arguments: the very text that was sampled, set into the body unread, so that no number is rounded and nothing is too deep.
+    """A call's arguments: the very text that was sampled, set into the body unread, so that no number is
+    rounded and nothing is too deep.
 
-    This API's clients take objects only. What is none stands under `input`: the harness's own check of its tool's arguments then tells the model.
+    This API's clients take objects only. What is none stands under `input`: the harness's own check of its
+    tool's arguments then tells the model.
     """
     text = arguments.strip() or "{}"
     try:
@@ -75,9 +227,13 @@ def part_json(part: Part, signature: str) -> Json:
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
-    """`logprobsResult`. A token that is part of a letter is shown with U+FFFD, as this API has no field for bytes."""
+    """`logprobsResult`. A token that is part of a letter is shown with U+FFFD, as this API has no field for
+    bytes.
+    """
     chosen: list[Json] = [_token(token.data, token.logprob) for token in tokens]
-    top: list[Json] = [{"candidates": [_token(other.data, other.logprob) for other in token.top]} for token in tokens]
+    top: list[Json] = [
+        {"candidates": [_token(other.data, other.logprob) for other in token.top]} for token in tokens
+    ]
     return {"logprobsResult": {"topCandidates": top, "chosenCandidates": chosen}}
 
 
@@ -85,7 +241,9 @@ def _token(data: bytes, logprob: float) -> Json:
     return {"token": data.decode(errors="replace"), "logProbability": logprob}
 
 
-def candidate_json(parts: list[Json], index: int, *, logprobs: Sequence[TokenLogprob] = (), finish: str | None = None) -> Json:
+def candidate_json(
+    parts: list[Json], index: int, *, logprobs: Sequence[TokenLogprob] = (), finish: str | None = None
+) -> Json:
     candidate: dict[str, Json] = {"content": {"parts": parts or [NOTHING], "role": "model"}, "index": index}
     if finish is not None:
         candidate["finishReason"] = finish
@@ -96,7 +254,11 @@ def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A GenerateContentResponse."""
     candidates: list[Json] = [
         candidate_json(
-            [part_json(part, call.signature) for part in answer.parts if shows_thoughts(call) or not isinstance(part, ThinkingPart)],
+            [
+                part_json(part, call.signature)
+                for part in answer.parts
+                if shows_thoughts(call) or not isinstance(part, ThinkingPart)
+            ],
             index,
             logprobs=answer.logprobs,
             finish=finish_reason(answer),
@@ -120,7 +282,9 @@ def _timestamp(created: int) -> str:
 
 @define(eq=False)
 class ContentStream:
-    """One answer as chunks, each a GenerateContentResponse of its own. The counts stand in the first and in the last."""
+    """One answer as chunks, each a GenerateContentResponse of its own. The counts stand in the first and in
+    the last.
+    """
 
     call: Call
     sse: bool
@@ -139,42 +303,60 @@ class ContentStream:
         if self.started:
             return b""
         self.started = True
-        counts: Json = {"promptTokenCount": prompt_tokens, "totalTokenCount": prompt_tokens, "cachedContentTokenCount": cached_tokens}
+        counts: Json = {
+            "promptTokenCount": prompt_tokens,
+            "totalTokenCount": prompt_tokens,
+            "cachedContentTokenCount": cached_tokens,
+        }
         return self._chunk([candidate_json([], 0)], counts)
 
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
                 said: list[Json] = [{"text": text}]
-                return self._begun() + self._chunk([candidate_json(said, choice, logprobs=logprobs)]) if text or logprobs else b""
+                return (
+                    self._begun() + self._chunk([candidate_json(said, choice, logprobs=logprobs)])
+                    if text or logprobs
+                    else b""
+                )
             case ThinkingDelta(text):
-                return self._begun() + self._part(ThinkingPart(text), choice) if text and shows_thoughts(self.call) else b""
+                return (
+                    self._begun() + self._part(ThinkingPart(text), choice)
+                    if text and shows_thoughts(self.call)
+                    else b""
+                )
             case ToolCall():
                 return self._begun() + self._part(delta, choice)
             case _:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """An empty chunk; between the elements of an array, where a client reads no element twice, white space."""
+        """An empty chunk; between the elements of an array, where a client reads no element twice, white
+        space.
+        """
         return self._chunk([candidate_json([], 0)]) if self.sse else b"\r\n"
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-        last: list[Json] = [candidate_json([], index, finish=finish_reason(answer)) for index, answer in enumerate(answers)]
+        last: list[Json] = [
+            candidate_json([], index, finish=finish_reason(answer)) for index, answer in enumerate(answers)
+        ]
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
         """An error as Google itself puts it into a stream: bare JSON, no event, and then the end.
 
-        Its SDKs raise it, and Gemini CLI (0.61, tried) asks again, whatever it had shown. An event would be a chunk without a word to them; a
-        break ends Gemini CLI with exit code 1, with or without an error before it, because Node drops what is not read yet; a clean end alone
-        is asked again only after calls, and after a text it is a last word. Of an array the error is an element, and then it breaks.
+        Its SDKs raise it, and Gemini CLI (0.61, tried) asks again, whatever it had shown. An event would be a
+        chunk without a word to them; a break ends Gemini CLI with exit code 1, with or without an error
+        before it, because Node drops what is not read yet; a clean end alone is asked again only after calls,
+        and after a text it is a last word. Of an array the error is an element, and then it breaks.
         """
-        body = errors.body(fault)
+        body = error_body(fault)
         return LastWords(dump_json(body) + b"\n") if self.sse else self._element(body)
 
     def _begun(self) -> bytes:
-        return self.start(prompt_tokens=0, cached_tokens=0)  # nothing when `start` was called, as it should be
+        # nothing when `start` was called, as it should be
+        return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _part(self, part: Part, choice: int) -> bytes:
         return self._chunk([candidate_json([part_json(part, self.call.signature)], choice)])

@@ -1,13 +1,15 @@
-"""OpenAI Chat Completions: what mini-swe-agent, OpenHands, Qwen Code, Pi, opencode, OpenClaw and hermes speak.
+"""OpenAI Chat Completions: what mini-swe-agent, OpenHands, Qwen Code, Pi, opencode, OpenClaw and hermes
+speak.
 
-`shapes` is the JSON we take, `read` makes a conversation of it, `write` an answer; this file only ties them together.
+`shapes` is the JSON we take, `read` makes a conversation of it, `write` an answer; this file only ties them
+together.
 """
 
 from collections.abc import Sequence
 
 from attrs import frozen
 
-from polarnode.conversation import Answer, ModelRequest, Usage
+from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
 from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
 from polarnode.providers.openai_chat import write

@@ -1,15 +1,26 @@
-"""Chat Completions: a request's shapes into a conversation.
+"""Chat Completions: what an answer must match, as OpenAI, SGLang and vLLM (old and new) let a client say it.
 
-The rule: one message in, one message out, in order. What a client wrote is kept letter for letter; only the spelling goes (`developer` is
-`system`, part lists become text, null and "" and [] are the same). `refs` collect every opaque id of an assistant message, unjudged.
+The rule for whoever adds a spelling: a row of `_said`, with the path a client would look for.
+
+Chat Completions: whether to think, in the words of the several servers clients were written for.
+
+The rule for whoever adds a word: the first that says something wins, from the most to the least literal; an
+effort other than none leaves it to the template, which knows no efforts.
+
+Chat Completions: a request's shapes into a conversation.
+
+The rule: one message in, one message out, in order. What a client wrote is kept letter for letter; only the
+spelling goes (`developer` is `system`, part lists become text, null and "" and [] are the same). `refs`
+collect every opaque id of an assistant message, unjudged.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import assert_never
 
-from polarnode.conversation import Conversation, Json, Message, ModelRequest, Sampling
-from polarnode.providers.openai_chat.constraints import constraint
-from polarnode.providers.openai_chat.details import DETAILS, asked, detail_refs
+from polarnode.core.codec.json import read_json
+from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.core.errors import Refused
 from polarnode.providers.openai_chat.shapes import (
     AssistantMessage,
     ChatRequest,
@@ -17,6 +28,7 @@ from polarnode.providers.openai_chat.shapes import (
     MessageShape,
     NotTextPart,
     RefusalPart,
+    ResponseFormat,
     ResultContent,
     SystemMessage,
     TextPart,
@@ -24,10 +36,155 @@ from polarnode.providers.openai_chat.shapes import (
     UnseenPart,
     UserMessage,
 )
-from polarnode.providers.openai_chat.thinking import thinking, unused
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
-from polarnode.providers.shapes import as_tuple, not_text, paragraphs, read_body, unseen
+from polarnode.providers.openai_chat.write import DETAILS, asked, detail_refs
+from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_volatile
+
+# ── constraints ────────────────────────────────────────────────────────────
+
+_ANY_OBJECT = Constraint(kind="json_schema", text='{"type":"object"}')
+
+
+def constraint(request: ChatRequest) -> Constraint | None:
+    """What is asked of the answer; Refused when it is more than one thing."""
+    found = dict(_said(request))
+    if len(found) > 1:
+        first, second, *_ = found
+        raise Refused(
+            f"{first[2:]} and {second[2:]} both say what the answer must match: send one", path=second
+        )
+    return next(iter(found.values()), None)
+
+
+def _said(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+    if request.response_format is not None and request.response_format.type != "text":
+        yield "$.response_format", _formatted(request.response_format)
+    yield from _schemas(request)
+    yield from _grammars(request)
+
+
+def _schemas(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+    new = request.structured_outputs
+    if new is not None and new.json_object:
+        yield "$.structured_outputs.json_object", _ANY_OBJECT
+    said = {
+        "$.json_schema": request.json_schema,
+        "$.guided_json": request.guided_json,
+        "$.structured_outputs.json": new.json if new is not None else None,
+    }
+    for path, schema in said.items():
+        if schema is not None:
+            yield path, Constraint(kind="json_schema", text=_schema_text(schema, path))
+
+
+def _grammars(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+    new = request.structured_outputs
+    regexes = {
+        "$.regex": request.regex,
+        "$.guided_regex": request.guided_regex,
+        "$.structured_outputs.regex": new.regex if new else None,
+    }
+    grammars = {
+        "$.ebnf": request.ebnf,
+        "$.guided_grammar": request.guided_grammar,
+        "$.structured_outputs.grammar": new.grammar if new else None,
+    }
+    choices = {
+        "$.guided_choice": request.guided_choice,
+        "$.structured_outputs.choice": new.choice if new else None,
+    }
+    yield from (
+        (path, Constraint(kind="regex", text=_some(text, path)))
+        for path, text in regexes.items()
+        if text is not None
+    )
+    yield from (
+        (path, Constraint(kind="ebnf", text=_some(text, path)))
+        for path, text in grammars.items()
+        if text is not None
+    )
+    yield from (
+        (path, Constraint(kind="ebnf", text=_one_of(words, path)))
+        for path, words in choices.items()
+        if words is not None
+    )
+
+
+def _formatted(shape: ResponseFormat) -> Constraint:
+    schema = (
+        shape.json_schema.schema if shape.type == "json_schema" and shape.json_schema is not None else None
+    )
+    return _ANY_OBJECT if schema is None else Constraint(kind="json_schema", text=compact(schema))
+
+
+def _schema_text(said: dict[str, Json] | str, path: str) -> str:
+    """A schema, or the JSON text of one."""
+    try:
+        schema = read_json(said.encode(errors="replace")) if isinstance(said, str) else said
+    except Refused as error:
+        raise Refused(f"{path[2:]} is no JSON schema: {error}", path=path) from None
+    if not isinstance(schema, dict | bool):
+        raise Refused(f"{path[2:]} is no JSON schema: send an object", path=path)
+    return compact(schema)
+
+
+def _some(text: str, path: str) -> str:
+    if not text:
+        raise Refused(f"{path[2:]} is empty: leave it out, or say what the answer must match", path=path)
+    return text
+
+
+def _one_of(words: tuple[str, ...], path: str) -> str:
+    if not words or "" in words:
+        raise Refused(f"{path[2:]} must hold at least one word, and none that is empty", path=path)
+    return "root ::= " + " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
+
+
+# ── thinking ────────────────────────────────────────────────────────────
+
+_TEMPLATE = ("enable_thinking", "thinking")  # Qwen's and GLM's word, and DeepSeek's
+_TYPES = {"enabled": True, "disabled": False}
+
+
+def thinking(request: ChatRequest) -> bool | None:
+    """Whether the client wants thinking; None where it does not say."""
+    return next((said for said in _requested(request) if said is not None), None)
+
+
+def unused(request: ChatRequest) -> Iterator[str]:
+    """The paths of what was said of thinking and of the template, and not used."""
+    if request.reasoning_effort not in (None, "none"):
+        yield "$.reasoning_effort"
+    if request.reasoning is not None and request.reasoning.effort not in (None, "none"):
+        yield "$.reasoning.effort"
+    yield from (
+        f"$.chat_template_kwargs.{name}"
+        for name in request.chat_template_kwargs or {}
+        if name not in _TEMPLATE
+    )
+
+
+def _requested(request: ChatRequest) -> Iterator[bool | None]:
+    yield request.enable_thinking
+    for name in _TEMPLATE:
+        yield _flag(request, name)
+    yield _TYPES.get(request.thinking.type or "") if request.thinking is not None else None
+    if request.reasoning is not None:
+        yield request.reasoning.enabled
+        yield False if request.reasoning.effort == "none" else None
+    yield False if request.reasoning_effort == "none" else None
+
+
+def _flag(request: ChatRequest, name: str) -> bool | None:
+    said = (request.chat_template_kwargs or {}).get(name)
+    if said is None or isinstance(said, bool):
+        return said
+    path = f"$.chat_template_kwargs.{name}"
+    raise Refused(f"{path[2:]} must be true or false or null, not {said!r}", path=path)
+
+
+# ── read ────────────────────────────────────────────────────────────
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> ModelRequest:
@@ -36,7 +193,9 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
     listed = read_tools(request.tools or ())
     messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
     choice = read_choice(request.tool_choice, listed.tools)
-    conversation = Conversation(messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request))
+    conversation = Conversation(
+        messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request)
+    )
     return ModelRequest(
         provider="openai_chat",
         model=model or request.model,
@@ -76,7 +235,8 @@ def _assistant(shape: AssistantMessage) -> Message:
     calls = tuple(read_call(call) for call in shape.tool_calls or ())
     return Message(
         role="assistant",
-        text="".join(_texts(shape.content)) + (shape.refusal or ""),  # our own answer's parts, so joined as `Answer.text` joins them
+        # our own answer's parts, so joined as `Answer.text` joins them
+        text="".join(_texts(shape.content)) + (shape.refusal or ""),
         calls=calls,
         thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
         refs=tuple(call.id for call in calls if call.id) + tuple(detail_refs(shape.reasoning_details)),
@@ -118,7 +278,8 @@ def _sampling(request: ChatRequest) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k if request.top_k and request.top_k > 0 else None,  # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean "all tokens"
+        top_k=request.top_k if request.top_k and request.top_k > 0 else None,
         min_p=request.min_p,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         stop=as_tuple(request.stop),
@@ -130,9 +291,13 @@ def _sampling(request: ChatRequest) -> Sampling:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks: opencode gives a sub-agent its own session id and its parent's; OpenHands names its conversation."""
+    """Who asks: opencode gives a sub-agent its own session id and its parent's; OpenHands names its
+    conversation.
+    """
     session = headers.get("x-session-id") or headers.get("x-litellm-session-id") or ""
     parent = headers.get("x-parent-session-id") or ""
     if not session and not parent:
         return {}
-    return {"session": session, "agent": session if parent else "", "parent": parent} | ({"kind": "subagent"} if parent else {})
+    return {"session": session, "agent": session if parent else "", "parent": parent} | (
+        {"kind": "subagent"} if parent else {}
+    )

@@ -1,21 +1,33 @@
 """Chat Completions: the JSON we take, as attrs classes. Unknown fields are taken everywhere and left unread.
 
-What a model would have to see and can not (images, sound) or a client would wait for and not get (spoken answers, the old function_call
-API) is refused by a validator; what only decorates is left out of the class. Tools have their own module.
+What a model would have to see and can not (images, sound) or a client would wait for and not get (spoken
+answers, the old function_call API) is refused by a validator; what only decorates is left out of the class.
+Tools have their own module.
 """
 
 from typing import Any, Literal
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.providers.openai_chat.tools import CallShape, ToolChoice, ToolShape
-from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, seed_fits, some, text_only, unserved, within
+from polarnode.providers.shapes import (
+    above_zero,
+    at_least,
+    no_empty_strings,
+    seed_fits,
+    some,
+    text_only,
+    unserved,
+    within,
+)
 
 _OLD_CALLS = "the function_call API of old is not served: use tools and tool_calls"
 
-CHOICES = 8  # each holds the engine's memory until the last is done; whoever wants many answers to a task asks for `num_samples`
+# each holds the engine's memory until the last is done; whoever wants many answers to a task asks for
+# `num_samples`
+CHOICES = 8
 ALTERNATIVES = 20  # OpenAI's own limit
 
 
@@ -66,7 +78,9 @@ class UserMessage:
 
 @frozen
 class AssistantMessage:
-    """Thinking comes back as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter), or not at all."""
+    """Thinking comes back as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter),
+    or not at all.
+    """
 
     role: Literal["assistant"]
     content: Content = None
@@ -121,7 +135,10 @@ class SchemaShape:
 
 def _known_format(_: object, __: object, value: str) -> None:
     if value not in ("text", "json_object", "json_schema"):
-        raise Refused(f"response_format {value!r} is not served: use 'json_schema', 'json_object' or 'text'", path="$.type")
+        raise Refused(
+            f"response_format {value!r} is not served: use 'json_schema', 'json_object' or 'text'",
+            path="$.type",
+        )
 
 
 def _with_schema(shape: Any, _: object, value: SchemaShape | None) -> None:
@@ -156,7 +173,8 @@ Stop = str | tuple[str, ...] | None
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are OpenAI's, `top_k` … are SGLang's.
+    """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are
+    OpenAI's, `top_k` … are SGLang's.
 
     What an answer must match is said in OpenAI's way or in SGLang's and vLLM's, old and new.
     """

@@ -1,17 +1,17 @@
 """Chat Completions: tools, and calls of them, both ways.
 
-A custom (freeform) tool is shown to the model as a function of one string, `input`; its `spelling` is how the writer knows to answer a call
-of it as custom, and the reader makes the same of an echoed one. A tool of any other type runs on a server of its own: the model can not call
-it, and its path is named.
+A custom (freeform) tool is shown to the model as a function of one string, `input`; its `spelling` is how the
+writer knows to answer a call of it as custom, and the reader makes the same of an echoed one. A tool of any
+other type runs on a server of its own: the model can not call it, and its path is named.
 """
 
 from typing import Literal, TypeVar, assert_never
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json, Tool, ToolCall
-from polarnode.errors import Refused
-from polarnode.providers import freeform
+from polarnode.core.conversation import Json, Tool, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers import openai
 from polarnode.providers.shapes import compact
 
 T = TypeVar("T")
@@ -38,7 +38,9 @@ def _one_of_both(shape: "CallShape", _: object, value: CustomCall | None) -> Non
 
 @frozen
 class CallShape:
-    """One class, as many clients leave the type out; Pi has none for a call that came without (harnesses.md 12, `noid`)."""
+    """One class, as many clients leave the type out; Pi has none for a call that came without (harnesses.md
+    12, `noid`).
+    """
 
     id: str | None = None
     function: FunctionCall | None = None
@@ -47,7 +49,9 @@ class CallShape:
 
 @frozen
 class FunctionShape:
-    """`strict` is the engine's to know where it can hold a call to its schema; it is named among what was not used."""
+    """`strict` is the engine's to know where it can hold a call to its schema; it is named among what was not
+    used.
+    """
 
     name: str
     description: str | None = None
@@ -105,7 +109,9 @@ class AllowedTools:
 
 @frozen
 class AllowedChoice:
-    """A subset of the tools: taken for its mode, as all tools are rendered and the subset can not be enforced by a prompt."""
+    """A subset of the tools: taken for its mode, as all tools are rendered and the subset can not be enforced
+    by a prompt.
+    """
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -116,7 +122,9 @@ ToolChoice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice
 
 @frozen(kw_only=True)
 class ToolList:
-    """The tools the model is shown, the paths of what was not used, and what a reader of the turn should know."""
+    """The tools the model is shown, the paths of what was not used, and what a reader of the turn should
+    know.
+    """
 
     tools: tuple[Tool, ...]
     ignored: tuple[str, ...]
@@ -130,11 +138,21 @@ def read_tools(shapes: tuple[ToolShape, ...]) -> ToolList:
         if shape.type == "function":
             function = _there(shape.function, f"{path}.function")
             ignored += [f"{path}.function.strict"] if function.strict else []
-            tools.append(Tool(name=function.name, description=function.description or "", parameters=function.parameters or {}))
+            tools.append(
+                Tool(
+                    name=function.name,
+                    description=function.description or "",
+                    parameters=function.parameters or {},
+                )
+            )
         elif shape.type == "custom":
             custom = _there(shape.custom, f"{path}.custom")
-            notes += [f"the grammar of tool {custom.name!r} is shown to the model, and nothing enforces it"] if _rule(custom) else []
-            tools.append(freeform.tool(custom.name, custom.description, _rule(custom)))
+            notes += (
+                [f"the grammar of tool {custom.name!r} is shown to the model, and nothing enforces it"]
+                if _rule(custom)
+                else []
+            )
+            tools.append(openai.tool(custom.name, custom.description, _rule(custom)))
         else:
             ignored.append(path)
     return ToolList(tools=tuple(tools), ignored=tuple(ignored), notes=tuple(notes))
@@ -148,7 +166,7 @@ def _there(shape: T | None, path: str) -> T:
 
 def _rule(shape: CustomShape) -> str:
     grammar = shape.format.grammar if shape.format is not None else None
-    return freeform.rule_of(grammar.definition, grammar.syntax or "grammar") if grammar is not None else ""
+    return openai.rule_of(grammar.definition, grammar.syntax or "grammar") if grammar is not None else ""
 
 
 def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
@@ -181,14 +199,28 @@ def read_call(shape: CallShape) -> ToolCall:
     """An echoed call; a custom one as the model made it."""
     if shape.function is None:
         made = shape.custom or CustomCall(name="")  # the shape takes none without either
-        return ToolCall(id=shape.id or "", name=made.name, arguments=freeform.arguments_of(made.input))
+        return ToolCall(id=shape.id or "", name=made.name, arguments=openai.arguments_of(made.input))
     said = shape.function.arguments
-    return ToolCall(id=shape.id or "", name=shape.function.name, arguments=said if isinstance(said, str) else compact(said or {}))
+    return ToolCall(
+        id=shape.id or "",
+        name=shape.function.name,
+        arguments=said if isinstance(said, str) else compact(said or {}),
+    )
 
 
 def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
-    """A call as its tool's kind is spelled. A custom call that is no object with an `input` is handed on as it is."""
+    """A call as its tool's kind is spelled. A custom call that is no object with an `input` is handed on as
+    it is.
+    """
     spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
-    if spelled != freeform.CUSTOM:
-        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": freeform.text_of(call.arguments)}}
+    if spelled != openai.CUSTOM:
+        return {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+    return {
+        "id": call.id,
+        "type": "custom",
+        "custom": {"name": call.name, "input": openai.text_of(call.arguments)},
+    }

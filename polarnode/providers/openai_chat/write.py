@@ -1,23 +1,81 @@
-"""Chat Completions: an answer, whole or as chunks.
+"""Chat Completions: OpenRouter's `reasoning_details`, the one opaque field of this API that a client gives
+back.
 
-The rule: `finish_reason` is exactly `tool_calls` whenever there is a call, whatever else ended the answer, because OpenClaw executes nothing
-otherwise and Qwen Code, opencode and hermes ask again. A call is sent in one chunk, id, name and arguments together.
+It names the turn an answer was, which a turn without tool calls has no other way to say. The rule for whoever
+edits it: written only for clients that speak OpenRouter's dialect (they ask with `reasoning` or
+`include_reasoning`), because to the others it is an unknown field; never twice in an answer, and never for
+several choices, which are several turns.
+
+Chat Completions: an answer, whole or as chunks.
+
+The rule: `finish_reason` is exactly `tool_calls` whenever there is a call, whatever else ended the answer,
+because OpenClaw executes nothing otherwise and Qwen Code, opencode and hermes ask again. A call is sent in
+one chunk, id, name and arguments together.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, assert_never
 
 from attrs import define, field
 
-from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, TokenLogprob, ToolCall, Usage
-from polarnode.providers.contract import STREAM_TYPE, Call, Fault
-from polarnode.providers.openai_chat.details import details
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import (
+    Answer,
+    Delta,
+    Json,
+    TextDelta,
+    ThinkingDelta,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from polarnode.providers.contract import DONE, STREAM_TYPE, Call, Fault, event
+from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.providers.openai_chat.tools import call_json
-from polarnode.providers.sse import DONE, event
-from polarnode.wire import dump_json
 
-LEAST_LOGPROB: Final = -9999.0  # what OpenAI writes for a token that could not have been sampled; JSON has no infinity
+# ── details ────────────────────────────────────────────────────────────
+
+DETAILS: Final = "reasoning_details"
+
+
+def asked(request: ChatRequest) -> bool:
+    """Whether the client speaks OpenRouter's dialect, and has one answer to name."""
+    return (request.reasoning is not None or request.include_reasoning is True) and (request.n or 1) == 1
+
+
+def details(call: Call) -> dict[str, Json]:
+    """What is laid over the message, or over a delta: nothing for who did not ask."""
+    if not call.request.extras.get(DETAILS):
+        return {}
+    return {
+        DETAILS: [
+            {
+                "type": "reasoning.encrypted",
+                "data": call.signature,
+                "id": None,
+                "format": "unknown",
+                "index": 0,
+            }
+        ]
+    }
+
+
+def detail_refs(echoed: Json) -> Iterator[str]:
+    """The opaque fields in what a client gives back, its own additions among them."""
+    for detail in echoed if isinstance(echoed, list) else ():
+        if isinstance(detail, dict):
+            yield from (
+                found
+                for name in ("id", "data", "signature")
+                if isinstance(found := detail.get(name), str) and found
+            )
+
+
+# ── write ────────────────────────────────────────────────────────────
+
+# what OpenAI writes for a token that could not have been sampled; JSON has no infinity
+LEAST_LOGPROB: Final = -9999.0
 
 
 def finish_reason(answer: Answer) -> str:
@@ -56,18 +114,30 @@ def message_json(call: Call, answer: Answer) -> Json:
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
     """Tokens of visible text. One that is part of a letter is shown with U+FFFD; its bytes say the truth."""
-    content: list[Json] = [_token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]} for each in tokens]
+    content: list[Json] = [
+        _token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]}
+        for each in tokens
+    ]
     return {"content": content, "refusal": None} if content else None
 
 
 def _token(data: bytes, logprob: float) -> dict[str, Json]:
-    return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": max(logprob, LEAST_LOGPROB)}
+    return {
+        "token": data.decode(errors="replace"),
+        "bytes": list(data),
+        "logprob": max(logprob, LEAST_LOGPROB),
+    }
 
 
 def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A `chat.completion` body."""
     choices: list[Json] = [
-        {"index": index, "message": message_json(call, answer), "logprobs": logprobs_json(answer.logprobs), "finish_reason": finish_reason(answer)}
+        {
+            "index": index,
+            "message": message_json(call, answer),
+            "logprobs": logprobs_json(answer.logprobs),
+            "finish_reason": finish_reason(answer),
+        }
         for index, answer in enumerate(answers)
     ]
     return dump_json(_head(call, "chat.completion") | {"choices": choices, "usage": usage_json(usage)})
@@ -79,7 +149,9 @@ def _head(call: Call, kind: str) -> dict[str, Json]:
 
 @define(eq=False)
 class ChatStream:
-    """Answers as `chat.completion.chunk` events. The first of each says the role; it may be a keep-alive, as it holds no count."""
+    """Answers as `chat.completion.chunk` events. The first of each says the role; it may be a keep-alive, as
+    it holds no count.
+    """
 
     call: Call
     content_type: str = STREAM_TYPE
@@ -92,12 +164,19 @@ class ChatStream:
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
-                # Tokens that are no letter yet are told of at once: they would be missing from their text's own chunk.
-                return self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs) if text or logprobs else b""
+                # Tokens that are no letter yet are told of at once: they would be missing from their text's
+                # own chunk.
+                return (
+                    self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs)
+                    if text or logprobs
+                    else b""
+                )
             case ThinkingDelta(text):
                 return self._opening() + self._chunk({"reasoning_content": text}, choice) if text else b""
             case ToolCall():
-                made: Json = {"index": self.calls[choice]} | call_json(delta, self.call.request.conversation.tools)
+                made: Json = {"index": self.calls[choice]} | call_json(
+                    delta, self.call.request.conversation.tools
+                )
                 self.calls[choice] += 1
                 return self._opening() + self._chunk({"tool_calls": [made]}, choice)
             case _:
@@ -108,22 +187,46 @@ class ChatStream:
         return self._opening() or self._chunk({}, 0)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        last = b"".join(self._chunk(details(self.call), choice, finish=finish_reason(answer)) for choice, answer in enumerate(answers))
-        counts = event(self._chunk_head() | {"choices": [], "usage": usage_json(usage)}) if self.call.request.include_usage else b""
+        last = b"".join(
+            self._chunk(details(self.call), choice, finish=finish_reason(answer))
+            for choice, answer in enumerate(answers)
+        )
+        counts = (
+            event(self._chunk_head() | {"choices": [], "usage": usage_json(usage)})
+            if self.call.request.include_usage
+            else b""
+        )
         return self._opening() + last + counts + DONE
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Nothing: break the connection. Every chat harness then asks again, while Pi ends its run on an error chunk."""
+        """Nothing: break the connection. Every chat harness then asks again, while Pi ends its run on an
+        error chunk.
+        """
         return None
 
     def _opening(self) -> bytes:
         if self.opened:
             return b""
         self.opened = True
-        return b"".join(self._chunk({"role": "assistant", "content": ""}, choice) for choice in range(self.call.request.choices))
+        return b"".join(
+            self._chunk({"role": "assistant", "content": ""}, choice)
+            for choice in range(self.call.request.choices)
+        )
 
-    def _chunk(self, delta: dict[str, Json], choice: int, *, finish: str | None = None, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        said: Json = {"index": choice, "delta": delta, "logprobs": logprobs_json(logprobs), "finish_reason": finish}
+    def _chunk(
+        self,
+        delta: dict[str, Json],
+        choice: int,
+        *,
+        finish: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> bytes:
+        said: Json = {
+            "index": choice,
+            "delta": delta,
+            "logprobs": logprobs_json(logprobs),
+            "finish_reason": finish,
+        }
         return event(self._chunk_head() | {"choices": [said]})
 
     def _chunk_head(self) -> dict[str, Json]:

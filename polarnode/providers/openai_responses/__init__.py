@@ -1,20 +1,21 @@
-"""OpenAI Responses: what Codex speaks, and Qwen Code, Pi, opencode, OpenClaw, hermes, OpenHands and mini-swe-agent when told to.
+"""OpenAI Responses: what Codex speaks, and Qwen Code, Pi, opencode, OpenClaw, hermes, OpenHands and
+mini-swe-agent when told to.
 
-`shapes` is the JSON we take, `read` makes a conversation of it (`items` its messages, `tools` its tools, `hints` who asks), `output` and
-`write` spell an answer, `errors` a stream's fault; `history` remembers answers, `compaction` and `sealed` are what we let clients carry for us. This
-file only ties them together.
+`shapes` is the JSON we take, `read` makes a conversation of it (`items` its messages, `tools` its tools,
+`hints` who asks), `output` and `write` spell an answer, `errors` a stream's fault; `history` remembers
+answers, `compaction` and `sealed` are what we let clients carry for us. This file only ties them together.
 """
 
 from collections.abc import Sequence
 
 from attrs import frozen
 
-from polarnode.conversation import Answer, ModelRequest, Usage
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
 from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
-from polarnode.providers.openai_responses import history, output, write
+from polarnode.providers.openai_responses import history, write
 from polarnode.providers.openai_responses.read import read
-from polarnode.wire import dump_json
 
 
 @frozen
@@ -32,7 +33,7 @@ class OpenAIResponses:
     def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
         kept = call.request.extras.get("keeps")
         if isinstance(kept, dict):
-            history.keep(memory, history.response_id(call.id), kept, output.output_json(call, answer))
+            history.keep(memory, history.response_id(call.id), kept, write.output_json(call, answer))
 
     def stream(self, call: Call) -> StreamWriter:
         return write.ResponseStream(call)

@@ -1,11 +1,25 @@
-"""Responses: what a session remembers of its answers, for `previous_response_id` and `item_reference`.
+"""Responses: how a history becomes one item. The model is asked for a summary, which travels sealed and comes
+back as a user's message.
 
-The rule for whoever edits it: an answer is kept as what it adds. Clients that never ask us to remember send the whole conversation every
-time, and kept whole a session of a thousand turns would hold gigabytes; so a kept input says which earlier one it begins with.
+The rule for whoever edits it: `_INTRODUCTION` begins with the words by which `merge.roles` knows a history
+that was compacted, and both sentences stay as they are while sessions live, because they are part of prompts.
+
+Responses: our own `encrypted_content`, which clients carry without reading it.
+
+It is no secret: what it holds was sampled for this very client. It is compact, [A-Za-z0-9_-] only, and says
+by its beginning that it is ours. The rule for whoever edits it: what was sealed yesterday must open today; a
+new kind of content gets a new field, never another spelling.
+
+Responses: what a session remembers of its answers, for `previous_response_id` and `item_reference`.
+
+The rule for whoever edits it: an answer is kept as what it adds. Clients that never ask us to remember send
+the whole conversation every time, and kept whole a session of a thousand turns would hold gigabytes; so a
+kept input says which earlier one it begins with.
 """
 
 import re
-from base64 import b64decode
+import zlib
+from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as NotBase64
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -13,29 +27,117 @@ from typing import Final, cast
 
 from attrs import frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.codec.json import dump_json, read_json
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.providers.contract import Memory
 from polarnode.providers.openai_responses.shapes import Object
 from polarnode.providers.shapes import compact
-from polarnode.wire import dump_json, read_json
+
+# ── compaction ────────────────────────────────────────────────────────────
+
+# Asked as the last message of the whole conversation, so that the prompt extends the one before it and the
+# engine's cache holds it.
+INSTRUCTION: Final = (
+    "Stop here and summarize this conversation, so that another model can go on without having seen it. Do"
+    " not call any tools. Write plain text with: the task and every instruction of the user that still holds;"
+    " what was done and found, with exact names, paths, commands and values; what failed and why; the state"
+    " things are in now; and what has to be done next. Leave out nothing that is needed to finish."
+)
+
+_INTRODUCTION: Final = (
+    "Another language model started to solve this problem and wrote the summary below. What was said before"
+    " it is no longer shown. Build on what was done, and do not do it again."
+)
+
+
+def retold(summary: str) -> str:
+    """The message that stands for the history that was summarized. A model that called a tool instead wrote
+    nothing, and that is said.
+    """
+    return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
+
+
+# ── sealed ────────────────────────────────────────────────────────────
+
+_OURS: Final = "pn1_"
+# bytes once opened: a million tokens of thinking are 4-6 MB; a client may send a small text that unpacks to
+# more
+_LONGEST: Final = 16 << 20
+
+
+@frozen(kw_only=True)
+class Sealed:
+    """What an item stands for. `thinking` is empty where the item shows it anyway; `summary` is a
+    compaction's.
+    """
+
+    signature: str = ""
+    thinking: str = ""
+    summary: str | None = None
+
+
+def seal(content: Sealed) -> str:
+    """`content` as an opaque text."""
+    said: dict[str, Json] = {
+        "s": content.signature or None,
+        "t": content.thinking or None,
+        "c": content.summary,
+    }
+    packed = zlib.compress(dump_json({name: value for name, value in said.items() if value is not None}), 1)
+    return _OURS + urlsafe_b64encode(packed).decode().rstrip("=")
+
+
+def unseal(opaque: str) -> Sealed | None:
+    """What was sealed; None when it is not ours, or no longer whole."""
+    if not opaque.startswith(_OURS):
+        return None
+    text = opaque.removeprefix(_OURS)
+    try:
+        packed = zlib.decompressobj()
+        data = packed.decompress(urlsafe_b64decode(text + "=" * (-len(text) % 4)), _LONGEST)
+        said = read_json(data) if packed.eof else None
+    except (NotBase64, ValueError, zlib.error, Refused):
+        return None
+    return _read(said) if isinstance(said, dict) else None
+
+
+def _read(said: dict[str, Json]) -> Sealed:
+    summary = said.get("c")
+    return Sealed(
+        signature=_text(said.get("s")),
+        thinking=_text(said.get("t")),
+        summary=summary if isinstance(summary, str) else None,
+    )
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else ""
+
+
+# ── history ────────────────────────────────────────────────────────────
 
 _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
-_MOST_HEADS: Final = 16  # inputs a next one may begin with: one an agent, and two or three agents ask at once where there are sub-agents
-_OURS: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
+# inputs a next one may begin with: one an agent, and two or three agents ask at once where there are
+# sub-agents
+_MOST_HEADS: Final = 16
+_ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
 _REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # what an answer's signature is base64 of
 
 
 def response_id(call_id: str) -> str:
-    """The id of the answer to a call. Item ids (`item_id`) begin with the same, so that an item leads to its answer."""
+    """The id of the answer to a call. Item ids (`item_id`) begin with the same, so that an item leads to its
+    answer.
+    """
     return _ANSWER + call_id
 
 
 def item_id(prefix: str, call_id: str, index: int, signature: str = "") -> str:
     """The id of an item, [A-Za-z0-9_], 64 characters at most.
 
-    `signature` is the answer's: it proves the turn when the item comes back, which for a text without thoughts and calls nothing else does.
+    `signature` is the answer's: it proves the turn when the item comes back, which for a text without
+    thoughts and calls nothing else does.
     """
     return "_".join((prefix, call_id, str(index), *_reference(signature)))
 
@@ -50,15 +152,18 @@ def _reference(signature: str) -> list[str]:
 
 def previous(memory: Memory, name: str) -> list[Object]:
     """All that was said up to the end of an answer: its input and its output."""
-    kept = memory.recall(name) if name.startswith(_ANSWER) else None  # a session's other dialects remember things of their own
+    # a session's other dialects remember things of their own
+    kept = memory.recall(name) if name.startswith(_ANSWER) else None
     if not isinstance(kept, dict):
         raise _unknown(name)
     return _input(memory, kept, name) + _items(kept["output"])
 
 
 def referenced(memory: Memory, name: str, path: str) -> Object | None:
-    """The item of an earlier answer that an `item_reference` names; None for another server's, which we never had."""
-    found = _OURS.fullmatch(name)
+    """The item of an earlier answer that an `item_reference` names; None for another server's, which we never
+    had.
+    """
+    found = _ITEM_ID.fullmatch(name)
     if found is None:
         return None
     kept = memory.recall(response_id(found[1]))
@@ -70,7 +175,9 @@ def referenced(memory: Memory, name: str, path: str) -> Object | None:
 
 @frozen(kw_only=True)
 class Kept:
-    """An input as it will be kept: `base` is the answer whose input it begins with, `added` the rest as JSON text."""
+    """An input as it will be kept: `base` is the answer whose input it begins with, `added` the rest as JSON
+    text.
+    """
 
     base: str | None
     added: str
@@ -91,7 +198,9 @@ def to_keep(memory: Memory, items: list[Object]) -> Kept:
         name = heads.get((index, digest.hexdigest())) if index in lengths else None
         if isinstance(name, str) and _is_whole(memory, name):
             base, begun = name, index
-    return Kept(base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest())
+    return Kept(
+        base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest()
+    )
 
 
 def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
@@ -138,5 +247,7 @@ def _heads(memory: Memory) -> list[Object]:
 
 
 def _unknown(name: str) -> Refused:
-    sentence = f"previous_response_id {name!r} is not known here (any more): leave it out and send the whole input"
+    sentence = (
+        f"previous_response_id {name!r} is not known here (any more): leave it out and send the whole input"
+    )
     return Refused(sentence, path="$.previous_response_id")

@@ -1,8 +1,9 @@
 """Responses: its items into messages, which are flat.
 
-The rules: items of the assistant in a row (thinking, text, calls) are one answer and become one message, joined as `Answer` joins its parts;
-everything else stays one to one, so that a history that is only appended to reads as one that is only appended to. What the model can not be
-shown is named by its path, but for images and files, which its user means it to see: those are refused.
+The rules: items of the assistant in a row (thinking, text, calls) are one answer and become one message,
+joined as `Answer` joins its parts; everything else stays one to one, so that a history that is only appended
+to reads as one that is only appended to. What the model can not be shown is named by its path, but for images
+and files, which its user means it to see: those are refused.
 """
 
 import re
@@ -11,11 +12,10 @@ from typing import Final
 
 from attrs import define, field
 
-from polarnode.conversation import Json, Message, Tool, ToolCall
-from polarnode.errors import Refused
-from polarnode.providers import freeform
-from polarnode.providers.openai_responses.compaction import retold
-from polarnode.providers.openai_responses.sealed import unseal
+from polarnode.core.conversation import Json, Message, Tool, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers import openai
+from polarnode.providers.openai_responses.history import retold, unseal
 from polarnode.providers.openai_responses.shapes import (
     ActionCallItem,
     AdditionalToolsItem,
@@ -36,8 +36,11 @@ from polarnode.providers.openai_responses.tools import Toolbox, full_name, shape
 from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
-_NOT_TEXTS: Final = frozenset({"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"})
-_ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")  # what OpenAI's own server makes of an agent's words: a Fernet token
+_NOT_TEXTS: Final = frozenset(
+    {"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"}
+)
+# what OpenAI's own server makes of an agent's words: a Fernet token
+_ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
 NEW_TOOLS: Final = "From here on these tools can be called too:"
 FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
 FOUND_NONE: Final = "Found no tools."
@@ -45,7 +48,9 @@ FOUND_NONE: Final = "Found no tools."
 
 @define(eq=False)
 class Transcript:
-    """What items say, read one after the other. `head` are tools that stand before all talk, `later` those that appear in it, as text."""
+    """What items say, read one after the other. `head` are tools that stand before all talk, `later` those
+    that appear in it, as text.
+    """
 
     messages: list[Message] = field(factory=list)
     head: Toolbox = field(factory=Toolbox)
@@ -65,7 +70,9 @@ class Transcript:
         if reader is None:
             self.ignored.append(path)
             if str(kind).endswith(("_call", "_call_output", "_reference")) or str(kind).startswith("mcp_"):
-                self.notes.append(f"{path.removeprefix('$.')}: the {kind} belongs to another server and is kept out")
+                self.notes.append(
+                    f"{path.removeprefix('$.')}: the {kind} belongs to another server and is kept out"
+                )
         else:
             reader(self, item, path)
 
@@ -102,26 +109,35 @@ class Transcript:
             self.say(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
     def agent_message(self, item: Object, path: str) -> None:
-        """Codex takes the words of its agents for encrypted by the server (a schema says `encrypted`) and hands them on unread, as it got them:
-        ours are in clear, and a sub-agent has no other task."""
+        """Codex takes the words of its agents for encrypted by the server (a schema says `encrypted`) and
+        hands them on unread, as it got them: ours are in clear, and a sub-agent has no other task.
+        """
         shape = shaped(item, AgentMessageItem, path)
         self.say(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
     def reasoning(self, item: Object, path: str) -> None:
-        """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays closed, and a reference."""
+        """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays
+        closed, and a reference.
+        """
         shape = shaped(item, ReasoningItem, path)
         ours = unseal(shape.encrypted_content or "")
-        shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(self._parts(shape.summary, f"{path}.summary"))
+        shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(
+            self._parts(shape.summary, f"{path}.summary")
+        )
         self._answering = True
         self._thoughts.append(shown if ours is None else ours.thinking or shown)
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 
     def compaction(self, item: Object, path: str) -> None:
-        """Our own summary of what was said before. Another server's can not be opened: the conversation begins after it."""
+        """Our own summary of what was said before. Another server's can not be opened: the conversation
+        begins after it.
+        """
         ours = unseal(shaped(item, CompactionItem, path).encrypted_content or "")
         if ours is None or ours.summary is None:
             self.ignored.append(path)
-            self.notes.append(f"{path.removeprefix('$.')}: the compaction was not made by this node and can not be read")
+            self.notes.append(
+                f"{path.removeprefix('$.')}: the compaction was not made by this node and can not be read"
+            )
         else:
             self.say(Message(role="user", text=retold(ours.summary)))
 
@@ -134,14 +150,20 @@ class Transcript:
 
     def custom_call(self, item: Object, path: str) -> None:
         shape = shaped(item, CustomCallItem, path)
-        self._call(full_name(shape.name, shape.namespace), freeform.arguments_of(shape.input), shape.call_id, shape.id)
+        self._call(
+            full_name(shape.name, shape.namespace), openai.arguments_of(shape.input), shape.call_id, shape.id
+        )
 
     def action_call(self, item: Object, path: str) -> None:
         """A call of `local_shell`, `shell` or `apply_patch`, as the arguments the model gave it."""
         shape = shaped(item, ActionCallItem, path)
         name = str(item["type"]).removesuffix("_call")
         action = (shape.operation if name == "apply_patch" else shape.action) or {}
-        said: Object = {key: value for key, value in action.items() if value is not None and (key, value) not in (("type", "exec"), ("env", {}))}
+        said: Object = {
+            key: value
+            for key, value in action.items()
+            if value is not None and (key, value) not in (("type", "exec"), ("env", {}))
+        }
         self._call(name, compact(said), shape.call_id or shape.id, shape.id)
 
     def search_call(self, item: Object, path: str) -> None:
@@ -170,7 +192,13 @@ class Transcript:
             self.ignored.append(path)
             return
         found = self._later(shape.tools or (), path)
-        self.say(Message(role="tool", text=f"{FOUND_TOOLS}\n{told(found)}" if found else FOUND_NONE, call_id=shape.call_id or ""))
+        self.say(
+            Message(
+                role="tool",
+                text=f"{FOUND_TOOLS}\n{told(found)}" if found else FOUND_NONE,
+                call_id=shape.call_id or "",
+            )
+        )
 
     def additional_tools(self, item: Object, path: str) -> None:
         """Tools of the head where nobody has said anything yet, else a message at their place."""
@@ -189,10 +217,14 @@ class Transcript:
         return box.tools
 
     def _result(self, output: Json, path: str) -> str:
-        """What a call gave, in every spelling: text, parts, a shell's streams, or some other JSON as it is."""
+        """What a call gave, in every spelling: text, parts, a shell's streams, or some other JSON as
+        it is.
+        """
         if isinstance(output, str):
             return output
-        if isinstance(output, list) and any(isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output):
+        if isinstance(output, list) and any(
+            isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output
+        ):
             return "\n".join(_streams(part) for part in output)
         if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
             return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path, of_tool=True))
@@ -227,7 +259,11 @@ def _streams(part: Json) -> str:
     if not isinstance(part, dict):
         return compact(part)
     outcome = part.get("outcome")
-    ended = f"exit code {outcome['exit_code']}" if isinstance(outcome, dict) and "exit_code" in outcome else "timed out"
+    ended = (
+        f"exit code {outcome['exit_code']}"
+        if isinstance(outcome, dict) and "exit_code" in outcome
+        else "timed out"
+    )
     streams = (text for name in ("stdout", "stderr") if isinstance(text := part.get(name), str) and text)
     return paragraphs([*streams, f"[{ended}]"] if outcome is not None else streams)
 

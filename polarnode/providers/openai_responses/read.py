@@ -1,22 +1,90 @@
-"""Responses: a request into a conversation, its tools and how to sample.
+"""Responses: who is asking, from the headers of Codex and opencode and from what they repeat in the body.
 
-The rule: no field, item or tool we do not know is ever a reason to refuse; what can not be honoured and would be missed is.
+The rule for whoever edits it: an agent has a name only where its harness says that it is not the main one,
+because a second name for the main agent would make a second one of it.
+
+Responses: a request into a conversation, its tools and how to sample.
+
+The rule: no field, item or tool we do not know is ever a reason to refuse; what can not be honoured and would
+be missed is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from polarnode.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
-from polarnode.errors import Refused
+from polarnode.core.codec.json import read_json
+from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.core.errors import Refused
 from polarnode.providers.contract import Envelope, Memory
 from polarnode.providers.openai_responses import history
-from polarnode.providers.openai_responses.compaction import INSTRUCTION
-from polarnode.providers.openai_responses.hints import hints
+from polarnode.providers.openai_responses.history import INSTRUCTION
 from polarnode.providers.openai_responses.items import Transcript
 from polarnode.providers.openai_responses.shapes import Object, ReasoningShape, ResponsesRequest, TextShape
 from polarnode.providers.openai_responses.tools import shaped, tool_choice
 from polarnode.providers.shapes import compact, read_body
 from polarnode.providers.volatile import without_volatile
+
+# ── hints ────────────────────────────────────────────────────────────
+
+_SESSION: Final = ("session-id", "session_id", "x-session-id", "x-litellm-session-id")
+_METADATA: Final = "x-codex-turn-metadata"
+# of Codex's `request_kind`; `turn` is the usual
+_KINDS: Final = {"compaction": "compaction", "prewarm": "auxiliary"}
+
+
+def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bool) -> dict[str, str]:
+    """What is known of who asks; only what was said. `compacts`: the request itself says that it is a
+    compaction.
+    """
+    body = _object(request.client_metadata)
+    turn = _turn(headers.get(_METADATA)) or _turn(_text(body.get(_METADATA)))
+    parent = (
+        headers.get("x-codex-parent-thread-id")
+        or _text(turn.get("parent_thread_id"))
+        or headers.get("x-parent-session-id")
+        or ""
+    )
+    helper = headers.get("x-openai-subagent") or _text(turn.get("subagent_kind"))
+    session = _first(headers, _SESSION) or _text(body.get("session_id")) or _text(request.prompt_cache_key)
+    agent = (headers.get("thread-id") or _text(turn.get("thread_id")) or session) if parent or helper else ""
+    said = {
+        "session": session,
+        "agent": agent,
+        "parent": parent,
+        "kind": "compaction" if compacts else _kind(turn, helper, parent),
+    }
+    known = {name: value for name, value in said.items() if value}
+    return {"session": "", "agent": "", "parent": ""} | known if known else {}
+
+
+def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
+    """`compact` is Codex's own word for the helper that writes summaries."""
+    if "compact" in helper:
+        return "compaction"
+    return _KINDS.get(_text(turn.get("request_kind"))) or ("subagent" if helper or parent else "")
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((headers[name] for name in names if headers.get(name)), "")
+
+
+def _turn(header: str | None) -> Mapping[str, Json]:
+    """Codex's account of the turn, JSON in a header; nothing where it is none."""
+    try:
+        return _object(read_json(header.encode("utf-8", "replace"))) if header else {}
+    except Refused:
+        return {}
+
+
+def _object(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else ""
+
+
+# ── read ────────────────────────────────────────────────────────────
 
 SEALED_THINKING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -44,7 +112,9 @@ _ECHOED: Final[Object] = {
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
-    """A Responses body, or one whose conversation is to be compacted or counted. Refused with the path of the field."""
+    """A Responses body, or one whose conversation is to be compacted or counted. Refused with the path of the
+    field.
+    """
     request, unknown = read_body(body, ResponsesRequest)
     if request.model is None and envelope.operation == "generate":
         raise Refused("model is missing: it is required", path="$.model")
@@ -62,7 +132,9 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         provider="openai_responses",
         model=envelope.model or request.model or "",
         conversation=conversation,
-        sampling=Sampling(temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens),
+        sampling=Sampling(
+            temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens
+        ),
         stream=bool(request.stream) and envelope.operation == "generate",
         hints=hints(request, envelope.headers, compacts=compacts),
         constraint=None if compacts else _constraint(request),
@@ -79,7 +151,9 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
 
 
 def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Object]]:
-    """Every item of the conversation with its path, remembered ones first, references replaced by what they refer to."""
+    """Every item of the conversation with its path, remembered ones first, references replaced by what they
+    refer to.
+    """
     if request.previous_response_id is not None:
         for item in history.previous(memory, request.previous_response_id):
             yield "$.previous_response_id", item
@@ -138,7 +212,9 @@ def _constraint(request: ResponsesRequest) -> Constraint | None:
     if shape.type == "json_object":
         return Constraint(kind="json_schema", text='{"type":"object"}')
     if shape.schema is None:
-        raise Refused("text.format.schema is missing: it is required with json_schema", path="$.text.format.schema")
+        raise Refused(
+            "text.format.schema is missing: it is required with json_schema", path="$.text.format.schema"
+        )
     return Constraint(kind="json_schema", text=compact(shape.schema))
 
 
@@ -152,21 +228,30 @@ def _unused(request: ResponsesRequest) -> Iterator[str]:
 
 def _remarks(request: ResponsesRequest) -> Iterator[str]:
     if request.truncation not in (None, "disabled"):
-        yield f"truncation {request.truncation!r} was asked: nothing is ever dropped, a conversation that is too long is refused"
+        yield (
+            f"truncation {request.truncation!r} was asked: nothing is ever dropped, a conversation that is"
+            " too long is refused"
+        )
 
 
 # ── what the writer wants back ────────────────────────────────────────────────
 
 
-def _extras(request: ResponsesRequest, envelope: Envelope, items: list[Object], said: Transcript, *, compacts: bool) -> Object:
-    """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a compaction keeps in sight."""
+def _extras(
+    request: ResponsesRequest, envelope: Envelope, items: list[Object], said: Transcript, *, compacts: bool
+) -> Object:
+    """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a
+    compaction keeps in sight.
+    """
     extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
     if said.later:
         extras["later"] = {tool.name: dict(tool.spelling) for tool in said.later}
     if compacts:
         extras["compacts"] = True
     if envelope.operation == "compact":
-        extras["told"] = [item for item in items if item.get("role") == "user" and item.get("type") in (None, "message")]
+        extras["told"] = [
+            item for item in items if item.get("role") == "user" and item.get("type") in (None, "message")
+        ]
     elif envelope.operation == "generate" and request.store is not False:
         # What goes on from a compaction goes on from its one item, which stands for all before it.
         extras["keeps"] = history.to_keep(envelope.memory, [] if compacts else items).as_json()
@@ -177,5 +262,9 @@ def _echo(request: ResponsesRequest) -> Object:
     said: Object = {name: value for name in _ECHOED if (value := getattr(request, name)) is not None}
     text: Object = {"format": {"type": "text"}}
     reasoning: Object = {"effort": None, "summary": None}
-    more: Object = {"text": text | (request.text or {}), "reasoning": reasoning | (request.reasoning or {}), "tools": list(request.tools or ())}
+    more: Object = {
+        "text": text | (request.text or {}),
+        "reasoning": reasoning | (request.reasoning or {}),
+        "tools": list(request.tools or ()),
+    }
     return _ECHOED | said | more

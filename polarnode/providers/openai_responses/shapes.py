@@ -1,16 +1,17 @@
-"""Responses: the JSON we take, as attrs classes. Unknown fields (`status`, `phase`, `internal_chat_message_metadata_passthrough` …) are taken
-everywhere and left unread.
+"""Responses: the JSON we take, as attrs classes. Unknown fields (`status`, `phase`,
+`internal_chat_message_metadata_passthrough` …) are taken everywhere and left unread.
 
-The rule for whoever edits them: items, tools and parts of content are open sets here (every release of Codex brings new ones), so each is
-shaped by its `type` where it is read, and a type nobody knows is named in `ignored`, never refused.
+The rule for whoever edits them: items, tools and parts of content are open sets here (every release of Codex
+brings new ones), so each is shaped by its `type` where it is read, and a type nobody knows is named in
+`ignored`, never refused.
 """
 
 from typing import Literal
 
 from attrs import field, frozen
 
-from polarnode.conversation import Json
-from polarnode.errors import Refused
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.providers.shapes import above_zero, at_least, unserved, within
 
 Object = dict[str, Json]
@@ -48,7 +49,9 @@ class AgentMessageItem:
 
 @frozen
 class ReasoningItem:
-    """`content` is raw thinking, `summary` what is shown of it; `encrypted_content` is ours, or another server's and opaque."""
+    """`content` is raw thinking, `summary` what is shown of it; `encrypted_content` is ours, or another
+    server's and opaque.
+    """
 
     summary: tuple[PartShape, ...] | None = None
     content: tuple[PartShape, ...] | None = None
@@ -83,7 +86,9 @@ class CustomCallItem:
 
 @frozen
 class ActionCallItem:
-    """A call of a tool this API knows by itself: `local_shell_call` and `shell_call` have an action, `apply_patch_call` an operation."""
+    """A call of a tool this API knows by itself: `local_shell_call` and `shell_call` have an action,
+    `apply_patch_call` an operation.
+    """
 
     action: Object | None = None
     operation: Object | None = None
@@ -101,7 +106,9 @@ class SearchCallItem:
 
 @frozen
 class OutputItem:
-    """What came of a call. `local_shell_call_output` names its call by `id`; `apply_patch_call_output` may have no more than a `status`."""
+    """What came of a call. `local_shell_call_output` names its call by `id`; `apply_patch_call_output` may
+    have no more than a `status`.
+    """
 
     output: Json = None
     call_id: str | None = None
@@ -195,7 +202,10 @@ class TextShape:
 
 def _in_foreground(_: object, __: object, value: bool | None) -> None:
     if value:
-        raise Refused("background responses are not served: send the request without background, and stream it", path="$.background")
+        raise Refused(
+            "background responses are not served: send the request without background, and stream it",
+            path="$.background",
+        )
 
 
 _NO_CONVERSATION = "conversation objects are not kept here: send the whole input, or previous_response_id"
@@ -204,9 +214,11 @@ _NO_PROMPT = "prompt templates are not kept here: send the prompt's text as inst
 
 @frozen(kw_only=True)
 class ResponsesRequest:
-    """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only warms a connection.
+    """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only
+    warms a connection.
 
-    Items and tools, and what is said again in the answer (`text`, `reasoning`), are kept as they were sent, and shaped by who reads them.
+    Items and tools, and what is said again in the answer (`text`, `reasoning`), are kept as they were sent,
+    and shaped by who reads them.
     """
 
     model: str | None = None

@@ -1,8 +1,9 @@
 """Responses: the tools a model is shown, and which of its calls is spelled how.
 
-The rule for whoever edits it: whatever the client can run is shown to the model as a function, under one name (`namespace.name`), with a
-`spelling` by which the writer finds the way back; what runs on the API's own servers is dropped and its path named. A tool that appears in
-the middle of a conversation is text at that place (`told`), so that what stands before it stays as it was.
+The rule for whoever edits it: whatever the client can run is shown to the model as a function, under one name
+(`namespace.name`), with a `spelling` by which the writer finds the way back; what runs on the API's own
+servers is dropped and its path named. A tool that appears in the middle of a conversation is text at that
+place (`told`), so that what stands before it stays as it was.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,9 +11,10 @@ from typing import Final, TypeVar
 
 from attrs import define, evolve, field
 
-from polarnode.conversation import Json, Tool
-from polarnode.errors import Refused
-from polarnode.providers import freeform
+from polarnode.core.codec.json import structure
+from polarnode.core.conversation import Json, Tool
+from polarnode.core.errors import Refused
+from polarnode.providers import openai
 from polarnode.providers.openai_responses.shapes import (
     CustomTool,
     FormatShape,
@@ -23,11 +25,11 @@ from polarnode.providers.openai_responses.shapes import (
     ShellTool,
 )
 from polarnode.providers.shapes import compact
-from polarnode.wire import structure
 
 T = TypeVar("T")
 
-DEFAULT_NAMESPACE: Final = "functions"  # OpenAI's word for "no namespace": its members are shown by their plain names
+# OpenAI's word for "no namespace": its members are shown by their plain names
+DEFAULT_NAMESPACE: Final = "functions"
 
 _TEXT: Final[Json] = {"type": "string"}
 _WHOLE: Final[Json] = {"type": "integer"}
@@ -51,7 +53,11 @@ _SHELL: Final = Tool(
     description="Runs shell commands on the user's machine, in order, and returns the output of each.",
     parameters={
         "type": "object",
-        "properties": {"commands": {"type": "array", "items": _TEXT}, "timeout_ms": _WHOLE, "max_output_length": _WHOLE},
+        "properties": {
+            "commands": {"type": "array", "items": _TEXT},
+            "timeout_ms": _WHOLE,
+            "max_output_length": _WHOLE,
+        },
         "required": ["commands"],
     },
     spelling={"kind": "shell"},
@@ -61,7 +67,11 @@ _APPLY_PATCH: Final = Tool(
     description="Creates, changes or deletes one file. The diff is in V4A format; deleting takes none.",
     parameters={
         "type": "object",
-        "properties": {"type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]}, "path": _TEXT, "diff": _TEXT},
+        "properties": {
+            "type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+            "path": _TEXT,
+            "diff": _TEXT,
+        },
         "required": ["type", "path"],
     },
     spelling={"kind": "apply_patch"},
@@ -89,7 +99,9 @@ def shaped(value: Json, shape: type[T], path: str) -> T:
 
 @define(eq=False)
 class Toolbox:
-    """What was read of a list of tools: those the model is shown, the paths of those it is not, and what a reader of the turn should know."""
+    """What was read of a list of tools: those the model is shown, the paths of those it is not, and what a
+    reader of the turn should know.
+    """
 
     tools: list[Tool] = field(factory=list)
     ignored: list[str] = field(factory=list)
@@ -98,7 +110,9 @@ class Toolbox:
     def read(self, shapes: Iterable[Json], path: str) -> None:
         """More tools, from the list at `path`."""
         listed = [shaped(shape, Object, f"{path}[{index}]") for index, shape in enumerate(shapes)]
-        searched = any(shape.get("type") == "tool_search" and shape.get("execution") == "client" for shape in listed)
+        searched = any(
+            shape.get("type") == "tool_search" and shape.get("execution") == "client" for shape in listed
+        )
         for index, shape in enumerate(listed):
             if searched and shape.get("defer_loading") is True:
                 self.ignored.append(f"{path}[{index}]")  # shown once a search has found it
@@ -119,14 +133,18 @@ class Toolbox:
                 self.tools.append(_within(tool, namespace))
 
     def _namespace(self, shape: NamespaceTool, path: str) -> None:
-        """Its members; its own description stands before that of the first, once, as it can stand nowhere else."""
+        """Its members; its own description stands before that of the first, once, as it can stand nowhere
+        else.
+        """
         first = len(self.tools)
         for index, member in enumerate(shape.tools):
             place = f"{path}.tools[{index}]"
             self._take(shaped(member, Object, place), place, shape.name)
         if shape.description and len(self.tools) > first:
             tool = self.tools[first]
-            self.tools[first] = evolve(tool, description=f"{shape.name}: {shape.description}\n\n{tool.description}")
+            self.tools[first] = evolve(
+                tool, description=f"{shape.name}: {shape.description}\n\n{tool.description}"
+            )
 
     def function(self, shape: Object, path: str) -> Tool:
         found = shaped(shape, FunctionTool, path)
@@ -137,14 +155,21 @@ class Toolbox:
         found = shaped(shape, CustomTool, path)
         rule = _rule(found.format)
         if rule:
-            self.notes.append(f"{path.removeprefix('$.')}: the grammar of {found.name!r} is shown to the model, and nothing enforces it")
-        return freeform.tool(found.name, found.description, rule)
+            self.notes.append(
+                f"{path.removeprefix('$.')}: the grammar of {found.name!r} is shown to the model, and nothing"
+                " enforces it"
+            )
+        return openai.tool(found.name, found.description, rule)
 
     def search(self, shape: Object, path: str) -> Tool | None:
         found = shaped(shape, SearchTool, path)
         if found.execution != "client":
             return None
-        return evolve(_SEARCH, description=found.description or _SEARCH.description, parameters=found.parameters or _SEARCH.parameters)
+        return evolve(
+            _SEARCH,
+            description=found.description or _SEARCH.description,
+            parameters=found.parameters or _SEARCH.parameters,
+        )
 
     def shell(self, shape: Object, path: str) -> Tool | None:
         environment = shaped(shape, ShellTool, path).environment
@@ -179,7 +204,7 @@ def _within(tool: Tool, namespace: str | None) -> Tool:
 def _rule(shape: FormatShape | None) -> str:
     if shape is None or not shape.definition:
         return ""
-    return freeform.rule_of(shape.definition, shape.syntax or shape.type)
+    return openai.rule_of(shape.definition, shape.syntax or shape.type)
 
 
 def told(tools: Iterable[Tool]) -> str:
@@ -188,7 +213,16 @@ def told(tools: Iterable[Tool]) -> str:
 
 
 def _line(tool: Tool) -> str:
-    return compact({"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}})
+    return compact(
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            },
+        }
+    )
 
 
 # ── which tool must be called ─────────────────────────────────────────────────
@@ -201,20 +235,30 @@ def tool_choice(said: str | Object | None, tools: Iterable[Tool]) -> tuple[str, 
     if isinstance(said, str):
         return _word(said, "$.tool_choice"), []
     if said.get("type") == "allowed_tools":
-        note = "tool_choice allows some of the tools: the model is shown all of them, and nothing keeps it from the others"
+        note = (
+            "tool_choice allows some of the tools: the model is shown all of them, and nothing keeps it from"
+            " the others"
+        )
         return _word(said.get("mode", "auto"), "$.tool_choice.mode"), [note]
     names = list(_named(said))
     found = next((tool.name for tool in tools if tool.name in names), None)
     if found is None and "name" not in said and isinstance(said.get("type"), str):
-        return "auto", [f"tool_choice asks for {names[0]!r}, which runs on other servers: the model is left to choose"]
+        return "auto", [
+            f"tool_choice asks for {names[0]!r}, which runs on other servers: the model is left to choose"
+        ]
     if found is None:
-        raise Refused(f"tool_choice names {names[0]!r}, which is not among the tools the model can call: add it", path="$.tool_choice")
+        raise Refused(
+            f"tool_choice names {names[0]!r}, which is not among the tools the model can call: add it",
+            path="$.tool_choice",
+        )
     return found, []
 
 
 def _word(said: Json, path: str) -> str:
     if said not in ("auto", "none", "required"):
-        raise Refused(f"{path.removeprefix('$.')} must be 'auto', 'none', 'required' or a tool, not {said!r}", path=path)
+        raise Refused(
+            f"{path.removeprefix('$.')} must be 'auto', 'none', 'required' or a tool, not {said!r}", path=path
+        )
     return str(said)
 
 

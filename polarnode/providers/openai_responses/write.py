@@ -1,32 +1,282 @@
-"""Responses: an answer, whole or as events.
+"""Responses: what a fault is called inside a stream, as Codex and the others on this API understand it.
 
-The rules: every event has an `event:` line and a `sequence_number`, counted from 0; `response.created` is the very first, because OpenAI's
-SDK reads nothing before it; an item is closed by `response.output_item.done`, at which Codex executes a call without waiting for the end.
+Whoever changes it should know what Codex does: `response.failed` ends its run for some codes and starts it
+again for others, while a broken connection always starts it again.
+
+Responses: the parts of an answer as this API's items, and the object they are put into.
+
+The rules: an item's id is the answer's id and its place, so that it is the same in a stream and whole;
+`call_id` is the id the house minted and signed; a call is spelled as its tool wants it, and as a plain
+`function_call` where what the model wrote does not fit that spelling, so that the harness's own check of its
+tool's input tells the model.
+
+Responses: an answer, whole or as events.
+
+The rules: every event has an `event:` line and a `sequence_number`, counted from 0; `response.created` is the
+very first, because OpenAI's SDK reads nothing before it; an item is closed by `response.output_item.done`, at
+which Codex executes a call without waiting for the end.
 """
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Mapping, Sequence
+from typing import Final, assert_never, cast
 
+import orjson
 from attrs import define, field
 
-from polarnode.conversation import Answer, Delta, Json, TextDelta, ThinkingDelta, TokenLogprob, ToolCall, Usage
-from polarnode.providers.contract import STREAM_TYPE, Call, Fault
-from polarnode.providers.openai_responses import errors
-from polarnode.providers.openai_responses.history import item_id, response_id
-from polarnode.providers.openai_responses.output import (
-    call_json,
-    compaction_json,
-    logprobs_json,
-    message_json,
-    output_json,
-    reasoning_json,
-    response_json,
-    status,
-    usage_json,
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import (
+    Answer,
+    Delta,
+    Json,
+    Part,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingPart,
+    TokenLogprob,
+    ToolCall,
+    Usage,
 )
+from polarnode.providers import openai
+from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Call, Fault, event
+from polarnode.providers.openai_responses.history import Sealed, item_id, response_id, seal
 from polarnode.providers.openai_responses.shapes import Object
-from polarnode.providers.sse import event
-from polarnode.wire import dump_json
+
+# ── errors ────────────────────────────────────────────────────────────
+
+
+def in_stream(fault: Fault) -> Json:
+    """The `error` of a `response.failed`; None for what a client should try again: to that end its connection
+    is broken without a word.
+
+    `invalid_prompt` is the one code of this API's streams that is fatal to Codex and says nothing of accounts
+    or quotas.
+    """
+    if fault.kind in TRIED_AGAIN:
+        return None
+    code = "context_length_exceeded" if fault.kind == "context_too_long" else "invalid_prompt"
+    return {"code": code, "message": openai.message(fault)}
+
+
+# ── output ────────────────────────────────────────────────────────────
+
+_LEAST_LOGPROB: Final = -9999.0  # OpenAI's own word for "never", as JSON has none for minus infinity
+
+
+def usage_json(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def response_json(
+    call: Call, *, status: str, output: Sequence[Json], usage: Usage | None = None, error: Json = None
+) -> Object:
+    """The `response` object."""
+    head: Object = {
+        "id": response_id(call.id),
+        "object": "response",
+        "created_at": call.created,
+        "status": status,
+        "error": error,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": call.model,
+        "output": list(output),
+        "usage": None if usage is None else usage_json(usage),
+    }
+    return head | cast(Object, call.request.extras.get("echo") or {})
+
+
+def status(call: Call, answer: Answer) -> str:
+    """How it ended. An answer with calls is complete, whatever cut it, because its client has work to do and
+    Codex ends its run on an incomplete one; so is a compaction, whose one item is whole. A sample cut by an
+    abort is called what a limit makes of it: both say that more was to come, and this API knows no other
+    word.
+    """
+    whole = bool(answer.calls) or bool(call.request.extras.get("compacts"))
+    return "incomplete" if not whole and answer.finish_reason in ("length", "abort", "error") else "completed"
+
+
+# ── items ─────────────────────────────────────────────────────────────────────
+
+
+def output_json(call: Call, answer: Answer) -> list[Json]:
+    """All items of an answer."""
+    if call.request.extras.get("compacts"):
+        return [compaction_json(call, answer)]
+    parts = [part for part in answer.parts if isinstance(part, ToolCall) or part.text]
+    logprobs = _shared_out(parts, answer.logprobs)
+    ended = status(call, answer)
+    return [
+        _item(call, part, index, logprobs[index], ended if index == len(parts) - 1 else "completed")
+        for index, part in enumerate(parts)
+    ]
+
+
+def _item(call: Call, part: Part, index: int, logprobs: Sequence[TokenLogprob], ended: str) -> Json:
+    match part:
+        case TextPart(text):
+            return message_json(call, text, index, logprobs=logprobs_json(logprobs), ended=ended)
+        case ThinkingPart(text):
+            return reasoning_json(call, text, index)
+        case ToolCall():
+            return call_json(call, part, index)
+        case _:
+            assert_never(part)
+
+
+def message_json(call: Call, text: str, index: int, *, logprobs: Sequence[Json], ended: str) -> Object:
+    part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    return {
+        "id": item_id("msg", call.id, index, call.signature),
+        "type": "message",
+        "status": ended,
+        "role": "assistant",
+        "content": [part],
+    }
+
+
+def reasoning_json(call: Call, text: str, index: int) -> Object:
+    """Thinking, as a summary (Codex shows it and hands it back), and sealed for who asked for that. What is
+    sealed always carries our signature, which tells answers with the same words apart when they come back.
+    """
+    sealed = seal(Sealed(signature=call.signature, thinking=text if call.request.extras.get("seals") else ""))
+    summary: list[Json] = [{"type": "summary_text", "text": text}]
+    return {
+        "id": item_id("rs", call.id, index, call.signature),
+        "type": "reasoning",
+        "summary": summary,
+        "encrypted_content": sealed,
+    }
+
+
+def compaction_json(call: Call, answer: Answer) -> Object:
+    """The one item of a compaction."""
+    sealed = seal(Sealed(signature=call.signature, summary=answer.text))
+    return {
+        "id": item_id("cmp", call.id, 0, call.signature),
+        "type": "compaction",
+        "encrypted_content": sealed,
+    }
+
+
+# ── calls ─────────────────────────────────────────────────────────────────────
+
+
+def call_json(call: Call, made: ToolCall, index: int) -> Object:
+    """A tool call as its tool's kind spells it."""
+    spelling = _spelling(call, made.name)
+    head: Object = {"status": "completed", "call_id": made.id}
+    name: Object = {"name": spelling.get("name", made.name)} | (
+        {"namespace": spelling["namespace"]} if "namespace" in spelling else {}
+    )
+    match spelling.get("kind"):
+        case "custom":
+            return (
+                {"id": item_id("ctc", call.id, index, call.signature), "type": "custom_tool_call"}
+                | head
+                | name
+                | {"input": openai.text_of(made.arguments)}
+            )
+        case "local_shell" | "shell" | "apply_patch" | "tool_search" as kind:
+            known = _by_kind(kind, made.arguments)
+            if known is not None:
+                prefix = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "tool_search": "tsc"}[
+                    kind
+                ]
+                return (
+                    {"id": item_id(prefix, call.id, index, call.signature), "type": f"{kind}_call"}
+                    | head
+                    | known
+                )
+    return (
+        {"id": item_id("fc", call.id, index, call.signature), "type": "function_call"}
+        | head
+        | name
+        | {"arguments": made.arguments or "{}"}
+    )
+
+
+def _spelling(call: Call, name: str) -> Mapping[str, Json]:
+    found = next((tool.spelling for tool in call.request.conversation.tools if tool.name == name), None)
+    if found is not None:
+        return found
+    later = call.request.extras.get("later")
+    spelling = later.get(name) if isinstance(later, dict) else None
+    return spelling if isinstance(spelling, dict) else {}
+
+
+def _by_kind(kind: str, arguments: str) -> Object | None:
+    """What stands in a call of this kind; None where the arguments can not be put into it."""
+    said = openai.object_of(arguments)
+    if said is None:
+        return None
+    if kind == "tool_search":
+        # The very text that was sampled, set into the item unread, so that no number is rounded.
+        return {"execution": "client", "arguments": cast(Json, orjson.Fragment(arguments or "{}"))}
+    if kind == "local_shell":
+        action: Object = {"type": "exec", "env": {}}
+        return (
+            {"action": action | said}
+            if _strings(said.get("command")) and isinstance(said.get("env", {}), dict)
+            else None
+        )
+    if kind == "shell":
+        return {"action": said} if _strings(said.get("commands")) else None
+    return (
+        {"operation": said}
+        if isinstance(said.get("type"), str) and isinstance(said.get("path"), str)
+        else None
+    )
+
+
+def _strings(value: Json) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
+
+
+# ── log-probabilities ─────────────────────────────────────────────────────────
+
+
+def logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[Json]:
+    return [
+        _token(each.data, each.logprob)
+        | {"top_logprobs": [_token(other.data, other.logprob) for other in each.top]}
+        for each in logprobs
+    ]
+
+
+def _token(data: bytes, logprob: float) -> Object:
+    return {
+        "token": data.decode(errors="replace"),
+        "bytes": list(data),
+        "logprob": max(logprob, _LEAST_LOGPROB),
+    }
+
+
+def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list[Sequence[TokenLogprob]]:
+    """Each text's own tokens, by the bytes they spell; the last text has what is left over (tokens of a stop
+    string).
+    """
+    found: list[Sequence[TokenLogprob]] = [()] * len(parts)
+    texts = [index for index, part in enumerate(parts) if isinstance(part, TextPart)]
+    begun = 0
+    for index in texts:
+        part = parts[index]
+        room = len(part.text.encode()) if isinstance(part, TextPart) and index != texts[-1] else None
+        end = begun
+        while end < len(logprobs) and (room is None or room > 0):
+            room = None if room is None else room - len(logprobs[end].data)
+            end += 1
+        found[index] = logprobs[begun:end]
+        begun = end
+    return found
+
+
+# ── write ────────────────────────────────────────────────────────────
 
 
 def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
@@ -34,7 +284,9 @@ def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
     told = call.request.extras.get("told")
     if isinstance(told, list):
         return dump_json(_compacted(call, told, answer, usage))
-    return dump_json(response_json(call, status=status(call, answer), output=output_json(call, answer), usage=usage))
+    return dump_json(
+        response_json(call, status=status(call, answer), output=output_json(call, answer), usage=usage)
+    )
 
 
 def _compacted(call: Call, told: list[Json], answer: Answer, usage: Usage) -> Json:
@@ -47,7 +299,13 @@ def _compacted(call: Call, told: list[Json], answer: Answer, usage: Usage) -> Js
 def _user(call: Call, item: Object, index: int) -> Json:
     content = item.get("content")
     parts: Json = [{"type": "input_text", "text": content}] if isinstance(content, str) else content or []
-    return {"id": item_id("msg", call.id, index), "type": "message", "status": "completed", "role": "user", "content": parts}
+    return {
+        "id": item_id("msg", call.id, index),
+        "type": "message",
+        "status": "completed",
+        "role": "user",
+        "content": parts,
+    }
 
 
 @define(eq=False)
@@ -62,7 +320,9 @@ class _Open:
 
 @define(eq=False)
 class ResponseStream:
-    """One answer as events. Items are numbered as they open; at most one is open, and a delta of another kind closes it."""
+    """One answer as events. Items are numbered as they open; at most one is open, and a delta of another kind
+    closes it.
+    """
 
     call: Call
     content_type: str = STREAM_TYPE
@@ -102,9 +362,11 @@ class ResponseStream:
         return last + self._event(f"response.{ended}", response=response)
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Break the connection for what can be tried again: Codex, Pi and all others then ask the same again, while Pi ends its run on any
-        error event. What can not (the session is over, the context too long) is said by `response.failed`, on which they stop or compact."""
-        error = errors.in_stream(fault)
+        """Break the connection for what can be tried again: Codex, Pi and all others then ask the same again,
+        while Pi ends its run on any error event. What can not (the session is over, the context too long) is
+        said by `response.failed`, on which they stop or compact.
+        """
+        error = in_stream(fault)
         if error is None:
             return None
         response = response_json(self.call, status="failed", output=self.items, error=error)
@@ -118,12 +380,16 @@ class ResponseStream:
         item.text += text
         item.logprobs += logprobs
         said = logprobs_json(logprobs)
-        return begun + self._of_item("response.output_text.delta", "msg", item.index, content_index=0, delta=text, logprobs=said)
+        return begun + self._of_item(
+            "response.output_text.delta", "msg", item.index, content_index=0, delta=text, logprobs=said
+        )
 
     def _thought(self, text: str) -> bytes:
         begun = self._within(ThinkingDelta)
         self._current.text += text
-        return begun + self._of_item("response.reasoning_summary_text.delta", "rs", self._current.index, summary_index=0, delta=text)
+        return begun + self._of_item(
+            "response.reasoning_summary_text.delta", "rs", self._current.index, summary_index=0, delta=text
+        )
 
     def _within(self, kind: type[TextDelta | ThinkingDelta]) -> bytes:
         if self.open is not None and self.open.kind is kind:
@@ -144,12 +410,21 @@ class ResponseStream:
         if item.kind is TextDelta:
             said = logprobs_json(item.logprobs)
             return (
-                self._of_item("response.output_text.done", "msg", item.index, content_index=0, text=item.text, logprobs=said)
+                self._of_item(
+                    "response.output_text.done",
+                    "msg",
+                    item.index,
+                    content_index=0,
+                    text=item.text,
+                    logprobs=said,
+                )
                 + self._part("response.content_part.done", item.index, item.text, said)
                 + self._done(message_json(self.call, item.text, item.index, logprobs=said, ended=ended))
             )
         return (
-            self._of_item("response.reasoning_summary_text.done", "rs", item.index, summary_index=0, text=item.text)
+            self._of_item(
+                "response.reasoning_summary_text.done", "rs", item.index, summary_index=0, text=item.text
+            )
             + self._summary("response.reasoning_summary_part.done", item.index, item.text)
             + self._done(reasoning_json(self.call, item.text, item.index))
         )
@@ -170,13 +445,17 @@ class ResponseStream:
     # ── calls ─────────────────────────────────────────────────────────────────
 
     def _called(self, made: ToolCall) -> bytes:
-        """A call in one piece: shown empty, its input in one delta where its kind has such events, and done."""
+        """A call in one piece: shown empty, its input in one delta where its kind has such events,
+        and done.
+        """
         item = call_json(self.call, made, len(self.items))
         started = item | {"status": "in_progress"}
         match item["type"]:
             case "function_call":
                 begun = self._added(started | {"arguments": ""})
-                said = self._said("response.function_call_arguments", item, "arguments", {"name": item["name"]})
+                said = self._said(
+                    "response.function_call_arguments", item, "arguments", {"name": item["name"]}
+                )
             case "custom_tool_call":
                 begun = self._added(started | {"input": ""})
                 said = self._said("response.custom_tool_call_input", item, "input", {})
@@ -186,7 +465,9 @@ class ResponseStream:
 
     def _said(self, kind: str, item: Object, name: str, more: Object) -> bytes:
         place: Object = {"item_id": item["id"], "output_index": len(self.items)}
-        return self._event(f"{kind}.delta", **place, delta=item[name]) + self._event(f"{kind}.done", **place | more | {name: item[name]})
+        return self._event(f"{kind}.delta", **place, delta=item[name]) + self._event(
+            f"{kind}.done", **place | more | {name: item[name]}
+        )
 
     # ── events ────────────────────────────────────────────────────────────────
 
@@ -195,7 +476,9 @@ class ResponseStream:
             return b""
         self.created = True
         response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
     def _response(self, status: str) -> Json:
         return response_json(self.call, status=status, output=self.items)
@@ -209,7 +492,12 @@ class ResponseStream:
         return self._event("response.output_item.done", output_index=index, item=item)
 
     def _of_item(self, kind: str, prefix: str, index: int, **fields: Json) -> bytes:
-        return self._event(kind, item_id=item_id(prefix, self.call.id, index, self.call.signature), output_index=index, **fields)
+        return self._event(
+            kind,
+            item_id=item_id(prefix, self.call.id, index, self.call.signature),
+            output_index=index,
+            **fields,
+        )
 
     def _event(self, kind: str, **fields: Json) -> bytes:
         number, self.sequence = self.sequence, self.sequence + 1

@@ -1,22 +1,26 @@
-"""The body of a call: its text, where in it control tokens stand, and a cursor that reads it from left to right.
+"""The body of a call: its text, where in it control tokens stand, and a cursor that reads it from left to
+right.
 
-A tag that is a control token of the model means something only where it was sampled as one; spelled in ordinary tokens it is text. Whoever
-edits this keeps every step forward, so that reading is linear in the body whatever a model writes.
+A tag that is a control token of the model means something only where it was sampled as one; spelled in
+ordinary tokens it is text. Whoever edits this keeps every step forward, so that reading is linear in the body
+whatever a model writes.
 """
 
 from collections.abc import Container
 
 from attrs import define, field, frozen
 
-from polarnode.conversation import TokenLogprob
-from polarnode.tokens.calls import SPACE
+from polarnode.core.conversation import TokenLogprob
+from polarnode.tokens.tool_calls import SPACE
 
 
 @frozen(eq=False)
 class Body:
-    """What stands between a call's marks. `marks`: where in the text control tokens begin; `control`: the strings that are ones in this model.
+    """What stands between a call's marks. `marks`: where in the text control tokens begin; `control`: the
+    strings that are ones in this model.
 
-    `separator` is the spelling of the family's control token between a call's head and its arguments, empty where it has none.
+    `separator` is the spelling of the family's control token between a call's head and its arguments, empty
+    where it has none.
     """
 
     text: str
@@ -71,7 +75,9 @@ class Cursor:
         return here
 
     def until(self, tag: str, *, without: str = "") -> str | None:
-        """The text before the next such tag, and over both; None if there is none, the tag is empty, or another stands before it."""
+        """The text before the next such tag, and over both; None if there is none, the tag is empty, or
+        another stands before it.
+        """
         end = self.body.find(tag, self.at) if tag else -1
         if end < 0 or (without and self.body.find(without, self.at, end) >= 0):
             return None
@@ -81,7 +87,8 @@ class Cursor:
 
 @define(eq=False)
 class Region:
-    """What is held back while it is read: text with its control tokens' places, and the logprobs of the tokens that wrote it.
+    """What is held back while it is read: text with its control tokens' places, and the logprobs of the
+    tokens that wrote it.
 
     The first `hidden` letters are not the sample's but the prompt's, and are never given back.
     """
@@ -118,4 +125,9 @@ class Region:
 
     def body(self, *, control: Container[str], separator: str, start: int) -> Body:
         """What was held from a place on, to be read."""
-        return Body(self.text[start:], frozenset(mark - start for mark in self._marks if mark >= start), control, separator)
+        return Body(
+            self.text[start:],
+            frozenset(mark - start for mark in self._marks if mark >= start),
+            control,
+            separator,
+        )

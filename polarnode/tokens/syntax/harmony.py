@@ -1,8 +1,9 @@
-"""gpt-oss's messages: a header says in words to whom and in which channel the model speaks, and so what the message behind it is.
+"""gpt-oss's messages: a header says in words to whom and in which channel the model speaks, and so what the
+message behind it is.
 
-`<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`; the first `<|start|>assistant` is the
-prompt's, and the recipient may stand before the channel. The rule for whoever edits it: a header is read whole or not at all, and one that
-can not be read is shown.
+`<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`; the
+first `<|start|>assistant` is the prompt's, and the recipient may stand before the channel. The rule for
+whoever edits it: a header is read whole or not at all, and one that can not be read is shown.
 """
 
 from collections.abc import Sequence
@@ -10,17 +11,20 @@ from typing import Final, Literal
 
 from attrs import frozen
 
-from polarnode.conversation import Tool
-from polarnode.tokens.calls import SPACE, ReadCall, read_object
+from polarnode.core.conversation import Tool
 from polarnode.tokens.syntax.body import Body, Cursor
+from polarnode.tokens.tool_calls import SPACE, ReadCall, read_object
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ROLE: Final = "assistant"
 _CHANNELS: Final = ("analysis", "commentary", "final")
 _TO: Final = "to="
-_LONGEST: Final = 500  # letters of a header that may still become one: OpenAI's longest name is 64, and what grows is read again
+# letters of a header that may still become one: OpenAI's longest name is 64, and what grows is read again
+_LONGEST: Final = 500
 _PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
-_BEGINNINGS: Final = tuple(f"{start}{CHANNEL}{channel}{MESSAGE}" for start in ("", START + _ROLE) for channel in _CHANNELS)
+_BEGINNINGS: Final = tuple(
+    f"{start}{CHANNEL}{channel}{MESSAGE}" for start in ("", START + _ROLE) for channel in _CHANNELS
+)
 
 
 @frozen
@@ -32,23 +36,30 @@ class Header:
 
 
 def read_header(body: Body) -> Header | None:
-    """The header that a text begins with, up to and with its `message` mark; None for one that makes no sense."""
+    """The header that a text begins with, up to and with its `message` mark; None for one that makes no
+    sense.
+    """
     cursor = Cursor(body)
     return _header(cursor)
 
 
-def read(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call that a header and its message are, None if it is malformed. A message without a word has no arguments."""
+def read_harmony(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call that a header and its message are, None if it is malformed. A message without a word has no
+    arguments.
+    """
     cursor = Cursor(body)
     header = _header(cursor)
     if header is None or header.name is None:
         return None
-    arguments = cursor.rest.strip(SPACE) or "{}"  # the model is shown a tool without parameters as `() => any`
+    # the model is shown a tool without parameters as `() => any`
+    arguments = cursor.rest.strip(SPACE) or "{}"
     return None if read_object(arguments) is None else (ReadCall(header.name, arguments),)
 
 
 def may_be_header(body: Body) -> bool:
-    """Whether a text may still become a header: before its channel there is only the role, and who is spoken to."""
+    """Whether a text may still become a header: before its channel there is only the role, and who is spoken
+    to.
+    """
     text, started = body.text, body.has(START, 0)
     if len(text) > _LONGEST or body.find(CHANNEL, 0) >= 0:
         return len(text) <= _LONGEST
@@ -78,7 +89,13 @@ def _header(cursor: Cursor) -> Header | None:
     kind = text[constrained + len(CONSTRAIN) :].split()
     to = [word for word in (*head, *words) if word.startswith(_TO)]
     kinds = [*(word for word in words if word not in to), *kind]
-    if channel not in ("", *_CHANNELS) or len(to) > 1 or len(kinds) > 1 or any(word not in to for word in head) or constrained < spoken < len(text):
+    if (
+        channel not in ("", *_CHANNELS)
+        or len(to) > 1
+        or len(kinds) > 1
+        or any(word not in to for word in head)
+        or constrained < spoken < len(text)
+    ):
         return None
     return _message(to[0].removeprefix(_TO) if to else "user", channel)
 

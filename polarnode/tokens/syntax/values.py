@@ -1,25 +1,37 @@
 """A value that a model wrote as bare text between tags, as JSON: what it is, a tool's JSON Schema says.
 
-The rule for whoever edits it: a string stays letter for letter, anything else is JSON as strict as a whole call's, in the model's own
-spelling. Text that is not what its schema asks for stays a string: the call was made, and it is the harness that answers a wrong argument.
+The rule for whoever edits it: a string stays letter for letter, anything else is JSON as strict as a whole
+call's, in the model's own spelling. Text that is not what its schema asks for stays a string: the call was
+made, and it is the harness that answers a wrong argument.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from polarnode.conversation import Json, Tool
-from polarnode.tokens.calls import SPACE, read_value
+from polarnode.core.conversation import Json, Tool
+from polarnode.tokens.tool_calls import SPACE, read_value
 
-_ALIASES: Final = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # Qwen3-Coder's own template writes these where a schema has a truth value
+_ALIASES: Final = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+# Qwen3-Coder's own template writes these where a schema has a truth value
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _DEEP: Final = 32  # branches within branches: no tool has so many, and Python's stack must hold them
 
 
-def arguments_json(pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool) -> str | None:
+def arguments_json(
+    pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool
+) -> str | None:
     """The arguments object of a call, in the order its parameters were written; None if one is written twice.
 
-    `untyped`: whether a value whose parameter has no known type is read as JSON where it is some, as the model's template writes it.
+    `untyped`: whether a value whose parameter has no known type is read as JSON where it is some, as the
+    model's template writes it.
     """
     schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
     found: dict[str, str] = {}
@@ -53,7 +65,9 @@ def _fits(text: str, kind: str) -> str | None:
 
 
 def _kind(text: str) -> str:
-    """What JSON a text is; "whole" for a number such as 1.0, and "string" for a string and for what is none."""
+    """What JSON a text is; "whole" for a number such as 1.0, and "string" for a string and for what
+    is none.
+    """
     try:
         value = read_value(text)
     except ValueError:
@@ -84,7 +98,9 @@ def _string(text: str) -> str:
 
 
 class _Schemas:
-    """A tool's parameters, asked for one by one. References are followed within the tool's own schema, each once a question."""
+    """A tool's parameters, asked for one by one. References are followed within the tool's own schema, each
+    once a question.
+    """
 
     def __init__(self, root: Mapping[str, Json]) -> None:
         self._root = root
@@ -111,7 +127,9 @@ class _Schemas:
         said = found.get("type")
         values = found.get("enum", [found["const"]] if "const" in found else None)
         if isinstance(said, str | list):
-            return [_normal(kind) for kind in ([said] if isinstance(said, str) else said) if isinstance(kind, str)]
+            return [
+                _normal(kind) for kind in ([said] if isinstance(said, str) else said) if isinstance(kind, str)
+            ]
         if isinstance(values, list):
             return [_kind_of(value).replace("whole", "number") for value in values]
         if branches := self._branches(found, depth):

@@ -1,0 +1,272 @@
+"""The node's numbers as Prometheus reads them: one family a number, counters from the tally, gauges from what
+the node says of itself.
+
+The rules for whoever edits it. Nothing here runs on the event loop: it is given values and called in a
+thread. A name, once served, keeps its meaning; every label has a small fixed set of values. Sessions, tasks
+and models are no labels.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from attrs import field, frozen
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from polarnode.api.callbacks import CallbackStatistics
+from polarnode.containers.pool import RuntimesStatistics
+from polarnode.engine.routing import EngineStatistics, HostStatistics
+from polarnode.engine.weight_values import WeightsStatus
+from polarnode.support.metrics import LagStatistics, Tally
+from polarnode.support.semaphore import GateStatistics
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+_TURN: Final = ("provider", "kind", "reason", "role", "state")
+
+
+@frozen(kw_only=True)
+class Figures:
+    """A node at one moment. `pass_s` is how long its event loop took for a round just then, `lag` how late it
+    was within the last minute.
+    """
+
+    tally: Tally
+    engine: EngineStatistics
+    stages: Mapping[str, GateStatistics]
+    live: int
+    journal_bytes: int
+    journal_backlog: int
+    captures: int = 0
+    callbacks: CallbackStatistics = field(factory=CallbackStatistics)
+    pass_s: float = 0.0
+    lag: LagStatistics = field(factory=LagStatistics)
+    runtimes: RuntimesStatistics | None = None
+    weights: WeightsStatus | None = None
+
+
+def exposition(figures: Figures) -> bytes:
+    """The text of GET /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(figures))
+    return generate_latest(registry)
+
+
+@frozen(eq=False)
+class _Once(Collector):
+    figures: Figures
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _of_turns(self.figures.tally)
+        yield from _of_sessions(self.figures.tally)
+        yield from _of_engine(self.figures.engine)
+        yield from _of_node(self.figures)
+        yield from _of_callbacks(self.figures.callbacks)
+        if self.figures.weights is not None:
+            yield from _of_weights(self.figures.weights)
+        if self.figures.runtimes is not None:
+            yield from _of_runtimes(self.figures.runtimes)
+
+
+def _of_turns(tally: Tally) -> Iterator[Metric]:
+    turns = CounterMetricFamily("polarnode_turns", "Model calls that were recorded.", labels=_TURN)
+    for labels, count in tally.turns.items():
+        turns.add_metric(labels, count)
+    yield turns
+    yield _counter("polarnode_sampled_tokens", "Tokens sampled.", "role", tally.sampled_tokens)
+    yield _counter(
+        "polarnode_prompt_tokens",
+        "Tokens of prompts: reused from the turn extended, or new.",
+        "source",
+        tally.prompt_tokens,
+    )
+    yield _counter(
+        "polarnode_turn_notes",
+        "What turns' notes say: edits kept, ambiguities, rewrites and so on.",
+        "word",
+        tally.notes,
+    )
+    yield _single(
+        "polarnode_malformed_calls",
+        "Tool calls that were sampled and could not be read.",
+        tally.malformed_calls,
+    )
+    yield _counter(
+        "polarnode_refusals", "Model calls that were refused, by the kind of fault.", "kind", tally.refusals
+    )
+
+
+def _of_sessions(tally: Tally) -> Iterator[Metric]:
+    yield _counter("polarnode_sessions", "Sessions that ended.", "status", tally.sessions)
+    yield _counter(
+        "polarnode_retried_sessions",
+        "Sessions whose place was given to a fresh one, by whose fault.",
+        "boundary",
+        tally.replaced,
+    )
+    yield _single("polarnode_rows", "Training rows published.", tally.traces)
+    yield _single("polarnode_trainable_tokens", "Tokens published with loss.", tally.trainable_tokens)
+    yield _counter("polarnode_left_out_turns", "Turns that no row trains.", "reason", tally.left_out_turns)
+    yield _counter(
+        "polarnode_left_out_tokens", "Sampled tokens that no row trains.", "reason", tally.left_out_tokens
+    )
+    yield _counter("polarnode_groups", "Groups that are over.", "state", tally.groups)
+    yield _single(
+        "polarnode_early_stopped_sessions",
+        "Sessions ended, or not begun, because their group had enough.",
+        tally.stopped_early,
+    )
+    yield _counter(
+        "polarnode_stale_sessions",
+        "Sessions further behind than their task wants, by what it does with them.",
+        "action",
+        tally.stale,
+    )
+
+
+def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
+    yield _by_host(
+        "polarnode_engine_ready",
+        "1 where the engine host answers.",
+        engine,
+        lambda host: float(host.state == "ready"),
+    )
+    yield _by_host(
+        "polarnode_engine_in_flight",
+        "Calls under way on the engine host.",
+        engine,
+        lambda host: host.in_flight,
+    )
+    yield _by_host(
+        "polarnode_engine_running",
+        "Requests the engine is generating for.",
+        engine,
+        lambda host: host.running,
+    )
+    yield _by_host(
+        "polarnode_engine_waiting", "Requests in the engine's queue.", engine, lambda host: host.waiting
+    )
+    yield _by_host(
+        "polarnode_engine_token_usage",
+        "Share of the engine's KV cache in use.",
+        engine,
+        lambda host: host.token_usage,
+    )
+    restarts = CounterMetricFamily(
+        "polarnode_engine_restarts", "Times the engine host was started again.", labels=["host"]
+    )
+    for host in engine.hosts:
+        restarts.add_metric([str(host.index)], host.restarts)
+    yield restarts
+    yield GaugeMetricFamily(
+        "polarnode_engine_paused", "1 while generation is paused.", float(engine.paused is not None)
+    )
+
+
+def _of_weights(weights: WeightsStatus) -> Iterator[Metric]:
+    updates = CounterMetricFamily("polarnode_weight_updates", "Updates of the weights.", labels=["outcome"])
+    updates.add_metric(["served"], weights.updates)
+    updates.add_metric(["failed"], weights.failures)
+    yield updates
+    yield GaugeMetricFamily(
+        "polarnode_weight_update_seconds", "How long the last update took.", weights.last_seconds or 0.0
+    )
+
+
+def _of_node(figures: Figures) -> Iterator[Metric]:
+    stages = GaugeMetricFamily(
+        "polarnode_stage_sessions", "Sessions in a stage, and waiting before it.", labels=["stage", "place"]
+    )
+    limits = GaugeMetricFamily(
+        "polarnode_stage_limit", "The most sessions a stage takes now.", labels=["stage"]
+    )
+    held = GaugeMetricFamily(
+        "polarnode_stage_held_back", "1 while a stage takes fewer than its config allows.", labels=["stage"]
+    )
+    for name, gate in figures.stages.items():
+        stages.add_metric([name, "inside"], gate.inside)
+        stages.add_metric([name, "waiting"], gate.waiting)
+        limits.add_metric([name], gate.limit)
+        held.add_metric([name], float(gate.held_back is not None))
+    yield from (stages, limits, held)
+    yield GaugeMetricFamily("polarnode_live_sessions", "Sessions that are not over.", figures.live)
+    yield GaugeMetricFamily(
+        "polarnode_open_captures",
+        "Captures that are open: sessions whose harness its caller runs.",
+        figures.captures,
+    )
+    yield GaugeMetricFamily("polarnode_journal_bytes", "Bytes the journal holds.", figures.journal_bytes)
+    yield GaugeMetricFamily(
+        "polarnode_journal_backlog_bytes", "Bytes that wait for the journal's disk.", figures.journal_backlog
+    )
+    yield GaugeMetricFamily(
+        "polarnode_event_loop_pass_seconds",
+        "How long the event loop took for one round at this scrape.",
+        figures.pass_s,
+    )
+    late = GaugeMetricFamily(
+        "polarnode_event_loop_lag_seconds",
+        "How late the event loop was within the last minute.",
+        labels=["quantile"],
+    )
+    for quantile, seconds in (("0.5", figures.lag.p50), ("0.99", figures.lag.p99), ("1", figures.lag.max)):
+        late.add_metric([quantile], seconds)
+    yield late
+
+
+def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
+    yield _single("polarnode_callbacks_taken", "Events that callbacks took.", callbacks.taken)
+    yield _single(
+        "polarnode_callbacks_failed",
+        "Attempts to tell a callback that failed; each is made again.",
+        callbacks.failed,
+    )
+    yield _single(
+        "polarnode_callbacks_expired",
+        "Events that went with the journal's retention before their callback took them.",
+        callbacks.expired,
+    )
+    yield GaugeMetricFamily(
+        "polarnode_callbacks_owed", "Events that callbacks have yet to take.", callbacks.owed
+    )
+    yield GaugeMetricFamily(
+        "polarnode_callbacks_under_way", "Callbacks that are being told.", callbacks.under_way
+    )
+
+
+def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
+    yield _single("polarnode_runtimes_started", "Containers started.", runtimes.started)
+    yield _single(
+        "polarnode_runtimes_served_warm",
+        "Containers that stood ready when they were asked for.",
+        runtimes.served_warm,
+    )
+    yield _single(
+        "polarnode_runtimes_reused", "Containers that began with their workspace in them.", runtimes.reused
+    )
+    yield _single("polarnode_runtimes_failed", "Containers that did not start.", runtimes.failed)
+    yield GaugeMetricFamily("polarnode_runtimes_live", "Containers with sessions.", runtimes.live)
+    yield GaugeMetricFamily("polarnode_runtimes_warm", "Containers that stand ready.", runtimes.warm)
+    yield GaugeMetricFamily(
+        "polarnode_runtimes_prepared", "Prepared workspaces kept as images.", runtimes.prepared
+    )
+
+
+def _counter(name: str, says: str, label: str, counts: "Counter[str]") -> Metric:
+    family = CounterMetricFamily(name, says, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _single(name: str, says: str, count: int) -> Metric:
+    return CounterMetricFamily(name, says, value=count)
+
+
+def _by_host(name: str, says: str, engine: EngineStatistics, of: Callable[[HostStatistics], float]) -> Metric:
+    family = GaugeMetricFamily(name, says, labels=["host"])
+    for host in engine.hosts:
+        family.add_metric([str(host.index)], of(host))
+    return family

@@ -1,0 +1,199 @@
+"""The parameters of URLs as the document tells them: one for each reader of `query`.
+
+The rule for whoever edits it: a parameter that `query` reads is here, by its name; a test compares the two.
+
+The document itself: the rows that are served, each with its operation, as OpenAPI 3.1.
+
+The rule for whoever edits it: pure. That every row has its operation is a test's business.
+
+The document of the control plane (OpenAPI 3.1), made from the routes that are served and the types that read
+and write their bodies.
+
+The rule for whoever edits it: nothing is written down here that the program knows already; a route without an
+operation fails a test.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from itertools import starmap
+from typing import Any, Final, get_args
+
+from polarnode.api.openapi_shapes import ENGINE, JSON, OPERATIONS, POLAR, Operation, Where
+from polarnode.api.query import MOST_TASKS, PARQUET, Kind
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.schema import Schema, Schemas
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.conversation import Json
+from polarnode.core.trajectory import Status
+from polarnode.journal.values import EventKind
+from polarnode.trainers import FORMATS
+
+# ── parameters ────────────────────────────────────────────────────────────
+
+LARGEST: Final = 10**18 - 1  # of a count: what is longer is no number of ours
+
+
+def _one(description: str, schema: Schema) -> Schema:
+    return {"description": description, "schema": schema}
+
+
+def _enum(values: Iterable[str]) -> Schema:
+    return {"type": "string", "enum": list[Json](values)}
+
+
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
+
+PARAMETERS: Final[Mapping[str, Schema]] = {
+    "consumer": _one(
+        "A name whose position the node keeps.",
+        {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
+    ),
+    "after": _one("Begin behind this sequence number.", _COUNT),
+    "follow": _one("false: end when there is no more.", {"type": "boolean", "default": True}),
+    "task_id": _one("Only this task's.", {"type": "string"}),
+    "group_id": _one("Only this group's.", {"type": "string"}),
+    "outcome": _one("Only sessions that ended so.", _enum(get_args(Status))),
+    "min_reward": _one("Only sessions with this reward or more.", {"type": "number"}),
+    "arrays": _one("How arrays are written.", _enum(get_args(Arrays))),
+    "turns": _one("Whether each turn's own tokens are in its row.", _enum(get_args(Turns))),
+    "format": _one(
+        "In a trainer's format; parquet is the export's, of the rows' tokens.", _enum((*FORMATS, PARQUET))
+    ),
+    "kind": _one("sft: conversations, a line each.", _enum(get_args(Kind))),
+    "limit": _one(
+        "How many at most.", {"type": "integer", "minimum": 1, "maximum": MOST_TASKS, "default": 100}
+    ),
+    "before": _one("The last task_id of the page before.", {"type": "string"}),
+    "kinds": {
+        "description": "Which events come.",
+        "style": "form",
+        "explode": False,
+        "schema": {"type": "array", "items": _enum(get_args(EventKind)), "minItems": 1},
+    },
+}
+
+
+# ── document ────────────────────────────────────────────────────────────
+
+HEADERS: Final[Mapping[str, Schema]] = {
+    "Idempotency-Key": {"type": "string"},
+    "Last-Event-ID": {"type": "string", "pattern": r"^\d{0,18}$"},
+}
+REASONS: Final[Mapping[int, str]] = {
+    400: "What was said can not be; `path` names the field.",
+    401: "No token, or another.",
+    404: "There is nothing of that name.",
+    409: "The id or key is another's.",
+    413: "The body is larger than is taken.",
+    422: "What was said can not be: Polar's word for 400.",
+    429: "No room now: come again after `Retry-After` seconds.",
+    500: "A bug of polarnode's, or what the message says.",
+    503: "Not now.",
+    507: "The journal's disk is full.",
+}
+_EVERY: Final = (400, 500)
+_PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
+
+
+def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, token: bool) -> dict[str, Json]:
+    """The document of these rows; `token`: whether the routes need one. those without an operation are not in
+    it.
+    """
+    asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False)
+    paths: dict[str, Any] = {}
+    for where in filter(operations.__contains__, rows):
+        method, path = where
+        item = paths.setdefault(_braced(path), {})
+        item[method.lower()] = _operation(where, operations[where], asked, given, token=token)
+    schemes: Schema = {"token": {"type": "http", "scheme": "bearer"}} if token else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "polarnode",
+            "version": version("polarnode"),
+            "description": "The control plane of a node: docs/api.md tells it in words.",
+        },
+        "paths": paths,
+        "components": {"schemas": {**asked.named, **given.named}, "securitySchemes": schemes},
+    }
+
+
+def _operation(where: Where, op: Operation, asked: Schemas, given: Schemas, *, token: bool) -> Schema:
+    method, path = where
+    found: Schema = {
+        "operationId": _name(method, path),
+        "summary": op.summary,
+        "tags": [op.tag],
+        "parameters": [
+            *_in_path(path),
+            *(_in_query(name, PARAMETERS[name]) for name in op.query),
+            *starmap(_in_query, op.own.items()),
+            *map(_in_header, op.headers),
+        ],
+        "responses": _responses(op, given, token=token and not op.open),
+    }
+    if op.body is not None:
+        found["requestBody"] = {
+            "required": not op.optional_body,
+            "content": {JSON: {"schema": asked.of(op.body)}},
+        }
+    if token and not op.open:
+        found["security"] = [{"token": []}]
+    return found
+
+
+def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
+    shape: Schema = {"type": "string"} if op.answer is None else given.of(op.answer)
+    links: Schema = {_name(*where): _link(place, where) for place, where in op.leads_to.items()}
+    content: Schema = {each: {"schema": shape} for each in (op.content, *op.also)}
+    found: Schema = {
+        str(op.status): {"description": op.summary, "content": content, **({"links": links} if links else {})}
+    }
+    if op.again is not None:
+        found[str(op.again)] = {"description": "The same answer as before.", "content": content}
+    refusal: Schema = {JSON: {"schema": given.of(op.refusal)}}
+    for status in sorted({*_EVERY, *op.errors, *([401] if token else [])}):
+        # /readyz says the same in both
+        said: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal
+        found[str(status)] = {"description": REASONS[status], "content": said}
+    return found
+
+
+def _link(place: str, where: Where) -> Schema:
+    return {"operationId": _name(*where), "parameters": {_in_braces(where[1])[0]: f"$response.body#{place}"}}
+
+
+def _braced(path: str) -> str:
+    return _PLACE.sub(r"{\1}", path)
+
+
+def _in_braces(path: str) -> list[str]:
+    return _PLACE.findall(path)
+
+
+def _name(method: str, path: str) -> str:
+    words = re.findall(r"[A-Za-z]\w*", _braced(path))
+    return "_".join([method.lower(), *words])
+
+
+def _in_path(path: str) -> list[Json]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _in_braces(path)
+    ]
+
+
+def _in_query(name: str, told: Schema) -> Json:
+    return {"name": name, "in": "query", "required": False, **told}
+
+
+def _in_header(name: str) -> Json:
+    return {"name": name, "in": "header", "required": False, "schema": HEADERS[name]}
+
+
+# ── openapi ────────────────────────────────────────────────────────────
+
+EVERY: Final[Mapping[Where, Operation]] = {**OPERATIONS, **ENGINE, **POLAR}
+
+__all__ = ["EVERY", "Operation", "Where", "document"]

@@ -1,0 +1,553 @@
+"""The shapes of answers that no type of ours writes: what `routes` puts together.
+
+The rule for whoever edits it: a schema that the program's real answers are checked against in tests, not a
+second truth.
+
+What each route takes and gives, for those routes that are the control plane's own.
+
+The rule for whoever edits it: a new route brings its operation; a type stands here, never a copy of its
+fields.
+
+What the routes to the engine and to captures take and give.
+
+The rule for whoever edits it: as in `operations`, types and never a copy of their fields.
+
+What Polar's routes take and give, as far as Polar itself writes it down: bridges know their bodies, and
+docs/polar.md tells them.
+
+The rule for whoever edits it: Polar's servers say 422 where ours say 400, and `detail` where ours say
+`error`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from attrs import evolve, field, frozen
+
+from polarnode.api.query import FILTERS
+from polarnode.api.routes import Ack
+from polarnode.api.service import Submitted
+from polarnode.core.codec.schema import Schema
+from polarnode.core.codec.trajectories import TrajectoryShape
+from polarnode.core.conversation import Json
+from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
+from polarnode.core.trajectory import Outcome
+from polarnode.engine.weight_values import (
+    BroadcastBucket,
+    GroupOrder,
+    MemoryOrder,
+    PauseOrder,
+    TensorBucket,
+    UpdateOpened,
+    UpdateOrder,
+    UpdateReport,
+    WeightsStatus,
+)
+from polarnode.journal.values import ConsumerRecord, JournalStatistics, SessionRecord
+from polarnode.rollouts.captures import CaptureStatus, Opened
+
+# ── answers ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Session(SessionRecord):
+    """A session at a glance; `status` is pending until it is over."""
+
+    status: str
+
+
+@frozen(kw_only=True)
+class Task:
+    """A task and the sessions that hold its places."""
+
+    task_id: str
+    group_id: str
+    idempotency_key: str | None
+    submitted: float
+    finished: bool
+    counts: dict[str, int]
+    sessions: tuple[Session, ...]
+
+
+@frozen(kw_only=True)
+class WholeTask(Task):
+    """A task with its spec, every default written out."""
+
+    spec: TaskSpec
+
+
+@frozen(kw_only=True)
+class Tasks:
+    """A page of tasks."""
+
+    tasks: tuple[Task, ...]
+
+
+@frozen(kw_only=True)
+class Cancelled:
+    """Whether sessions of the task were under way."""
+
+    task_id: str
+    cancelled: bool
+
+
+@frozen(kw_only=True)
+class Position:
+    """Where a consumer is."""
+
+    consumer: str
+    position: int
+
+
+@frozen(kw_only=True)
+class Consumers:
+    """All that are known."""
+
+    consumers: tuple[ConsumerRecord, ...]
+
+
+@frozen(kw_only=True)
+class Forgotten:
+    """A consumer for which nothing is kept any more."""
+
+    consumer: str
+    forgotten: bool
+
+
+@frozen(kw_only=True)
+class Formatted:
+    """A trajectory in a trainer's format, and whose it is; `refused` says why it is not, on streams and in
+    exports.
+    """
+
+    format: str
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    outcome: Outcome
+    reward: float | None
+    metadata: dict[str, Json]
+    value: Any
+    refused: str | None = None
+
+
+@frozen(kw_only=True)
+class WholeSession:
+    """A session with its turns in full, and its trajectory without them."""
+
+    session: Session
+    turns: tuple[dict[str, Json], ...]
+    trajectory: TrajectoryShape | None
+
+
+@frozen(kw_only=True)
+class Status:
+    """The node at a glance; what else is in it is told on the API's page."""
+
+    node: str
+    journal: JournalStatistics
+
+
+@frozen(kw_only=True)
+class Health:
+    """200 says it."""
+
+    ok: bool
+
+
+@frozen(kw_only=True)
+class Ready:
+    """503 says that it is not."""
+
+    ready: bool
+
+
+@frozen(kw_only=True)
+class Fault:
+    """What went wrong, and what to do."""
+
+    type: str
+    message: str
+    path: str | None = None
+
+
+@frozen(kw_only=True)
+class Refusal:
+    """Every refusal."""
+
+    error: Fault
+
+
+# ── operations ────────────────────────────────────────────────────────────
+
+JSON: Final = "application/json"
+Where = tuple[str, str]  # method and path, as the route's row has them
+
+
+@frozen(kw_only=True)
+class Operation:
+    """One route. `body` and `answer` are types, None where there is none, or where the answer is no JSON;
+    `errors` beside those all can have.
+
+    `again` is the status of the same answer to what was done before; `own` are parameters of its URL that
+    `query` does not read.
+    """
+
+    summary: str
+    tag: str = "trainer"
+    query: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    body: Any = None
+    optional_body: bool = False
+    status: int = 200
+    again: int | None = None
+    answer: Any = None
+    content: str = JSON
+    also: tuple[str, ...] = ()  # what it can be instead
+    errors: tuple[int, ...] = ()
+    refusal: Any = Refusal
+    own: Mapping[str, Schema] = field(factory=dict)
+    open: bool = False  # needs no token
+    # by the place of a name in its answer: the routes that take it in their path
+    leads_to: Mapping[str, Where] = field(factory=dict)
+
+
+_ARRAYS: Final = ("arrays", "turns")
+
+OPERATIONS: Final[Mapping[Where, Operation]] = {
+    ("POST", "/v1/tasks"): Operation(
+        summary="Submit a task.",
+        headers=("Idempotency-Key",),
+        body=TaskSpec,
+        status=202,
+        answer=Submitted,
+        errors=(409, 413, 429, 507),
+        leads_to={
+            "/task_id": ("GET", "/v1/tasks/<task_id>"),
+            "/session_ids/0": ("GET", "/v1/sessions/<session_id>"),
+        },
+    ),
+    ("GET", "/v1/tasks"): Operation(
+        summary="Tasks, newest first.",
+        query=("limit", "before"),
+        answer=Tasks,
+        leads_to={
+            "/tasks/0/task_id": ("DELETE", "/v1/tasks/<task_id>"),
+            "/tasks/0/sessions/0/session_id": ("GET", "/v1/trajectories/<session_id>"),
+        },
+    ),
+    ("GET", "/v1/tasks/<task_id>"): Operation(
+        summary="A task, with its spec and its sessions.", answer=WholeTask, errors=(404,)
+    ),
+    ("DELETE", "/v1/tasks/<task_id>"): Operation(
+        summary="End a task's sessions with what they have.", answer=Cancelled, errors=(404,)
+    ),
+    ("GET", "/v1/trajectories/stream"): Operation(
+        summary="Events as they come, for ever or until there are no more.",
+        query=("consumer", "after", "follow", "kinds", *_ARRAYS, "format", *FILTERS),
+        headers=("Last-Event-ID",),
+        content="text/event-stream",
+    ),
+    ("POST", "/v1/trajectories/ack"): Operation(
+        summary="Move a consumer's position forward.", body=Ack, answer=Position, errors=(413,)
+    ),
+    ("GET", "/v1/consumers"): Operation(
+        summary="Who reads the stream under a name, and how far behind.",
+        answer=Consumers,
+        leads_to={"/consumers/0/consumer": ("DELETE", "/v1/consumers/<path:consumer>")},
+    ),
+    ("DELETE", "/v1/consumers/<path:consumer>"): Operation(
+        summary="Keep nothing for a consumer any more.", answer=Forgotten, errors=(404, 409)
+    ),
+    ("GET", "/v1/trajectories/<session_id>"): Operation(
+        summary="A session that is over.",
+        query=(*_ARRAYS, "format"),
+        answer=TrajectoryShape | Formatted,
+        errors=(404,),
+    ),
+    ("GET", "/v1/sessions/<session_id>"): Operation(
+        summary="All that is known of a session, over or not.",
+        query=("arrays",),
+        answer=WholeSession,
+        errors=(404,),
+    ),
+    ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
+        summary="A tar of what its task wanted kept.", content="application/x-tar", errors=(404,)
+    ),
+    ("GET", "/v1/export"): Operation(
+        summary="Every trajectory that is over, one a line.",
+        query=(*_ARRAYS, "format", "kind", *FILTERS),
+        content="application/x-ndjson",
+        also=("application/vnd.apache.parquet",),
+    ),
+    ("GET", "/v1/status"): Operation(summary="The node now.", tag="node", answer=Status),
+    ("GET", "/metrics"): Operation(summary="Its numbers, for Prometheus.", tag="node", content="text/plain"),
+    ("GET", "/healthz"): Operation(
+        summary="Whether the process serves.", tag="node", answer=Health, open=True
+    ),
+    ("GET", "/readyz"): Operation(
+        summary="Whether tasks are taken and an engine answers.",
+        tag="node",
+        answer=Ready,
+        errors=(503,),
+        open=True,
+    ),
+    ("GET", "/v1/openapi.json"): Operation(summary="This document.", tag="node", answer=dict[str, Any]),
+}
+
+
+# ── engine ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Weights(WeightsStatus):
+    """The weights now, and the last updates, newest first."""
+
+    history: tuple[dict[str, Json], ...]
+
+
+@frozen(kw_only=True)
+class Joined:
+    """A process group that the engine is in."""
+
+    name: str
+    world_size: int
+    rank_offset: int
+
+
+@frozen(kw_only=True)
+class Left:
+    """A process group that the engine was in."""
+
+    name: str
+
+
+@frozen(kw_only=True)
+class Captures:
+    """Those that are open."""
+
+    captures: tuple[CaptureStatus, ...]
+    limit: int
+
+
+@frozen(kw_only=True)
+class CaptureOpen(CaptureStatus):
+    """A capture under way."""
+
+    outcome: Literal[None]
+
+
+@frozen(kw_only=True)
+class CaptureOver:
+    """What became of a capture, without its tokens."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    outcome: Outcome
+    reward: float | None
+    turns: int
+    traces: int
+    sampled_tokens: int
+    trainable_tokens: int
+
+
+_UPDATE: Final[Where] = ("POST", "/v1/weights/updates/<update_id>/commit")
+
+ENGINE: Final[Mapping[Where, Operation]] = {
+    ("POST", "/v1/weights"): Operation(
+        summary="Serve new weights, on every engine host as one version.",
+        tag="weights",
+        body=UpdateOrder,
+        status=201,
+        again=200,
+        answer=UpdateReport,
+        errors=(409, 413, 503),
+    ),
+    ("GET", "/v1/weights"): Operation(
+        summary="The weights served, and those before.", tag="weights", answer=Weights
+    ),
+    ("POST", "/v1/weights/updates"): Operation(
+        summary="Begin an update of several requests.",
+        tag="weights",
+        body=UpdateOrder,
+        status=201,
+        answer=UpdateOpened,
+        errors=(409, 413, 503),
+        leads_to={"/update_id": _UPDATE},
+    ),
+    ("POST", "/v1/weights/updates/<update_id>/buckets"): Operation(
+        summary="One bucket more.",
+        tag="weights",
+        body=TensorBucket | BroadcastBucket,
+        answer=UpdateOpened,
+        errors=(404, 409, 413, 503),
+    ),
+    _UPDATE: Operation(
+        summary="Serve what came.",
+        tag="weights",
+        status=201,
+        again=200,
+        answer=UpdateReport,
+        errors=(404, 409, 503),
+    ),
+    ("DELETE", "/v1/weights/updates/<update_id>"): Operation(
+        summary="Give an update up.", tag="weights", answer=WeightsStatus, errors=(404, 409)
+    ),
+    ("POST", "/v1/weights/groups"): Operation(
+        summary="Join a process group to receive weights in.",
+        tag="weights",
+        body=GroupOrder,
+        status=201,
+        answer=Joined,
+        errors=(409, 413, 503),
+    ),
+    ("DELETE", "/v1/weights/groups/<name>"): Operation(
+        summary="Leave it.", tag="weights", answer=Left, errors=(404, 409, 503)
+    ),
+    ("POST", "/v1/engine/pause"): Operation(
+        summary="Hold generation.",
+        tag="weights",
+        body=PauseOrder,
+        optional_body=True,
+        answer=WeightsStatus,
+        errors=(409, 413, 503),
+    ),
+    ("POST", "/v1/engine/resume"): Operation(
+        summary="Let generation go on.", tag="weights", answer=WeightsStatus, errors=(409, 503)
+    ),
+    ("POST", "/v1/engine/memory/release"): Operation(
+        summary="Lend the GPUs' memory.",
+        tag="weights",
+        body=MemoryOrder,
+        optional_body=True,
+        answer=WeightsStatus,
+        errors=(409, 413, 503),
+    ),
+    ("POST", "/v1/engine/memory/resume"): Operation(
+        summary="Take it again.",
+        tag="weights",
+        body=MemoryOrder,
+        optional_body=True,
+        answer=WeightsStatus,
+        errors=(409, 413, 503),
+    ),
+    ("POST", "/v1/capture"): Operation(
+        summary="Open a session whose harness you run yourself.",
+        tag="captures",
+        body=CaptureSpec,
+        optional_body=True,
+        status=201,
+        again=200,
+        answer=Opened,
+        errors=(409, 413, 429, 507),
+        leads_to={"/session_id": ("DELETE", "/v1/capture/<session_id>")},
+    ),
+    ("GET", "/v1/capture"): Operation(summary="Captures that are open.", tag="captures", answer=Captures),
+    ("GET", "/v1/capture/<session_id>"): Operation(
+        summary="A capture, open or over.", tag="captures", answer=CaptureOpen | CaptureOver, errors=(404,)
+    ),
+    ("DELETE", "/v1/capture/<session_id>"): Operation(
+        summary="End a capture into its trajectory.",
+        tag="captures",
+        body=CaptureEnd,
+        optional_body=True,
+        answer=CaptureOver,
+        errors=(404, 409, 413),
+    ),
+}
+
+
+# ── polar ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Misfit:
+    """A field that can not be, as FastAPI tells it."""
+
+    loc: tuple[str | int, ...]
+    msg: str
+    type: str
+
+
+@frozen(kw_only=True)
+class Detail:
+    """A refusal of Polar's servers."""
+
+    detail: str | tuple[Misfit, ...]
+
+
+_OBJECT: Final = dict[str, Any]
+_TEXT: Final[Schema] = {"schema": {"type": "string"}}
+_LIMIT: Final[Mapping[str, Schema]] = {
+    "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": 1000}}
+}
+
+_PLAIN: Final[Mapping[Where, Operation]] = {
+    ("POST", "/rollout/task/submit"): Operation(
+        summary="A TaskRequest.", body=_OBJECT, answer=_OBJECT, errors=(409, 413, 422, 429, 507)
+    ),
+    ("GET", "/rollout/task/<task_id>"): Operation(
+        summary="TaskStatus, with the results that are in.",
+        answer=_OBJECT,
+        errors=(404,),
+        own={"results": _TEXT},
+    ),
+    ("DELETE", "/rollout/task/<task_id>"): Operation(
+        summary="End its sessions with what they have.",
+        answer=_OBJECT,
+        errors=(404,),
+        own={"register_if_missing": _TEXT},
+    ),
+    ("GET", "/rollout/status"): Operation(summary="Statuses of the newest tasks.", answer=_OBJECT),
+    ("GET", "/tasks"): Operation(
+        summary="Tasks, newest first.",
+        answer=_OBJECT,
+        errors=(422,),
+        own={"status": _TEXT, "harness": _TEXT, "since": {"schema": {"type": "number"}}, **_LIMIT},
+    ),
+    ("GET", "/tasks/<task_id>/sessions"): Operation(
+        summary="A task's sessions.", answer=_OBJECT, errors=(404,)
+    ),
+    ("GET", "/events"): Operation(summary="What sessions do, for dashboards.", content="text/event-stream"),
+    ("GET", "/health"): Operation(summary="The node's health and load.", answer=_OBJECT),
+    ("GET", "/nodes"): Operation(
+        summary="The nodes: this one.",
+        answer=list[_OBJECT],  # type: ignore[valid-type]
+    ),
+    ("GET", "/nodes/<node_id>"): Operation(summary="A node.", answer=_OBJECT, errors=(404,)),
+    ("GET", "/sessions"): Operation(
+        summary="Sessions that are not over.",
+        answer=_OBJECT,
+        errors=(422,),
+        own={"status": _TEXT, "task_id": _TEXT, **_LIMIT},
+    ),
+    ("POST", "/sessions"): Operation(
+        summary="Dispatch a session, or open a capture.",
+        body=_OBJECT,
+        answer=_OBJECT,
+        errors=(409, 413, 422, 429, 507),
+    ),
+    ("GET", "/sessions/<session_id>"): Operation(
+        summary="A session, with its result when it is over.", answer=_OBJECT, errors=(404,)
+    ),
+    ("GET", "/sessions/<session_id>/completions"): Operation(
+        summary="Its model calls.", answer=_OBJECT, errors=(404,)
+    ),
+    ("DELETE", "/sessions/<session_id>"): Operation(
+        summary="End it with what it has.", answer=_OBJECT, errors=(404,)
+    ),
+    ("GET", "/admin/inference/status"): Operation(summary="Whether generation is held.", answer=_OBJECT),
+    ("POST", "/admin/inference/pause"): Operation(
+        summary="Hold generation.", answer=_OBJECT, errors=(409, 503)
+    ),
+    ("POST", "/admin/inference/resume"): Operation(
+        summary="Let generation go on.", answer=_OBJECT, errors=(409, 503)
+    ),
+}
+
+POLAR: Final[Mapping[Where, Operation]] = {
+    where: evolve(each, tag="polar", refusal=Refusal | Detail) for where, each in _PLAIN.items()
+}

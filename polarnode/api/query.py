@@ -1,0 +1,149 @@
+"""The parameters of a URL, read as strictly as a body: unknown ones are refused, each refusal names its
+parameter (`?after`).
+"""
+
+from collections.abc import Callable, Mapping
+from math import isfinite, nan
+from typing import Any, Final, Literal, get_args
+
+from attrs import frozen
+
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Status
+from polarnode.journal.journal import check_consumer
+from polarnode.journal.values import USUAL_KINDS, EventKind, Filters
+from polarnode.trainers import FORMATS
+
+Kind = Literal["trajectories", "sft"]
+PARQUET: Final = "parquet"
+
+
+@frozen(kw_only=True)
+class Query:
+    """Everything any route takes; each route says which of it."""
+
+    consumer: str | None = None
+    after: int | None = None
+    follow: bool = True
+    task_id: str | None = None
+    group_id: str | None = None
+    outcome: str | None = None
+    min_reward: float | None = None
+    arrays: Arrays = "json"
+    turns: Turns = "table"
+    format: str | None = None
+    kind: Kind = "trajectories"
+    limit: int = 100
+    before: str | None = None
+    kinds: tuple[EventKind, ...] = USUAL_KINDS
+
+    def filters(self) -> Filters:
+        return Filters(
+            task_id=self.task_id,
+            group_id=self.group_id,
+            outcome=self.outcome,
+            min_reward=self.min_reward,
+            kinds=self.kinds,
+        )
+
+
+FILTERS = ("task_id", "group_id", "outcome", "min_reward")
+MOST_TASKS = 1000  # a page of records with their sessions: some megabytes
+
+
+def read_query(given: Mapping[str, str], *allowed: str) -> Query:
+    """The parameters `given`, of which only those `allowed` may be there."""
+    for name in given:
+        if name not in allowed:
+            raise _refused(name, f"is not a parameter of this route: it takes {', '.join(allowed) or 'none'}")
+    read: dict[str, Any] = {name: READERS[name](name, text) for name, text in given.items()}
+    return Query(**read)
+
+
+def _refused(name: str, sentence: str) -> Refused:
+    return Refused(f"{name} {sentence}", path=f"?{name}")
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _consumer(name: str, text: str) -> str:
+    return check_consumer(text)
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise _refused(name, f"must be a whole number, not {text!r}")
+    return int(text)
+
+
+def _limit(name: str, text: str) -> int:
+    count = _count(name, text)
+    if not 1 <= count <= MOST_TASKS:
+        raise _refused(name, f"must be 1 to {MOST_TASKS}, not {count}")
+    return count
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if not isfinite(number):
+        raise _refused(name, f"must be a number, not {text!r}")
+    return number
+
+
+def _flag(name: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise _refused(name, f"must be true or false, not {text!r}")
+    return text == "true"
+
+
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "outcome": get_args(Status),
+    "arrays": get_args(Arrays),
+    "turns": get_args(Turns),
+    "format": (*FORMATS, PARQUET),
+    "kind": get_args(Kind),
+}
+
+
+def _one_of(name: str, text: str) -> str:
+    options = _OPTIONS[name]
+    if text not in options:
+        raise _refused(name, f"must be one of {', '.join(options)}, not {text!r}")
+    return text
+
+
+def _kinds(name: str, text: str) -> tuple[str, ...]:
+    kinds, options = tuple(text.split(",")), get_args(EventKind)
+    if not set(kinds) <= set(options):
+        raise _refused(name, f"must be some of {','.join(options)}, with commas between them, not {text!r}")
+    return kinds
+
+
+READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "consumer": _consumer,
+    "after": _count,
+    "follow": _flag,
+    "task_id": _text,
+    "group_id": _text,
+    "outcome": _one_of,
+    "min_reward": _number,
+    "arrays": _one_of,
+    "turns": _one_of,
+    "format": _one_of,
+    "kind": _one_of,
+    "limit": _limit,
+    "before": _text,
+    "kinds": _kinds,
+}
+
+
+def last_event_id(text: str | None) -> int | None:
+    """The number in a `Last-Event-ID` header; an empty one is none, as browsers send it."""
+    return _count("Last-Event-ID", text) if text else None

@@ -1,0 +1,323 @@
+"""The routes themselves, each a few lines: read, ask, answer.
+
+Captures on the control plane: open one, look at it, end it into a trajectory.
+
+The rule for whoever edits it: these routes decide nothing; who may have which place and what stands is the
+room of captures' to say.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import trio
+from attrs import evolve, frozen
+from quart import Response, request
+
+from polarnode.api.exports import check_format, export, format_json
+from polarnode.api.metrics import CONTENT_TYPE, exposition
+from polarnode.api.query import FILTERS, Query, last_event_id, read_query
+from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.streams import event_stream, file_pieces
+from polarnode.containers.files import artifacts_path
+from polarnode.core.codec.arrays import encoder
+from polarnode.core.codec.json import dump_json, plain, structure
+from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
+from polarnode.core.codec.trajectories import trajectory_json, turns_json
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Conflict
+from polarnode.core.trajectory import Trajectory
+from polarnode.http.asgi import RouteRow, body_json, body_json_or
+from polarnode.journal.journal import Journal, check_consumer
+from polarnode.journal.values import SessionRecord, TaskRecord
+from polarnode.rollouts.captures import Captures
+
+# ── routes ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Ack:
+    """The body of POST /v1/trajectories/ack."""
+
+    consumer: str
+    seq: int
+
+
+@frozen(kw_only=True)
+class Routes:
+    """The handlers, with what they ask."""
+
+    service: Service
+    journal: Journal
+    sessions_dir: Path | None
+
+    # ── tasks ─────────────────────────────────────────────────────────────────
+
+    async def submit(self) -> Response:
+        """202 when the task is in the journal: what was answered so is not forgotten."""
+        read_query(request.args)
+        spec = read_task(await body_json())
+        submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
+        await self.journal.flushed()
+        return json_response(plain(submitted), 202)
+
+    async def tasks(self) -> Response:
+        query = read_query(request.args, "limit", "before")
+        found = await self.journal.tasks(limit=query.limit, before=query.before)
+        return json_response({"tasks": [task_record_json(task) for task in found]})
+
+    async def task(self, task_id: str) -> Response:
+        read_query(request.args)
+        found = await self._known_task(task_id)
+        return json_response(task_record_json(found) | {"spec": task_json(found.spec)})
+
+    async def cancel(self, task_id: str) -> Response:
+        read_query(request.args)
+        cancelled = await self.service.cancel(task_id)
+        if not cancelled:
+            await self._known_task(task_id)
+        return json_response({"task_id": task_id, "cancelled": cancelled})
+
+    async def _known_task(self, task_id: str) -> TaskRecord:
+        found = await self.journal.task(task_id)
+        if found is None:
+            raise NotFound(f"no task {task_id!r} is in this node's journal: look at GET /v1/tasks")
+        return found
+
+    # ── trajectories ──────────────────────────────────────────────────────────
+
+    async def stream(self) -> Response:
+        query = check_format(
+            read_query(
+                request.args, "consumer", "after", "follow", "kinds", "arrays", "turns", "format", *FILTERS
+            )
+        )
+        # before `after`: a browser repeats the first URL and adds the header
+        start = last_event_id(request.headers.get("Last-Event-ID"))
+        start = query.after if start is None else start
+        if query.consumer is not None:
+            position = await self._position(query.consumer)
+            start = position if start is None else start
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return Response(
+            event_stream(self.journal, query, start or 0), 200, headers, content_type="text/event-stream"
+        )
+
+    async def _position(self, consumer: str) -> int:
+        """Where a consumer is; a new one is made known, so that nothing it has not seen is pruned as
+        acknowledged by all.
+        """
+        if consumer not in self.journal.statistics().positions:
+            return await self.journal.acknowledge(consumer, 0)
+        return await self.journal.position(consumer)
+
+    async def acknowledge(self) -> Response:
+        ack = structure(await body_json(), Ack, forbid_extra=True)
+        position = await self.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
+        return json_response({"consumer": ack.consumer, "position": position})
+
+    async def consumers(self) -> Response:
+        read_query(request.args)
+        await trio.lowlevel.checkpoint()
+        return json_response({"consumers": [plain(each) for each in self.journal.consumers()]})
+
+    async def forget_consumer(self, consumer: str) -> Response:
+        """Nothing is kept for it any more. One that reads now is refused: its next acknowledgement would make
+        it known again, at the beginning.
+        """
+        read_query(request.args)
+        if self.journal.streams(consumer):
+            raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
+        if not await self.journal.forget(consumer):
+            raise NotFound(f"no consumer {consumer!r} is known: look at GET /v1/consumers")
+        return json_response({"consumer": consumer, "forgotten": True})
+
+    async def trajectory(self, session_id: str) -> Response:
+        query = check_format(read_query(request.args, "arrays", "turns", "format"))
+        found = await self.journal.trajectory(session_id)
+        if found is None:
+            known = await self._known_session(session_id)
+            raise NotFound(
+                f"session {known.session_id!r} is not over yet: its turns are at GET"
+                f" /v1/sessions/{known.session_id}"
+            )
+        body = await self.journal.read(partial(_trajectory_body, found, query))
+        return Response(body, content_type="application/json")
+
+    async def session(self, session_id: str) -> Response:
+        """All of a session that is on disk, over or not: its turns in full, and its trajectory
+        without them.
+        """
+        query = read_query(request.args, "arrays")
+        known = await self._known_session(session_id)
+        turns, found = await self.journal.turns(session_id), await self.journal.trajectory(session_id)
+
+        def body() -> bytes:
+            left_out = () if found is None else found.left_out
+            rows = turns_json(turns, left_out=left_out, encode=encoder(query.arrays))
+            whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
+            return dump_json({"session": session_record_json(known), "turns": rows, "trajectory": whole})
+
+        return Response(await self.journal.read(body), content_type="application/json")
+
+    async def artifacts(self, session_id: str) -> Response:
+        """The tar of what its task wanted kept."""
+        read_query(request.args)
+        known = await self._known_session(session_id)
+        path = artifacts_path(self.sessions_dir or Path(), known.session_id)
+        size = await trio.to_thread.run_sync(_size, path) if self.sessions_dir else None
+        if size is None:
+            raise NotFound(
+                f"session {session_id!r} has no artifacts: its task names none in runtime.artifacts, or its"
+                " harness has not ended"
+            )
+        headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{path.name}"'}
+        return Response(file_pieces(path, size), 200, headers, content_type="application/x-tar")
+
+    async def _known_session(self, session_id: str) -> SessionRecord:
+        found = await self.journal.session(session_id)
+        if found is None:
+            raise NotFound(
+                f"no session {session_id!r} is in this node's journal: its task lists its sessions"
+            )
+        return found
+
+    async def export(self) -> Response:
+        return export(self.journal, read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS))
+
+    # ── the node ──────────────────────────────────────────────────────────────
+
+    # Async though they wait for nothing: Quart would run plain functions in threads.
+
+    async def status(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response({**self.service.status(), "journal": plain(self.journal.statistics())})
+
+    async def metrics(self) -> Response:
+        """For Prometheus. The text is made in a thread."""
+        read_query(request.args)
+        began = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        figures = evolve(self.service.figures(), pass_s=trio.current_time() - began)
+        return Response(await trio.to_thread.run_sync(exposition, figures), content_type=CONTENT_TYPE)
+
+    async def healthz(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response({"ok": True})
+
+    async def readyz(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        ready = self.service.ready()
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+
+def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:
+    if query.format is not None:
+        return dump_json(format_json(query.format, trajectory, query.arrays))
+    return dump_json(trajectory_json(trajectory, arrays=query.arrays, turns=query.turns))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+# ── records as JSON ───────────────────────────────────────────────────────────
+
+
+def task_record_json(task: TaskRecord) -> dict[str, Json]:
+    """A task and its sessions, without token arrays and without its spec."""
+    statuses = ["pending" if one.outcome is None else one.outcome.status for one in task.sessions]
+    return {
+        "task_id": task.task_id,
+        "group_id": task.group_id,
+        "idempotency_key": task.idempotency_key,
+        "submitted": task.submitted,
+        "finished": task.finished,
+        "counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        "sessions": [session_record_json(one) for one in task.sessions],
+    }
+
+
+def session_record_json(session: SessionRecord) -> dict[str, Json]:
+    """A session at a glance; `status` is pending until it is over."""
+    status = "pending" if session.outcome is None else session.outcome.status
+    record: dict[str, Json] = plain(session)
+    return {**record, "status": status}
+
+
+# ── captures ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class CaptureRoutes:
+    """The handlers, with what they ask."""
+
+    captures: Captures
+
+    def rows(self) -> Iterator[RouteRow]:
+        """The rows of the control plane's table."""
+        yield from (
+            ("POST", "/v1/capture", self.begin),
+            ("GET", "/v1/capture", self.list),
+            ("GET", "/v1/capture/<session_id>", self.look),
+            ("DELETE", "/v1/capture/<session_id>", self.end),
+        )
+
+    async def begin(self) -> Response:
+        """201 when the capture is in the journal; 200 for one that was opened before and is open."""
+        read_query(request.args)
+        opened = await self.captures.begin(read_capture(await body_json_or({})))
+        return json_response(plain(opened), 201 if opened.created else 200)
+
+    async def list(self) -> Response:
+        """Those that are open. Their keys are not told."""
+        read_query(request.args)
+        await trio.lowlevel.checkpoint()
+        return json_response(
+            {
+                "captures": [plain(status) for status in self.captures.list()],
+                "limit": self.captures.house.limit,
+            }
+        )
+
+    async def look(self, session_id: str) -> Response:
+        """One that is open, or what became of it."""
+        read_query(request.args)
+        status = self.captures.status(session_id)
+        if status is not None:
+            return json_response({**plain(status), "outcome": None})
+        return self._ended(session_id, await self.captures.trajectory(session_id))
+
+    async def end(self, session_id: str) -> Response:
+        """The answer when the trajectory is on disk."""
+        read_query(request.args)
+        return self._ended(
+            session_id, await self.captures.end(session_id, read_capture_end(await body_json_or({})))
+        )
+
+    def _ended(self, session_id: str, found: Trajectory | None) -> Response:
+        if found is None:
+            raise NotFound(
+                f"no capture {session_id!r} is in this node's journal: those that are open are at GET"
+                " /v1/capture"
+            )
+        return json_response(ended_json(found))
+
+
+def ended_json(found: Trajectory) -> dict[str, Json]:
+    """What became of a capture, without its tokens."""
+    return {
+        "session_id": found.session_id,
+        "task_id": found.task_id,
+        "group_id": found.group_id,
+        "sample_index": found.sample_index,
+        "outcome": plain(found.outcome),
+        "reward": found.reward,
+        "turns": len(found.turns),
+        "traces": len(found.traces),
+        "sampled_tokens": found.sampled_tokens,
+        "trainable_tokens": found.trainable_tokens,
+    }

@@ -1,0 +1,140 @@
+"""What the control plane needs of the node, and how the node says no (its errors: 409, 429, 507).
+
+Every refusal in one shape: `{"error": {"type", "message", "path"?}}`, the message one sentence that says what
+to do.
+
+The rule for whoever edits it: nothing leaves the control plane as HTML or as a bare status; a bug of ours
+says only that it is one.
+"""
+
+from math import ceil
+from typing import Protocol
+
+import trio
+from attrs import frozen
+from quart import Response
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
+
+from polarnode.api.metrics import Figures
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
+from polarnode.core.task import TaskSpec
+
+# ── service ────────────────────────────────────────────────────────────
+
+__all__ = ["Busy", "Conflict", "DiskFull", "Service", "Submitted"]
+
+
+@frozen(kw_only=True)
+class Submitted:
+    """A task that was taken; `created` is False when it had been taken before and this is the same answer
+    again.
+    """
+
+    task_id: str
+    session_ids: tuple[str, ...]
+    created: bool = True
+
+
+class Service(Protocol):
+    """The node, as its trainers see it."""
+
+    async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
+        """Take a task. Raises Refused, Conflict, Busy or DiskFull."""
+        ...
+
+    async def cancel(self, task_id: str) -> bool:
+        """End a task's sessions with what they have; False when none of them is live."""
+        ...
+
+    def status(self) -> dict[str, Json]:
+        """The node now, for GET /v1/status; the journal's part is added there."""
+        ...
+
+    def figures(self) -> Figures:
+        """The node now, for GET /metrics: values that nobody changes, whatever thread reads them."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether the engines answer and tasks are taken."""
+        ...
+
+
+# ── errors ────────────────────────────────────────────────────────────
+
+# What Quart and Werkzeug raise by themselves, in our words.
+SENTENCES = {
+    404: ("not_found", "nothing is served at this path: see docs/api.md for the routes of the control plane"),
+    405: (
+        "method_not_allowed",
+        "this path does not take this method: see docs/api.md for the routes of the control plane",
+    ),
+    413: (
+        "too_large",
+        "the body is larger than the control plane takes: put large files in the runtime's image",
+    ),
+    500: ("internal", "this is a bug of polarnode: its log has the details"),
+}
+
+
+class NotFound(PolarnodeError):
+    """A task, session or trajectory that is not there. 404."""
+
+    boundary = "client"
+
+
+class Unauthorized(PolarnodeError):
+    """No token, or another. 401."""
+
+    boundary = "client"
+
+
+def json_response(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump_json(value), status, headers, content_type="application/json")
+
+
+def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Json]:
+    where: dict[str, Json] = {} if path is None else {"path": path}
+    return {"error": {"type": kind, "message": message, **where}}
+
+
+def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
+    """What an error is called, its status, and the headers that go with it."""
+    match error:
+        case Refused():
+            return "invalid_request", 400, {}
+        case Unauthorized():
+            return "unauthorized", 401, {"WWW-Authenticate": "Bearer"}
+        case NotFound():
+            return "not_found", 404, {}
+        case Conflict():
+            return "conflict", 409, {}
+        case Busy():
+            return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
+        case DiskFull():
+            return "disk_full", 507, {}
+    return error.boundary, 500, {}
+
+
+async def answer_error(error: Exception) -> Response:
+    """Quart's handler for what we raise on purpose and for what it raises itself."""
+    # async though it waits for nothing: Quart would run a plain function in a thread
+    await trio.lowlevel.checkpoint()
+    match error:
+        case PolarnodeError():
+            kind, status, headers = answer_of(error)
+            return json_response(
+                error_json(kind, str(error), error.path if isinstance(error, Refused) else None),
+                status,
+                headers,
+            )
+        case HTTPException():
+            kind, sentence = SENTENCES.get(error.code or 500, ("http", error.description or error.name))
+            allowed = (
+                {"Allow": ", ".join(error.valid_methods or ())}
+                if isinstance(error, MethodNotAllowed)
+                else None
+            )
+            return json_response(error_json(kind, sentence), error.code or 500, allowed)
+    raise error

@@ -1,0 +1,215 @@
+"""`polarnode merge`: model calls recorded elsewhere, merged into rows by tokens alone; rows to a file or
+stdout, the rest to stderr.
+
+The rule for whoever edits it: stdout carries rows and nothing else, and every bad line is told where it is
+met, so that a long run says early what is wrong.
+
+`polarnode replay`: recorded requests of a harness, planned as a live session would be; a line for each, and
+what they add up to.
+
+A folder with recorded requests is a session, wherever it lies under the one that was named. The rule for
+whoever edits it: with `--json` nothing but one object a request goes to stdout, and a session is printed when
+it is done, so that thousands need no more memory than one.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from os import walk
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import click
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+
+from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.sources import written_whole
+from polarnode.core.codec.json import dump_json
+from polarnode.core.errors import Refused
+from polarnode.gateway.recorded_request import Recorded, read_recorded
+from polarnode.gateway.replay import Line, Totals, added, replay_session, total
+from polarnode.merge.recorded_calls import Counts, Sessions
+from polarnode.node.config import TINY_MODEL
+from polarnode.providers.contract import NoMemory
+from polarnode.tokens.families import family_of
+from polarnode.tokens.template import Template
+from polarnode.tokens.tokenizer import load_tokenizer
+
+# ── merge ────────────────────────────────────────────────────────────
+
+
+def merge(file: Path, output: Path | None) -> int:
+    """Merge a file of calls (`-`: stdin). 1 when a line was bad, else 0."""
+    sessions = Sessions()
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, 1):
+            wrong = sessions.take(line, number)
+            if wrong is not None:
+                click.echo(harmless(wrong), err=True)
+    with written_whole(output) if output is not None else nullcontext[BinaryIO](sys.stdout.buffer) as out:
+        out.writelines(sessions.rows())
+        out.flush()
+    click.echo(_merge_summary(sessions.counts), err=True)
+    return 1 if sessions.counts.bad else 0
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    try:
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as lines:
+            yield lines
+    except OSError as error:
+        raise Refused(f"{file} can not be read: {error.strerror}") from error
+
+
+def _merge_summary(counts: Counts) -> str:
+    return (
+        f"{counts.records} records, {counts.sessions} sessions, {counts.rows} rows; {counts.sampled} sampled"
+        f" tokens, {counts.trainable} trainable; {counts.broken} broken (a prompt without the reply before"
+        f" it), {counts.retries} retries, {counts.empty} empty, {counts.bad} bad lines"
+    )
+
+
+# ── replay ────────────────────────────────────────────────────────────
+
+_REQUEST: Final = re.compile(r"(?P<name>.*)request\.json", re.IGNORECASE)
+_NUMBER: Final = re.compile(r"(\d+)")
+FIGURES: Final = ("lineage", "prompt", "new")
+COLUMNS: Final = ("file", "provider", "kind", "parent", "lineage", "reason", "role", "prompt", "new", "error")
+
+
+def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
+    """Print what became of every recorded request under a folder. 1 when one of them was refused, else 0."""
+    sessions = _sessions(folder)
+    if not sessions:
+        raise Refused(
+            f"there are no recorded requests in {folder}: name a folder with NN-request.json files in it, or"
+            " in its sub-folders"
+        )
+    template = _template(tokenizer or TINY_MODEL)
+    console = open_console(stderr=as_json)
+    totals = []
+    for session, files in sessions:
+        lines = replay_session(_read(folder, files), template)
+        totals.append(total(lines))
+        _print_json(lines) if as_json else _print_table(session, lines, console)
+        console.print(_replay_summary(session, totals[-1]))
+    console.print(_replay_summary("all", added(totals)), style="bold")
+    return 1 if any(each.errors for each in totals) else 0
+
+
+def _template(path: Path) -> Template:
+    tokenizer = load_tokenizer(path)
+    return Template(tokenizer, family_of(tokenizer))
+
+
+# ── files ─────────────────────────────────────────────────────────────────────
+
+
+def _sessions(folder: Path) -> list[tuple[str, list[Path]]]:
+    """The folders with requests in them, and those requests, both in the order a person counts in."""
+    found = []
+    for place, _, names in walk(folder, followlinks=False):
+        files = sorted((Path(place) / name for name in names if _REQUEST.fullmatch(name)), key=_natural)
+        if files:
+            found.append(
+                (
+                    (
+                        folder.resolve().name
+                        if Path(place) == folder
+                        else Path(place).relative_to(folder).as_posix()
+                    ),
+                    files,
+                )
+            )
+    return sorted(found, key=lambda session: _natural(Path(session[0])))
+
+
+def _natural(path: Path) -> list[tuple[bool, int, str]]:
+    """`9-request.json` comes before `10-request.json`."""
+    parts = _NUMBER.split(path.as_posix())
+    return [(bool(place % 2), int(part) if place % 2 else 0, part) for place, part in enumerate(parts)]
+
+
+def _read(folder: Path, files: Sequence[Path]) -> list[Recorded]:
+    return [
+        read_recorded(
+            file.relative_to(folder).as_posix(), _content(file), NoMemory(), response=_response(file)
+        )
+        for file in files
+    ]
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise Refused(f"{file} can not be read: {error.strerror}") from error
+
+
+def _response(file: Path) -> bytes | None:
+    found = _REQUEST.fullmatch(file.name)
+    beside = file.with_name(f"{found['name']}response.txt") if found else file
+    return _content(beside) if beside != file and beside.is_file() else None
+
+
+# ── what is printed ───────────────────────────────────────────────────────────
+
+
+def _print_json(lines: Sequence[Line]) -> None:
+    for line in lines:
+        sys.stdout.write(dump_json(asdict(line)).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _print_table(session: str, lines: Sequence[Line], console: Console) -> None:
+    console.print(f"\nsession {harmless(session)}", style="bold")
+    console.print(fitted(console, lambda narrow: _table(lines, narrow=narrow)))
+
+
+def _table(lines: Sequence[Line], *, narrow: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
+    for name in COLUMNS:
+        table.add_column(
+            name,
+            justify="right" if name in FIGURES else "left",
+            no_wrap=name in FIGURES or not narrow,
+            overflow="fold",
+        )
+    for line in lines:
+        table.add_row(*map(harmless, _cells(line)), style="red" if line.error else "")
+    return table
+
+
+def _cells(line: Line) -> Iterator[str]:
+    parent = None if line.parent is None else _short(line.parent)
+    yield _short(line.file)
+    for value in (
+        line.provider,
+        line.kind,
+        parent,
+        line.lineage,
+        line.reason,
+        line.role,
+        line.prompt_tokens,
+        line.new_tokens,
+    ):
+        yield "–" if value is None else str(value)
+    yield line.error or ""
+
+
+def _short(file: str) -> str:
+    """What tells a session's files apart."""
+    found = _REQUEST.fullmatch(Path(file).name)
+    return (found["name"] if found else "").rstrip("-_.") or Path(file).name
+
+
+def _replay_summary(session: str, totals: Totals) -> str:
+    return (
+        f"{harmless(session)}: {totals.requests} requests, {totals.turns} turns in {totals.lineages} lineages"
+        f" ({totals.main_lineages} main); {totals.prompt_tokens} prompt tokens, {totals.new_tokens} of them"
+        f" new; {totals.errors} errors"
+    )

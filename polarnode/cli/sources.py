@@ -1,0 +1,208 @@
+"""Files of the verbs: tasks that are read from sources, images that are built for them, results that are
+written whole or not at all.
+
+`polarnode convert`: what a source becomes, as a table or as TaskSpecs in JSONL.
+
+The rule for whoever edits it: a task is shown as it would be submitted, with everything that `run` would
+refuse refused here too.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+import trio
+from attrs import evolve, field, frozen
+from rich.table import Table
+
+from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.core import codec
+from polarnode.core.errors import Refused
+from polarnode.core.task import TaskSpec
+from polarnode.node.config import NodeConfig
+from polarnode.rollouts.admission import admitted
+from polarnode.sources.source import read_source
+from polarnode.sources.values import Kind, Overrides, SourcedTask, Unread
+
+# ── files ────────────────────────────────────────────────────────────
+
+ANY_CONTEXT = 32_768  # tokens; a launch that is only tried writes the number down and nothing more
+
+
+@frozen(kw_only=True)
+class Sources:
+    """What a verb was given to read tasks from."""
+
+    paths: tuple[Path, ...]
+    kind: Kind | None = None
+    overrides: Overrides = field(factory=Overrides)
+
+    def items(self) -> Iterator[SourcedTask | Unread]:
+        """Every task of every path."""
+        for path in self.paths:
+            yield from read_source(path, kind=self.kind, overrides=self.overrides).items()
+
+    def tasks(self) -> list[SourcedTask]:
+        """As `items`; the first that can not be read, and a path without any, is a refusal."""
+        return [
+            task
+            for path in self.paths
+            for task in read_source(path, kind=self.kind, overrides=self.overrides).tasks()
+        ]
+
+
+def checked(task: SourcedTask, *, config: NodeConfig, here: bool) -> SourcedTask:
+    """A task, with all that can be refused now refused now, and not after the engine has started.
+
+    `here`: it is to run on a node of this config; else what depends on the node's own settings (judges,
+    volumes, egress) is left to that node.
+    """
+    try:
+        admitted(
+            task.spec,
+            model=Path(config.model).name,
+            context_length=config.context_length or ANY_CONTEXT,
+            allowed_imports=config.import_paths,
+            judges=tuple(config.judges) if here else None,
+            volumes=config.volumes if here else None,
+            egress=config.egress if here else None,
+        )
+    except Refused as refused:
+        raise Refused(f"{task.origin}: {refused}", path=refused.path) from refused
+    return task
+
+
+def note_lines(tasks: Sequence[SourcedTask]) -> list[str]:
+    """What could not be said of these tasks, each thing once, with how many tasks it is true of."""
+    counts = Counter(note for task in tasks for note in task.notes)
+    return [
+        note if count == len(tasks) else f"{note} ({count} of {len(tasks)} tasks)"
+        for note, count in counts.items()
+    ]
+
+
+def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, say: Callable[[str], None]) -> None:
+    """Build, on this machine, the images of tasks that come with a folder to build one from."""
+    builds = [task.build for task in tasks if task.build is not None]
+    if not builds:
+        return
+    from polarnode.containers.images import build_task_images
+    from polarnode.node.opening import runtimes_settings  # only where something is built
+
+    settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
+
+    async def build() -> None:
+        await build_task_images(settings, builds, log=log, say=say)
+
+    trio.run(build)
+
+
+@contextmanager
+def written_whole(file: Path) -> Iterator[BinaryIO]:
+    """A file that takes its name when the block is through; until then, and after an error, what had that
+    name stays.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as out:
+            yield out
+        part.replace(file)
+    except OSError as error:
+        raise Refused(f"{file} can not be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ── convert ────────────────────────────────────────────────────────────
+
+NARROW_NAME = 24  # characters of a name where the whole table has no room
+
+
+def convert(sources: Sources, config: NodeConfig, *, out: Path | None, skip: bool, build: bool) -> int:
+    """Show or write what `sources` become; returns the exit code: 1 when a task can not be had."""
+    # as `run`: whoever typed the command names the code
+    own = evolve(config, import_paths=config.import_paths or ("*",))
+    tasks, refused = _converted(sources, own)
+    for each in refused:
+        click.echo(f"Error: {harmless(str(each))}", err=True)
+    if refused and not skip:
+        click.echo(
+            f"{len(refused)} of {len(tasks) + len(refused)} tasks can not be converted; --skip goes on"
+            " without them",
+            err=True,
+        )
+        return 1
+    if build:
+        build_images(tasks, own, say=lambda text: click.echo(f"· {text}", err=True))
+    _show(tasks) if out is None else _write(tasks, out)
+    return int(bool(refused))
+
+
+def _converted(sources: Sources, config: NodeConfig) -> tuple[list[SourcedTask], list[Refused]]:
+    tasks: list[SourcedTask] = []
+    refused: list[Refused] = []
+    for item in sources.items():
+        try:
+            if isinstance(item, Unread):
+                raise item.refused
+            tasks.append(checked(item, config=config, here=False))
+        except Refused as error:
+            refused.append(error)
+    if not tasks and not refused:
+        raise Refused(
+            f"{', '.join(map(str, sources.paths))}: no task was found, or none that --only lets through"
+        )
+    return tasks, refused
+
+
+def _write(tasks: Sequence[SourcedTask], out: Path) -> None:
+    dash = str(out) == "-"
+    with written_whole(out) if not dash else nullcontext[BinaryIO](sys.stdout.buffer) as file:
+        for task in tasks:
+            file.write(codec.dump_json(codec.task_json(task.spec)) + b"\n")
+    for line in note_lines(tasks):
+        click.echo(f"· {harmless(line)}", err=True)
+    click.echo(f"{len(tasks)} tasks" + ("" if dash else f" in {out}"), err=True)
+
+
+def _show(tasks: Sequence[SourcedTask]) -> None:
+    console = open_console()
+    console.print(fitted(console, lambda narrow: _table(tasks, narrow=narrow)))
+    for number, line in enumerate(_notes(tasks), start=1):
+        console.print(f"note {number}: {harmless(line)}")
+    for task in tasks:
+        if task.build is not None:
+            console.print(f"{task.name}: its image is built from {harmless(str(task.build.folder))}")
+
+
+def _notes(tasks: Sequence[SourcedTask]) -> list[str]:
+    return list(dict.fromkeys(note for task in tasks for note in task.notes))
+
+
+def _table(tasks: Sequence[SourcedTask], *, narrow: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("task", "harness", "image", "evaluator", "run", "post", "samples", "notes"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("run", "post", "samples"))
+    known = _notes(tasks)
+    for task in tasks:
+        name = task.name[:NARROW_NAME] if narrow else task.name
+        numbers = " ".join(str(known.index(note) + 1) for note in task.notes)
+        table.add_row(*map(harmless, (name, *_cells(task.spec), numbers)))
+    return table
+
+
+def _cells(spec: TaskSpec) -> tuple[str, ...]:
+    runtime, evaluator = spec.runtime, spec.evaluator
+    judged = (
+        " + ".join(part.import_path or part.name for part in evaluator.parts)
+        or evaluator.import_path
+        or evaluator.name
+    )
+    image = f"{runtime.image} + harness" if runtime.add_harness else runtime.image
+    seconds = (f"{spec.budgets.run_s:g} s", f"{spec.budgets.post_s:g} s")
+    return (spec.harness.import_path or spec.harness.name, image, judged, *seconds, str(spec.num_samples))

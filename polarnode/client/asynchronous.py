@@ -1,0 +1,555 @@
+"""The same scripts obeyed over httpx2, under Trio or asyncio, whichever runs.
+
+The rules for whoever edits it. No scope and no nursery around a value that is given. A wait that is cancelled
+leaves its script as a broken connection does, so that whoever iterates with a deadline of its own may go on
+iterating. Closing is bounded and shielded.
+
+The asynchronous client, under Trio and asyncio: the methods of `PolarnodeClient`, by the same names and with
+the same parameters.
+
+The rule for whoever edits it: nothing is decided here; each method hands a script to what obeys it, as
+`blocking.py` does with the same script. What a method is for is told there.
+"""
+
+import ssl
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import httpx2
+from attrs import define, field
+
+from polarnode.client import requests, weights
+from polarnode.client.api import END_SILENCE_S, LEAVING_S, Api, CaptureSession, Reading, named
+from polarnode.client.blocking import specs_of
+from polarnode.client.requests import (
+    Ask,
+    Close,
+    Command,
+    Give,
+    Open,
+    Read,
+    Request,
+    Running,
+    Script,
+    Sleep,
+    T,
+    ask,
+)
+from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
+from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
+from polarnode.client.weights import Backend, MemoryTag, Mode, PauseMode, WeightsReport, WeightsStatus
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.trajectories import Turns
+from polarnode.core.conversation import Json
+from polarnode.core.errors import PolarnodeError
+from polarnode.core.task import CaptureSpec, TaskSpec
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import Group
+
+# ── awaiting http ────────────────────────────────────────────────────────────
+
+CLOSE_S = 5.0  # for closing a connection: it says nothing that anyone waits for
+FAULTS = (
+    httpx2.HTTPError,
+    httpx2.StreamError,
+    httpx2.InvalidURL,
+    OSError,
+    anyio.ClosedResourceError,
+    anyio.BrokenResourceError,
+)
+
+V = TypeVar("V")
+
+
+@define(eq=False, kw_only=True)
+class AwaitingHttp:
+    """Where the node is, the key to it, and the connections to it."""
+
+    base_url: str
+    token: str | None = field(repr=False)
+    client: httpx2.AsyncClient = field(init=False)
+    # whose bodies are open: loops that were left early may not have said so
+    reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
+
+    @client.default
+    def _make_client(self) -> httpx2.AsyncClient:
+        # As http.client: no proxies of the environment, no redirects. No limit on connections: a stream that
+        # is read keeps one.
+        verify = ssl.create_default_context() if urlsplit(self.base_url).scheme == "https" else False
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=4)
+        return httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
+
+    async def run(self, script: Script[T]) -> T:
+        """What the script returns."""
+        running, wire = Running(script), _Wire(self)
+        try:
+            while (command := running.next()) is not None:
+                await wire.step(running, command)
+        finally:
+            await wire.close()  # noqa: ASYNC102 - shielded and bounded in `_closed`
+        return running.value
+
+    def unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"{self.base_url} does not answer ({type(error).__name__}: {error}): is the node running?"
+        )
+
+    async def aclose(self) -> None:
+        for wire in tuple(self.reading):
+            await wire.close()
+        with anyio.move_on_after(CLOSE_S, shield=True), suppress(*FAULTS):
+            await self.client.aclose()
+
+
+@define(eq=False)
+class AsyncEvents(Generic[V]):
+    """What a script gives, one after another. `async with` it, or `aclose` it, to be done with its connection
+    when a loop is left early.
+
+    A cancelled wait loses nothing: iterating may go on, over a new connection.
+    """
+
+    http: AwaitingHttp
+    script: Script[None]
+    _running: Running[None] = field(init=False)
+    _wire: "_Wire" = field(init=False)
+    _over: bool = field(default=False, init=False)
+
+    @_running.default
+    def _make_running(self) -> Running[None]:
+        return Running(self.script)
+
+    @_wire.default
+    def _make_wire(self) -> "_Wire":
+        return _Wire(self.http)
+
+    def __aiter__(self) -> AsyncIterator[V]:
+        return self
+
+    async def __anext__(self) -> V:
+        while not self._over:
+            try:
+                command = self._running.next()
+            except BaseException:
+                await self.aclose()
+                raise
+            if command is None:
+                await self.aclose()
+            elif isinstance(command, Give):
+                self._running.answered(None)
+                return command.value  # type: ignore[no-any-return]
+            else:
+                await self._wire.step(self._running, command)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._over = True
+        await self._wire.close()
+
+    async def __aenter__(self) -> "AsyncEvents[V]":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+@define(eq=False)
+class _Wire:
+    """The open body of one script."""
+
+    http: AwaitingHttp
+    _response: httpx2.Response | None = field(default=None, init=False)
+    _pieces: AsyncIterator[bytes] | None = field(default=None, init=False)
+
+    async def step(self, running: Running[Any], command: Command) -> None:
+        try:
+            answer = await self._obey(command)
+        except PolarnodeError as error:
+            running.failed(error)
+        except BaseException:  # cancelled: the script hears of it as of a cut, when it is asked to go on
+            await self.close()  # noqa: ASYNC102 - shielded and bounded in `_closed`
+            if isinstance(command, Sleep | Close | Give):
+                running.answered(None)
+            else:
+                running.failed(Unreachable("the wait was cancelled"))
+            raise
+        else:
+            running.answered(answer)
+
+    async def _obey(self, command: Command) -> object:
+        match command:
+            case Ask(request):
+                return await self._ask(request)
+            case Open(request):
+                return await self._open(request)
+            case Read():
+                return await self._read()
+            case Close() | Give():
+                await self.close()
+            case Sleep(seconds):
+                await anyio.sleep(seconds)
+        return None
+
+    async def _ask(self, request: Request[Any]) -> bytes:
+        response = await self._send(request)
+        try:
+            return await self._whole(response)
+        finally:
+            await _closed(response)  # noqa: ASYNC102 - shielded and bounded in `_closed`
+
+    async def _open(self, request: Request[Any]) -> str:
+        await self.close()
+        self._response = await self._send(request)
+        self._pieces = self._response.aiter_raw()
+        self.http.reading.add(self)
+        return str(self._response.headers.get("content-type", ""))
+
+    async def _read(self) -> bytes:
+        if self._pieces is None:
+            return b""
+        try:
+            return bytes(await anext(self._pieces, b""))
+        except FAULTS as error:
+            raise self.http.unreachable(error) from error
+
+    async def close(self) -> None:
+        response, pieces, self._response, self._pieces = self._response, self._pieces, None, None
+        if response is not None:
+            self.http.reading.discard(self)
+            await _closed(response, pieces)
+
+    async def _send(self, request: Request[Any]) -> httpx2.Response:
+        """The head of an answer of 2xx; ClientError for another."""
+        mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
+        url = self.http.base_url.rstrip("/") + request.path
+        try:
+            built = self.http.client.build_request(
+                request.method,
+                url,
+                content=request.body,
+                headers={"Accept-Encoding": "identity", **mine, **request.headers},
+                timeout=httpx2.Timeout(request.silence_s),
+            )
+            response = await self.http.client.send(built, stream=True)
+        except FAULTS as error:
+            raise self.http.unreachable(error) from error
+        if response.status_code < 300:
+            return response
+        try:
+            body = await self._whole(response)
+        finally:
+            await _closed(response)  # noqa: ASYNC102 - shielded and bounded in `_closed`
+        raise read_error(response.status_code, response.reason_phrase, dict(response.headers), body)
+
+    async def _whole(self, response: httpx2.Response) -> bytes:
+        try:
+            return bytes(await response.aread())
+        except FAULTS as error:
+            raise self.http.unreachable(error) from error
+
+
+async def _closed(response: httpx2.Response, pieces: AsyncIterator[bytes] | None = None) -> None:
+    """Bounded, shielded, and silent: what is closed has said all that anyone asked it."""
+    with anyio.move_on_after(CLOSE_S, shield=True), suppress(*FAULTS):
+        await response.aclose()
+        # httpx2 leaves a generator of its own in mid-body to the garbage collector, of which Trio complains.
+        # Read on, it ends with its connection.
+        if pieces is not None:
+            async for _ in pieces:
+                pass
+
+
+# ── awaiting ────────────────────────────────────────────────────────────
+
+if TYPE_CHECKING:
+    from polarnode.sources.values import Kind
+
+
+@define(eq=False)
+class AsyncPolarnodeClient:
+    """One node's control plane, as `PolarnodeClient`. `async with` it, or `aclose` it, to be done with its
+    connections.
+    """
+
+    base_url: str = "http://127.0.0.1:8080"
+    token: str | None = field(default=None, repr=False)
+    patience_s: float = 600.0
+    ack_every_s: float = field(default=ACK_EVERY_S, kw_only=True)
+    _http: AwaitingHttp = field(init=False, repr=False)
+
+    @_http.default
+    def _make_http(self) -> AwaitingHttp:
+        return AwaitingHttp(base_url=self.base_url, token=self.token)
+
+    # ── tasks ─────────────────────────────────────────────────────────────────
+
+    async def submit(
+        self, spec: TaskSpec | dict[str, Json], *, idempotency_key: str | None = None
+    ) -> Submitted:
+        return await self._run(self._api.submit(spec, idempotency_key))
+
+    async def submit_source(
+        self, path: str | Path, *, kind: "Kind | None" = None, **overrides: Any
+    ) -> list[Submitted]:
+        specs = await anyio.to_thread.run_sync(specs_of, path, kind, overrides)
+        return [await self.submit(spec) for spec in specs]
+
+    async def task(self, task_id: str) -> dict[str, Any]:
+        return await self._run(ask(requests.task(task_id)))
+
+    async def task_status(self, task_id: str) -> TaskStatus:
+        return await self._run(ask(requests.task_status(task_id)))
+
+    async def tasks(self, *, limit: int = 100, before: str | None = None) -> list[dict[str, Any]]:
+        return await self._run(ask(requests.tasks(limit=limit, before=before)))
+
+    async def cancel(self, task_id: str) -> bool:
+        return await self._run(ask(requests.cancel(task_id)))
+
+    # ── trajectories and groups ───────────────────────────────────────────────
+
+    def trajectories(
+        self,
+        *,
+        consumer: str | None = None,
+        after: int | None = None,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        outcome: str | None = None,
+        min_reward: float | None = None,
+        arrays: Arrays = "base64",
+        turns: Turns = "table",
+        follow: bool | None = None,
+        ack: bool = False,
+        kinds: Sequence[str] = (),
+        format: str | None = None,
+    ) -> AsyncEvents[Event]:
+        reading = Reading(
+            consumer=consumer,
+            after=after,
+            task_id=task_id,
+            group_id=group_id,
+            follow=follow,
+            ack=ack,
+            arrays=arrays,
+            turns=turns,
+        )
+        return AsyncEvents(
+            self._http,
+            self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format),
+        )
+
+    def groups(
+        self,
+        *,
+        consumer: str | None = None,
+        after: int | None = None,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        arrays: Arrays = "base64",
+        turns: Turns = "table",
+        follow: bool | None = None,
+        ack: bool = False,
+        skip: Container[str] = (),
+        kept_bytes: int = KEPT_BYTES,
+    ) -> AsyncEvents[Group]:
+        reading = Reading(
+            consumer=consumer,
+            after=after,
+            task_id=task_id,
+            group_id=group_id,
+            follow=follow,
+            ack=ack,
+            arrays=arrays,
+            turns=turns,
+        )
+        return AsyncEvents(self._http, self._api.groups(reading, skip, kept_bytes))
+
+    async def acknowledge(self, consumer: str, seq: int) -> int:
+        return await self._run(self._api.acknowledge(consumer, seq))
+
+    async def trajectory(
+        self, session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64"
+    ) -> Trajectory:
+        return await self._run(self._api.trajectory(session_id, turns, arrays))
+
+    async def formatted(self, session_id: str, format: str, *, arrays: Arrays = "base64") -> dict[str, Any]:
+        return await self._run(ask(requests.formatted(session_id, format=format, arrays=arrays)))
+
+    async def session(self, session_id: str) -> dict[str, Any]:
+        return await self._run(ask(requests.session(session_id)))
+
+    async def artifacts(self, session_id: str, to: str | Path) -> int:
+        async with AsyncEvents[bytes](self._http, self._api.artifacts(session_id)) as pieces:
+            await anext(pieces)  # it is there: only now is there a file
+            async with await anyio.open_file(to, "wb") as file:
+                async for piece in pieces:
+                    await file.write(piece)
+                return await file.tell()
+
+    def export(
+        self,
+        *,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        outcome: str | None = None,
+        min_reward: float | None = None,
+        arrays: Arrays = "json",
+        turns: Turns = "table",
+    ) -> AsyncEvents[dict[str, Any]]:
+        query = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "outcome": outcome,
+            "min_reward": min_reward,
+            "arrays": arrays,
+            "turns": turns,
+        }
+        return AsyncEvents(self._http, self._api.export(**query))
+
+    def export_bytes(
+        self,
+        *,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        outcome: str | None = None,
+        min_reward: float | None = None,
+        arrays: Arrays | None = None,
+        turns: Turns | None = None,
+        format: str | None = None,
+        kind: str | None = None,
+    ) -> AsyncEvents[bytes]:
+        query = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "outcome": outcome,
+            "min_reward": min_reward,
+            "arrays": arrays,
+            "turns": turns,
+        }
+        return AsyncEvents(self._http, self._api.export_bytes(**query, format=format, kind=kind))
+
+    # ── consumers ─────────────────────────────────────────────────────────────
+
+    async def consumers(self) -> tuple[Consumer, ...]:
+        return await self._run(ask(requests.consumers()))
+
+    async def forget_consumer(self, consumer: str) -> None:
+        await self._run(ask(requests.forget_consumer(consumer)))
+
+    # ── weights ───────────────────────────────────────────────────────────────
+
+    async def update_weights(
+        self,
+        version: str,
+        *,
+        path: str | Path | None = None,
+        source: Mapping[str, Json] | None = None,
+        mode: Mode = "in_place",
+    ) -> WeightsReport:
+        return await self._run(
+            self._api.update_weights(version, None if path is None else str(path), source, mode)
+        )
+
+    async def push_weights(
+        self,
+        version: str,
+        buckets: Iterable[Mapping[str, Json]],
+        *,
+        kind: Literal["tensor", "distributed"] = "tensor",
+        group: str | None = None,
+        mode: Mode = "in_place",
+    ) -> WeightsReport:
+        return await self._run(self._api.push_weights(version, buckets, kind, group, mode))
+
+    async def join_weights_group(
+        self,
+        *,
+        address: str,
+        port: int,
+        world_size: int,
+        rank_offset: int = 1,
+        backend: Backend = "nccl",
+        name: str = "weights",
+    ) -> None:
+        await self._run(ask(weights.join(name, address, port, world_size, rank_offset, backend)))
+
+    async def leave_weights_group(self, name: str = "weights") -> None:
+        await self._run(ask(weights.leave(name)))
+
+    async def weights(self) -> WeightsStatus:
+        return await self._run(ask(weights.status()))
+
+    async def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
+        return await self._run(ask(weights.pause(mode)))
+
+    async def resume(self) -> WeightsStatus:
+        return await self._run(ask(weights.resume()))
+
+    async def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
+        return await self._run(ask(weights.memory("release", tags)))
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
+        return await self._run(ask(weights.memory("resume", tags)))
+
+    # ── captures ──────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def capture(
+        self,
+        spec: CaptureSpec | None = None,
+        *,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        sample_index: int | None = None,
+        num_samples: int | None = None,
+        metadata: Mapping[str, Json] | None = None,
+    ) -> AsyncIterator[CaptureSession]:
+        asked = named(
+            spec,
+            task_id=task_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            num_samples=num_samples,
+            metadata=metadata,
+        )
+        session = CaptureSession(opened=await self._run(self._api.begin_capture(asked)))
+        try:
+            yield session
+        except BaseException as error:
+            # whoever is cancelled still says so
+            with anyio.move_on_after(LEAVING_S + END_SILENCE_S, shield=True):
+                await self._run(self._api.leave_capture(session, error))
+            raise
+        session.result = await self._run(self._api.end_capture(session))
+
+    # ── the node ──────────────────────────────────────────────────────────────
+
+    async def status(self) -> dict[str, Any]:
+        return await self._run(ask(requests.status()))
+
+    async def metrics(self) -> str:
+        return await self._run(ask(requests.metrics()))
+
+    # ── how ───────────────────────────────────────────────────────────────────
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def _api(self) -> Api:
+        return Api(patience_s=self.patience_s, ack_every_s=self.ack_every_s)
+
+    async def _run(self, script: Script[T]) -> T:
+        return await self._http.run(script)

@@ -1,0 +1,297 @@
+"""HTTP/1.1 to the Podman service on a Trio stream: short calls, and the hijacked stream of an exec.
+
+Only what `exec.py` needs: podman-py can not do an exec that is fed, bounded and cancelled, and its threads
+can not be cancelled at all.
+
+Calls to the node's Podman service through podman-py, in threads, few at a time.
+
+podman-py is synchronous and its sessions are not for sharing, so each call borrows one client. Rule for
+whoever edits it: only calls that are short and that end by themselves (the socket has a deadline) may come
+here, because a thread can not be cancelled; what may take long is in `exec.py`. A call is never abandoned: a
+create whose answer nobody reads would leave a container nobody knows.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import h11
+import podman
+import trio
+from attrs import define, field, frozen
+from podman.errors import APIError
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import RuntimeFault, boundary
+
+# ── rest ────────────────────────────────────────────────────────────
+
+READ = 64 * 1024  # bytes at a time: conmon writes frames of at most 8 KiB, several fit
+BODY_LIMIT = 4 << 20  # bytes of an answer: an inspect is 10 KB
+API = "/v4.0.0/libpod"  # the service takes any version in the path, 4 and 5 alike
+
+
+@frozen(kw_only=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON, or RuntimeFault with the service's own message when it refused."""
+        try:
+            told = json.loads(self.body or b"{}")
+        except ValueError:
+            told = {"message": self.body.decode(errors="replace")}
+        if self.status >= 400:
+            raise RuntimeFault(f"podman: {told.get('message') or told.get('cause') or self.status}")
+        return told
+
+
+@define(eq=False)
+class Hijacked:
+    """A stream that has left HTTP behind: bytes both ways, beginning with what came along with the answer."""
+
+    stream: trio.SocketStream
+    _early: bytes = field(default=b"")
+
+    async def receive(self) -> bytes:
+        """Some bytes, empty at the end; a torn connection is an end like any other, since neither says that
+        the program ended.
+        """
+        if self._early:
+            early, self._early = self._early, b""
+            return early
+        try:
+            return bytes(await self.stream.receive_some(READ))
+        except trio.BrokenResourceError:
+            return b""
+
+
+async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | None = None) -> Reply:
+    """One request on a connection of its own. Raises RuntimeFault when the service can not be reached or
+    talks nonsense.
+    """
+    with boundary(RuntimeFault, "the podman service does not answer"):
+        async with await trio.open_unix_socket(str(socket)) as stream:
+            connection = h11.Connection(h11.CLIENT)
+            await _send(stream, connection, method, path, body, {"Connection": "close"})
+            return await _reply(stream, connection)
+
+
+@asynccontextmanager
+async def hijack(socket: Path, path: str, body: Mapping[str, Json]) -> AsyncIterator[Hijacked]:
+    """POST and take the connection over. Raises RuntimeFault with the service's message when it refuses."""
+    with boundary(RuntimeFault, "the podman service does not answer"):
+        stream = await trio.open_unix_socket(str(socket))
+    try:
+        with boundary(RuntimeFault, "the podman service broke off"):
+            connection = h11.Connection(h11.CLIENT)
+            await _send(stream, connection, "POST", path, body, {"Connection": "Upgrade", "Upgrade": "tcp"})
+            hijacked = await _taken_over(stream, connection)
+        yield hijacked
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
+async def _send(
+    stream: trio.SocketStream,
+    connection: h11.Connection,
+    method: str,
+    path: str,
+    body: Mapping[str, Json] | None,
+    extra: Mapping[str, str],
+) -> None:
+    content = json.dumps(body).encode() if body is not None else b""
+    headers = {
+        "Host": "podman",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(content)),
+        **extra,
+    }
+    told = (
+        connection.send(h11.Request(method=method, target=API + path, headers=list(headers.items()))) or b""
+    )
+    told += connection.send(h11.Data(data=content)) or b""
+    await stream.send_all(told + (connection.send(h11.EndOfMessage()) or b""))
+
+
+async def _event(stream: trio.SocketStream, connection: h11.Connection) -> Any:
+    while (event := connection.next_event()) is h11.NEED_DATA:
+        connection.receive_data(bytes(await stream.receive_some(READ)))
+    return event
+
+
+async def _reply(stream: trio.SocketStream, connection: h11.Connection) -> Reply:
+    head = await _event(stream, connection)
+    return await _rest(stream, connection, head.status_code)
+
+
+async def _rest(stream: trio.SocketStream, connection: h11.Connection, status: int) -> Reply:
+    body = bytearray()
+    while isinstance(event := await _event(stream, connection), h11.Data):
+        body += event.data
+        if len(body) > BODY_LIMIT:
+            raise RuntimeFault(f"podman: an answer of more than {BODY_LIMIT} bytes")
+    return Reply(status=status, body=bytes(body))
+
+
+async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> Hijacked:
+    head = await _event(stream, connection)
+    if isinstance(head, h11.InformationalResponse) and head.status_code == 101:
+        return Hijacked(stream, connection.trailing_data[0])
+    (await _rest(stream, connection, head.status_code)).json()
+    raise RuntimeFault(f"podman: an exec was answered with {head.status_code} and no stream")
+
+
+# ── client ────────────────────────────────────────────────────────────
+
+Answer = TypeVar("Answer")
+# seconds without a byte before a call fails: 3 s were seen with 32 calls on two cores, ten times that is no
+# hang yet
+CALL_S = 90.0
+
+# Seconds before a removal is tried again, as conmon's own cleanup of a container that ended may be under way
+# and a mount busy; and a listing, which fails when any node of the store removes one of those listed
+# meanwhile.
+PAUSES = (0.1, 0.5, 2.0)
+
+
+@frozen(kw_only=True)
+class Listed:
+    """A container as the service lists it."""
+
+    id: str
+    names: tuple[str, ...]
+    labels: Mapping[str, str]
+
+
+@frozen(kw_only=True)
+class Initialised:
+    """A container whose first process waits to be started: its id on this machine, and the folder its layer
+    is written to.
+    """
+
+    pid: int
+    upper: Path | None  # None where the storage driver has none, as vfs
+
+
+@define(eq=False)
+class Client:
+    """At most `calls` calls at a time, each on a client of its own."""
+
+    socket: Path
+    calls: int
+    limiter: trio.CapacityLimiter = field(init=False)
+    _idle: "SimpleQueue[Any]" = field(factory=SimpleQueue, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.limiter = trio.CapacityLimiter(self.calls)
+        for _ in range(self.calls):
+            self._idle.put(podman.PodmanClient(base_url=f"http+unix://{self.socket}", timeout=CALL_S))
+
+    def close(self) -> None:
+        """Close the connections; no call is in flight any more."""
+        while not self._idle.empty():
+            self._idle.get().close()
+
+    async def create(self, spec: Mapping[str, Json]) -> str:
+        """Create a container from a libpod spec; its id. A raw call: podman-py has no word for `timeout`."""
+        return await self._call(
+            "create",
+            lambda client: str(
+                _checked(client.api.post("/containers/create", data=json.dumps(spec))).json()["Id"]
+            ),
+        )
+
+    async def init(self, container: str) -> Initialised:
+        """Make the container's namespaces, with its first process waiting in them."""
+
+        def work(client: Any) -> Initialised:
+            _checked(client.api.post(f"/containers/{container}/init"))
+            told = _checked(client.api.get(f"/containers/{container}/json")).json()
+            upper = ((told.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            return Initialised(pid=int(told["State"]["Pid"]), upper=Path(upper) if upper else None)
+
+        return await self._call("init", work)
+
+    async def start(self, container: str) -> None:
+        """Let the first process run."""
+        await self._call("start", lambda client: _checked(client.api.post(f"/containers/{container}/start")))
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove a container with its anonymous volumes; one that is already gone is fine."""
+
+        def work(client: Any) -> None:
+            answer = client.api.delete(
+                f"/containers/{container}", params={"force": True, "v": True, "timeout": 0}
+            )
+            if answer.status_code != 404:
+                _checked(answer)
+
+        await self._persistent("remove", work)
+
+    async def labelled(self, label: str) -> Sequence[Listed]:
+        """Every container that has the label, running or not."""
+
+        def work(client: Any) -> list[Listed]:
+            found = _checked(
+                client.api.get(
+                    "/containers/json", params={"all": True, "filters": json.dumps({"label": [label]})}
+                )
+            ).json()
+            return [
+                Listed(id=each["Id"], names=tuple(each.get("Names") or ()), labels=each.get("Labels") or {})
+                for each in found
+            ]
+
+        return await self._persistent("list", work)
+
+    async def known(self) -> frozenset[str]:
+        """The ids of every container of the store, whoever made it."""
+
+        def work(client: Any) -> frozenset[str]:
+            return frozenset(
+                each["Id"]
+                for each in _checked(client.api.get("/containers/json", params={"all": True})).json()
+            )
+
+        return await self._persistent("list", work)
+
+    async def _persistent(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
+        """A call that may be made again."""
+        for pause in PAUSES:
+            try:
+                return await self._call(what, work)
+            except RuntimeFault:
+                await trio.sleep(pause)
+        return await self._call(what, work)
+
+    async def _call(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
+        with boundary(RuntimeFault, f"podman {what}"):
+            return await trio.to_thread.run_sync(self._borrowed, work, limiter=self.limiter)
+
+    def _borrowed(self, work: "Callable[[Any], Answer]") -> Answer:
+        client = self._idle.get_nowait()  # as many as the limiter lets in
+        try:
+            return work(client)
+        finally:
+            self._idle.put(client)
+
+
+def _checked(answer: Any) -> Any:
+    if not answer.ok:
+        raise APIError(_explanation(answer))
+    return answer
+
+
+def _explanation(answer: Any) -> str:
+    try:
+        told = answer.json()
+        return str(told.get("message") or told.get("cause") or told)
+    except ValueError:
+        return f"status {answer.status_code}"

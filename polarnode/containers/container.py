@@ -1,0 +1,306 @@
+"""Folders of this machine that a task may see: only below those that the node's own config names.
+
+What counts is where a path really leads. It is looked up when the task is submitted, again when a container
+is made, and the folder that stands in the container is compared with the one that was checked before anything
+runs in there, so that no link moved meanwhile leads elsewhere. Rule for whoever edits it: a source is judged
+by its resolved path alone, never by how it is written.
+
+What a session's container is, as the value Podman is given.
+
+Pure. No network but loopback, no capabilities, no way to gain any, its own user namespace where that costs
+nothing, and limits for all it could exhaust. The root is one layer and writable here; the node makes it
+read-only, but for the workspace, while a harness runs (`sealing.py`): Podman's own read-only root would copy
+each image's workdir into a volume at every start, and the layer of a prepared container would lack it.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from attrs import frozen
+
+from polarnode.containers.files import opened_below
+from polarnode.containers.probe import PodmanFindings
+from polarnode.containers.sealing import mounts_of
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused, RuntimeFault
+from polarnode.core.task import RuntimeSpec, VolumeSpec
+
+# ── volumes ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Volume:
+    """A volume whose source was resolved and found allowed."""
+
+    source: str
+    target: str
+    write: bool
+
+
+def check_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> None:
+    """Refused, with its path, for the first that this node does not allow."""
+    for index, volume in enumerate(volumes):
+        refusal = why_not(volume.source, allowed)
+        if refusal is not None:
+            raise Refused(refusal, path=f"$.runtime.volumes[{index}].source")
+
+
+def why_not(source: str, allowed: Sequence[str]) -> str | None:
+    """What is wrong with a source, None when nothing is."""
+    try:
+        real = Path(source).resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        return f"{source} is not a folder of this node's machine ({error})"
+    if not real.is_dir():
+        return f"{source} is not a folder: name the one it is in"
+    if not any(real.is_relative_to(Path(prefix).resolve()) for prefix in allowed):
+        leads = "" if str(real) == os.path.normpath(source) else f" (it leads to {real})"
+        return (
+            f"{source}{leads} is not below a folder that this node's setting volumes allows:"
+            f" {', '.join(allowed) or 'it names none'}"
+        )
+    within = next(
+        (
+            mount.place
+            for mount in mounts_of(os.getpid())
+            if Path(mount.place).is_relative_to(real) and Path(mount.place) != real
+        ),
+        None,
+    )
+    return (
+        None
+        if within is None
+        else (
+            f"{source} has another file system mounted in it, at {within}: name what is below or above it"
+            " apart"
+        )
+    )
+
+
+@contextmanager
+def open_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> Iterator["Sources"]:
+    """The sources, held open while their container is made. RuntimeFault for one that is no longer
+    allowed.
+    """
+    with ExitStack() as stack:
+        found: list[tuple[Volume, int]] = []
+        for volume in volumes:
+            refusal = why_not(volume.source, allowed)
+            if refusal is not None:
+                raise RuntimeFault(refusal)
+            real = str(Path(volume.source).resolve(strict=True))
+            try:
+                opened = os.open(real, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError as error:
+                raise RuntimeFault(f"volume {volume.source}: {error.strerror}") from error
+            stack.callback(os.close, opened)
+            found.append((Volume(source=real, target=volume.target, write=volume.write), opened))
+        yield Sources(tuple(found))
+
+
+@frozen
+class Sources:
+    """Allowed volumes, each with its source open."""
+
+    _found: tuple[tuple[Volume, int], ...]
+
+    @property
+    def volumes(self) -> tuple[Volume, ...]:
+        return tuple(volume for volume, _ in self._found)
+
+    def check_mounted(self, root: int) -> None:
+        """See that what stands in a container, which has not started yet, is what was checked. RuntimeFault
+        where it is not.
+        """
+        for volume, source in self._found:
+            path, real = os.readlink(f"/proc/self/fd/{source}"), os.fstat(source)
+            try:
+                with opened_below(root, volume.target, os.O_PATH, links=True) as mounted:
+                    seen = os.fstat(mounted)
+            except OSError as error:
+                raise RuntimeFault(
+                    f"volume {volume.source} is not in its container at {volume.target}: {error.strerror}"
+                ) from error
+            if path != volume.source or (seen.st_dev, seen.st_ino) != (real.st_dev, real.st_ino):
+                raise RuntimeFault(f"volume {volume.source} was replaced while its container was made")
+
+
+# ── container ────────────────────────────────────────────────────────────
+
+INIT_INSIDE = "/dev/polarnode-init"  # on the container's own /dev, so nothing is left in its layer
+CPU_PERIOD = 100_000  # microseconds; the kernel's default
+SHARED_MEMORY = 64 << 20  # bytes of /dev/shm, Podman's default, charged to the container's memory
+LATER_PREY = 500  # of 1000: the kernel ends a session before the node, its engine or the machine's services
+
+# user ids from here to 2^31 are nobody's: below end those that systemd gives to containers
+FIRST_SHIFT = 0x7000_0000
+IDS = 65536  # ids a container has: as many as images use (`nobody` is 65534)
+SLOTS = 4096  # ranges before they are used again; as many containers never live at once
+
+LABEL_NODE = "polarnode.node"
+LABEL_SESSION = "polarnode.session"
+LABEL_OWNER = "polarnode.owner"
+
+
+@frozen(kw_only=True)
+class Shape:
+    """What makes two containers interchangeable before their first use. `image` is Podman's own name
+    of it.
+    """
+
+    image: str
+    workdir: str
+    user: str
+    cpus: float
+    memory_mb: int
+    pids: int
+    disk_mb: int
+    volumes: tuple[VolumeSpec, ...] = ()
+
+
+def shape_of(spec: RuntimeSpec, image: str) -> Shape:
+    """The shape a task asks for; files, prepare steps, environment and what is writable come later and make
+    no difference.
+    """
+    return Shape(
+        image=image,
+        workdir=spec.workdir,
+        user=spec.user,
+        cpus=spec.cpus,
+        memory_mb=spec.memory_mb,
+        pids=spec.pids,
+        disk_mb=spec.disk_mb,
+        volumes=spec.volumes,
+    )
+
+
+@frozen(kw_only=True)
+class Owner:
+    """A process that owns containers, told apart from any other that has, had or will have its id."""
+
+    pid: int
+    started: int
+    boot: str
+
+    def label(self) -> str:
+        return f"{self.pid}.{self.started}.{self.boot}"
+
+    def lives(self) -> bool:
+        return _owner(self.pid) == self
+
+
+def this_process() -> Owner:
+    """The node."""
+    found = _owner(os.getpid())
+    if found is None:
+        raise OSError("/proc does not know this process")
+    return found
+
+
+def read_owner(label: str) -> Owner | None:
+    """An owner from its label, None when the text is no such label."""
+    pid, _, rest = label.partition(".")
+    started, _, boot = rest.partition(".")
+    return (
+        Owner(pid=int(pid), started=int(started), boot=boot) if pid.isdigit() and started.isdigit() else None
+    )
+
+
+def _owner(pid: int) -> Owner | None:
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None if ticks[0] in "ZX" else Owner(pid=pid, started=int(ticks[19]), boot=boot)
+
+
+def container_spec(
+    shape: Shape,
+    findings: PodmanFindings,
+    *,
+    name: str,
+    labels: Mapping[str, str],
+    lifetime_s: float,
+    shift: int,
+    volumes: Sequence[Volume] = (),
+) -> dict[str, Json]:
+    """A libpod spec; `volumes` are the shape's, resolved. After `lifetime_s` (from its init) conmon kills it,
+    with node and service dead or alive.
+    """
+    return {
+        "name": name,
+        "hostname": "agent",
+        "image": shape.image,
+        "entrypoint": [INIT_INSIDE],
+        "command": ["-P"],  # pause: reap zombies, and survive the agent's `kill -9 -1`
+        "user": "0",  # the first process is not the agent's to trace
+        "work_dir": "/",
+        "mounts": [
+            _mount(str(findings.init), INIT_INSIDE, "ro"),
+            *(_mount(each.source, each.target, "rw" if each.write else "ro") for each in volumes),
+        ],
+        "labels": dict(labels),
+        "stop_timeout": 0,
+        "timeout": max(1, round(lifetime_s)),
+        "systemd": "false",
+        "healthconfig": {"Test": ["NONE"]},
+        "log_configuration": {"driver": "k8s-file"},
+        "shm_size": SHARED_MEMORY,
+        **_confinement(findings, shift),
+        "resource_limits": _limits(shape),
+        "r_limits": _process_limits(shape, findings),
+        **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
+    }
+
+
+def _mount(source: str, target: str, rights: str) -> Json:
+    """Of one file system alone: what else is mounted below would keep rights of its own."""
+    return {
+        "type": "bind",
+        "source": source,
+        "destination": target,
+        "options": [rights, "bind", "nosuid", "nodev", "private"],
+    }
+
+
+def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
+    confined: dict[str, Json] = {
+        "netns": {"nsmode": "none"},
+        "use_image_resolve_conf": True,  # else this machine's name servers are written into it
+        "httpproxy": False,
+        "env_host": False,
+        "cap_drop": ["all"],
+        "no_new_privileges": True,
+        "privileged": False,
+        "oom_score_adj": LATER_PREY,
+    }
+    if findings.user_namespaces:
+        ids: Json = [{"container_id": 0, "host_id": shift, "size": IDS}]
+        confined["userns"] = {"nsmode": "private"}
+        confined["idmappings"] = {
+            "HostUIDMapping": False,
+            "HostGIDMapping": False,
+            "UIDMap": ids,
+            "GIDMap": ids,
+        }
+    return confined
+
+
+def _limits(shape: Shape) -> dict[str, Json]:
+    memory = shape.memory_mb << 20
+    return {
+        "memory": {"limit": memory, "swap": memory},  # memory and swap together: no swap
+        "pids": {"limit": shape.pids},
+        "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
+    }
+
+
+def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
+    """Those of containers.conf too, since giving one drops them all. No file outgrows the disk limit, holes
+    included, and none is a core.
+    """
+    told = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
+    return [{"type": name, "hard": most, "soft": most} for name, most in told.items()]

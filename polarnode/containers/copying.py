@@ -1,0 +1,256 @@
+"""A folder of one container made the same in another, by the node, from outside, in constant memory.
+
+Neither container's programs have a part in it: the one is the agent's, which must not say what is unpacked
+beside a judge, and the other may have no tar. Ids, modes, times, links, second names and holes stay as they
+are. What both still have of the image they came from is let be: only what was changed is copied. Rule for
+whoever edits it: the source is hostile and walked as such; the target is ours and nothing runs in it.
+"""
+
+import errno
+import os
+import stat
+from contextlib import ExitStack, suppress
+
+import trio
+from attrs import define, evolve, field
+
+from polarnode.containers.container import IDS
+from polarnode.containers.files import (
+    DEEPEST,
+    FILE_FLAGS,
+    FOLDER_FLAGS,
+    Entry,
+    Rooted,
+    entries,
+    opened_below,
+    opened_child,
+    reason_of,
+    remove,
+)
+from polarnode.core.errors import EvaluatorError
+
+# looked at: a monorepo with its packages has a tenth of it, and it takes a minute or two
+ENTRIES_LIMIT = 2_000_000
+NAMES_LIMIT = 200_000  # files with several names, some 50 MB of them here; beyond, each name becomes a file
+PIECE = 8 << 20  # bytes between two looks whether the budget is over
+
+
+@define(eq=False, kw_only=True)
+class Copy:
+    """One copy of a folder. `copied` and `size` count what had to be written."""
+
+    source: Rooted
+    target: Rooted
+    limit: int
+    looked: int = field(default=0, init=False)
+    copied: int = field(default=0, init=False)
+    size: int = field(default=0, init=False)
+    _first_names: dict[tuple[int, int], bytes] = field(factory=dict, init=False)  # of files that have several
+    _top: int = field(default=-1, init=False)
+
+    def run(self, source: str, target: str) -> None:
+        """Make the target folder what the source is. EvaluatorError where that can not be. In a thread; ends
+        when that is cancelled.
+        """
+        try:
+            with (
+                opened_below(self.source.root, source, FOLDER_FLAGS) as left,
+                opened_below(self.target.root, target, FOLDER_FLAGS) as right,
+            ):
+                if os.path.sameopenfile(left, right):
+                    return  # a volume that both see: to make it what it is would be to empty it
+                self._top = right
+                self._folder(left, right, b"", 0)
+                self._dress(right, os.fstat(left))
+        except OSError as error:
+            raise EvaluatorError(
+                f"the workspace could not be copied to a fresh runtime: {_named(error)}{reason_of(error)}"
+            ) from error
+
+    def _folder(self, left: int, right: int, path: bytes, depth: int) -> None:
+        surplus = set(map(os.fsencode, os.listdir(right)))
+        for entry in entries(left, path):
+            self._count()
+            if self._made(entry, right, depth):
+                surplus.discard(entry.name)
+        for name in surplus:
+            remove(right, name)
+
+    def _made(self, entry: Entry, right: int, depth: int) -> bool:
+        """Whether there is something of this name in the target now."""
+        if entry.is_folder:
+            return self._made_folder(entry, right, depth)
+        if not (entry.is_file or entry.is_link):
+            return False  # a device, a pipe or a socket: nobody is at its other end any more
+        if not self._same(entry, right):
+            with ExitStack() as stack:
+                left = _entered(stack, entry, os.O_PATH | os.O_NOFOLLOW if entry.is_link else FILE_FLAGS)
+                if left is not None:
+                    remove(right, entry.name)
+                    self._write(entry, left, right)
+        return True  # what is mounted is a volume or Podman's own, and the target has its own
+
+    def _made_folder(self, entry: Entry, right: int, depth: int) -> bool:
+        if depth >= DEEPEST:
+            raise EvaluatorError(
+                f"the workspace is more than {DEEPEST} folders deep: evaluate it where it is, without"
+                " fresh_runtime"
+            )
+        with ExitStack() as stack:
+            left = _entered(stack, entry, FOLDER_FLAGS)
+            if left is not None and not _is_folder(right, entry.name):
+                remove(right, entry.name)
+                os.mkdir(entry.name, 0o700, dir_fd=right)
+            below = None if left is None else _entered(stack, evolve(entry, above=right), FOLDER_FLAGS)
+            if left is not None and below is not None:
+                self._folder(left, below, entry.path, depth + 1)
+                self._dress(below, entry.told)
+        return True
+
+    def _same(self, entry: Entry, right: int) -> bool:
+        """Whether the target has the very file, of the image both came from: a write would have changed its
+        ctime, which nobody can set back.
+        """
+        try:
+            there = os.stat(entry.name, dir_fd=right, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        same = _fingerprint(there, self.target.shift) == _fingerprint(entry.told, self.source.shift)
+        if same and there.st_nlink > 1:
+            self._first_name(entry)
+        return same
+
+    def _write(self, entry: Entry, left: int, right: int) -> None:
+        self.copied += 1
+        if entry.is_link:
+            os.symlink(entry.leads_to(), entry.name, dir_fd=right)
+            os.chown(entry.name, *self._ids(entry.told), dir_fd=right, follow_symlinks=False)
+        elif not self._linked(entry, right):
+            self._copy_file(left, right, entry)
+
+    def _linked(self, entry: Entry, right: int) -> bool:
+        """Whether it is a second name of a file that is already there."""
+        if entry.told.st_nlink < 2:
+            return False
+        first = self._first_name(entry)
+        if first == entry.path:
+            return False
+        with suppress(OSError):  # too long a path: it becomes a file of its own
+            os.link(first, entry.name, src_dir_fd=self._top, dst_dir_fd=right, follow_symlinks=False)
+            return True
+        return False
+
+    def _first_name(self, entry: Entry) -> bytes:
+        """The first name met of a file; its own where too many files have several."""
+        key = (entry.told.st_dev, entry.told.st_ino)
+        return (
+            self._first_names.setdefault(key, entry.path)
+            if len(self._first_names) < NAMES_LIMIT
+            else self._first_names.get(key, entry.path)
+        )
+
+    def _copy_file(self, left: int, right: int, entry: Entry) -> None:
+        made = os.open(
+            entry.name,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+            dir_fd=right,
+        )
+        try:
+            self._copy_data(left, made, os.fstat(left).st_size)
+            self._dress(made, entry.told)
+        finally:
+            os.close(made)
+
+    def _copy_data(self, left: int, made: int, size: int) -> None:
+        """The data, without the holes."""
+        os.ftruncate(made, size)
+        place = 0
+        while place < size:
+            try:
+                place = os.lseek(left, place, os.SEEK_DATA)
+            except OSError:  # no data after it
+                return
+            end = os.lseek(left, place, os.SEEK_HOLE)
+            place = self._copy_piece(left, made, place, min(end, size))
+
+    def _copy_piece(self, left: int, made: int, place: int, end: int) -> int:
+        os.lseek(made, place, os.SEEK_SET)
+        while place < end:
+            trio.from_thread.check_cancelled()
+            sent = os.sendfile(made, left, place, min(PIECE, end - place))
+            if not sent:
+                break  # it shrank
+            place += sent
+            self.size += sent
+            if self.size > self.limit:
+                raise EvaluatorError(
+                    f"what the session changed in its workspace is larger than {self.limit >> 20} MB:"
+                    " evaluate it where it is, without fresh_runtime"
+                )
+        return max(place, end)
+
+    def _dress(self, made: int, told: os.stat_result) -> None:
+        """Owner, mode and times, in this order: a change of owner takes bits of the mode away. What is right
+        already is not touched.
+        """
+        there, ids = os.fstat(made), self._ids(told)
+        if (there.st_uid, there.st_gid, there.st_mode, there.st_mtime_ns) == (
+            *ids,
+            told.st_mode,
+            told.st_mtime_ns,
+        ):
+            return
+        os.fchown(made, *ids)
+        os.fchmod(made, stat.S_IMODE(told.st_mode))
+        os.utime(made, ns=(told.st_atime_ns, told.st_mtime_ns))
+
+    def _ids(self, told: os.stat_result) -> tuple[int, int]:
+        return self._id(told.st_uid), self._id(told.st_gid)
+
+    def _id(self, number: int) -> int:
+        inside = number - self.source.shift
+        # what is nobody's in there stays nobody's, 65534
+        return self.target.shift + (inside if 0 <= inside < IDS else IDS - 2)
+
+    def _count(self) -> None:
+        trio.from_thread.check_cancelled()
+        self.looked += 1
+        if self.looked > ENTRIES_LIMIT:
+            raise EvaluatorError(
+                f"the workspace has more than {ENTRIES_LIMIT} files: evaluate it where it is, without"
+                " fresh_runtime"
+            )
+
+
+def _fingerprint(told: os.stat_result, shift: int) -> tuple[int, ...]:
+    return (
+        told.st_ino,
+        told.st_size,
+        told.st_mode,
+        told.st_uid - shift,
+        told.st_gid - shift,
+        told.st_mtime_ns,
+        told.st_ctime_ns,
+    )
+
+
+def _is_folder(above: int, name: bytes) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _entered(stack: ExitStack, entry: Entry, flags: int) -> int | None:
+    """What an entry names, open for as long as the stack; None where another file system is mounted on it."""
+    try:
+        return stack.enter_context(opened_child(entry.above, entry.name, flags))
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return None
+
+
+def _named(error: OSError) -> str:
+    return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""

@@ -1,0 +1,248 @@
+"""What sessions write, and an end for those that write too much.
+
+A quota of the file system is the better bound and is used where there is one (`probe.py`); everywhere one
+file is bounded by its size limit. This watcher bounds the sum: it looks how free the disk is, which costs
+nothing, and measures containers only when that moved. Rule for whoever edits it: what is measured belongs to
+somebody hostile, so a measurement is a program of its own that follows no link and may take long, and never
+holds up that of another.
+"""
+
+import logging
+import math
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.containers.inside import Group
+from polarnode.core.errors import RuntimeFault
+
+LOOK_S = 0.5  # seconds between looks at the free space, one system call
+MOVED = 32 << 20  # bytes of free space that make a measurement worth it: a session's smallest sensible limit
+# seconds after which all are measured whatever the disk says: one may write what another frees
+SELDOM_S = 60.0
+# times its own duration that a container is let be after a measurement: a million files take ten seconds, a
+# sixth of a core at most
+REST = 5
+# seconds it is let be at least, and for each container there is: ten measurements a second, 5 % of a core
+LEAST_S, EACH_S = 2.0, 0.1
+# bytes that a file counts at least, empty or not: a disk has room for so many files alone, and the least
+# block is as large
+ENTRY = 4096
+AT_ONCE = 2  # measurements side by side
+# open files looked at for what is unlinked: 0.2 s, and no honest program has a tenth of it
+DESCRIPTORS = 50_000
+# one that was ended has this part of its limit more before it is ended again: what judges it may write too
+AGAIN = 4
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Room:
+    """What a disk still has room for, in bytes: of content, and of files though they be empty."""
+
+    content: int = 0
+    files: int = 0
+
+    @property
+    def least(self) -> int:
+        """The shorter of the two."""
+        return min(self.content, self.files)
+
+    def moved(self, since: "Room") -> bool:
+        """Whether somebody wrote or removed enough, of either kind, to be worth a measurement."""
+        return max(abs(self.content - since.content), abs(self.files - since.files)) >= MOVED
+
+
+@frozen(kw_only=True)
+class Upper:
+    """Where a container writes: its layer's folder on this machine, the group of its processes, the device
+    they see its files on.
+    """
+
+    folder: Path
+    group: Group
+    device: int
+
+
+@define(eq=False, kw_only=True)
+class Written:
+    """One container under watch. `because` says why it was ended, None while it was not; `for_room`: for the
+    machine's sake, not for its limit.
+    """
+
+    id: str
+    upper: Upper
+    limit_mb: int
+    end: Callable[[], Awaitable[None]]
+    because: str | None = field(default=None, init=False)
+    for_room: bool = field(default=False, init=False)
+    size: int = field(default=0, init=False)
+    limit: int = field(init=False)
+    not_before: float = field(default=-math.inf, init=False)
+    measured: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.limit = self.limit_mb << 20
+
+    @contextmanager
+    def spared(self) -> Iterator[Callable[[int], None]]:
+        """While the node itself writes there: it is told how much that was, and what runs in there may write
+        as much as ever.
+        """
+        own = [0]
+        before, self.limit = self.limit, sys.maxsize
+        try:
+            yield lambda size: own.append(size)
+        finally:
+            self.limit = before + own[-1]
+
+
+@define(eq=False, kw_only=True)
+class DiskWatch:
+    """Watches the containers of one node. `reserve` is what should stay free, in bytes; below half of it the
+    largest is ended.
+    """
+
+    store: Path
+    reserve: int
+    ended: int = field(default=0, init=False)
+    _watched: dict[str, Written] = field(factory=dict, init=False)
+    _room: Room = field(factory=Room, init=False)  # when all were last told to be measured
+    _all_at: float = field(default=-math.inf, init=False)
+    _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
+
+    def add(self, written: Written) -> None:
+        """Watch a container from now on."""
+        self._watched[written.id] = written
+
+    def discard(self, id: str) -> None:
+        """A container is gone."""
+        self._watched.pop(id, None)
+
+    async def run(self, ready: trio.Event) -> None:
+        """Look until cancelled."""
+        ready.set()
+        async with trio.open_nursery() as nursery:
+            due: set[str] = set()
+            while True:
+                await trio.sleep(LOOK_S)
+                room = room_at(self.store)
+                due = self._due(due, room)
+                for each in self._rested(due):
+                    due.discard(each.id)
+                    each.not_before = math.inf  # until this measurement is done
+                    nursery.start_soon(self._measure, each)
+                if room.least < self.reserve // 2:
+                    await self._end_largest()
+
+    def _due(self, due: set[str], room: Room) -> set[str]:
+        """Who is still to be measured: all, when the disk moved or it is long ago."""
+        now = trio.current_time()
+        if not room.moved(self._room) and now - self._all_at < SELDOM_S:
+            return due & self._watched.keys()
+        self._room, self._all_at = room, now
+        return set(self._watched)
+
+    def _rested(self, due: set[str]) -> list[Written]:
+        now = trio.current_time()
+        return [self._watched[id] for id in due if self._watched[id].not_before <= now]
+
+    async def _measure(self, written: Written) -> None:
+        async with self._limiter:
+            began = trio.current_time()
+            measured = await used_bytes(written.upper)
+        now = trio.current_time()
+        crowd = 0.0 if self._room.least < self.reserve else EACH_S * len(self._watched)
+        written.not_before = now + max(LEAST_S, crowd, REST * (now - began))
+        written.measured += 1
+        if measured is None or written.id not in self._watched:
+            return
+        written.size = measured
+        if measured > written.limit:
+            await self._end(written, f"the session wrote more than its disk_mb ({written.limit_mb})")
+
+    async def _end_largest(self) -> None:
+        """The disk is nearly full. One at a time: its session removes it, and then there is room."""
+        self._all_at = -math.inf  # measure again as soon as they are rested
+        alive = [each for each in self._watched.values() if each.size]
+        if not alive or any(each.because is not None for each in alive):
+            return
+        largest = max(alive, key=lambda each: each.size)
+        largest.for_room = True
+        await self._end(
+            largest,
+            f"the machine's disk is nearly full and this session wrote the most, {largest.size >> 20} MB",
+        )
+
+    async def _end(self, written: Written, because: str) -> None:
+        written.because = written.because or because
+        written.limit = written.size + (written.limit_mb << 20) // AGAIN
+        self.ended += 1
+        _log.warning("container %s is ended: %s", written.id, because)
+        with suppress(RuntimeFault):  # whoever tears it down ends what is left
+            await written.end()
+
+
+def room_at(folder: Path) -> Room:
+    """What root may still write there."""
+    told = os.statvfs(folder)
+    content = told.f_bfree * told.f_frsize
+    # no number: they are made as they are needed
+    return Room(content=content, files=told.f_ffree * ENTRY if told.f_files else content)
+
+
+async def used_bytes(upper: Upper) -> int | None:
+    """What a container has on disk: its layer's files, each counted once, and those it unlinked and still
+    holds. None when it is gone.
+    """
+    on_disk, entries = await _walked(upper, "--block-size=1"), await _walked(upper, "--inodes")
+    if on_disk is None or entries is None:
+        return None
+    return max(on_disk, entries * ENTRY) + await trio.to_thread.run_sync(unlinked_bytes, upper)
+
+
+async def _walked(upper: Upper, counted: str) -> int | None:
+    argv = ["nice", "-n", "19", "du", "--summarize", counted, "--one-file-system", "--", str(upper.folder)]
+    try:
+        done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
+    except OSError as error:
+        # no process to be had for it: the next look comes, and the disk's own reserve is kept meanwhile
+        _log.warning("a container's disk can not be measured: %s", error)
+        return None
+    total = done.stdout.split(b"\t", 1)[0]
+    return int(total) if total.isdigit() else None
+
+
+def unlinked_bytes(upper: Upper) -> int:
+    """What is in files that have no name any more: no walk finds them."""
+    found: dict[int, int] = {}
+    for number, path in enumerate(_open_files(upper.group)):
+        if number > DESCRIPTORS:
+            break
+        with suppress(OSError):  # closed while we looked
+            told = os.stat(path)
+            if stat.S_ISREG(told.st_mode) and told.st_nlink == 0 and told.st_dev == upper.device:
+                found[told.st_ino] = told.st_blocks * 512
+    return sum(found.values())
+
+
+def _open_files(group: Group) -> Iterator[str]:
+    """Everything the group's processes hold open or have mapped after it was unlinked, as paths of this
+    machine.
+    """
+    for pid in group.processes():
+        with suppress(OSError):
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                yield f"/proc/{pid}/fd/{number}"
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if line.endswith(" (deleted)"):
+                    yield f"/proc/{pid}/map_files/{line.split(' ', 1)[0]}"

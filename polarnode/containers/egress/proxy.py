@@ -1,0 +1,315 @@
+"""What went through a session's proxy, counted for its trajectory.
+
+Pure. Names come from the container, which may make up as many as it likes: only so many are told apart.
+
+The proxy of one session: a listener in its container, and what each connection to it may do and for how long.
+
+It runs behind the session and ends with it. The rules for whoever edits it: a connection is a stranger's, so
+everything of it has a bound with its reason; what goes wrong in one stays in it; and who is refused is told
+why and what to do, because the reader is a model that will try again.
+
+What a node lets its tasks reach, and how it opens a session's proxy: the one thing of this package a session
+is given.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from socket import socket
+from typing import assert_never
+
+import h11
+import trio
+from attrs import define, field, frozen
+from trio.abc import HalfCloseableStream
+
+from polarnode.containers.egress.requests import (
+    GONE,
+    READ_BYTES,
+    Denial,
+    Forward,
+    Side,
+    Tunnel,
+    World,
+    container_side,
+    dial,
+    hand_on,
+    read,
+    tunnel,
+)
+from polarnode.containers.egress.rules import EgressRules, name_fault, rules_of, spelled
+from polarnode.containers.endpoint import DOOR_HOST, EGRESS_PORT, open_listener
+from polarnode.core.conversation import Json
+from polarnode.support.background import open_background
+
+# ── figures ────────────────────────────────────────────────────────────
+
+TOLD_APART = 64  # names of each kind: an installation meets a handful of hosts, an attack makes them up
+OTHERS = "(others)"
+NO_NAME = "(no name)"
+
+
+@define(eq=False)
+class EgressFigures:
+    """Counts of one session: connections by name, `sent` and `received` bytes of what they carried."""
+
+    allowed: Counter[str] = field(factory=Counter, init=False)
+    refused: Counter[str] = field(factory=Counter, init=False)
+    failed: Counter[str] = field(factory=Counter, init=False)  # allowed, and not reached
+    sent: int = field(default=0, init=False)
+    received: int = field(default=0, init=False)
+
+    def count(self, kind: Counter[str], host: str) -> None:
+        """One more of a kind."""
+        name = spelled(host) if name_fault(host) is None else NO_NAME
+        kind[name if name in kind or len(kind) < TOLD_APART else OTHERS] += 1
+
+    def told(self) -> Mapping[str, Json]:
+        """As a trajectory's metrics have them."""
+        return {
+            "allowed": dict(self.allowed),
+            "refused": dict(self.refused),
+            "failed": dict(self.failed),
+            "sent_bytes": self.sent,
+            "received_bytes": self.received,
+        }
+
+
+# ── serving ────────────────────────────────────────────────────────────
+
+# open at once: uv, the greediest installer known, opens 50; one more waits in the kernel until another ends
+CONNECTIONS = 64
+LOOKUPS = 4  # names looked up at once: each is a thread of the node's that waits on a name server
+HEAD_S = 30.0  # for a request's head, whole: a client that sends it letter by letter only holds a place
+# without a byte in either direction: a server that builds an archive on request thinks for a minute
+IDLE_S = 120.0
+LINGER_S = 2.0  # for a refused client to read why
+NO_ROOM_S = 0.5  # until the next try to accept, where the node has no descriptor left
+
+# what is not asked of the proxy: the model's door, and servers the harness starts itself
+LOOPBACK = "localhost,127.0.0.1,::1"
+
+_log = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Egress:
+    """A session's proxy while it is open. `env` is what programs in the container need to use it."""
+
+    url: str
+    _figures: EgressFigures = field(factory=EgressFigures, init=False)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Small letters and capitals: curl reads http_proxy in small letters only, others the capitals. Node
+        reads any only if it is told to.
+        """
+        spelled = {"http_proxy": self.url, "https_proxy": self.url, "no_proxy": LOOPBACK}
+        return {
+            **spelled,
+            **{name.upper(): value for name, value in spelled.items()},
+            "NODE_USE_ENV_PROXY": "1",
+        }
+
+    def figures(self) -> Mapping[str, Json]:
+        """What went through so far, for the trajectory's metrics."""
+        return self._figures.told()
+
+
+@asynccontextmanager
+async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
+    """The proxy of the container whose network namespace this is (a descriptor), at EGRESS_PORT. Raises
+    RuntimeFault when it can not be made.
+
+    It ends with the block: what is under way is cut.
+    """
+    listener = await open_listener(network, EGRESS_PORT)
+    async with serve_egress(listener, rules, world) as egress:
+        yield egress
+
+
+@asynccontextmanager
+async def serve_egress(listener: socket, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
+    """The proxy on a listening socket, which it closes at the end."""
+    egress = Egress(f"http://{DOOR_HOST}:{listener.getsockname()[1]}")
+    served = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+    serving = _Serving(listener=served, rules=rules, world=world, figures=egress._figures)
+    async with open_background(serving.run):
+        yield egress
+
+
+@define(eq=False, kw_only=True)
+class _Serving:
+    listener: trio.SocketListener
+    rules: EgressRules
+    world: World
+    figures: EgressFigures
+    _places: trio.Semaphore = field(factory=partial(trio.Semaphore, CONNECTIONS), init=False)
+    _lookups: trio.CapacityLimiter = field(factory=partial(trio.CapacityLimiter, LOOKUPS), init=False)
+
+    async def run(self, ready: trio.Event) -> None:
+        """Serve until cancelled. Closing the listener and every connection takes no await that could be
+        stuck.
+        """
+        with self.listener.socket:
+            async with trio.open_nursery() as connections:
+                ready.set()
+                while True:
+                    await self._places.acquire()
+                    await self._accept_one(connections)
+
+    async def _accept_one(self, connections: trio.Nursery) -> None:
+        try:
+            stream = await self.listener.accept()
+        except OSError as error:
+            self._places.release()
+            _log.warning("egress: no connection can be taken: %s", error)
+            await trio.sleep(NO_ROOM_S)
+        else:
+            connections.start_soon(self._connection, stream)
+
+    async def _connection(self, stream: trio.SocketStream) -> None:
+        """One connection to its end. The isolation edge: a bug of ours met in one reaches no other, and not
+        the session.
+        """
+        try:
+            with stream.socket, trio.CancelScope() as clock:
+                await self._requests(container_side(stream), clock)
+        except* (*GONE, h11.RemoteProtocolError, h11.LocalProtocolError):
+            pass  # a peer that left, or does not speak HTTP: its own affair
+        except* Exception:
+            _log.exception("egress: a connection met a bug")
+        finally:
+            self._places.release()
+
+    async def _requests(self, client: Side, clock: trio.CancelScope) -> None:
+        """Requests of one connection, one after the other, until one of them ends it."""
+        goes_on = True
+        while goes_on:
+            clock.deadline = trio.current_time() + HEAD_S
+            request = await self._head(client)
+            goes_on = isinstance(request, h11.Request) and await self._request(client, request, clock)
+
+    async def _head(self, client: Side) -> object:
+        try:
+            return await client.next()
+        except h11.RemoteProtocolError as error:
+            self.figures.count(self.figures.refused, "")
+            await self._deny(
+                client, Denial(status=error.error_status_hint, text=f"this is no request of HTTP: {error}")
+            )
+            return None
+
+    async def _request(self, client: Side, request: h11.Request, clock: trio.CancelScope) -> bool:
+        """Whether the connection can be asked again."""
+        clock.deadline = trio.current_time() + IDLE_S
+        asked = read(request, self.rules)
+        stream = asked if isinstance(asked, Denial) else await self._dialled(asked)
+        if not isinstance(asked, Denial) and not isinstance(stream, Denial):
+            return await self._allowed(client, asked, stream, clock)
+        if isinstance(stream, Denial):
+            self.figures.count(
+                self.figures.failed if stream.status > 500 else self.figures.refused, stream.host
+            )
+            await self._deny(client, stream)
+        return False
+
+    async def _dialled(self, asked: Tunnel | Forward) -> HalfCloseableStream | Denial:
+        async with self._lookups:
+            return await dial(asked.host, asked.port, self.rules, self.world)
+
+    async def _allowed(
+        self, client: Side, asked: Tunnel | Forward, stream: HalfCloseableStream, clock: trio.CancelScope
+    ) -> bool:
+        self.figures.count(self.figures.allowed, asked.host)
+        try:
+            match asked:
+                case Tunnel():
+                    await tunnel(client, stream, self._moved(clock))
+                    return False
+                case Forward():
+                    await self._forwarded(client, stream, asked, clock)
+                    return client.asked_again() or await _leave(client)
+                case _:
+                    assert_never(asked)
+        finally:
+            with trio.move_on_after(LINGER_S, shield=True):
+                await trio.aclose_forcefully(stream)
+
+    async def _forwarded(
+        self, client: Side, stream: HalfCloseableStream, asked: Forward, clock: trio.CancelScope
+    ) -> None:
+        try:
+            await hand_on(client, stream, asked.request, self._moved(clock))
+        except* (*GONE, h11.RemoteProtocolError) as broken:
+            if client.begun:
+                raise  # an answer that is cut must be seen to be cut
+            _log.info("egress: %s port %d gave no answer: %s", asked.host, asked.port, broken.exceptions)
+            await self._deny(
+                client,
+                Denial(
+                    status=502, text=f"{asked.host} port {asked.port} gave no answer of HTTP", host=asked.host
+                ),
+            )
+
+    def _moved(self, clock: trio.CancelScope) -> Callable[[int, int], None]:
+        def moved(sent: int, received: int) -> None:
+            self.figures.sent += sent
+            self.figures.received += received
+            clock.deadline = trio.current_time() + IDLE_S
+
+        return moved
+
+    async def _deny(self, client: Side, denial: Denial) -> None:
+        """Say why, as text, and end the connection so that it is read."""
+        body = f"polarnode: {denial.text}\n".encode()
+        headers = [
+            ("content-type", "text/plain; charset=utf-8"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        with suppress(*GONE, h11.LocalProtocolError):
+            await client.send(
+                h11.Response(
+                    status_code=denial.status, headers=headers, reason=HTTPStatus(denial.status).phrase
+                )
+            )
+            await client.send(h11.Data(data=body))
+            await _leave(client)
+
+
+async def _leave(client: Side) -> bool:
+    """End a connection whose peer may still be sending: what comes is dropped, because closing over unread
+    bytes takes the answer back.
+    """
+    with trio.move_on_after(LINGER_S):
+        await client.stream.send_eof()
+        while await client.stream.receive_some(READ_BYTES):
+            pass
+    return False
+
+
+# ── node ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class NodeEgress:
+    """`names` and `networks` are the node's settings `egress` and `egress_networks`. Without names no task
+    reaches anything.
+    """
+
+    names: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    world: World = field(factory=World)
+
+    def __attrs_post_init__(self) -> None:
+        rules_of(self.names, self.networks)  # a network that is none is said when the node starts
+
+    def open(self, network: int, asked: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
+        """The proxy in a container's network namespace (a descriptor), for what its task asked for; checked
+        before. Raises RuntimeFault.
+        """
+        return open_egress(network, rules_of(asked, self.networks), self.world)

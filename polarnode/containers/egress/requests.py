@@ -1,0 +1,430 @@
+"""What a client in a container asks of the proxy: a tunnel, a plain request to hand on, or something that is
+refused.
+
+Pure: h11's events in, a value out. The proxy never hands on bytes it did not parse: a request is read
+whole-heartedly or refused, and what goes out is written anew from what was read, so that no two programs can
+take it for different requests. Rule for whoever edits it: a header is dropped unless it is the end points'
+own business.
+
+Bytes and plain requests handed on between a container and the world.
+
+Everything here is given its two ends and ends with them; how long it may take is the caller's, who is told by
+`moved` of all that passes. Rule for whoever edits it: what a peer does wrong ends its own connection and is
+no error of ours.
+
+From an allowed name to a connection: looked up by the node, its addresses checked, and the very address that
+was checked connected to.
+
+The container looks up nothing. Rule for whoever edits it: no name is given to anything that connects, only an
+address that passed.
+"""
+
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import h11
+import trio
+from attrs import define, field, frozen
+from trio.abc import HalfCloseableStream
+
+from polarnode.containers.egress.rules import EgressRules, spelled
+
+# ── asking ────────────────────────────────────────────────────────────
+
+HTTP_PORT = 80
+CONNECT = re.compile(r"([^\s:@/?#\[\]]+):(\d{1,5})")
+ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
+AUTHORITY = re.compile(r"([^\s:@/?#\[\]]+)(?::(\d{1,5}))?")
+
+# A connection's own headers (RFC 9110, 7.6.1), the proxy's, and what the proxy answers itself.
+OUR_OWN = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer"
+    b" transfer-encoding upgrade expect host".split()
+)
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@frozen(kw_only=True)
+class Denial:
+    """An answer of the proxy's own: `host` is what was asked for, as it was spelled."""
+
+    status: int
+    text: str
+    host: str = ""
+
+
+@frozen(kw_only=True)
+class Tunnel:
+    """Bytes both ways, untouched: what is said in TLS is not ours to read."""
+
+    host: str
+    port: int
+
+
+@frozen(kw_only=True)
+class Forward:
+    """A plain request, and what is asked of its server."""
+
+    host: str
+    port: int
+    request: h11.Request
+
+
+Asked = Tunnel | Forward | Denial
+
+
+def read(request: h11.Request, rules: EgressRules) -> Asked:
+    """What is asked, if the rules allow it."""
+    asked = _tunnel(request) if request.method == b"CONNECT" else _forward(request)
+    if isinstance(asked, Denial):
+        return asked
+    refusal = rules.refusal(asked.host, asked.port)
+    return asked if refusal is None else Denial(status=403, text=refusal, host=asked.host)
+
+
+def _tunnel(request: h11.Request) -> Tunnel | Denial:
+    target = request.target.decode("ascii")
+    found = CONNECT.fullmatch(target)
+    if found is None:
+        return _malformed(
+            f"{target[:300]!r} can not be connected to: ask for NAME:PORT, by name and not by address",
+            status=403,
+        )
+    if _framing(request):
+        return _malformed("a CONNECT has no body")
+    return Tunnel(host=spelled(found[1]), port=int(found[2]))
+
+
+def _forward(request: h11.Request) -> Forward | Denial:
+    target = request.target.decode("ascii")
+    found = ABSOLUTE.fullmatch(target)
+    if found is None:
+        return _malformed(
+            "this is a proxy: ask it for http://NAME/PATH, or to CONNECT for anything else, not for"
+            f" {target[:300]!r}"
+        )
+    authority = AUTHORITY.fullmatch(found[1])
+    if authority is None:
+        return _malformed(
+            f"{found[1][:300]!r} can not be connected to: ask for NAME or NAME:PORT, by name and not by"
+            " address",
+            status=403,
+        )
+    host, port = spelled(authority[1]), int(authority[2] or HTTP_PORT)
+    fault = _host_fault(request, host, port) or _framing_fault(request)
+    if fault is not None:
+        return _malformed(fault)
+    return Forward(host=host, port=port, request=_anew(request, host, port, found[2]))
+
+
+def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
+    """A Host that is not the target's: a server that goes by it would serve another site than the one that
+    was allowed.
+    """
+    for value in _values(request, b"host"):
+        told = value.decode("latin1")
+        found = AUTHORITY.fullmatch(told)
+        if found is None or (spelled(found[1]), int(found[2] or HTTP_PORT)) != (host, port):
+            return (
+                f"the header Host, {told[:300]!r}, is not the host of the request's target: make them the"
+                " same"
+            )
+    return None
+
+
+def _framing_fault(request: h11.Request) -> str | None:
+    """Two lengths of one body are two requests to somebody."""
+    return (
+        "a body has either a Content-Length or a Transfer-Encoding, not both"
+        if len(_framing(request)) > 1
+        else None
+    )
+
+
+def _framing(request: h11.Request) -> list[bytes]:
+    return [name for name, _ in request.headers if name in (b"content-length", b"transfer-encoding")]
+
+
+def _anew(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
+    """The request as its server gets it: one on a connection, which is closed after it."""
+    authority = host if port == HTTP_PORT else f"{host}:{port}"
+    chunked = [(b"Transfer-Encoding", b"chunked")] if b"transfer-encoding" in _framing(request) else []
+    headers = [(b"Host", authority.encode()), *end_to_end(request), *chunked, (b"Connection", b"close")]
+    path = rest if rest.startswith("/") else f"/{rest}"
+    return h11.Request(method=request.method, target=path.encode(), headers=headers)
+
+
+def end_to_end(message: h11.Request | h11.Response) -> Headers:
+    """A message's headers but for those of its connection, and those the connection's own header names. How
+    long a body is stays said.
+    """
+    named = {
+        name.strip().lower() for value in _values(message, b"connection") for name in value.split(b",")
+    } - {b"content-length"}
+    dropped = OUR_OWN | named
+    # spelled as they came
+    return tuple((name, value) for name, value in message.headers.raw_items() if name.lower() not in dropped)
+
+
+def _values(message: h11.Request | h11.Response, wanted: bytes) -> list[bytes]:
+    return [value for name, value in message.headers if name == wanted]
+
+
+def _malformed(text: str, *, status: int = 400) -> Denial:
+    return Denial(status=status, text=text)
+
+
+# ── forwarding ────────────────────────────────────────────────────────────
+
+READ_BYTES = 64 << 10  # at once: a download is some hundred of them a second
+# of a request's or an answer's head: package indexes set a few headers, not kilobytes of them
+HEAD_BYTES = 32 << 10
+
+Moved = Callable[[int, int], None]  # bytes sent to the world, bytes received of it
+GONE = (trio.BrokenResourceError, trio.ClosedResourceError)
+
+
+@define(eq=False)
+class Side:
+    """One end of HTTP on a stream."""
+
+    stream: HalfCloseableStream
+    http: h11.Connection
+    begun: bool = field(default=False, init=False)  # an answer of ours has begun, so no other can be given
+
+    async def next(self) -> object:
+        """The next event of h11; raises its RemoteProtocolError and what streams raise."""
+        while True:
+            event = self.http.next_event()
+            if event is not h11.NEED_DATA:
+                return event
+            if self.http.our_role is h11.SERVER and self.http.they_are_waiting_for_100_continue:
+                await self.send(h11.InformationalResponse(status_code=100, headers=[]))
+            self.http.receive_data(bytes(await self.stream.receive_some(READ_BYTES)))
+
+    async def send(self, event: h11.Event) -> None:
+        self.begun = self.begun or isinstance(event, h11.Response)
+        await self.stream.send_all(self.http.send(event) or b"")
+
+    def asked_again(self) -> bool:
+        """Make ready for another request, where question and answer were whole and both want to go on.
+        Whether it is.
+        """
+        if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
+            return False
+        self.http.start_next_cycle()
+        self.begun = False
+        return True
+
+
+def container_side(stream: HalfCloseableStream) -> Side:
+    return Side(stream, h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES))
+
+
+async def hand_on(client: Side, world: HalfCloseableStream, request: h11.Request, moved: Moved) -> None:
+    """A plain request to its server and the answer back, each written anew. What goes wrong before the answer
+    is raised, and cuts it after.
+    """
+    server = Side(world, h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES))
+    await server.send(request)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_send_body, client, server, moved)
+        await _answer(client, server, moved)
+        # an answer that came before its question was whole: nobody reads the rest
+        nursery.cancel_scope.cancel()
+
+
+async def _send_body(client: Side, server: Side, moved: Moved) -> None:
+    """The request's body, as it comes. A server that does not want it may still answer, and a client that
+    breaks off has left.
+    """
+    try:
+        while True:
+            event = await client.next()
+            if isinstance(event, h11.Data):
+                moved(len(event.data), 0)
+                await server.send(h11.Data(data=event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                await server.send(h11.EndOfMessage())
+                return
+            else:
+                return
+    except (*GONE, h11.RemoteProtocolError, h11.LocalProtocolError):
+        return
+
+
+async def _answer(client: Side, server: Side, moved: Moved) -> None:
+    while True:
+        event = await server.next()
+        if isinstance(event, h11.Response):
+            answer = h11.Response(
+                status_code=event.status_code, reason=event.reason, headers=list(end_to_end(event))
+            )
+            await client.send(answer)
+        elif isinstance(event, h11.Data):
+            moved(0, len(event.data))
+            await client.send(h11.Data(data=event.data))
+        elif isinstance(event, h11.EndOfMessage):
+            await client.send(h11.EndOfMessage())
+            return
+        elif not isinstance(event, h11.InformationalResponse):
+            raise h11.RemoteProtocolError("the server closed the connection without an answer")
+
+
+async def tunnel(client: Side, world: HalfCloseableStream, moved: Moved) -> None:
+    """Bytes both ways until both have ended."""
+    await client.next()  # the end of a request without a body
+    await client.send(h11.Response(status_code=200, reason=b"Connection established", headers=[]))
+    early = client.http.trailing_data[0]
+    if early:
+        moved(len(early), 0)
+        await world.send_all(early)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_pour, client.stream, world, lambda count: moved(count, 0), nursery.cancel_scope)
+        nursery.start_soon(_pour, world, client.stream, lambda count: moved(0, count), nursery.cancel_scope)
+
+
+async def _pour(
+    source: HalfCloseableStream,
+    target: HalfCloseableStream,
+    moved: Callable[[int], None],
+    both: trio.CancelScope,
+) -> None:
+    """One way to its end, which the other way may outlive. A connection that breaks ends both."""
+    try:
+        while data := await source.receive_some(READ_BYTES):
+            moved(len(data))
+            await target.send_all(data)
+        await target.send_eof()
+    except GONE:
+        both.cancel()
+
+
+# ── dialing ────────────────────────────────────────────────────────────
+
+LOOKUPS = 64  # at once, of all sessions: each is a thread that waits
+RESOLVE_S = 10.0  # a resolver asks its servers for 5 s each, and most have two
+CONNECT_S = 10.0  # for one address: a lost SYN is sent again after 1, 3 and 7 s
+ADDRESSES = 4  # tried of one name: the first two of each family are enough to get round one that is down
+
+_log = logging.getLogger(__name__)
+
+
+@frozen
+class Resolver:
+    """This machine's resolver, in threads of its own number: a slow name server must not take those
+    everything else waits for.
+    """
+
+    limiter: trio.CapacityLimiter
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """A name's addresses in the order to try them."""
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        found = await trio.to_thread.run_sync(look_up, limiter=self.limiter, abandon_on_cancel=True)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+async def connect(address: str, port: int) -> HalfCloseableStream:
+    """A connection to an address. It is no name, so nothing is looked up."""
+    sock = trio.socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        await sock.connect((address, port))
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is this machine's: its own doors may trust who comes from it. No packet is sent to
+    find out.
+    """
+    family, nobodys = (socket.AF_INET6, "2001:db8::1") if ":" in address else (socket.AF_INET, "192.0.2.1")
+    # this machine lets programs take any address (ip_nonlocal_bind), so that says nothing
+    if _can_be_bound(nobodys, family):
+        return _is_its_own_source(address, family)
+    return _can_be_bound(address, family)
+
+
+def _can_be_bound(address: str, family: socket.AddressFamily) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
+        trying.bind((address, 0))
+        return True
+    return False
+
+
+def _is_its_own_source(address: str, family: socket.AddressFamily) -> bool:
+    """What leaves for one's own address leaves from it, but where an interface has several."""
+    with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
+        trying.connect((address, 9))
+        return bool(trying.getsockname()[0] == address)
+    return False
+
+
+@frozen(kw_only=True)
+class World:
+    """What is outside. One a node; tests have others."""
+
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
+        factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))
+    )
+    connect: Callable[[str, int], Awaitable[HalfCloseableStream]] = connect
+    is_own: Callable[[str], bool] = is_own
+
+
+async def dial(host: str, port: int, rules: EgressRules, world: World) -> HalfCloseableStream | Denial:
+    """A connection to an allowed name, or why there is none."""
+    addresses = await _addresses(host, port, world)
+    if isinstance(addresses, Denial):
+        return addresses
+    reasons = {address: _refusal(address, rules, world) for address in addresses}
+    allowed = [address for address, reason in reasons.items() if reason is None]
+    if not allowed:
+        reason = next(iter(reasons.values()), None) or "it has no address"
+        return Denial(status=403, text=f"{host} is not connected to: {reason}", host=host)
+    for address in allowed[:ADDRESSES]:
+        stream = await _connected(address, port, world)
+        if stream is not None:
+            return stream
+    return Denial(
+        status=504,
+        text=f"{host} port {port} does not answer; {len(allowed[:ADDRESSES])} of its addresses were tried",
+        host=host,
+    )
+
+
+async def _addresses(host: str, port: int, world: World) -> Sequence[str] | Denial:
+    with trio.move_on_after(RESOLVE_S):
+        try:
+            return await world.resolve(host, port)
+        except OSError as error:  # socket.gaierror is one
+            return Denial(
+                status=502, text=f"{host} could not be looked up: {error.strerror or error}", host=host
+            )
+        except UnicodeError:
+            return Denial(
+                status=502, text=f"{host} could not be looked up: it is no name of the DNS", host=host
+            )
+    return Denial(status=504, text=f"{host} could not be looked up within {RESOLVE_S:g} s", host=host)
+
+
+def _refusal(address: str, rules: EgressRules, world: World) -> str | None:
+    reason = rules.address_refusal(address)
+    if reason is None and not rules.in_networks(address) and world.is_own(address):
+        return f"{address} is the node's own machine: the node's setting egress_networks may allow it"
+    return reason
+
+
+async def _connected(address: str, port: int, world: World) -> HalfCloseableStream | None:
+    with trio.move_on_after(CONNECT_S):
+        try:
+            return await world.connect(address, port)
+        except OSError as error:
+            _log.info("egress: %s port %d: %s", address, port, error)
+    return None

@@ -1,0 +1,162 @@
+"""What a container may reach, as plain rules: names asked for, and addresses they lead to.
+
+Pure. Two questions, asked apart: may this name be reached (the task's list), and may this address be
+connected to (the node's networks). The second is asked of the very address that is then used, so a name that
+changes its mind between two look-ups gains nothing. Rule for whoever edits it: what is not understood is
+refused, because a spelling two programs read differently is how such lists are passed.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+
+from attrs import frozen
+
+from polarnode.core.errors import ConfigError, Refused
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+PORTS = frozenset({80, 443})  # the web's: packages come by them, and mail, databases and shells do not
+NAME_LENGTH = 253  # characters a name of the DNS can have
+NAME = re.compile(
+    r"([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
+)  # the last label begins with a letter: see `name_fault`
+SHOWN = 8  # names of its list told to who asked for another: more is no help in a log
+ANY = "*"
+
+# all the public IPv6 there is; what is outside belongs to some house, link or test
+GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
+NOT_PUBLIC = (  # what Python's own table takes for public
+    # Azure answers any of its machines there, with what only the machine should know
+    ipaddress.ip_network("168.63.129.16/32"),
+    ipaddress.ip_network("192.0.0.0/24"),  # the protocols' own; Oracle's cloud has its metadata in it
+    ipaddress.ip_network("192.88.99.0/24"),  # relays of a retired translation, as 2002::/16 is
+    ipaddress.ip_network("3fff::/20"),  # documentation, of 2024
+)
+# the IPv4 world as a network with IPv6 alone sees it: the address is in the last 32 bits
+TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+@frozen(kw_only=True)
+class EgressRules:
+    """One session's: `names` as `spelled`, each a name, `*.below.one` or `*`; `networks` are the addresses
+    allowed beside the public ones.
+    """
+
+    names: tuple[str, ...]
+    networks: tuple[Network, ...] = ()
+    ports: frozenset[int] = PORTS
+
+    def refusal(self, host: str, port: int) -> str | None:
+        """Why this host and port are not to be reached, as a sentence with its remedy. None when the name may
+        be looked up.
+        """
+        fault = name_fault(host)
+        if fault is not None:
+            return fault
+        if port not in self.ports:
+            allowed = " and ".join(map(str, sorted(self.ports)))
+            return f"port {port} of {spelled(host)} is not reached from here: only ports {allowed} are"
+        if any(covers(pattern, spelled(host)) for pattern in self.names):
+            return None
+        return (
+            f"{spelled(host)} is not on this task's list ({self._shown()}): add it to runtime.egress, where"
+            " the node's own setting egress allows it"
+        )
+
+    def _shown(self) -> str:
+        rest = len(self.names) - SHOWN
+        return ", ".join(self.names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+    def address_refusal(self, text: str) -> str | None:
+        """Why this address is not connected to; None when it may be."""
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            return f"{text!r} is no address"
+        if self._in_networks(address) or is_public(address):
+            return None
+        return f"{text} is not a public address: the node's setting egress_networks may allow its network"
+
+    def in_networks(self, text: str) -> bool:
+        """Whether the node's person allowed this address by its network, whatever else it is."""
+        return self._in_networks(ipaddress.ip_address(text))
+
+    def _in_networks(self, address: Address) -> bool:
+        return _within(address, self.networks) or _within(_meant(address), self.networks)
+
+
+def rules_of(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
+    """The rules for a task's names on a node with these networks. ConfigError for a network that is none."""
+    return EgressRules(names=tuple(map(spelled, names)), networks=tuple(map(read_network, networks)))
+
+
+def read_network(text: str) -> Network:
+    """A network of the node's settings."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"setting egress_networks: {text!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
+        ) from error
+
+
+def check_egress(asked: Sequence[str], allowed: Sequence[str]) -> None:
+    """Refused, with its path, for the first name a task asks for that the node does not allow."""
+    for index, name in enumerate(asked):
+        if not any(covers(spelled(pattern), spelled(name)) for pattern in allowed):
+            remedy = "leave it out, or have it added to the node's setting egress"
+            raise Refused(
+                f"this node does not let tasks reach {name}: {remedy}", path=f"$.runtime.egress[{index}]"
+            )
+
+
+def spelled(host: str) -> str:
+    """The one spelling of a name: small letters, and no dot at the end."""
+    return host.lower().removesuffix(".")
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern allows a name, or all that another pattern does. `*.a.b` is what lies below `a.b`, at
+    any depth, and not `a.b`.
+    """
+    if pattern in (ANY, name):
+        return True
+    return pattern.startswith("*.") and name != pattern[2:] and name.endswith(pattern[1:])
+
+
+def name_fault(host: str) -> str | None:
+    """Why a host is no name. Addresses are none, in any of their spellings: 127.1, 0x7f000001 and 2130706433
+    are all one machine to a resolver.
+    """
+    name = spelled(host)
+    if len(name) <= NAME_LENGTH and NAME.fullmatch(name):
+        return None
+    return (
+        f"{host[:NAME_LENGTH]!r} is no host's name: ask by name, not by address, and write names of other"
+        " alphabets as xn--..."
+    )
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is the world's and nobody's own: not this machine, its networks, a cloud's metadata,
+    many at once, or a test.
+    """
+    meant = _meant(address)
+    if meant.is_multicast or meant.is_reserved or not meant.is_global or _within(meant, NOT_PUBLIC):
+        return False
+    return meant.version == 4 or (meant in GLOBAL_V6 and meant.sixtofour is None and meant.teredo is None)
+
+
+def _within(address: Address, networks: Iterable[Network]) -> bool:
+    return any(address.version == network.version and address in network for network in networks)
+
+
+def _meant(address: Address) -> Address:
+    """The IPv4 address within an IPv6 one, where that is only its wrapping."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in TRANSLATED:
+        return ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+    return address.ipv4_mapped or address

@@ -1,0 +1,249 @@
+"""The output of an exec: frames of stdout and stderr, cut from a stream of bytes, and kept within a bound.
+
+Pure. A frame is a stream's number, three zero bytes, the length as four bytes (big-endian), and that many
+bytes.
+
+A program run in a container: fed, its output cut into stdout and stderr, ended when we are cancelled.
+
+On our own stream to the service, because a thread can not be cancelled and an exec may run for an hour. Rules
+for whoever edits it: an exec is over when an inspect says so, never because its stream ended (the service may
+have died, and the program runs on); starting one is not cancellable, so that none starts after we have left;
+hanging up ends nothing, so what we leave behind is ended by signals.
+"""
+
+import math
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.containers.client import Hijacked, call, hijack
+from polarnode.containers.inside import Inside
+from polarnode.core.conversation import Json
+from polarnode.core.errors import RuntimeFault
+
+# ── frames ────────────────────────────────────────────────────────────
+
+HEADER = 8
+STDOUT, STDERR = 1, 2
+Channel = Literal["stdout", "stderr"]
+
+
+@define(eq=False)
+class Frames:
+    """Told bytes as they come; gives pieces of stdout and stderr. A frame is given on piece by piece, so its
+    length is no bound on memory.
+    """
+
+    _header: bytearray = field(factory=bytearray, init=False)
+    _left: int = field(default=0, init=False)
+    _channel: Channel = field(default="stdout", init=False)
+
+    def feed(self, data: bytes) -> Iterator[tuple[Channel, bytes]]:
+        """The pieces in these bytes, in order."""
+        view = memoryview(data)
+        while view:
+            if self._left:
+                piece, view = view[: self._left], view[self._left :]
+                self._left -= len(piece)
+                yield self._channel, bytes(piece)
+            else:
+                missing = HEADER - len(self._header)
+                self._header += view[:missing]
+                view = view[missing:]
+                self._read_header()
+
+    def _read_header(self) -> None:
+        if len(self._header) < HEADER:
+            return
+        number = self._header[0]
+        if number not in (STDOUT, STDERR):
+            raise RuntimeFault(f"podman: an exec's stream has a frame of kind {number}")
+        self._channel = "stdout" if number == STDOUT else "stderr"
+        self._left = int.from_bytes(self._header[4:], "big")
+        self._header.clear()
+
+
+@define(eq=False)
+class Tail:
+    """The last `limit` bytes of what was written."""
+
+    limit: int
+    dropped: int = field(default=0, init=False)
+    _pieces: "deque[bytes]" = field(factory=deque, init=False)
+    _kept: int = field(default=0, init=False)
+
+    def write(self, piece: bytes) -> None:
+        """Take a piece and let go of what is now too old."""
+        self._pieces.append(piece)
+        self._kept += len(piece)
+        while self._kept - len(self._pieces[0]) >= self.limit:
+            self._drop(len(self._pieces.popleft()))
+
+    def _drop(self, count: int) -> None:
+        self._kept -= count
+        self.dropped += count
+
+    def value(self) -> bytes:
+        """At most `limit` bytes, the end of all; `dropped` counts the others."""
+        whole = b"".join(self._pieces)
+        surplus = max(0, len(whole) - self.limit)
+        self._pieces = deque([whole[surplus:]])
+        self._drop(surplus)
+        return self._pieces[0]
+
+
+# ── exec ────────────────────────────────────────────────────────────
+
+START_S = 90.0  # seconds an exec may take to start: 70 ms quiet, 3 s seen with 32 at once on two cores
+TERM_GRACE = 3.0  # seconds a program has between TERM and KILL: time to write its last file
+# seconds between looks whether it ended: at once after its stream did, slower where that was torn
+ASK_FIRST, ASK_LAST = 0.01, 1.0
+# seconds the service may take to notice that a program ended: milliseconds, seconds on a machine that swaps
+UNNOTICED_S = 15.0
+UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
+
+Sink = Callable[[Channel, bytes], None]
+
+
+@frozen(kw_only=True)
+class ExecOrder:
+    """What to run, and as whom. `env` is laid over the image's own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    user: str
+    workdir: str
+    stdin: bytes = b""
+
+
+@define(eq=False)
+class Execs:
+    """Runs programs in one container. `limiter` is the node's own over calls to Podman, held only while an
+    exec starts.
+    """
+
+    socket: Path
+    container: str
+    inside: Inside
+    limiter: trio.CapacityLimiter
+
+    async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
+        """Run to the end and give the exit code (127: no such program, 137: killed). `sink` is told the
+        output as it comes.
+
+        Cancelled, the program's process group gets TERM, then KILL; with `alone` everything else in the
+        container is ended too.
+        """
+        exec_id: str | None = None
+        try:
+            async with AsyncExitStack() as stack:
+                exec_id, stream = await self._start(order, stack)
+                await _pump(stream, order.stdin, sink)
+            return await self._wait_ended(exec_id)
+        except BaseException:
+            # a cancellation above all; whatever it is, the program must not outlive our interest in it
+            with trio.move_on_after(UNREACHABLE_S, shield=True):
+                await self._end(exec_id, alone)
+            raise
+
+    async def _start(self, order: ExecOrder, stack: AsyncExitStack) -> tuple[str, Hijacked]:
+        async with self.limiter:
+            with trio.move_on_after(START_S, shield=True):
+                exec_id = await self._create(order)
+                return exec_id, await stack.enter_async_context(
+                    hijack(self.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
+                )
+        raise RuntimeFault(f"a program did not start in a container within {START_S:.0f} s")
+
+    async def _create(self, order: ExecOrder) -> str:
+        body: dict[str, Json] = {
+            "Cmd": list(order.argv),
+            "Env": [f"{name}={value}" for name, value in order.env.items()],
+            "User": order.user,
+            "WorkingDir": order.workdir,
+            "AttachStdin": bool(order.stdin),
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Tty": False,
+            "Privileged": False,
+        }
+        return str((await call(self.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"])
+
+    async def _wait_ended(self, exec_id: str) -> int:
+        """The exit code. A service that died meanwhile never learns it: then the program's own end is what we
+        see, and a RuntimeFault.
+        """
+        pause, doubtful = ASK_FIRST, math.inf
+        while True:
+            told = await self._inspect(exec_id)
+            if not told["Running"] or not self.inside.alive():
+                return int(told["ExitCode"])
+            if not told["Pid"] or self.inside.holds(told["Pid"]):
+                doubtful = math.inf
+            elif doubtful == math.inf:
+                doubtful = trio.current_time() + UNNOTICED_S
+            elif trio.current_time() > doubtful:
+                raise RuntimeFault(
+                    "the podman service died while a program ran in a container: its exit code is lost"
+                )
+            await trio.sleep(pause)
+            pause = min(2 * pause, ASK_LAST)
+
+    async def _inspect(self, exec_id: str) -> Mapping[str, int]:
+        """What the service says of an exec, over a restart of the service if need be."""
+        until = trio.current_time() + UNREACHABLE_S
+        while True:
+            try:
+                reply = await call(self.socket, "GET", f"/exec/{exec_id}/json")
+            except RuntimeFault:
+                if trio.current_time() > until:
+                    raise
+                await trio.sleep(ASK_LAST)
+            else:
+                told: Mapping[str, int] = reply.json()
+                return told
+
+    async def _end(self, exec_id: str | None, alone: bool) -> None:
+        """TERM, a grace, KILL. Never raises: whoever tears the container down ends what is left."""
+        try:
+            if exec_id is not None:
+                await self._end_group(exec_id)
+            if alone:
+                await self.inside.kill_all()
+        except RuntimeFault:
+            return  # the container is gone, or is about to be
+
+    async def _end_group(self, exec_id: str) -> None:
+        told = await self._inspect(exec_id)
+        if not told["Running"] or not told["Pid"]:
+            return
+        self.inside.signal_group(told["Pid"], signal.SIGTERM)
+        with trio.move_on_after(TERM_GRACE):
+            await self._wait_ended(exec_id)
+        self.inside.signal_group(told["Pid"], signal.SIGKILL)
+
+
+async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
+    """Feed and read at once: a program may answer before it has read everything, or never read it."""
+    async with trio.open_nursery() as nursery:
+        if stdin:
+            nursery.start_soon(_feed, stream, stdin)
+        frames = Frames()
+        while data := await stream.receive():
+            for channel, piece in frames.feed(data):
+                sink(channel, piece)
+        nursery.cancel_scope.cancel()
+
+
+async def _feed(stream: Hijacked, stdin: bytes) -> None:
+    try:
+        await stream.stream.send_all(stdin)
+        await stream.stream.send_eof()
+    except trio.BrokenResourceError:
+        return  # it ended without reading everything

@@ -1,0 +1,490 @@
+"""Files of a container, written and read from outside through its root, as root, in threads.
+
+Faster than an exec by two orders, and it needs nothing of the image. Rule for whoever edits it: every path is
+opened by openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_SYMLINKS, because whoever is inside may put a link
+anywhere at any time, and these files are opened with the node's rights.
+
+A tree of somebody hostile, walked from outside: every folder is opened from the one above it, by the kernel's
+rules against links.
+
+Rule for whoever edits it: nothing in here is opened by a path of more than one name, no link is followed, no
+other file system is entered, and no folder, however wide or deep, costs more than two descriptors a level and
+a page of names.
+
+What a task wants kept of a session, as one tar that the node writes while it walks the container's files from
+outside.
+
+The container's own programs have no part in it: they may be the agent's by now. Rule for whoever edits it:
+plain files, folders and links (never followed) go in, nothing else; the tar has a bound in bytes and in
+entries; and what is left out is said.
+"""
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import RuntimeFault
+
+# ── files ────────────────────────────────────────────────────────────
+
+SYS_OPENAT2 = 437  # the same number on every architecture
+RESOLVE = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
+IN_ROOT_ALONE = 0x10 | 0x02  # links are followed as they lead inside
+OF_FOLDER = 0x08 | 0x04 | 0x02 | 0x01  # BENEATH, NO_SYMLINKS, NO_MAGICLINKS, NO_XDEV
+REASONS = {
+    errno.ELOOP: "a link is in the way",
+    errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
+    errno.EXDEV: "another file system is mounted there",
+}
+PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd
+FOLDER_MODE = 0o755
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@frozen(kw_only=True)
+class Account:
+    """A user of the image, by its ids inside the container."""
+
+    uid: int
+    gid: int
+    home: str
+
+
+@frozen(kw_only=True)
+class Rooted:
+    """A container's files. `root` is an open descriptor of its root; `shift` is what its ids are moved by on
+    this machine.
+    """
+
+    root: int
+    shift: int
+
+    def write(self, path: str, content: bytes, owner: Account, mode: int) -> None:
+        """Write a whole file, making the folders above it. A link in the way is a RuntimeFault, a file is
+        replaced.
+        """
+        parts = _parts(path)
+        with _explained(f"writing {path}"):
+            folder = self._folders(parts[:-1], owner)
+            try:
+                self._write_in(folder, parts[-1], content, owner, mode)
+            finally:
+                os.close(folder)
+
+    def own_top(self) -> None:
+        """Let its owner write to `/` itself, as in any other runtime: an overlay's own has the mode 0555, and
+        root without capabilities keeps to it.
+        """
+        with _explained("giving / its mode"):
+            os.chmod(f"/proc/self/fd/{self.root}", FOLDER_MODE)
+
+    def make_folder(self, path: str, owner: Account) -> None:
+        """Make a folder and those above it; one that is there stays as it is."""
+        with _explained(f"making {path}"):
+            os.close(self._folders(_parts(path), owner))
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """The first `limit` bytes of a plain file; None where there is none, also where a link or a device
+        stands.
+        """
+        try:
+            opened = _open_in(self.root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                return None
+            raise RuntimeFault(f"reading {path}: {error.strerror}") from error
+        try:
+            with _explained(f"reading {path}"):
+                return _read(opened, limit) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+        finally:
+            os.close(opened)
+
+    def account(self, user: str) -> Account:
+        """A user by name, or by number as `1000` or `1000:1000`. Raises RuntimeFault for a name the image
+        does not know.
+        """
+        lines = (self.read("/etc/passwd", PASSWD_LIMIT) or b"").decode(errors="replace").splitlines()
+        rows = [
+            row
+            for row in (line.split(":") for line in lines)
+            if len(row) >= 6 and row[2].isdigit() and row[3].isdigit()
+        ]
+        name, _, group = user.partition(":")
+        for row in rows:
+            if name in (row[0], row[2]):
+                return Account(
+                    uid=int(row[2]), gid=int(group) if group.isdigit() else int(row[3]), home=row[5] or "/"
+                )
+        if name.isdigit():
+            return Account(uid=int(name), gid=int(group) if group.isdigit() else 0, home="/")
+        raise RuntimeFault(
+            f"the image has no user {user}: name one of {', '.join(row[0] for row in rows) or 'none'}, or a"
+            " number"
+        )
+
+    def _write_in(self, folder: int, name: str, content: bytes, owner: Account, mode: int) -> None:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise RuntimeFault(f"{name} is there already and is no plain file")
+            # never written into: it may be a second name of a file that is not theirs
+            os.unlink(name, dir_fd=folder)
+        opened = _open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(opened, "wb") as file:
+            os.fchown(opened, self.shift + owner.uid, self.shift + owner.gid)
+            os.fchmod(opened, mode)
+            file.write(content)
+
+    def _folders(self, parts: list[str], owner: Account) -> int:
+        """An open descriptor of the folder, made where it is missing."""
+        current = os.dup(self.root)
+        for part in parts:
+            try:
+                below = self._folder(current, part, owner)
+            finally:
+                os.close(current)
+            current = below
+        return current
+
+    def _folder(self, above: int, name: str, owner: Account) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        try:
+            return _open_in(above, name, flags)
+        except FileNotFoundError:
+            os.mkdir(name, FOLDER_MODE, dir_fd=above)
+        opened = _open_in(above, name, flags)
+        os.fchown(opened, self.shift + owner.uid, self.shift + owner.gid)
+        return opened
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """An OSError inside becomes a RuntimeFault that says what was tried."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFault(f"{what}: {reason_of(error)}") from error
+
+
+def reason_of(error: OSError) -> str:
+    """Why something in a container could not be opened, read or written."""
+    return REASONS.get(error.errno or 0, error.strerror or str(error))
+
+
+def _read(opened: int, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    # one call gives at most 2 GiB, and less where a signal comes
+    while limit > 0 and (piece := os.read(opened, limit)):
+        pieces.append(piece)
+        limit -= len(piece)
+    return b"".join(pieces)
+
+
+def _parts(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not path.startswith("/") or ".." in parts or not parts:
+        raise RuntimeFault(f"{path!r} is no path in a container: give an absolute one without ..")
+    return parts
+
+
+@contextmanager
+def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> Iterator[int]:
+    """Something of a container; `links` on the way are refused, or followed as they lead in there. OSError
+    where it can not be opened.
+    """
+    opened = _open_in(root, path, flags, resolve=IN_ROOT_ALONE if links else RESOLVE)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def opened_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
+    """Something in an open folder: no link, and nothing that is mounted there. OSError where it can not be
+    opened.
+    """
+    opened = _open_in(folder, name, flags, resolve=OF_FOLDER)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resolve: int = RESOLVE) -> int:
+    """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links unless told
+    otherwise.
+    """
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, resolve)
+    opened: int = _libc.syscall(
+        SYS_OPENAT2,
+        folder,
+        ctypes.c_char_p(os.fsencode(path)),
+        ctypes.c_char_p(how),
+        ctypes.c_size_t(len(how)),
+    )
+    if opened < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+    return opened
+
+
+# ── tree ────────────────────────────────────────────────────────────
+
+# folders in one another: the deepest that package managers made was 60, and each takes two descriptors
+DEEPEST = 200
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
+FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+
+Skipped = Callable[[bytes, str], None]  # told what was left out, and why
+
+
+@frozen(kw_only=True)
+class Entry:
+    """Something in a folder that is open as `above`. `path` is relative to where the walk began, `told` its
+    lstat.
+    """
+
+    above: int
+    name: bytes
+    path: bytes
+    told: os.stat_result
+
+    @property
+    def is_folder(self) -> bool:
+        return stat.S_ISDIR(self.told.st_mode)
+
+    @property
+    def is_link(self) -> bool:
+        return stat.S_ISLNK(self.told.st_mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.told.st_mode)
+
+    def leads_to(self) -> bytes:
+        """Where a link leads."""
+        return os.readlink(self.name, dir_fd=self.above)
+
+
+def entry_of(above: int, name: bytes, path: bytes) -> Entry:
+    """What stands under a name. OSError where nothing does."""
+    return Entry(above=above, name=name, path=path, told=os.stat(name, dir_fd=above, follow_symlinks=False))
+
+
+def walk(entry: Entry, skipped: Skipped, depth: int = 0) -> Iterator[Entry]:
+    """The entry and everything below it, folders before what is in them."""
+    yield entry
+    if not entry.is_folder:
+        return
+    if depth >= DEEPEST:
+        return skipped(entry.path, f"it is more than {DEEPEST} folders deep")
+    try:
+        with opened_child(entry.above, entry.name, FOLDER_FLAGS) as opened:
+            for below in entries(opened, entry.path):
+                yield from walk(below, skipped, depth + 1)
+    except OSError as error:
+        skipped(entry.path, reason_of(error))
+
+
+def remove(above: int, name: bytes, depth: int = 0) -> None:
+    """Remove whatever stands under a name, and what is below it. What is mounted stays, with the folders it
+    is in: it is not ours to empty.
+
+    The kernel would not save it: who removes a place of mounts from another namespace takes them away.
+    OSError where something can not go.
+    """
+    if depth > DEEPEST:
+        raise OSError(errno.ENAMETOOLONG, f"it is more than {DEEPEST} folders deep", name)
+    try:
+        told = os.stat(name, dir_fd=above, follow_symlinks=False)
+        with opened_child(
+            above, name, FOLDER_FLAGS if stat.S_ISDIR(told.st_mode) else os.O_PATH | os.O_NOFOLLOW
+        ) as opened:
+            if not stat.S_ISDIR(told.st_mode):
+                return os.unlink(name, dir_fd=above)
+            for below in os.listdir(opened):
+                remove(opened, os.fsencode(below), depth + 1)
+        os.rmdir(name, dir_fd=above)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EXDEV, errno.ENOTEMPTY):
+            raise
+
+
+def entries(opened: int, path: bytes) -> Iterator[Entry]:
+    """What is in an open folder. What goes away meanwhile is not in it."""
+    with os.scandir(opened) as listing:
+        for found in listing:
+            name = os.fsencode(found.name)
+            try:
+                below = entry_of(opened, name, os.path.join(path, name))
+            except FileNotFoundError:
+                continue
+            yield below
+
+
+# ── artifacts ────────────────────────────────────────────────────────────
+
+# of content: a patch, logs, a small build; ten thousand sessions of it are a disk's worth already
+BYTES_LIMIT = 256 << 20
+ENTRIES_LIMIT = 100_000  # 512 bytes and 50 microseconds each: 50 MB and 5 s
+SAID_LIMIT = 50  # things left out that are named; the others are counted
+READ = 1 << 20  # bytes at a time
+ENDING = ".artifacts.tar"
+
+
+@frozen(kw_only=True)
+class Collected:
+    """What was kept: the tar, how many files and bytes of content are in it, and what is not, with the
+    reason.
+    """
+
+    path: Path
+    files: int
+    bytes: int
+    left_out: tuple[str, ...] = ()
+
+    def metrics(self) -> dict[str, Json]:
+        """As a trajectory's metrics tell it."""
+        return {
+            "path": str(self.path),
+            "files": self.files,
+            "bytes": self.bytes,
+            "left_out": list(self.left_out),
+        }
+
+
+def artifacts_path(folder: Path, session_id: str) -> Path:
+    """Where a session's artifacts are kept in the node's folder of sessions."""
+    return folder / f"{session_id}{ENDING}"
+
+
+def collect(files: Rooted, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
+    """Write the tar; half of one is never left. RuntimeFault where it can not be written. Runs in a thread,
+    and ends when that is cancelled.
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    half = to.with_name(f"{to.name}.half")
+    try:
+        with half.open("wb") as sink:
+            archive = _Archive(sink, files.shift)
+            for path in paths:
+                archive.add(files.root, path, workdir)
+            archive.finish()
+        half.replace(to)
+    except OSError as error:
+        raise RuntimeFault(f"the session's artifacts could not be kept: {error}") from error
+    finally:
+        half.unlink(missing_ok=True)
+    return Collected(path=to, files=archive.files, bytes=archive.size, left_out=archive.said())
+
+
+@define(eq=False)
+class _Archive:
+    """A tar as it is written. `shift` is what the container's ids are moved by on this machine."""
+
+    sink: BinaryIO
+    shift: int
+    files: int = field(default=0, init=False)
+    size: int = field(default=0, init=False)
+    entries: int = field(default=0, init=False)
+    _names: set[bytes] = field(factory=set, init=False)
+    _left_out: list[str] = field(factory=list, init=False)
+    _unsaid: int = field(default=0, init=False)
+
+    def add(self, root: int, path: str, workdir: str) -> None:
+        """Add what stands under a path, relative to the workdir or absolute."""
+        named = "/".join(part for part in path.split("/") if part not in ("", ".")) or "."
+        whole = f"/{named}" if path.startswith("/") else f"{workdir}/{named}"
+        folder, _, name = whole.rpartition("/")
+        try:
+            with opened_below(root, folder or "/", FOLDER_FLAGS) as above:
+                self._walk(entry_of(above, os.fsencode(name), os.fsencode(named)))
+        except OSError as error:
+            self._leave_out(os.fsencode(path), reason_of(error))
+
+    def finish(self) -> None:
+        """Two empty blocks are a tar's end."""
+        self.sink.write(bytes(2 * tarfile.BLOCKSIZE))
+
+    def said(self) -> tuple[str, ...]:
+        """What was left out."""
+        return (*self._left_out, *([f"and {self._unsaid} more"] if self._unsaid else []))
+
+    def _walk(self, top: Entry) -> None:
+        for entry in walk(top, self._leave_out):
+            trio.from_thread.check_cancelled()
+            if entry.path in self._names:
+                continue  # named twice by the task
+            if self.entries >= ENTRIES_LIMIT:
+                return self._leave_out(
+                    entry.path,
+                    f"the artifacts have more than {ENTRIES_LIMIT} files and folders: this and what"
+                    " follows it",
+                )
+            self._names.add(entry.path)
+            self._put(entry)
+        return None
+
+    def _put(self, entry: Entry) -> None:
+        if entry.is_folder:
+            self._head(entry, tarfile.DIRTYPE)
+        elif entry.is_link:
+            self._head(entry, tarfile.SYMTYPE, link=entry.leads_to())
+        elif entry.is_file:
+            self._file(entry)
+        else:
+            self._leave_out(entry.path, "it is neither a file nor a folder nor a link")
+
+    def _file(self, entry: Entry) -> None:
+        """Its size is what reading it gives, holes and all; one that shrinks meanwhile is filled up."""
+        size = entry.told.st_size
+        if self.size + size > BYTES_LIMIT:
+            return self._leave_out(
+                entry.path, f"with its {size} bytes the artifacts would be larger than {BYTES_LIMIT}"
+            )
+        try:
+            with opened_child(entry.above, entry.name, FILE_FLAGS) as opened:
+                self._head(entry, tarfile.REGTYPE, size=size)
+                self._copy(opened, size)
+        except OSError as error:
+            return self._leave_out(entry.path, reason_of(error))
+        self.files += 1
+        self.size += size
+        return None
+
+    def _copy(self, opened: int, size: int) -> None:
+        left = size
+        while left and (piece := os.read(opened, min(READ, left))):
+            trio.from_thread.check_cancelled()
+            self.sink.write(piece)
+            left -= len(piece)
+        for _ in range(left // READ):
+            self.sink.write(bytes(READ))
+        self.sink.write(bytes(left % READ + -size % tarfile.BLOCKSIZE))
+
+    def _head(self, entry: Entry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
+        """GNU's format: names of any bytes and any length, sizes beyond 8 GiB, read by every tar."""
+        told = tarfile.TarInfo(os.fsdecode(entry.path))
+        told.type, told.size, told.linkname = kind, size, os.fsdecode(link)
+        told.mode, told.mtime = entry.told.st_mode & 0o777, int(entry.told.st_mtime)
+        told.uid, told.gid = max(0, entry.told.st_uid - self.shift), max(0, entry.told.st_gid - self.shift)
+        self.sink.write(told.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        self.entries += 1
+
+    def _leave_out(self, path: bytes, reason: str) -> None:
+        if len(self._left_out) < SAID_LIMIT:
+            self._left_out.append(f"{path.decode('utf-8', 'replace')}: {reason}")
+        else:
+            self._unsaid += 1

@@ -1,0 +1,363 @@
+"""Images: what is missing or of another recipe is built, once, however many nodes and sessions ask.
+
+Built with the podman command line, because podman-py can not mount the machine's own certificates into a
+build. Rule for whoever edits it: a build may reach the network, a container never; nothing of this machine
+but its certificates enters an image, and those only for a step.
+
+Images of tasks: built from the environment folder of a task, by the operator, on the node's own machine.
+
+The rule for whoever edits it: such a folder is somebody else's program, and building it runs that program
+with this machine's network. It is done only at a person's word (`polarnode run`, `submit`, `convert
+--build`), never because a task that came over the network asks for it.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.containers.probe import Store
+from polarnode.containers.recipes import (
+    CONTAINERFILE,
+    ON,
+    Recipe,
+    Recipes,
+    RuntimesSettings,
+    Stage,
+    Tools,
+    base_image,
+    default_runtimes_dir,
+    read_recipes,
+)
+from polarnode.containers.service import ready_store
+from polarnode.core.errors import Refused, RuntimeFault
+from polarnode.sources.values import Build
+
+# ── images ────────────────────────────────────────────────────────────
+
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+RECIPE_LABEL = "polarnode.recipe"
+# the id of what a stage on a task's own image stands on: a task's image may change under its name
+BELOW_LABEL = "polarnode.below"
+# of what no image needs any more: builders, which make the next recipe quicker, and images that were replaced
+LAYERS_KEPT = "24h"
+# The host's network spares a bridge and its firewall rules; with this isolation all of a build is in our
+# process group, and ends with it.
+CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
+LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
+# programs that ask for an image at once: 500 sessions that each started their own took half a minute of both
+# cores
+QUESTIONS = 4
+
+
+@define(eq=False, kw_only=True)
+class Images:
+    """Sees to the images of one node. `ensure` may be called by many sessions at once; `say` is told each
+    step that takes time.
+    """
+
+    settings: RuntimesSettings
+    log: Path
+    say: Callable[[str], None]
+    _known: set[str] = field(factory=set, init=False)
+    _builder: "Builder | None" = field(default=None, init=False)
+    _opening: trio.Lock = field(factory=trio.Lock, init=False)
+    _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
+    # by name: hundreds of sessions want one image at once, and one question is enough
+    _asked: dict[str, trio.Lock] = field(factory=dict, init=False)
+    _asking: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(QUESTIONS), init=False)
+
+    async def ensure(self, name: str) -> None:
+        """See that the image of that name is there, building it if a recipe can. Raises RuntimeFault with the
+        build's last words, and Refused for a name that is neither a recipe nor an image of this store.
+        """
+        if name not in self._known:
+            async with self._asked.setdefault(name, trio.Lock()):
+                await self._ensured(name)
+
+    async def _ensured(self, name: str) -> None:
+        if name in self._known:
+            return
+        builder = await self._opened()
+        # asked aside from builds: who needs what is there does not wait for another's
+        async with self._asking:
+            stands = await builder.stands(name)
+        if not stands:
+            async with self._one_at_a_time:
+                await builder.build_missing(name)
+        self._known.add(name)
+
+    async def _opened(self) -> "Builder":
+        async with self._opening:
+            if self._builder is None:
+                self._builder = await open_builder(self.settings, self.log, self.say)
+            return self._builder
+
+
+async def ensure_images(
+    settings: RuntimesSettings, names: Iterable[str], *, log: Path, say: Callable[[str], None]
+) -> None:
+    """See that the images of these names are there, without a node; as `Images.ensure`."""
+    images = Images(settings=settings, log=log, say=say)
+    for name in names:
+        await images.ensure(name)
+
+
+@frozen(kw_only=True)
+class Builder:
+    """A probed and configured store, and the recipes to build in it."""
+
+    recipes: Recipes
+    store: Store
+    tools: Tools
+    base: str | None
+    say: Callable[[str], None]
+
+    async def stands(self, name: str) -> bool:
+        """Whether nothing is to be built for it."""
+        if ON in name:
+            return await self._stand(self.recipes.stages(name))
+        ordered = self.recipes.with_bases([name])
+        return not await self._missing(ordered) if ordered else await self.exists(name)
+
+    async def build_missing(self, name: str) -> None:
+        if ON in name:
+            await self._build_on_top(name)
+            return
+        ordered = self.recipes.with_bases([name])
+        if not ordered:
+            await self._check_foreign(name)
+        elif await self._missing(ordered):
+            async with self.building():
+                # asked again: another node may have built them while we waited
+                for recipe in await self._missing(ordered):
+                    await self._build(recipe)
+
+    @asynccontextmanager
+    async def building(self) -> AsyncIterator[None]:
+        """Alone with the store's builds; what no image needs any more is removed at the end."""
+        async with _one_builder(self.store, self.say):
+            await self._remove_unfinished()
+            yield
+            try:
+                await self.tools.do(
+                    "removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}"
+                )
+            except RuntimeFault as fault:
+                # others remove images too; what was built stands, and the next build removes the rest
+                self.say(f"old layers stay for now: {fault}")
+
+    async def _build_on_top(self, name: str) -> None:
+        below, stages = name.partition(ON)[2], self.recipes.stages(name)
+        await self.build_missing(below)
+        if await self._stand(stages):
+            return
+        async with self.building():
+            for stage in stages:
+                if not await self._stands(stage):
+                    await self._build_stage(stage, below)
+
+    async def _stand(self, stages: Sequence[Stage]) -> bool:
+        for stage in stages:
+            if not await self._stands(stage):
+                return False
+        return True
+
+    async def _stands(self, stage: Stage) -> bool:
+        return await self._is_labelled(
+            stage.image, {RECIPE_LABEL: stage.recipe.digest, BELOW_LABEL: await self._id(stage.below)}
+        )
+
+    async def _build_stage(self, stage: Stage, task_image: str) -> None:
+        started = trio.current_time()
+        self.say(f"building {stage.recipe.name} on the task's image {task_image}")
+        flags = [
+            *_build_flags(stage.recipe, stage.below, tag=stage.image),
+            "--label",
+            f"{BELOW_LABEL}={await self._id(stage.below)}",
+        ]
+        await self.tools.do(
+            f"building {stage.recipe.name} on {task_image}", "build", *flags, str(stage.recipe.folder)
+        )
+        self.say(f"built {stage.recipe.name} on {task_image} in {trio.current_time() - started:.0f} s")
+
+    async def _id(self, image: str) -> str:
+        return (
+            (await self.tools.ask("image", "inspect", "--format", "{{.Id}}", image)).strip()
+            if await self.exists(image)
+            else ""
+        )
+
+    async def exists(self, image: str) -> bool:
+        return await self.tools.succeeds("image", "exists", image)
+
+    async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
+        return [recipe for recipe in ordered if not await self._is_built(recipe)]
+
+    async def _is_built(self, recipe: Recipe) -> bool:
+        return await self._is_labelled(recipe.image, {RECIPE_LABEL: recipe.digest})
+
+    async def _is_labelled(self, image: str, labels: Mapping[str, str]) -> bool:
+        """Asked of the one image: a listing of all fails whenever another process removes any of them
+        meanwhile.
+        """
+        if not await self.exists(image):
+            return False
+        told = (
+            json.loads(await self.tools.ask("image", "inspect", "--format", "{{json .Labels}}", image)) or {}
+        )
+        return all(told.get(name) == value for name, value in labels.items())
+
+    async def _build(self, recipe: Recipe) -> None:
+        started = trio.current_time()
+        below = (
+            self.recipes.by_name[recipe.told.base].image
+            if recipe.told.base
+            else await base_image(self.tools, self.store, self.base, self.say)
+        )
+        self.say(f"building runtime {recipe.name} on {below}")
+        await self.tools.do(
+            f"building runtime {recipe.name}",
+            "build",
+            *_build_flags(recipe, below, tag=recipe.image),
+            str(recipe.folder),
+        )
+        self.say(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
+
+    async def _remove_unfinished(self) -> None:
+        """Remove what builds that were killed left in the store; we hold the lock, so none of it is of a
+        living one.
+        """
+        listed = json.loads(await self.tools.ask("ps", "--all", "--external", "--format", "json") or "[]")
+        for left in listed:
+            if left["State"] == "storage" and not await self.tools.succeeds("rm", "--force", left["Id"]):
+                self.say(f"container {left['Id'][:12]}, left by a build, could not be removed")
+
+    async def _check_foreign(self, name: str) -> None:
+        if not await self.exists(name):
+            known = ", ".join(sorted(self.recipes.by_name))
+            how = f"{' '.join(self.tools.prefix())} pull {name}"
+            raise Refused(
+                f"no image is called {name}; there are recipes for {known}; other images are fetched with:"
+                f" {how}",
+                path="$.runtime.image",
+            )
+
+
+async def open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> Builder:
+    ready = await ready_store(settings.state_dir)
+    recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
+    tools = Tools(podman=ready.podman, store=ready.store, log=log)
+    return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
+
+
+def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
+    flags = [
+        "--file",
+        CONTAINERFILE,
+        "--tag",
+        tag,
+        "--build-arg",
+        f"BASE={below}",
+        "--label",
+        f"{RECIPE_LABEL}={recipe.digest}",
+    ]
+    flags += [*CONFINED, "--pull=never"]
+    # a base has no certificates yet, and installs its own at this very path
+    if recipe.told.base is not None and CERTIFICATES.exists():
+        flags += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
+    return flags
+
+
+@asynccontextmanager
+async def _one_builder(store: Store, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Hold the store's build lock: two nodes on one store build one after the other. It is free again when
+    its holder dies.
+    """
+    held = os.open(store.state_dir / "build.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        await _wait_locked(held, say)
+        yield
+    finally:
+        os.close(held)
+
+
+async def _wait_locked(held: int, say: Callable[[str], None]) -> None:
+    told = False
+    while not _locked(held):
+        if not told:
+            say("waiting for another node that builds images")
+            told = True
+        await trio.sleep(LOCK_POLL)
+
+
+def _locked(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# ── task images ────────────────────────────────────────────────────────────
+
+
+async def build_task_images(
+    settings: RuntimesSettings, builds: Iterable[Build], *, log: Path, say: Callable[[str], None]
+) -> None:
+    """See that the images of these folders are there; what is built already, by the digest of its folder, is
+    not built again.
+
+    Raises RuntimeFault with the build's last words.
+    """
+    wanted = {build.image: build for build in builds}
+    if not wanted:
+        return
+    builder = await open_builder(settings, log, say)
+    for build in [build for build in wanted.values() if not await builder.exists(build.image)]:
+        async with builder.building():
+            if not await builder.exists(build.image):
+                say(f"building {build.image} from {build.folder}")
+                with trio.move_on_after(build.limit_s) as clock:
+                    await _build(builder, build)
+                if clock.cancelled_caught:
+                    raise RuntimeFault(
+                        f"building {build.folder} did not end within its {build.limit_s:g} s, see {log}"
+                    )
+
+
+async def _build(builder: Builder, build: Build) -> None:
+    """Build; where that fails, once more with this machine's certificates, which a machine behind a proxy of
+    its own can not do without.
+
+    Not at once with them: they would lie where a build that installs a distribution's own certificates has to
+    write, and fail it.
+    """
+    what, flags = (
+        f"building {build.folder}",
+        (
+            "--file",
+            str(build.folder / build.containerfile),
+            "--tag",
+            build.image,
+            *CONFINED,
+            "--pull=missing",
+        ),
+    )
+    try:
+        await builder.tools.do(what, "build", *flags, str(build.folder))
+    except RuntimeFault as first:
+        if not CERTIFICATES.exists():  # noqa: ASYNC240 - one stat
+            raise
+        builder.say(f"{build.folder} did not build; once more with this machine's certificates")
+        try:
+            await builder.tools.do(
+                what, "build", *flags, "--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro", str(build.folder)
+            )
+        except RuntimeFault:
+            raise first from None

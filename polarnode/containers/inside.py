@@ -1,0 +1,272 @@
+"""A running container seen from the machine: its first process, its namespaces of processes and of mounts,
+its root.
+
+Opened between init and start and kept open, so that a process id given to somebody else meanwhile can not
+mislead us. Ending everything is done from outside, by one signal to all processes of the namespace at once:
+it needs no program in the image, no free process id in it, and no capability of the container's. Rule for
+whoever edits it: never act on a bare process id without asking which namespace it is in.
+
+A container's control group as a folder of this machine: which processes are in it, and what the kernel ended
+for want of memory.
+
+Both versions of cgroups, since both are met: the memory controller is in a tree of its own (v1, hybrid) or in
+the one tree (v2).
+
+Work in a namespace of a container, done by the node: in a thread of its own, which is thrown away with what
+it entered.
+
+Rule for whoever edits it: setns changes one thread for good, so what is done here never runs in one of
+Trio's.
+"""
+
+import ctypes
+import os
+import re
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+from attrs import define, field, frozen
+
+from polarnode.core.errors import PolarnodeError, RuntimeFault, boundary
+
+# ── inside ────────────────────────────────────────────────────────────
+
+KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the sender
+# seconds for the kernel to be done with killed processes; one in uninterruptible I/O takes as long as its
+# disk
+KILL_S = 20.0
+PF_EXITING = 0x4  # of the flags in /proc/PID/stat (linux/sched.h)
+POLL = 0.02  # seconds between looks, only while a container is being cleared
+
+
+@define(eq=False)
+class Inside:
+    """The open ends of a container's first process. All are closed by `close`."""
+
+    pid: int
+    pidfd: int
+    namespace: int
+    mounts: int
+    root: int
+    network: int
+    _closed: bool = field(default=False, init=False)
+
+    def alive(self) -> bool:
+        """Whether the first process still runs. One that is exiting does not: the kernel ends all the others
+        before it is done with the first.
+        """
+        # not select: it takes no descriptor over 1023, and a node with many sessions has those
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        return not ended.poll(0) and not _exiting(self.pid)
+
+    def members(self) -> list[int]:
+        """Process ids (of the machine) in the container, but for the first and for zombies."""
+        return _members(self.namespace, self.pid)
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process of this machine runs in the container."""
+        return _namespace(pid) == os.fstat(self.namespace).st_ino and not _zombie(pid)
+
+    def signal_group(self, leader: int, order: signal.Signals) -> None:
+        """Signal the process group an exec's program leads; one that is gone, or is no longer in this
+        container, is let be.
+        """
+        if _namespace(leader) != os.fstat(self.namespace).st_ino:
+            return
+        with suppress(ProcessLookupError):
+            if os.getpgid(leader) == leader:
+                os.killpg(leader, order)
+            else:
+                os.kill(leader, order)
+
+    async def kill_all(self) -> None:
+        """End every process but the first. Raises RuntimeFault when some outlive it for long. Nothing is left
+        to do once it is closed.
+        """
+        if self._closed:
+            return
+        # until we are done: meanwhile it may be closed, and its number be another container's
+        namespace = os.dup(self.namespace)
+        try:
+            await _kill_all(namespace, self.pid)
+        finally:
+            os.close(namespace)
+
+    def close(self) -> None:
+        """Let go of everything; the container can then be unmounted."""
+        self._closed = True
+        for descriptor in (self.pidfd, self.namespace, self.mounts, self.root, self.network):
+            os.close(descriptor)
+
+
+def look_inside(pid: int) -> Inside:
+    """Open a container's first process by its id, just told by Podman. Raises RuntimeFault when it is gone
+    already.
+    """
+    opened: list[int] = []
+    try:
+        opened.append(os.pidfd_open(pid))
+        opened.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        opened.append(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise RuntimeFault(f"a container's first process can not be looked at: {error}") from error
+    return Inside(pid, *opened)
+
+
+async def _kill_all(namespace: int, first: int) -> None:
+    with trio.move_on_after(KILL_S):
+        while await trio.to_thread.run_sync(_members, namespace, first):
+            await _kill_once(namespace)
+            await trio.sleep(POLL)
+        return
+    raise RuntimeFault(
+        f"processes {_members(namespace, first)} of a container outlived SIGKILL for {KILL_S:.0f} s"
+    )
+
+
+async def _kill_once(namespace: int) -> None:
+    argv = ["nsenter", f"--pid=/proc/self/fd/{namespace}", "--", "sh", "-c", KILL_ALL]
+    with boundary(RuntimeFault, "a container's processes could not be ended"):
+        await trio.run_process(
+            argv,
+            pass_fds=(namespace,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+
+
+def _members(namespace: int, first: int) -> list[int]:
+    mine = os.fstat(namespace).st_ino
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if pid != first and _namespace(pid) == mine and not _zombie(pid)
+    ]
+
+
+def _namespace(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except OSError:
+        return None  # it ended while we looked
+
+
+def _exiting(pid: int) -> bool:
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & PF_EXITING)
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+# ── cgroups ────────────────────────────────────────────────────────────
+
+ROOT = Path("/sys/fs/cgroup")
+OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
+# of memory.oom_control (v1) and memory.events (v2) alike
+KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+@frozen
+class Group:
+    """A container's group, where its memory is counted."""
+
+    folder: Path
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel ended because the group had no memory left; 0 once the group
+        is gone.
+        """
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                found = KILLS.search((self.folder / name).read_text())
+            except OSError:
+                continue
+            return int(found[1]) if found else 0
+        return 0
+
+    def processes(self) -> list[int]:
+        """Process ids of this machine, those in groups below it too."""
+        found: list[int] = []
+        for listing in (self.folder / "cgroup.procs", *self.folder.glob("*/cgroup.procs")):
+            try:
+                found += map(int, listing.read_text().split())
+            except OSError:
+                continue  # it ended while we looked
+        return found
+
+
+def group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Group:
+    """The group of a container, by its first process."""
+    lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
+    by_controllers = {controllers: path for _, controllers, path in lines}
+    path = by_controllers.get("memory")
+    tree = root if path is None else root / "memory"
+    place = Path((path if path is not None else by_controllers.get("", "/")).lstrip("/"))
+    named = [each for each in (place, *place.parents) if OURS in each.name]
+    return Group(tree / (named[0] if named else place))
+
+
+# ── namespaces ────────────────────────────────────────────────────────────
+
+Answer = TypeVar("Answer")
+
+CLONE_FS, CLONE_NEWNS, CLONE_NEWNET = 0x0000_0200, 0x0002_0000, 0x4000_0000
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def thrown_away(work: Callable[[], Answer]) -> Answer:
+    """Do something in a thread that ends with it. OSErrors and errors of ours come out as they are."""
+    done: list[Answer] = []
+    failed: list[OSError | PolarnodeError] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except (OSError, PolarnodeError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="namespace")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    if not done:
+        raise RuntimeFault("a thread in a container's namespace died")
+    return done[0]
+
+
+def enter(namespace: int, kind: int) -> None:
+    """Enter a namespace that is open as a descriptor, with the thread that calls. `kind` is one of
+    CLONE_NEW…
+    """
+    checked(libc.setns(namespace, kind), "setns")
+
+
+def checked(result: int, what: str) -> None:
+    """OSError where a call of the C library's failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)

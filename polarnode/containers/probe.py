@@ -1,0 +1,516 @@
+"""Where this house's Podman lives: a store of its own, apart from every other Podman on the machine.
+
+Images stay in `state_dir` between runs and are shared by all nodes that name the same folder. Rule for
+whoever edits it: the database in `state_dir` remembers its run folder and silently overrides a changed one,
+so the run folder is a pure function of `state_dir`.
+
+What this machine's Podman is and lacks, found without touching any store.
+
+Each finding is a fact, whether a node can work with it, and a remedy. `open_runtimes` writes its
+configuration from the same findings that `polarnode doctor` shows, so what doctor calls well is what the node
+uses. Rule for whoever edits it: nothing here starts a container, and no podman is run that would open its
+default store.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import resource
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import trio
+from attrs import frozen
+
+from polarnode.containers.sealing import can_seal
+from polarnode.core.errors import RuntimeFault
+
+# ── store ────────────────────────────────────────────────────────────
+
+# emptied by a reboot, which is how Podman learns that there was one
+MEMORY_FOLDERS = (Path("/dev/shm"), Path("/run"))
+# where runc, conmon and iptables may be
+SERVICE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def default_state_dir() -> Path:
+    """One store per machine, shared by nodes, tests and demos, so that an image is built once.
+
+    Not root's home: a container's mapped users must pass through every folder above their root, and Podman
+    opens those that forbid it.
+    """
+    if "XDG_STATE_HOME" in os.environ:
+        return Path(os.environ["XDG_STATE_HOME"]) / "polarnode" / "podman"
+    if os.geteuid() == 0:
+        return Path("/var/lib/polarnode/podman")
+    return Path.home() / ".local" / "state" / "polarnode" / "podman"
+
+
+@frozen(kw_only=True)
+class Store:
+    """The folders of one store. `run_dir` is on tmpfs and holds nothing that must outlive a reboot."""
+
+    state_dir: Path
+    run_dir: Path
+
+    @property
+    def containers_conf(self) -> Path:
+        return self.state_dir / "etc" / "containers.conf"
+
+    @property
+    def storage_conf(self) -> Path:
+        return self.state_dir / "etc" / "storage.conf"
+
+    @property
+    def storage(self) -> Path:
+        """Podman's own graph root: images and containers."""
+        return self.state_dir / "storage"
+
+    @property
+    def sockets(self) -> Path:
+        """Where the nodes' API sockets are; whoever can open one is root."""
+        return self.run_dir / "api"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.state_dir / "log"
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of every podman we start: both files, and nothing of the node's own but its
+        trust and proxy settings.
+        """
+        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        own = {
+            "CONTAINERS_CONF": str(self.containers_conf),
+            "CONTAINERS_STORAGE_CONF": str(self.storage_conf),
+        }
+        return {
+            "PATH": SERVICE_PATH,
+            "HOME": str(self.state_dir),
+            "LANG": "C.UTF-8",
+            "TMPDIR": str(self.state_dir / "tmp"),
+            **passed,
+            **own,
+        }
+
+
+# What reaching a registry may need; it is for pulls and builds, and `httpproxy: false` keeps it out of
+# containers.
+PASSED_ON = (
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "REGISTRY_AUTH_FILE",
+)
+
+
+def store_at(state_dir: Path) -> Store:
+    """The store in a folder, not yet made."""
+    resolved = state_dir.resolve()
+    name = f"polarnode-{os.geteuid()}-{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:12]}"
+    return Store(state_dir=resolved, run_dir=_memory_folder(resolved) / name)
+
+
+def make_folders(store: Store) -> None:
+    """Make what is missing. A run folder that someone else made, in a place anyone may write to, is
+    refused.
+    """
+    for folder in (store.state_dir, store.state_dir / "etc", store.state_dir / "tmp", store.log_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    # mapped container users pass through it to their own root, and may not list it
+    store.state_dir.chmod(0o711)
+    store.run_dir.mkdir(mode=0o711, exist_ok=True)
+    store.sockets.mkdir(mode=0o700, exist_ok=True)
+    found = store.run_dir.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise RuntimeFault(
+            f"{store.run_dir} is not a folder of ours alone: remove it, or set another podman_dir"
+        )
+
+
+def _memory_folder(fallback: Path) -> Path:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    for folder in MEMORY_FOLDERS:
+        if [str(folder), "tmpfs"] in mounts and os.access(folder, os.W_OK):
+            return folder
+    return fallback
+
+
+# ── probe ────────────────────────────────────────────────────────────
+
+Cgroups = Literal["v1", "v2", "hybrid"]
+
+OLDEST_PODMAN = (4, 3)  # Debian 12's; older ones were never tried
+IDMAPPED_OVERLAY = (5, 19)  # the kernel from which a user namespace costs no copy of the image
+# open files a container may have: programs that close every possible descriptor take minutes at a million
+MOST_FILES = 65536
+INIT_PLACES = (
+    "/usr/libexec/podman/catatonit",
+    "/usr/bin/catatonit",
+    "/usr/lib/podman/catatonit",
+    "/usr/local/libexec/podman/catatonit",
+)
+NETWORK_PLACES = (
+    "/usr/lib/podman/netavark",
+    "/usr/libexec/podman/netavark",
+    "/usr/local/libexec/podman/netavark",
+)
+# for namespaces, /proc/PID/root, ending, owning
+CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_KILL": 5, "CAP_CHOWN": 0}
+
+
+@frozen(kw_only=True)
+class Finding:
+    """One fact about the machine. `remedy` says what to do; it is empty where nothing needs doing."""
+
+    name: str
+    ok: bool
+    what: str
+    remedy: str = ""
+
+
+@frozen(kw_only=True)
+class PodmanFindings:
+    """What a node's Podman configuration is written from, and what doctor shows. A tool that is missing is
+    None.
+    """
+
+    podman: Path | None
+    oci_runtime: Path | None
+    init: Path | None
+    has_netavark: bool
+    cgroups: Cgroups
+    systemd: bool
+    nofile: int
+    nproc: int
+    driver: Literal["overlay", "vfs"]
+    mount_program: Path | None
+    user_namespaces: bool
+    quotas: bool
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+    def faults(self) -> str:
+        """What stands in the way, each with its remedy, as one sentence."""
+        return "; ".join(f"{finding.what} ({finding.remedy})" for finding in self.findings if not finding.ok)
+
+
+async def probe(state_dir: Path) -> PodmanFindings:
+    """Look at the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s."""
+    podman, init = _which("podman"), _first(INIT_PLACES)
+    cgroups, filesystem = _cgroups(), _filesystem(state_dir)
+    oci = _oci_runtime(cgroups)
+    mount_program = _fuse_overlay() if filesystem == "overlay" else None
+    driver: Literal["overlay", "vfs"] = (
+        "vfs" if filesystem == "overlay" and mount_program is None else "overlay"
+    )
+    native = driver == "overlay" and mount_program is None and _kernel() >= IDMAPPED_OVERLAY
+    user_namespaces = native and closed_folder(state_dir) is None
+    quotas = driver == "overlay" and mount_program is None and _has_quotas(state_dir)
+    findings = (
+        _root(),
+        await _podman(podman),
+        _runtime(oci, cgroups),
+        _init(init),
+        _cgroup_finding(cgroups),
+        _storage(driver, mount_program, filesystem),
+        _isolation(native, closed_folder(state_dir)),
+        _sealing(can_seal()),
+        _disk_limit(quotas),
+        _memory(state_dir),
+        _builder(),
+    )
+    nofile, nproc = _limits()
+    return PodmanFindings(
+        podman=podman,
+        oci_runtime=oci,
+        init=init,
+        has_netavark=_first(NETWORK_PLACES) is not None,
+        cgroups=cgroups,
+        systemd=_has_systemd(),
+        nofile=nofile,
+        nproc=nproc,
+        driver=driver,
+        mount_program=mount_program,
+        user_namespaces=user_namespaces,
+        quotas=quotas,
+        findings=findings,
+    )
+
+
+def _which(name: str) -> Path | None:
+    found = shutil.which(name, path=SERVICE_PATH)
+    return Path(found) if found else None
+
+
+def _first(places: tuple[str, ...]) -> Path | None:
+    return next((Path(place).resolve() for place in places if Path(place).exists()), None)
+
+
+def _fuse_overlay() -> Path | None:
+    return _which("fuse-overlayfs") if Path("/dev/fuse").exists() else None
+
+
+def _has_systemd() -> bool:
+    return Path("/run/systemd/system").is_dir()
+
+
+def _cgroups() -> Cgroups:
+    """v2 is the unified tree alone; hybrid is v1 controllers beside a v2 tree that still holds some."""
+    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        return "v2"
+    unified = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+    return "hybrid" if unified.exists() and unified.read_text().strip() else "v1"
+
+
+def _oci_runtime(cgroups: Cgroups) -> Path | None:
+    names = ("crun", "runc") if cgroups == "v2" else ("runc", "crun")
+    return next((found for name in names if (found := _which(name)) is not None), None)
+
+
+def _filesystem(folder: Path) -> str:
+    """The kind of filesystem a folder is or will be on."""
+    return mounted_at(folder, Path("/proc/mounts").read_text())[0]
+
+
+def _has_quotas(folder: Path) -> bool:
+    """Whether Podman can bound a container's layer: only XFS can, and only where it was mounted so."""
+    kind, options = mounted_at(folder, Path("/proc/mounts").read_text())
+    return kind == "xfs" and not {"prjquota", "pquota"}.isdisjoint(options)
+
+
+def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
+    """The kind and the options of the filesystem a folder is or will be on, by the text of /proc/mounts."""
+    place, best = str(folder.resolve()), ("", "unknown", "")
+    for line in mounts.splitlines():
+        point, kind, options = line.split()[1:4]
+        if (place == point or place.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[0]):
+            best = (point, kind, options)
+    return best[1], tuple(best[2].split(","))
+
+
+def closed_folder(state_dir: Path) -> Path | None:
+    """The folder above a store that mapped users could not pass. Podman would open it to everybody, and a
+    home is not ours to open.
+    """
+    above = [folder for folder in state_dir.resolve().parents if folder.exists()]
+    return next((folder for folder in above if folder.stat().st_mode & 0o111 != 0o111), None)
+
+
+def _kernel() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _limits() -> tuple[int, int]:
+    """Hard limits of ours that containers can be given: Podman's own defaults are refused without
+    CAP_SYS_RESOURCE.
+    """
+    most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
+    files, processes = (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        resource.getrlimit(resource.RLIMIT_NPROC)[1],
+    )
+    nofile = MOST_FILES if files == resource.RLIM_INFINITY else min(files, MOST_FILES)
+    # conmon lowers its own limit to 32768 where pid_max is that or the limit is higher, and can not raise it
+    # again
+    nproc = min(most_pids, 32768, most_pids if processes == resource.RLIM_INFINITY else processes)
+    return nofile, nproc
+
+
+# ── findings ──────────────────────────────────────────────────────────────────
+
+
+def _root() -> Finding:
+    if os.geteuid() != 0:
+        return Finding(
+            name="rights",
+            ok=False,
+            what="not root",
+            remedy="run polarnode as root: limits and doors in containers need it",
+        )
+    effective = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
+    )
+    lacking = [name for name, bit in CAPABILITIES.items() if not int(effective.split()[1], 16) >> bit & 1]
+    if lacking:
+        return Finding(
+            name="rights",
+            ok=False,
+            what=f"root without {', '.join(lacking)}",
+            remedy="give the node's own container --privileged",
+        )
+    return Finding(name="rights", ok=True, what="root with the capabilities that containers need")
+
+
+async def _podman(podman: Path | None) -> Finding:
+    if podman is None:
+        return Finding(
+            name="podman",
+            ok=False,
+            what="podman is not installed",
+            remedy="apt-get install --no-install-recommends podman",
+        )
+    with trio.move_on_after(20):  # seconds; it forks nothing and opens no store, and takes 50 ms
+        answer = await trio.run_process(
+            [podman, "--version"], capture_stdout=True, stderr=subprocess.DEVNULL, check=False
+        )
+        found = re.search(rb"(\d+)\.(\d+)(?:\.\d+)?", answer.stdout)
+        if found and (int(found[1]), int(found[2])) >= OLDEST_PODMAN:
+            return Finding(name="podman", ok=True, what=f"podman {found[0].decode()}")
+        return Finding(
+            name="podman",
+            ok=False,
+            what=f"podman is {found[0].decode() if found else 'unreadable'}",
+            remedy="install podman 4.3 or newer",
+        )
+    return Finding(
+        name="podman",
+        ok=False,
+        what="podman --version does not answer",
+        remedy="look at what the machine is busy with",
+    )
+
+
+def _runtime(oci: Path | None, cgroups: Cgroups) -> Finding:
+    if oci is None:
+        return Finding(
+            name="container runtime",
+            ok=False,
+            what="neither runc nor crun is installed",
+            remedy="apt-get install runc",
+        )
+    if oci.name == "crun" and cgroups == "hybrid":
+        return Finding(
+            name="container runtime",
+            ok=False,
+            what="crun refuses mixed cgroups",
+            remedy="apt-get install runc",
+        )
+    return Finding(name="container runtime", ok=True, what=oci.name)
+
+
+def _init(init: Path | None) -> Finding:
+    if init is None:
+        return Finding(
+            name="first process",
+            ok=False,
+            what="catatonit is not installed",
+            remedy="apt-get install catatonit",
+        )
+    return Finding(name="first process", ok=True, what=f"catatonit at {init}")
+
+
+def _cgroup_finding(cgroups: Cgroups) -> Finding:
+    missing = [name for name in ("memory", "pids", "cpu") if not _has_controller(name, cgroups)]
+    if missing:
+        remedy = "mount these controllers: without them a session can take the whole machine"
+        return Finding(
+            name="cgroups", ok=False, what=f"cgroups {cgroups} without {', '.join(missing)}", remedy=remedy
+        )
+    return Finding(name="cgroups", ok=True, what=f"cgroups {cgroups}")
+
+
+def _has_controller(name: str, cgroups: Cgroups) -> bool:
+    if cgroups == "v2":
+        return name in Path("/sys/fs/cgroup/cgroup.controllers").read_text().split()
+    return Path("/sys/fs/cgroup", name).is_dir()
+
+
+def _storage(driver: str, mount_program: Path | None, filesystem: str) -> Finding:
+    if driver == "vfs":
+        remedy = "set podman_dir to a folder on ext4 or xfs, or apt-get install fuse-overlayfs"
+        return Finding(
+            name="storage",
+            ok=False,
+            what=f"{filesystem} can not hold overlay: each container would copy its image",
+            remedy=remedy,
+        )
+    how = f"overlay through {mount_program.name}, slower than native" if mount_program else "native overlay"
+    return Finding(name="storage", ok=True, what=f"{how} on {filesystem}")
+
+
+def _isolation(native: bool, closed: Path | None) -> Finding:
+    if native and closed is None:
+        return Finding(
+            name="isolation",
+            ok=True,
+            what="no network, no capabilities, a user namespace of its own for each container",
+        )
+    remedy = (
+        f"a kernel of {'.'.join(map(str, IDMAPPED_OVERLAY))} or newer and native overlay would add it at no"
+        " cost"
+    )
+    if closed is not None:
+        remedy = (
+            f"{closed} may be entered by its owner alone: set podman_dir to a folder below one that all may"
+            " pass"
+        )
+    return Finding(
+        name="isolation", ok=True, what="no network, no capabilities, but no user namespaces", remedy=remedy
+    )
+
+
+def _sealing(obstacle: str | None) -> Finding:
+    if obstacle is None:
+        return Finding(
+            name="read-only root", ok=True, what="all but the workspace is read-only while a harness runs"
+        )
+    remedy = (
+        "give the node's own container the right to mount, or let tasks say runtime.read_only = false: others"
+        " end with an error"
+    )
+    return Finding(
+        name="read-only root", ok=True, what=f"no root can be made read-only here ({obstacle})", remedy=remedy
+    )
+
+
+def _disk_limit(quotas: bool) -> Finding:
+    missing = [name for name in ("du", "nice") if _which(name) is None]
+    if missing:
+        return Finding(
+            name="disk limit",
+            ok=False,
+            what=f"{' and '.join(missing)} can not be found",
+            remedy="apt-get install coreutils",
+        )
+    if quotas:
+        return Finding(name="disk limit", ok=True, what="each container has a quota")
+    remedy = "a podman_dir on XFS mounted with pquota would refuse the write itself"
+    return Finding(
+        name="disk limit",
+        ok=True,
+        what="what containers write is measured, and one over its limit is ended",
+        remedy=remedy,
+    )
+
+
+def _memory(state_dir: Path) -> Finding:
+    run_dir = store_at(state_dir).run_dir
+    if run_dir.is_relative_to(state_dir.resolve()):
+        remedy = "mount a tmpfs on /dev/shm: Podman can not notice a reboot otherwise"
+        return Finding(name="run folder", ok=True, what=f"{run_dir} is not in memory", remedy=remedy)
+    return Finding(name="run folder", ok=True, what=str(run_dir))
+
+
+def _builder() -> Finding:
+    if _which("mmdebstrap") is None:
+        remedy = "apt-get install mmdebstrap, or give --base-image a Debian image that can be pulled"
+        return Finding(
+            name="image builder", ok=True, what="no mmdebstrap: images need a public base", remedy=remedy
+        )
+    return Finding(
+        name="image builder", ok=True, what="mmdebstrap builds a base where no registry is reachable"
+    )

@@ -1,0 +1,433 @@
+"""What a node's runtimes are told.
+
+Podman's command line and other programs that build images: asked for an answer, or told to do something whose
+output goes to a log.
+
+The recipes of `runtimes/`: what each folder says, and the digest by which a built image is known to be of
+this very recipe.
+
+A harness can be put on top of a task's own image: then its recipes are built one upon the other from there,
+and the images are called by the task's image and all these recipes. Pure but for reading those folders. A
+recipe's digest covers its files, its base's digest and the base image asked for, so that a change below
+rebuilds what stands above.
+
+The Debian that images stand on: the public image asked for, else one that can be pulled, else one built from
+this machine's own archive.
+
+Which was taken is said aloud. Nothing here names a host: the public image is asked for by its short name,
+which the machine's own registries.conf resolves or does not, and the archive is the one this machine's apt
+uses.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import trio
+from attrs import field, frozen
+
+from polarnode.containers.probe import Store
+from polarnode.core import codec
+from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
+from polarnode.support.processes import open_process_group
+
+# ── settings ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class RuntimesSettings:
+    """`state_dir` may be shared by nodes, `node_id` is on every container's label. None for the folder of
+    recipes is the checkout's own.
+    """
+
+    state_dir: Path
+    node_id: str
+    runtimes_dir: Path | None = None
+    # a Debian image to build on; None: one that can be pulled, else one built from this machine's archive
+    base_image: str | None = None
+    # started containers kept of one shape at most: as many as INIT and READY hold; about 1 MB each, and only
+    # while they are wanted
+    warm: int = 8
+    prepared: int = 32  # prepared workspaces kept as images
+    # calls to Podman at once: on two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8, 2.0
+    # at 32)
+    calls: int = 6
+    volumes: tuple[str, ...] = ()  # folders below which tasks may mount
+    # MiB left free on the disk of the containers: half of it left, and the largest is ended
+    disk_reserve_mb: int = 4096
+
+
+# ── tools ────────────────────────────────────────────────────────────
+
+LAST_WORDS = 1500  # bytes of a failed build's log in its error: the error line, not the download
+
+
+@frozen(kw_only=True)
+class Tools:
+    """The podman program on one store, never on the machine's own."""
+
+    podman: Path
+    store: Store
+    log: Path
+
+    def prefix(self) -> list[str]:
+        """What a person types to reach this store."""
+        own = self.store.environment()
+        return [
+            "env",
+            *(f"{name}={own[name]}" for name in ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")),
+            "podman",
+        ]
+
+    async def ask(self, *arguments: str) -> str:
+        """A short command's output. Raises RuntimeFault with its error text."""
+        done = await trio.run_process(
+            [self.podman, *arguments],
+            env=self.store.environment(),
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeFault(f"podman {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
+        return done.stdout.decode()
+
+    async def succeeds(self, *arguments: str) -> bool:
+        """Whether a short command ends with 0."""
+        env = self.store.environment()
+        done = await trio.run_process(
+            [self.podman, *arguments],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        return done.returncode == 0
+
+    async def do(self, what: str, *arguments: str) -> None:
+        """A long podman command, its output in the log. Raises RuntimeFault with the log's end."""
+        await self.run(what, [str(self.podman), *arguments])
+
+    async def run(self, what: str, argv: Sequence[str]) -> None:
+        """A long program, its output in the log; ended with everything it started when we are cancelled."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as sink:
+            sink.write(f"\n$ {' '.join(argv)}\n".encode())
+            sink.flush()
+            started = sink.tell()
+            with boundary(RuntimeFault, what):
+                async with open_process_group(argv, env=self.store.environment(), stdout=sink) as process:
+                    exit_code = await process.wait()
+        if exit_code != 0:
+            raise RuntimeFault(
+                f"{what} failed with exit code {exit_code}, see {self.log}: {self._last_words(started)}"
+            )
+
+    def _last_words(self, started: int) -> str:
+        with self.log.open("rb") as told:
+            end = told.seek(0, 2)
+            told.seek(max(started, end - LAST_WORDS))
+            return told.read().decode(errors="replace").strip()
+
+
+# ── recipes ────────────────────────────────────────────────────────────
+
+PREFIX = "localhost/polarnode"  # Podman's own word for images no registry gave
+CONTAINERFILE = "Containerfile"
+# between a harness's image and the task's it stands on; no task can write it, because no image's name has it
+ON = "+"
+
+
+@frozen(kw_only=True)
+class Told:
+    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian
+    itself. User and workdir are the task's.
+
+    `instead_of` is the recipe in whose place this one stands on a task's own image.
+    """
+
+    base: str | None = None
+    instead_of: str | None = None
+    harnesses: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """One folder of `runtimes/`: what its runtime.toml says, and the digest of all that makes its image what
+    it is.
+    """
+
+    name: str
+    folder: Path
+    digest: str
+    told: Told
+
+    @property
+    def image(self) -> str:
+        return f"{PREFIX}/{self.name}:latest"
+
+
+@frozen(kw_only=True)
+class Stage:
+    """One recipe on the way up from a task's own image: what is built, from what, and what it is called."""
+
+    recipe: Recipe
+    below: str
+    image: str
+
+
+def on_top(harness_image: str, image: str) -> str:
+    """How the image is asked for that has a harness's recipe on top of a task's own image."""
+    return f"{harness_image}{ON}{image}"
+
+
+@frozen(kw_only=True)
+class Recipes:
+    """All recipes, by name."""
+
+    by_name: Mapping[str, Recipe] = field(factory=dict)
+
+    def find(self, name: str) -> Recipe | None:
+        """The recipe of that name or alias."""
+        found = self.by_name.get(name)
+        return found or next(
+            (recipe for recipe in self.by_name.values() if name in recipe.told.aliases), None
+        )
+
+    def image(self, name: str) -> str:
+        """What Podman calls it: a recipe's own image, that of a harness `on_top` of another, or the name as
+        it stands.
+        """
+        if ON in name:
+            return self.stages(name)[-1].image
+        recipe = self.find(name)
+        return recipe.image if recipe else name
+
+    def image_for(self, harness: str) -> str:
+        """The recipe that carries a harness, by name."""
+        for recipe in self.by_name.values():
+            if harness in recipe.told.harnesses:
+                return recipe.name
+        raise HarnessError(
+            f"no runtime carries the harness {harness}: name it under harnesses in one of the runtime.toml"
+            " files"
+        )
+
+    def with_bases(self, names: Sequence[str]) -> tuple[Recipe, ...]:
+        """The recipes of these names and all they stand on, each after its base, each once. Names of no
+        recipe are left out.
+        """
+        ordered: dict[str, Recipe] = {}
+        for name in names:
+            for recipe in reversed(tuple(self._down(name))):
+                ordered.setdefault(recipe.name, recipe)
+        return tuple(ordered.values())
+
+    def stages(self, name: str) -> tuple[Stage, ...]:
+        """What is built for a name that `on_top` gave, each after what it stands on; refused where the
+        harness's image is no recipe.
+        """
+        harness, _, below = name.partition(ON)
+        made: list[Stage] = []
+        running = hashlib.sha256(self.image(below).encode())
+        for recipe in map(self._onto, self.with_bases([harness])):
+            running.update(recipe.digest.encode())
+            stands_on = made[-1].image if made else self.image(below)
+            made.append(
+                Stage(
+                    recipe=recipe,
+                    below=stands_on,
+                    image=f"{PREFIX}/{recipe.name}-on:{running.hexdigest()[:24]}",
+                )
+            )
+        if not made:
+            raise Refused(
+                f"{harness} is no recipe: a harness is put on a task's image by its folder of runtimes/",
+                path="$.runtime.add_harness",
+            )
+        return tuple(made)
+
+    def _onto(self, recipe: Recipe) -> Recipe:
+        return next(
+            (other for other in self.by_name.values() if other.told.instead_of == recipe.name), recipe
+        )
+
+    def _down(self, name: str) -> Iterator[Recipe]:
+        recipe = self.find(name)
+        while recipe is not None:
+            yield recipe
+            recipe = self.by_name[recipe.told.base] if recipe.told.base else None
+
+
+def default_runtimes_dir() -> Path:
+    """The checkout's own recipes: `runtimes/` beside the package."""
+    folder = Path(__file__).parents[2] / "runtimes"
+    if not folder.is_dir():
+        raise ConfigError(
+            "polarnode is installed without its checkout: set runtimes_dir to a folder of image recipes"
+        )
+    return folder
+
+
+def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
+    """Read every folder with a runtime.toml. `base` is the public image asked for, part of each digest."""
+    told = {path.parent.name: _told(path) for path in sorted(runtimes_dir.glob("*/runtime.toml"))}
+    if not told:
+        raise ConfigError(
+            f"no runtime.toml in the folders of {runtimes_dir}: set runtimes_dir to a folder of image recipes"
+        )
+    made: dict[str, Recipe] = {}
+    for name in told:
+        _make(name, told, made, runtimes_dir, base, ())
+    return Recipes(by_name=made)
+
+
+def _make(
+    name: str,
+    told: Mapping[str, Told],
+    made: dict[str, Recipe],
+    folder: Path,
+    base: str | None,
+    above: tuple[str, ...],
+) -> Recipe:
+    if name in made:
+        return made[name]
+    if name in above or name not in told:
+        raise ConfigError(
+            f"{above[-1]}/runtime.toml: base {name} is {'its own base' if name in above else 'no recipe'}"
+        )
+    said = told[name]
+    below = (
+        _make(said.base, told, made, folder, base, (*above, name)).digest
+        if said.base
+        else f"on {base or 'debian'}"
+    )
+    made[name] = Recipe(name=name, folder=folder / name, digest=_digest(folder / name, below), told=said)
+    return made[name]
+
+
+def _told(path: Path) -> Told:
+    try:
+        return codec.structure(tomllib.loads(path.read_text()), Told, forbid_extra=True)
+    except (Refused, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path.parent.name}/runtime.toml: {error}") from error
+
+
+def _digest(folder: Path, below: str) -> str:
+    running = hashlib.sha256(below.encode())
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "runtime.toml":
+            running.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return running.hexdigest()[:24]
+
+
+# ── rootfs ────────────────────────────────────────────────────────────
+
+PUBLIC = "debian:bookworm-slim"
+BUILT = f"{PREFIX}/debian:latest"
+PULL_S = 45.0  # seconds a pull of 30 MB may take before the archive is the quicker way
+MMDEBSTRAP = (
+    "mmdebstrap",
+    "--variant=apt",
+    "--include=ca-certificates",
+    '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
+)
+FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"  # of apt-get indextargets: one line for each list of packages
+
+
+async def base_image(tools: Tools, store: Store, asked: str | None, say: Callable[[str], None]) -> str:
+    """The reference of an image to build on, in the store."""
+    if asked is not None:
+        await _fetch(tools, asked, say)
+        return asked
+    for known in (BUILT, PUBLIC):
+        if await tools.succeeds("image", "exists", known):
+            return known
+    if await _pulled(tools, say):
+        return PUBLIC
+    await _build(tools, store, say)
+    return BUILT
+
+
+async def _fetch(tools: Tools, asked: str, say: Callable[[str], None]) -> None:
+    if await tools.succeeds("image", "exists", asked):
+        return
+    say(f"pulling {asked}")
+    await tools.do(f"pulling {asked}", "pull", "--quiet", asked)
+
+
+async def _pulled(tools: Tools, say: Callable[[str], None]) -> bool:
+    """Whether the public image could be had, quickly."""
+    with trio.move_on_after(PULL_S):
+        try:
+            await tools.do(f"pulling {PUBLIC}", "pull", "--quiet", PUBLIC)
+        except RuntimeFault:
+            say(f"no registry gives {PUBLIC}")
+            return False
+        say(f"pulled {PUBLIC}")
+        return True
+    say(f"no registry gave {PUBLIC} within {PULL_S:.0f} s")
+    return False
+
+
+async def _build(tools: Tools, store: Store, say: Callable[[str], None]) -> None:
+    if shutil.which("mmdebstrap", path=store.environment()["PATH"]) is None:
+        raise RuntimeFault(
+            "no Debian to build images on: apt-get install mmdebstrap, or give --base-image one that can be"
+            " pulled"
+        )
+    suite, lines = await _archive(tools)
+    say(
+        f"building a {suite} base from this machine's Debian archive (half a minute, minutes on a busy"
+        " machine)"
+    )
+    tar = store.state_dir / "tmp" / "debian.tar"
+    try:
+        await tools.run("building a Debian base", [*MMDEBSTRAP, suite, str(tar), *lines])
+        await tools.do(
+            "importing the Debian base", "import", "--quiet", "--change", 'CMD=["bash"]', str(tar), BUILT
+        )
+    finally:
+        tar.unlink(missing_ok=True)
+    say(f"built {BUILT}")
+
+
+async def _archive(tools: Tools) -> tuple[str, list[str]]:
+    """This machine's suite, and its archive as lines of a sources.list; third parties' archives are
+    left out.
+    """
+    suite = _codename()
+    with boundary(RuntimeFault, "apt does not say where this machine's packages come from"):
+        told = await trio.run_process(
+            ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"],
+            capture_stdout=True,
+            env=tools.store.environment(),
+        )
+    return suite, archive_lines(told.stdout.decode(), suite)
+
+
+def archive_lines(told: str, suite: str) -> list[str]:
+    """What apt says of its indexes, as lines of a sources.list for a suite and its updates, the suite itself
+    first.
+    """
+    rows = [line.split("|") for line in told.splitlines()]
+    lines = {
+        f"deb {uri} {codename} {component}"
+        for uri, codename, component in rows
+        if codename.split("-")[0] == suite
+    }
+    return sorted(lines, key=lambda line: (f" {suite} " not in line, line))
+
+
+def _codename() -> str:
+    for line in Path("/etc/os-release").read_text().splitlines():
+        if line.startswith("VERSION_CODENAME="):
+            return line.partition("=")[2].strip('"')
+    raise RuntimeFault(
+        "this machine is no Debian or Ubuntu, so it can not build a base: give --base-image a Debian image"
+        " that can be pulled"
+    )

@@ -1,0 +1,267 @@
+"""A started container with its own door, as a session uses it: `ports.Runtime` on Podman.
+
+Programs run through `exec.py`; files are written and read from outside through `files.py`. A runtime is used
+once and never again.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+from attrs import define, field
+
+from polarnode.containers.client import Client
+from polarnode.containers.copying import Copy
+from polarnode.containers.disk import Written
+from polarnode.containers.endpoint import DOOR_HOST, DOOR_PORT
+from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
+from polarnode.containers.files import Account, Collected, Rooted, collect
+from polarnode.containers.inside import Inside
+from polarnode.containers.sealing import Sealed, seal, unseal
+from polarnode.core.errors import RuntimeFault
+from polarnode.core.ports import Ended
+from polarnode.core.task import RuntimeSpec
+from polarnode.support.bounded import open_bounded_log
+
+# bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
+OUTPUT_LIMIT = 32 << 20
+# bytes a session changed in its workspace, or twice what it may write: one that wrote too much is judged too
+COPY_LIMIT = 8 << 30
+KILLED = 137  # the exit code of a program that was ended by SIGKILL
+ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
+# seconds a removal may wait for its turn; 0.1 s quiet. What is left after that the sweeper takes
+REMOVE_S = 120.0
+
+_log = logging.getLogger(__name__)
+
+
+@define(eq=False, kw_only=True)
+class PodmanRuntime:
+    """A container that runs. `door` listens inside it and is served by the node; `expires` is when its
+    dead-man switch fires (Trio's clock).
+    """
+
+    id: str
+    door: socket.socket
+    workdir: str
+    user: str
+    account: Account
+    expires: float
+    base_url: str = f"http://{DOOR_HOST}:{DOOR_PORT}"
+    _inside: Inside
+    _files: Rooted
+    _execs: Execs
+    _client: Client
+    _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
+    _written: Written
+    _closed: bool = field(default=False, init=False)
+    _sealed: Sealed | None = field(default=None, init=False)
+
+    @property
+    def home(self) -> str:
+        """The home of the runtime's user."""
+        return self.account.home
+
+    @property
+    def ended_because(self) -> str | None:
+        """Why the node ended all that ran in it, as a session's reason; None while it did not. What it wrote
+        is not worth judging.
+        """
+        return self._written.because
+
+    @property
+    def ended_for_room(self) -> bool:
+        """Whether that was because the machine's disk was nearly full, which is no fault of the session's."""
+        return self._written.for_room
+
+    def oom_kills(self) -> int:
+        """How many of its programs the kernel ended because the container's memory was spent."""
+        return self._written.upper.group.oom_kills()
+
+    @property
+    def network(self) -> int:
+        """Its network namespace, as a descriptor that is open until it is closed: the door's own ends with
+        the run.
+        """
+        return self._inside.network
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs; it ends by the dead-man switch, or by the kernel."""
+        return not self._closed and self._inside.alive()
+
+    @property
+    def shift(self) -> int:
+        """What the container's user ids are moved by on this machine."""
+        return self._files.shift
+
+    async def busy(self) -> bool:
+        """Whether anything runs in it but its first process."""
+        return bool(await trio.to_thread.run_sync(self._inside.members))
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> Ended:
+        """Run a program to its end; of each stream the last OUTPUT_LIMIT bytes are kept. Cancelling ends its
+        process group.
+        """
+        kept: dict[Channel, Tail] = {"stdout": Tail(OUTPUT_LIMIT), "stderr": Tail(OUTPUT_LIMIT)}
+        order = await self._order(argv, env, user, workdir, stdin)
+        exit_code = self._finish(
+            await self._execs.run(order, lambda channel, piece: kept[channel].write(piece))
+        )
+        if exit_code == KILLED and self.ended_because is not None:
+            kept["stderr"].write(f"\n{self.ended_because}\n".encode())  # where its last words are looked for
+        stdout, stderr = kept["stdout"].value(), kept["stderr"].value()
+        return Ended(
+            exit_code=exit_code,
+            stdout=stdout,
+            stderr=stderr,
+            truncated=any(tail.dropped for tail in kept.values()),
+        )
+
+    async def run_logged(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        limit: int,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> int:
+        """Run a harness: fed its stdin to the end, both streams to a file of at most `limit` bytes (beginning
+        and end). Its exit code.
+
+        Cancelling sends TERM to its process group, waits a little, and ends everything in the container.
+        """
+        order = await self._order(argv, env, user, workdir, stdin)
+        with open_bounded_log(log, limit) as kept:
+            return self._finish(await self._execs.run(order, lambda _, piece: kept.write(piece), alone=True))
+
+    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
+        """Write files by absolute path, and the folders they need, owned by `user` (default: the
+        runtime's).
+        """
+        owner = await self._account(user)
+        for path, content in files.items():
+            await trio.to_thread.run_sync(self._files.write, path, content, owner, mode)
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        """A plain file's first `limit` bytes; None where there is none. No link is followed, anywhere in the
+        path.
+        """
+        return await trio.to_thread.run_sync(self._files.read, path, limit)
+
+    async def seal(self, spec: RuntimeSpec) -> None:
+        """Make the root read-only but for the workdir, the home, /tmp, /var/tmp and what the task names;
+        nothing where the task says so.
+
+        Put what a harness needs before it. Refused where a program that a prepare step left running has files
+        open for writing.
+        """
+        if spec.read_only and self._sealed is None:
+            writable = (
+                self.workdir,
+                *ALWAYS_WRITABLE,
+                *spec.writable,
+                *((self.home,) if self.home != "/" else ()),
+            )
+            work = partial(
+                seal, self._inside, writable=writable, kept=[volume.target for volume in spec.volumes]
+            )
+            self._sealed = await trio.to_thread.run_sync(work)
+
+    async def unseal(self) -> None:
+        """Make the root writable again, once the harness's processes have ended; nothing where it was not
+        sealed.
+        """
+        if self._sealed is not None:
+            await trio.to_thread.run_sync(unseal, self._inside, self._sealed)
+            self._sealed = None
+
+    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+        """Keep files and folders, by paths relative to the workdir or absolute, as a tar; once the harness's
+        processes have ended: it unseals.
+        """
+        await self.unseal()
+        return await trio.to_thread.run_sync(
+            partial(collect, self._files, paths=paths, workdir=self.workdir, to=to)
+        )
+
+    async def copy_workdir(self, target: "PodmanRuntime") -> None:
+        """Make the target's workdir what this one's is; once the harness's processes have ended: it unseals.
+        EvaluatorError where it can not be.
+        """
+        await self.unseal()
+        copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._written.limit))
+        with target._written.spared() as spared:
+            await trio.to_thread.run_sync(copy.run, self.workdir, target.workdir)
+            spared(copy.size)
+
+    async def end_processes(self) -> None:
+        """End everything in the container but its first process."""
+        await self._inside.kill_all()
+
+    async def close(self) -> None:
+        """Close the door and remove the container. Bounded, shielded, and never raises; more than once is
+        fine.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.door.close()
+        self._inside.close()
+        with trio.move_on_after(REMOVE_S, shield=True) as scope:
+            try:
+                await self._client.remove(self.id)
+            except RuntimeFault as fault:
+                _log.warning("container %s is left to the sweeper: %s", self.id, fault)
+        if scope.cancelled_caught:
+            _log.warning("container %s is left to the sweeper: no call to podman was free", self.id)
+        self._on_close(self.id)
+
+    async def _order(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        user: str | None,
+        workdir: str | None,
+        stdin: bytes,
+    ) -> ExecOrder:
+        self._check_alive()
+        home = (await self._account(user)).home
+        basic = {"LANG": "C.UTF-8", "HOME": home}  # PATH is the image's own, or the caller's
+        return ExecOrder(
+            argv=tuple(argv),
+            env={**basic, **(env or {})},
+            user=user or self.user,
+            workdir=workdir or self.workdir,
+            stdin=stdin,
+        )
+
+    async def _account(self, user: str | None) -> Account:
+        if user is None or user == self.user:
+            return self.account
+        return await trio.to_thread.run_sync(self._files.account, user)
+
+    def _finish(self, exit_code: int) -> int:
+        """The exit code, or a fault where the container itself ended under the program."""
+        self._check_alive()
+        return exit_code
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise RuntimeFault(
+                "the container has ended: its lifetime is over, or the kernel ended its first process"
+            )

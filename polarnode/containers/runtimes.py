@@ -1,0 +1,186 @@
+"""`open_runtimes`: Podman probed, configured and served, orphans swept, the pool and the sweeper running, all
+taken down in reverse.
+"""
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from attrs import define, evolve
+
+from polarnode.containers.client import Client
+from polarnode.containers.container import this_process
+from polarnode.containers.copies import PodmanCopies
+from polarnode.containers.disk import DiskWatch
+from polarnode.containers.pool import Pool, RuntimesStatistics, Want
+from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
+from polarnode.containers.probe import PodmanFindings, Store
+from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.service import Service, ready_store
+from polarnode.containers.starter import Starter
+from polarnode.containers.sweeper import Forgotten, Sweeper
+from polarnode.core.task import RuntimeSpec
+from polarnode.support.background import open_background
+
+Prepare = Callable[[PodmanRuntime], Awaitable[None]]
+
+
+@define(eq=False, kw_only=True)
+class Runtimes:
+    """Where sessions get their containers."""
+
+    findings: PodmanFindings
+    settings: RuntimesSettings
+    _pool: Pool
+    _workspaces: Workspaces[PodmanRuntime]
+    _sweeper: Sweeper
+    _service: Service
+
+    @asynccontextmanager
+    async def open(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float
+    ) -> AsyncIterator[PodmanRuntime]:
+        """A runtime used by nobody before, removed when the block is left in any way. Opening raises
+        RuntimeFault when none starts.
+
+        `lifetime_s` is its dead-man switch: so many seconds later it is killed even if the node, the service
+        and all else are dead.
+        """
+        async with self._pool.lent(
+            await self._pool.take(self._pool.shape(spec), session_id=session_id, lifetime_s=lifetime_s)
+        ) as runtime:
+            yield runtime
+
+    @asynccontextmanager
+    async def open_prepared(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
+    ) -> AsyncIterator[PodmanRuntime]:
+        """As `open`, with the task's workspace in it: `prepare` has been run, here or once for all. What
+        `prepare` raises comes out of here.
+
+        `shared`: more than one runtime will need this workspace.
+        """
+        shape, workspace = self._pool.shape(spec), self._workspace(spec)
+
+        async def start(image: str | None) -> PodmanRuntime:
+            return await self._pool.take(
+                evolve(shape, image=image or shape.image), session_id=session_id, lifetime_s=lifetime_s
+            )
+
+        if workspace is not None and self._workspaces.pays(workspace, shared=shared):
+            async with self._pool.lent(await self._workspaces.obtain(workspace, start, prepare)) as runtime:
+                yield runtime
+        else:
+            async with self._pool.lent(await start(None)) as runtime:
+                await prepare(runtime)
+                yield runtime
+
+    def preparing(self, spec: RuntimeSpec) -> bool:
+        """Whether somebody is just preparing what this task needs, so that it is worth waiting."""
+        return self._workspaces.busy(self._workspace(spec))
+
+    async def wait_prepared(self, spec: RuntimeSpec) -> None:
+        """Wait until nobody is; it costs no place and no call."""
+        await self._workspaces.wait_settled(self._workspace(spec))
+
+    def want(self, spec: RuntimeSpec, count: int) -> None:
+        """So many sessions will need a runtime for this task; the pool fills in the background, up to
+        `settings.warm` of a shape.
+        """
+        self._pool.want(Want(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count))
+
+    def hold(self, held: bool) -> None:
+        """Start nothing for later while the machine is short of something."""
+        self._pool.held = held
+        self._pool.look()
+
+    async def sweep(self) -> int:
+        """Remove orphans now; how many there were."""
+        return await self._sweeper.sweep()
+
+    def statistics(self) -> RuntimesStatistics:
+        """Counts now."""
+        pool, workspaces = self._pool, self._workspaces
+        return RuntimesStatistics(
+            live=pool.live,
+            warm=pool.warm,
+            started=pool.started,
+            served_warm=pool.served_warm,
+            failed=pool.failed,
+            swept=self._sweeper.swept,
+            service_restarts=self._service.restarts,
+            prepared=workspaces.kept,
+            copied=workspaces.made,
+            reused=workspaces.reused,
+        )
+
+    def _workspace(self, spec: RuntimeSpec) -> Workspace | None:
+        return workspace_of(spec, self._pool.shape(spec).image)
+
+
+@asynccontextmanager
+async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
+    """Podman, ready for sessions; raises RuntimeFault with the remedies where this machine lacks something.
+
+    Opening removes what killed nodes left. Leave it after the sessions: warm runtimes go, then the sweeper,
+    then the service.
+    """
+    ready = await ready_store(settings.state_dir)
+    async with _served(settings, ready.findings, ready.store, ready.podman) as runtimes:
+        yield runtimes
+
+
+@asynccontextmanager
+async def _served(
+    settings: RuntimesSettings, findings: PodmanFindings, store: Store, podman: Path
+) -> AsyncIterator[Runtimes]:
+    service = Service(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+    client = Client(service.socket, settings.calls)
+    try:
+        async with (
+            open_background(service.run),
+            _pooled(settings, findings, service, client, store) as runtimes,
+        ):
+            yield runtimes
+    finally:
+        client.close()
+
+
+@asynccontextmanager
+async def _pooled(
+    settings: RuntimesSettings, findings: PodmanFindings, service: Service, client: Client, store: Store
+) -> AsyncIterator[Runtimes]:
+    owner = this_process()
+    watch = DiskWatch(store=store.state_dir, reserve=settings.disk_reserve_mb << 20)
+    starter = Starter(
+        client=client,
+        api=service.socket,
+        findings=findings,
+        node_id=settings.node_id,
+        owner=owner,
+        watch=watch,
+        allowed_volumes=settings.volumes,
+    )
+    forgotten = Forgotten(storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc"))
+    sweeper = Sweeper(client, owner, starter.alive, forgotten)
+    await sweeper.sweep(at_once=settings.calls)  # nothing else calls yet
+    copies = PodmanCopies(api=service.socket, limiter=client.limiter, owner=owner, most=settings.prepared)
+    workspaces: Workspaces[PodmanRuntime] = Workspaces(copies=copies, most=settings.prepared)
+    recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
+    pool = Pool(starter=starter, recipes=recipes, most=settings.warm, expected=workspaces.expected)
+    workspaces.on_change = pool.look
+    services = (watch.run, workspaces.run, copies.run, sweeper.run, pool.run)
+    async with AsyncExitStack() as stack:
+        for run in services:
+            await stack.enter_async_context(open_background(run))
+        yield Runtimes(
+            findings=findings,
+            settings=settings,
+            pool=pool,
+            workspaces=workspaces,
+            sweeper=sweeper,
+            service=service,
+        )

@@ -1,0 +1,210 @@
+"""A read-only root with writable places, made by the node in a container's own mount namespace, and undone by
+it.
+
+The layer stays one overlay, so that a copy of a prepared container keeps its workspace, and nothing is copied
+at a start. The writable places are mounted on themselves; then the root, and what Podman mounts over its
+files, is made read-only. Nobody inside can undo it: that takes a capability over the namespace, which no
+process in there has, and in a namespace of their own such mounts are locked by the kernel. Rule for whoever
+edits it: what a seal changed it must be able to undo, whatever fails on the way.
+"""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from attrs import frozen
+
+from polarnode.containers.inside import CLONE_FS, CLONE_NEWNS, Inside, checked, enter, libc, thrown_away
+from polarnode.core.errors import Refused, RuntimeFault
+
+Answer = TypeVar("Answer")
+
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x4_0000
+MNT_DETACH, UMOUNT_NOFOLLOW = 0x2, 0x8
+# lost at a remount unless told again; the kernel keeps the others
+KEPT_FLAGS = {"nosuid": 0x2, "nodev": 0x4, "noexec": 0x8}
+
+# mounts of the container runtime with rights of their own; nothing of them is on disk
+MACHINERY = ("/proc", "/sys", "/dev")
+SHOWN = 3  # files in the way that a refusal names
+
+
+@frozen(kw_only=True)
+class Mount:
+    """One mount of a container: its place in there, its flags for a remount, and whether it can be
+    written.
+    """
+
+    place: str
+    flags: int
+    writable: bool
+
+
+@frozen(kw_only=True)
+class Sealed:
+    """What a seal changed, and what undoes it."""
+
+    closed: tuple[Mount, ...]
+    opened: tuple[str, ...]
+
+
+def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -> Sealed:
+    """Make all read-only but the `writable` places, those that are folders, and mounts at or below `kept`.
+
+    Refused where a program that a prepare step left running holds a file open for writing, in a writable
+    place or not: it opened it by the mount that is to be closed, and the kernel forbids that.
+    """
+    mounts = mounts_of(inside.pid)
+    try:
+        return in_mounts(inside, lambda: _seal(mounts, tuple(writable), tuple(kept)))
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise _busy(inside) from error
+        raise RuntimeFault(
+            f"the root of a container can not be made read-only: {error}; let the task say read_only = false"
+        ) from error
+
+
+def unseal(inside: Inside, sealed: Sealed) -> None:
+    """Make all as it was before the seal."""
+    try:
+        in_mounts(inside, lambda: _unseal(sealed))
+    except OSError as error:
+        raise RuntimeFault(f"the root of a container can not be made writable again: {error}") from error
+
+
+def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
+    """Do something with the container's mounts as one's own: paths are what they are in there. OSErrors come
+    out as they are.
+    """
+
+    def entered() -> Answer:
+        checked(libc.unshare(CLONE_FS), "unshare")
+        enter(inside.mounts, CLONE_NEWNS)
+        return work()
+
+    return thrown_away(entered)
+
+
+def can_seal() -> str | None:
+    """Try it on mounts of our own that nobody else sees; what stands in the way, None when nothing does."""
+
+    def trial() -> None:
+        checked(libc.unshare(CLONE_FS | CLONE_NEWNS), "unshare")
+        _mount(b"/", MS_REC | MS_PRIVATE)
+        _mount_on_itself("/proc")
+        _remount("/proc", MS_RDONLY)
+
+    try:
+        thrown_away(trial)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def mounts_of(pid: int) -> tuple[Mount, ...]:
+    """The mounts a process sees, outer ones first."""
+    return tuple(
+        map(_mount_of, Path(f"/proc/{pid}/mountinfo").read_text(errors="surrogateescape").splitlines())
+    )
+
+
+def _mount_of(line: str) -> Mount:
+    place, options = line.split()[4:6]
+    said = options.split(",")
+    flags = sum(flag for name, flag in KEPT_FLAGS.items() if name in said)
+    return Mount(place=_unescaped(place), flags=flags, writable="rw" in said)
+
+
+def _unescaped(place: str) -> str:
+    """Spaces and the like stand in mountinfo as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place)
+
+
+# ── in the container's namespace ──────────────────────────────────────────────
+
+
+def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, ...]) -> Sealed:
+    places = _places(writable)
+    if "/" in places:
+        return Sealed(closed=(), opened=())
+    spared = (*places, *map(os.path.realpath, kept), *MACHINERY)
+    to_close = [mount for mount in mounts if mount.writable and not _below(mount.place, spared)]
+    with ExitStack() as undo:
+        for place in places:
+            _mount_on_itself(place)
+            undo.callback(_unmount, place)
+        for mount in to_close:
+            _remount(mount.place, mount.flags | MS_RDONLY)
+            undo.callback(_remount, mount.place, mount.flags)
+        undo.pop_all()
+    return Sealed(closed=tuple(to_close), opened=places)
+
+
+def _unseal(sealed: Sealed) -> None:
+    for mount in reversed(sealed.closed):
+        _remount(mount.place, mount.flags)
+    for place in reversed(sealed.opened):
+        _unmount(place)
+
+
+def _places(writable: Sequence[str]) -> tuple[str, ...]:
+    """The folders there are, by their real paths, without those that lie in another."""
+    real = sorted({os.path.realpath(place) for place in writable if os.path.isdir(place)})
+    return tuple(place for place in real if not _below(place, [other for other in real if other != place]))
+
+
+def _below(place: str, others: Sequence[str]) -> bool:
+    """Whether a place is one of the others or lies in one."""
+    return any(place == other or place.startswith(other.rstrip("/") + "/") for other in others)
+
+
+def _mount_on_itself(place: str) -> None:
+    """With what is mounted in it. Through the working folder, so that the path is walked once."""
+    opened = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fchdir(opened)
+        checked(libc.mount(b".", b".", None, MS_BIND | MS_REC, None), f"bind {place}")
+    finally:
+        os.close(opened)
+        os.chdir("/")
+
+
+def _remount(place: str, flags: int) -> None:
+    _mount(os.fsencode(place), MS_REMOUNT | MS_BIND | flags)
+
+
+def _mount(place: bytes, flags: int) -> None:
+    checked(libc.mount(None, place, None, flags, None), f"mount {place.decode(errors='replace')}")
+
+
+def _unmount(place: str) -> None:
+    checked(libc.umount2(os.fsencode(place), MNT_DETACH | UMOUNT_NOFOLLOW), f"unmount {place}")
+
+
+# ── who is in the way ─────────────────────────────────────────────────────────
+
+
+def _busy(inside: Inside) -> Refused:
+    held = sorted({path for pid in inside.members() for path in _written(pid)})
+    named = f" ({', '.join(held[:SHOWN])})" if held else ""
+    sentence = (
+        f"a program that a prepare step left running has files open for writing{named}, which forbids a"
+        " read-only root"
+    )
+    return Refused(f"{sentence}: end it, or say read_only = false", path="$.runtime.read_only")
+
+
+def _written(pid: int) -> Iterator[str]:
+    """Plain files a process has open for writing, as it sees them."""
+    with suppress(OSError):  # it ended while we looked
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            flags = re.search(r"flags:\s*([0-7]+)", Path(f"/proc/{pid}/fdinfo/{number}").read_text())
+            is_plain = stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{number}").st_mode)
+            if is_plain and flags and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                yield os.readlink(f"/proc/{pid}/fd/{number}")

@@ -1,0 +1,470 @@
+"""The converter: which JSON fits which Python type, strictly, and in whose words a misfit is refused.
+
+Rules for whoever edits it. A hook either returns the value or raises `Mismatch` with a predicate ("must be a
+string, not a number"); the path is not its business, `core.py` collects it. Anything else that a hook raises
+is a bug of ours and must not become the client's 400. Nothing is coerced: "5" is not a number and 5 is not a
+text, because a silent reading of what was not said trains on the wrong thing.
+
+JSON in and out: bytes to values, values to attrs classes, and every refusal one sentence with the path of the
+field.
+
+The rule for whoever edits it: only what the client did becomes `Refused`. A type we can not structure, or an
+error inside a hook, is our bug and passes through as itself (a caught `Exception` here once blamed the client
+for a missing hook).
+"""
+
+import difflib
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import attrs
+import orjson
+from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
+from cattrs.errors import ClassValidationError, IterableValidationError, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+
+# ── shapes ────────────────────────────────────────────────────────────
+
+Hook = Callable[[Any, Any], Any]
+
+KIND_WORDS = {
+    "boolean": "a boolean",
+    "number": "a number",
+    "string": "a string",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def _origin(shape: Any) -> Any:
+    """`get_origin`, whose stub says ParamSpec where a special form is meant."""
+    return get_origin(shape)
+
+
+_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+
+
+class Mismatch(Refused):
+    """A value that does not fit; the text is a predicate without its subject."""
+
+
+def kind_of(value: object) -> str:
+    """The JSON kind of a value that came out of a JSON reader."""
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        return kind
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+    raise TypeError(f"not a JSON value: {type(value).__name__}")
+
+
+def _misfit(expected: str, value: object) -> Mismatch:
+    return Mismatch(f"must be {expected}, not {KIND_WORDS[kind_of(value)]}")
+
+
+# ── one hook a kind ───────────────────────────────────────────────────────────
+
+
+def _string(value: Any, _: Any) -> str:
+    if not isinstance(value, str):
+        raise _misfit("a string", value)
+    return value
+
+
+def _boolean(value: Any, _: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _misfit("true or false", value)
+    return value
+
+
+def _whole(value: Any, _: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # JavaScript has one kind of number, and writes 1e3 for 1000
+    if isinstance(value, float):
+        raise Mismatch(f"must be a whole number, not {value}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _misfit("a whole number", value)
+    return value
+
+
+def _number(value: Any, _: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _misfit("a number", value)
+    return float(value)
+
+
+def _nothing(value: Any, _: Any) -> None:
+    if value is not None:
+        raise _misfit("null", value)
+
+
+def _as_is(value: Any, _: Any) -> Any:
+    return value
+
+
+def _literal_hook(shape: Any) -> Hook:
+    options = get_args(shape)
+
+    def structure_literal(value: Any, _: Any) -> Any:
+        for option in options:
+            if type(option) is type(value) and option == value:
+                return option
+        said = repr(value) if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
+        raise Mismatch(f"must be {_listed(options)}, not {said}")
+
+    return structure_literal
+
+
+def _listed(options: Sequence[object]) -> str:
+    return (
+        repr(options[0]) if len(options) == 1 else "one of " + ", ".join(repr(option) for option in options)
+    )
+
+
+# ── containers ────────────────────────────────────────────────────────────────
+
+
+def _sequence_hook(shape: Any, converter: Converter) -> Hook:
+    inner = get_args(shape)[0]
+    hook = converter.get_structure_hook(inner)
+    make: Callable[[list[Any]], Any] = tuple if _origin(shape) is tuple else list
+
+    def structure_sequence(value: Any, _: Any) -> Any:
+        if not isinstance(value, list):
+            raise _misfit("a list", value)
+        if hook is _as_is:
+            return make(value)
+        return make(_each(enumerate(value), hook, inner, shape))
+
+    return structure_sequence
+
+
+def _mapping_hook(shape: Any, converter: Converter) -> Hook:
+    inner = get_args(shape)[1]
+    hook = converter.get_structure_hook(inner)
+
+    def structure_mapping(value: Any, _: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _misfit("an object", value)
+        if hook is _as_is:
+            return dict(value)
+        return dict(zip(value, _each(value.items(), hook, inner, shape), strict=True))
+
+    return structure_mapping
+
+
+def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
+    found = []
+    for index, item in items:
+        try:
+            found.append(hook(item, inner))
+        except (BaseValidationError, Refused) as error:
+            error.add_note(IterableValidationNote("item", index, inner))
+            raise IterableValidationError("items", [error], shape) from None
+    return found
+
+
+def _class_hook(cls: Any, converter: Converter) -> Hook:
+    hook = make_dict_structure_fn(cls, converter)
+
+    def structure_class(value: Any, shape: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _misfit("an object", value)
+        return hook(value, shape)
+
+    return structure_class
+
+
+# ── unions: the JSON kind chooses, then a tag, then the order they are written in ──
+
+
+def _kinds(shape: Any) -> frozenset[str]:
+    if _origin(shape) is Literal:
+        return frozenset(kind_of(option) for option in get_args(shape))
+    simple = {
+        type(None): "null",
+        None: "null",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        str: "string",
+    }
+    if shape in simple:
+        return frozenset({simple[shape]})
+    return frozenset({"array" if _is_sequence(shape) else "object"})
+
+
+def _union_hook(shape: Any, converter: Converter) -> Hook:
+    members = [(member, _kinds(member), converter.get_structure_hook(member)) for member in get_args(shape)]
+    classes = [member for member in get_args(shape) if attrs.has(member)]
+    tags = _tags(classes)
+    expected = " or ".join(
+        KIND_WORDS[kind] for kind in KIND_WORDS if any(kind in kinds for _, kinds, _ in members)
+    )
+
+    fits = {kind: [(member, hook) for member, kinds, hook in members if kind in kinds] for kind in KIND_WORDS}
+
+    def structure_union(value: Any, _: Any) -> Any:
+        kind = kind_of(value)
+        fitting = fits[kind]
+        if not fitting:
+            raise _misfit(expected, value)
+        if kind == "object" and tags is not None:
+            chosen = _by_tag(value, *tags)
+            return converter.get_structure_hook(chosen)(value, chosen)
+        if len(fitting) == 1:
+            member, hook = fitting[0]
+            return hook(value, member)
+        return _first_fit(value, fitting)
+
+    return structure_union
+
+
+def _first_fit(value: Any, fitting: Sequence[tuple[Any, Hook]]) -> Any:
+    for member, hook in fitting[:-1]:
+        try:
+            return hook(value, member)
+        except (BaseValidationError, Refused):
+            continue
+    member, hook = fitting[-1]
+    return hook(value, member)
+
+
+def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
+    """The field all classes spell as a Literal (`type`, `role` …) and which class each of its values
+    names.
+    """
+    if len(classes) < 2:
+        return None
+    shared = [
+        {a.alias: get_args(a.type) for a in attrs.fields(cls) if _origin(a.type) is Literal}
+        for cls in classes
+    ]
+    for tag in shared[0]:
+        if all(tag in literals for literals in shared):
+            return tag, {
+                option: cls for cls, literals in zip(classes, shared, strict=True) for option in literals[tag]
+            }
+    return None
+
+
+def _by_tag(value: dict[str, Any], tag: str, classes: dict[str, Any]) -> Any:
+    said = value.get(tag)
+    if isinstance(said, str) and said in classes:
+        return classes[said]
+    options = _listed(sorted(classes))
+    raise Mismatch(
+        f"needs {tag!r}: {options}"
+        if said is None
+        else f"has an unknown {tag!r}: it must be {options}, not {said!r}"
+    )
+
+
+# ── which hook for which type ─────────────────────────────────────────────────
+
+
+def _is_union(shape: Any) -> bool:
+    return _origin(shape) in (Union, types.UnionType)
+
+
+def _is_sequence(shape: Any) -> bool:
+    origin = _origin(shape)
+    inner = get_args(shape)
+    return origin in (list, Sequence) or (origin is tuple and inner[1:] == (...,))
+
+
+def _is_mapping(shape: Any) -> bool:
+    return _origin(shape) in (dict, Mapping)
+
+
+def _is_anything(shape: Any) -> bool:
+    anything: list[Any] = [object, Any, Json]
+    return shape in anything
+
+
+def make_converter(*, forbid_extra: bool) -> Converter:
+    """A converter for JSON that came from outside. Later rules win, so the general ones come first."""
+    converter = Converter(forbid_extra_keys=forbid_extra, detailed_validation=True, use_alias=True)
+    for shape, hook in (
+        (str, _string),
+        (bool, _boolean),
+        (int, _whole),
+        (float, _number),
+        (type(None), _nothing),
+    ):
+        converter.register_structure_hook(shape, hook)
+    converter.register_structure_hook_factory(attrs.has, lambda shape: _class_hook(shape, converter))
+    converter.register_structure_hook_factory(lambda shape: _origin(shape) is Literal, _literal_hook)
+    converter.register_structure_hook_factory(_is_sequence, lambda shape: _sequence_hook(shape, converter))
+    converter.register_structure_hook_factory(_is_mapping, lambda shape: _mapping_hook(shape, converter))
+    converter.register_structure_hook_factory(_is_union, lambda shape: _union_hook(shape, converter))
+    converter.register_structure_hook_func(_is_anything, _as_is)
+    return converter
+
+
+# ── core ────────────────────────────────────────────────────────────
+
+T = TypeVar("T")
+
+# Two, because forbidding is a property of a converter: our own API refuses what it does not know, a
+# provider's API ignores it as they do.
+CONVERTERS = {forbid: make_converter(forbid_extra=forbid) for forbid in (False, True)}
+
+
+def read_json(body: bytes) -> Json:
+    """The JSON value in `body` (UTF-8). Refused, with line and column, when it is none; NaN and lone
+    surrogates are no JSON.
+    """
+    if not body.strip():
+        raise Refused("the body is empty: send a JSON value")
+    try:
+        value: Json = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise Refused(f"the body is not JSON: {error.msg} ({where})") from None
+    return value
+
+
+def dump_json(value: Json) -> bytes:
+    """`value` as compact UTF-8 JSON. A float that is not finite becomes null, as JSON has no word for it;
+    half a surrogate pair, \ufffd.
+    """
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        # a harness's log may hold them, and must not make a trajectory unreadable
+        return orjson.dumps(_without_surrogates(value))
+
+
+def _without_surrogates(value: Json) -> Json:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_without_surrogates(part) for part in value]
+        case dict():
+            return {str(_without_surrogates(key)): _without_surrogates(part) for key, part in value.items()}
+    return value
+
+
+def plain(value: Any) -> Any:
+    """An attrs value as JSON: classes to objects, tuples to lists, everything else as it is. Not for classes
+    that hold arrays.
+    """
+    if attrs.has(type(value)):
+        return {field.alias: plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    return value
+
+
+def structure(value: Json, cls: type[T], *, forbid_extra: bool = False) -> T:
+    """`value` as a `cls` (an attrs class, or any type built of them). Refused with the first misfit's path.
+
+    Strict: nothing is coerced but whole floats to int and int to float. A field is called by its attrs alias.
+    Unions are chosen by JSON kind, then by a Literal field the classes share (`type`, `role`), then by the
+    order they are written in. Unknown fields are ignored, or with `forbid_extra` refused naming the nearest
+    known one.
+    """
+    converter = CONVERTERS[forbid_extra]
+    hook = converter.get_structure_hook(cls)  # before the try: a shape we can not read is our bug
+    try:
+        found: T = hook(value, cls)
+    except (BaseValidationError, Refused) as error:
+        raise _refusal(error, "$") from None
+    return found
+
+
+# ── from what cattrs raised to one sentence ───────────────────────────────────
+
+
+def subject(path: str) -> str:
+    """How a sentence names a path: `$.a[0].b` is `a[0].b`, the root is `the body`."""
+    return path.removeprefix("$").removeprefix(".") or "the body"
+
+
+def _refusal(error: Exception, path: str) -> Refused:
+    """The first leaf of the tree, told from its own path; a leaf that is not the client's fault is raised as
+    it is.
+    """
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        inner = _first(error)
+        if isinstance(inner, KeyError):
+            return _missing(inner, path)
+        return _refusal(inner, path + _step(inner, error.cl))
+    if isinstance(error, ForbiddenExtraKeysError):
+        return _unknown(error, path)
+    if isinstance(error, Mismatch):
+        return Refused(f"{subject(path)} {error}", path=path)
+    if isinstance(error, Refused):
+        return Refused(str(error), path=path + (error.path or "$")[1:])
+    raise error
+
+
+def _first(group: BaseValidationError) -> Exception:
+    # An unknown field goes first: it is most often the misspelling that explains the field that is missing.
+    found: Exception = min(group.exceptions, key=lambda error: not isinstance(error, ForbiddenExtraKeysError))
+    return found
+
+
+def _step(error: Exception, cls: Any) -> str:
+    """The path from a container to the part that failed; empty when the container itself did."""
+    for note in reversed(getattr(error, "__notes__", [])):  # the innermost container noted last
+        if isinstance(note, IterableValidationNote):
+            return child("", note.index)
+        if hasattr(note, "name"):
+            return child("", _alias(cls, note.name))
+    return ""
+
+
+def child(path: str, key: int | str) -> str:
+    """The path of a part: `.name`, `[0]`, or `['odd name']`."""
+    if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
+        return f"{path}.{key}"
+    return f"{path}[{key!r}]"
+
+
+def _alias(cls: Any, name: str) -> str:
+    field = attrs.fields_dict(cls).get(name) if attrs.has(cls) else None
+    return name if field is None else str(field.alias)
+
+
+def _missing(error: KeyError, path: str) -> Refused:
+    where = child(path, str(error.args[0]))
+    return Refused(f"{subject(where)} is missing: it is required", path=where)
+
+
+def _unknown(error: ForbiddenExtraKeysError, path: str) -> Refused:
+    name = min(error.extra_fields)
+    known = [field.alias for field in attrs.fields(error.cl) if field.init]
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"remove it (known are {', '.join(known)})"
+    where = child(path, name)
+    return Refused(f"{subject(where)} is not a known field: {remedy}", path=where)

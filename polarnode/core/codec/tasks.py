@@ -1,0 +1,550 @@
+"""What a TaskSpec must also satisfy, as a list of laws: (does it hold, where, what to write instead). Pure,
+ordered, no exceptions.
+
+The rule for whoever edits it: a new field of `tasks.py` with a range, a name or a path in it gets its line
+here.
+
+A TaskSpec from JSON or TOML, and back; a capture's from JSON. What the shape can not say (ranges, names,
+paths) is said here, one line a law.
+
+The rule for whoever edits it: every refusal names the field and what to write instead; a spec that passes
+here starts, unless the machine itself lacks something. Unknown fields are refused, because a misspelt budget
+that is silently ignored costs a night of GPU time.
+"""
+
+import ipaddress
+import re
+import tomllib
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime, time
+from math import isfinite
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from polarnode.core.codec.json import child, plain, structure, subject
+from polarnode.core.conversation import Json, Sampling
+from polarnode.core.errors import Refused
+from polarnode.core.task import (
+    Budgets,
+    CaptureEnd,
+    CaptureSpec,
+    CarrySpec,
+    EvaluatorSpec,
+    FileSpec,
+    GroupSpec,
+    HarnessSpec,
+    McpServerSpec,
+    PrepareStep,
+    RuntimeSpec,
+    TaskSpec,
+)
+
+# ── laws ────────────────────────────────────────────────────────────
+
+
+class Law(NamedTuple):
+    """One demand on one field; `sentence` is a predicate for the field at `path`."""
+
+    holds: bool
+    path: str
+    sentence: str
+
+
+# a GRPO group is 8-64; a pass@k study asks a thousand; more is a mistyped number that fills the queue
+MAX_SAMPLES = 4096
+MAX_RETRIES = 10  # more would hide a broken machine for hours
+MAX_TOP_LOGPROBS = 20  # what the engine is asked for at most, as OpenAI and Google allow
+# stands in a URL path, a container label and an SSE filter unescaped
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+# an OCI reference or a folder of runtimes/; never an option or a path upwards
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# of a skill or an MCP server: part of a path, a TOML key and a tool's name
+FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+HOST = re.compile(
+    r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+)
+NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # of a turn or a lineage
+USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
+
+
+def first_broken(laws: Iterable[Law]) -> Law | None:
+    return next((law for law in laws if not law.holds), None)
+
+
+def task_laws(spec: TaskSpec) -> Iterator[Law]:
+    """Every law of a task but those on the content of files."""
+    yield Law(bool(spec.instruction.strip()), "$.instruction", "is empty: say what the agent should do")
+    yield Law(
+        "\0" not in spec.instruction,
+        "$.instruction",
+        "has a NUL character: it can not be an argument of a program",
+    )
+    yield from _name_laws(spec.task_id, "$.task_id")
+    yield from _name_laws(spec.group_id, "$.group_id")
+    yield Law(
+        1 <= spec.num_samples <= MAX_SAMPLES,
+        "$.num_samples",
+        f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
+    )
+    yield Law(0 <= spec.priority <= 100, "$.priority", f"must be 0 to 100, not {spec.priority}")
+    yield from _harness_laws(spec.harness)
+    yield from _runtime_laws(spec.runtime)
+    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
+    yield from _evaluator_laws(spec.evaluator)
+    yield from _budget_laws(spec.budgets)
+    yield from sampling_laws(spec.sampling, "$.sampling")
+    yield from _carry_laws(spec.carry)
+    yield from _group_laws(spec.group, spec.num_samples)
+    yield Law(
+        _is_http(spec.callback_url),
+        "$.callback_url",
+        "must be an http or https address with a host, and without a name or password in it",
+    )
+
+
+def capture_laws(spec: CaptureSpec) -> Iterator[Law]:
+    """Every law of a capture."""
+    yield from _name_laws(spec.task_id, "$.task_id")
+    yield from _name_laws(spec.group_id, "$.group_id")
+    yield Law(
+        1 <= spec.num_samples <= MAX_SAMPLES,
+        "$.num_samples",
+        f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
+    )
+    within = f"must be 0 to num_samples - 1 ({spec.num_samples - 1}), not {spec.sample_index}"
+    yield Law(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
+    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
+    yield from _budget_laws(spec.budgets)
+    yield from sampling_laws(spec.sampling, "$.sampling")
+    yield from _carry_laws(spec.carry)
+
+
+def capture_end_laws(end: CaptureEnd) -> Iterator[Law]:
+    """Every law of a capture's end but those on the turns it names."""
+    yield Law(
+        end.reward is None or isfinite(end.reward), "$.reward", f"must be a finite number, not {end.reward}"
+    )
+    for field, rewards in (("turn_rewards", end.turn_rewards), ("lineage_rewards", end.lineage_rewards)):
+        yield Law(
+            not rewards or end.reward is not None,
+            "$.reward",
+            f"is missing: {field} stand beside the session's own",
+        )
+        for number, reward in rewards.items():
+            where = child(f"$.{field}", number)
+            yield Law(NUMBER.fullmatch(number) is not None, where, 'must be named by a number, as "3"')
+            yield Law(isfinite(reward), where, f"must be a finite number, not {reward}")
+
+
+def _carry_laws(carry: CarrySpec) -> Iterator[Law]:
+    top = carry.top_logprobs
+    yield Law(
+        0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}"
+    )
+
+
+def _group_laws(group: GroupSpec, num_samples: int) -> Iterator[Law]:
+    for name, count in (("early_stop_min", group.early_stop_min), ("min_usable", group.min_usable)):
+        yield Law(
+            count is None or 1 <= count <= num_samples,
+            f"$.group.{name}",
+            f"must be 1 to num_samples ({num_samples}), not {count}",
+        )
+    behind = group.max_staleness
+    yield Law(behind is None or behind >= 0, "$.group.max_staleness", f"must be 0 or more, not {behind}")
+
+
+def _is_http(said: str | None) -> bool:
+    if said is None:
+        return True
+    url = address(said)
+    return url.scheme in ("http", "https") and bool(url.hostname) and not (url.username or url.password)
+
+
+def address(text: str) -> SplitResult:
+    """The parts of an address; all empty where it is none."""
+    try:
+        return urlsplit(text)
+    except ValueError:  # brackets that do not match
+        return urlsplit("")
+
+
+def _name_laws(name: str | None, path: str) -> Iterator[Law]:
+    sentence = "must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with a letter or digit"
+    yield Law(name is None or NAME.fullmatch(name) is not None, path, sentence)
+
+
+def _import_laws(name: str | None, path: str) -> Iterator[Law]:
+    yield Law(
+        name is None or IMPORT_PATH.fullmatch(name) is not None,
+        path,
+        "must look like package.module:attribute",
+    )
+
+
+def _evaluator_laws(spec: EvaluatorSpec) -> Iterator[Law]:
+    yield from _import_laws(spec.import_path, "$.evaluator.import_path")
+    alone = spec.import_path is None and not spec.config and spec.name == EvaluatorSpec().name
+    yield Law(
+        not spec.parts or alone,
+        "$.evaluator",
+        "has parts: give name, import_path and config in each part, not beside them",
+    )
+    for index, part in enumerate(spec.parts):
+        yield from _import_laws(part.import_path, f"$.evaluator.parts[{index}].import_path")
+        yield Law(
+            isfinite(part.weight),
+            f"$.evaluator.parts[{index}].weight",
+            f"must be a finite number, not {part.weight}",
+        )
+
+
+def _harness_laws(harness: HarnessSpec) -> Iterator[Law]:
+    yield Law(bool(harness.name.strip()), "$.harness.name", "is empty: name a harness")
+    yield from _import_laws(harness.import_path, "$.harness.import_path")
+    needs = harness.name == "shell" and harness.import_path is None
+    yield Law(
+        not needs or harness.command is not None,
+        "$.harness.command",
+        "is missing: the harness shell runs a command, given as argv",
+    )
+    if harness.command is not None:
+        yield from _argv_laws(harness.command, "$.harness.command")
+    yield from _env_laws(harness.env, "$.harness.env")
+    for name, server in harness.mcp_servers.items():
+        where = child("$.harness.mcp_servers", name)
+        yield from _folder_laws(name, where)
+        yield from _server_laws(server, where)
+    for name, text in harness.skills.items():
+        where = child("$.harness.skills", name)
+        yield from _folder_laws(name, where)
+        yield Law(bool(text.strip()), where, "is empty: give the text of its SKILL.md")
+
+
+def _folder_laws(name: str, path: str) -> Iterator[Law]:
+    yield Law(
+        FOLDER.fullmatch(name) is not None,
+        path,
+        "needs a name of 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit",
+    )
+
+
+def _server_laws(server: McpServerSpec, path: str) -> Iterator[Law]:
+    yield Law((server.command is None) != (server.url is None), path, "needs exactly one of command and url")
+    yield Law(
+        server.command is not None or not (server.args or server.env),
+        path,
+        "has args or env without a command to start",
+    )
+    yield Law(server.url is not None or not server.headers, f"{path}.headers", "are for a server with a url")
+    if server.command is not None:
+        yield from _argv_laws((server.command, *server.args), f"{path}.command")
+    yield from _env_laws(server.env, f"{path}.env")
+    web = server.url is None or server.url.startswith(("http://", "https://"))
+    yield Law(
+        web,
+        f"{path}.url",
+        "must begin with http:// or https://; the container has no network but its own loopback",
+    )
+
+
+def _argv_laws(argv: tuple[str, ...], path: str) -> Iterator[Law]:
+    yield Law(bool(argv) and bool(argv[0]), path, "is empty: give the program and its arguments")
+    yield Law(not any("\0" in word for word in argv), path, "has a NUL character: no program takes one")
+
+
+def _env_laws(env: Mapping[str, str], path: str) -> Iterator[Law]:
+    for name, value in env.items():
+        where = child(path, name)
+        yield Law(
+            VARIABLE.fullmatch(name) is not None,
+            where,
+            "is not a variable's name: use letters, digits and '_'",
+        )
+        yield Law("\0" not in value, where, "has a NUL character: no environment takes one")
+
+
+def _runtime_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+    image_ok = (
+        IMAGE.fullmatch(runtime.image) is not None and ".." not in runtime.image and "//" not in runtime.image
+    )
+    yield Law(
+        image_ok,
+        "$.runtime.image",
+        "is not an image's name: use a folder of runtimes/ or a reference like localhost/agent:1",
+    )
+    yield Law(
+        runtime.workdir.startswith("/"),
+        "$.runtime.workdir",
+        f"must be an absolute path, not {runtime.workdir!r}",
+    )
+    yield from _path_laws(runtime.workdir, "$.runtime.workdir")
+    yield Law(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
+    yield Law(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
+    yield Law(
+        runtime.memory_mb >= 16,
+        "$.runtime.memory_mb",
+        f"must be 16 or more (a shell does not start in less), not {runtime.memory_mb}",
+    )
+    yield Law(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
+    yield Law(runtime.disk_mb >= 16, "$.runtime.disk_mb", f"must be 16 or more, not {runtime.disk_mb}")
+    yield from _env_laws(runtime.env, "$.runtime.env")
+    yield from _reach_laws(runtime)
+    for index, file in enumerate(runtime.files):
+        yield from _file_laws(file, f"$.runtime.files[{index}]")
+    for name, steps in (("prepare", runtime.prepare), ("eval_prepare", runtime.eval_prepare)):
+        for index, step in enumerate(steps):
+            yield from _step_laws(step, f"$.runtime.{name}[{index}]")
+
+
+def _reach_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+    """What of the machine and the world a container may see."""
+    for index, name in enumerate(runtime.egress):
+        named = HOST.fullmatch(name) is not None
+        yield Law(
+            named,
+            f"$.runtime.egress[{index}]",
+            "must be a host's name such as pypi.example or *.pypi.example, without scheme, port and path",
+        )
+    for index, place in enumerate(runtime.writable):
+        yield from _absolute_laws(place, f"$.runtime.writable[{index}]")
+    for index, volume in enumerate(runtime.volumes):
+        yield from _absolute_laws(volume.source, f"$.runtime.volumes[{index}].source")
+        yield from _absolute_laws(volume.target, f"$.runtime.volumes[{index}].target")
+        yield Law(
+            volume.target.strip("/") != "", f"$.runtime.volumes[{index}].target", "must not be the root"
+        )
+    for index, artifact in enumerate(runtime.artifacts):
+        yield Law(bool(artifact.strip("/")), f"$.runtime.artifacts[{index}]", "must name a file or a folder")
+        yield from _path_laws(artifact, f"$.runtime.artifacts[{index}]")
+
+
+def _absolute_laws(place: str, path: str) -> Iterator[Law]:
+    yield Law(place.startswith("/"), path, f"must be an absolute path, not {place!r}")
+    yield from _path_laws(place, path)
+
+
+def _path_laws(name: str, path: str) -> Iterator[Law]:
+    yield Law(".." not in name.split("/"), path, "must not climb with '..': write the path it means")
+    yield Law("\0" not in name, path, "has a NUL character: no file system takes one")
+
+
+def _file_laws(file: FileSpec, path: str) -> Iterator[Law]:
+    named = bool(file.path.strip("/")) and not file.path.endswith("/")
+    yield Law(named, f"{path}.path", "must name a file, relative to the workdir or absolute")
+    yield from _path_laws(file.path, f"{path}.path")
+    yield Law(0 <= file.mode <= 0o777, f"{path}.mode", "must be permission bits, 0 to 511 (0o777)")
+
+
+def _step_laws(step: PrepareStep, path: str) -> Iterator[Law]:
+    yield from _argv_laws(step.argv, f"{path}.argv")
+    yield Law(
+        step.user is None or USER.fullmatch(step.user) is not None,
+        f"{path}.user",
+        "must be a user's name or number",
+    )
+
+
+def _budget_laws(budgets: Budgets) -> Iterator[Law]:
+    for name, seconds in (("init_s", budgets.init_s), ("run_s", budgets.run_s), ("post_s", budgets.post_s)):
+        yield Law(
+            isfinite(seconds) and seconds > 0,
+            f"$.budgets.{name}",
+            f"must be more than 0 seconds, not {seconds}",
+        )
+    for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
+        yield Law(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
+    yield Law(
+        0 <= budgets.retries <= MAX_RETRIES,
+        "$.budgets.retries",
+        f"must be 0 to {MAX_RETRIES}, not {budgets.retries}",
+    )
+
+
+def sampling_laws(sampling: Sampling, path: str) -> Iterator[Law]:
+    """The ranges the engine takes; also for a provider's request that gives a path of its own."""
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
+        ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
+    )
+    for name, value, low, high in ranges:
+        yield Law(
+            value is None or low <= value <= high,
+            f"{path}.{name}",
+            f"must be {low:g} to {high:g}, not {value}",
+        )
+    top_p, top_k, repetition = sampling.top_p, sampling.top_k, sampling.repetition_penalty
+    yield Law(
+        top_p is None or 0 < top_p <= 1, f"{path}.top_p", f"must be more than 0 and at most 1, not {top_p}"
+    )
+    yield Law(
+        top_k is None or top_k == -1 or top_k >= 1,
+        f"{path}.top_k",
+        f"must be 1 or more, or -1 for all, not {top_k}",
+    )
+    yield Law(
+        repetition is None or 0 < repetition <= 2,
+        f"{path}.repetition_penalty",
+        f"must be more than 0 and at most 2, not {repetition}",
+    )
+    yield Law(
+        sampling.max_tokens is None or sampling.max_tokens >= 1,
+        f"{path}.max_tokens",
+        f"must be 1 or more, not {sampling.max_tokens}",
+    )
+    yield Law(all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token")
+
+
+# ── tasks ────────────────────────────────────────────────────────────
+
+
+def read_task(value: Json) -> TaskSpec:
+    """The TaskSpec that `value` says, with defaults where it is silent. Refused with the path of the first
+    field that can not be.
+    """
+    spec = structure(value, TaskSpec, forbid_extra=True)
+    _hold(_all_laws(spec))
+    return spec
+
+
+def read_capture(value: Json) -> CaptureSpec:
+    """The CaptureSpec that `value` says. Refused as a task is."""
+    spec = structure(value, CaptureSpec, forbid_extra=True)
+    _hold(capture_laws(spec))
+    return spec
+
+
+def read_capture_end(value: Json) -> CaptureEnd:
+    """How a capture ends, as `value` says. Refused as a task is."""
+    end = structure(value, CaptureEnd, forbid_extra=True)
+    _hold(capture_end_laws(end))
+    return end
+
+
+def _hold(laws: Iterable[Law]) -> None:
+    broken = first_broken(laws)
+    if broken is not None:
+        raise Refused(f"{subject(broken.path)} {broken.sentence}", path=broken.path)
+
+
+def _all_laws(spec: TaskSpec) -> Iterator[Law]:
+    yield from task_laws(spec)
+    for index, file in enumerate(spec.runtime.files):
+        yield from _content_laws(file, f"$.runtime.files[{index}]")
+
+
+def _content_laws(file: FileSpec, path: str) -> Iterator[Law]:
+    yield Law((file.text is None) != (file.base64 is None), path, "needs exactly one of text and base64")
+    yield Law(
+        _is_base64(file.base64),
+        f"{path}.base64",
+        "is not base64: encode the bytes with the standard alphabet and padding",
+    )
+
+
+def _is_base64(text: str | None) -> bool:
+    try:
+        return text is None or b64decode(text, validate=True) is not None
+    except (Base64Error, ValueError):
+        return False
+
+
+def file_bytes(file: FileSpec) -> bytes:
+    """The content of a file that `read_task` accepted."""
+    return (file.text or "").encode() if file.base64 is None else b64decode(file.base64, validate=True)
+
+
+def in_workdir(path: str, workdir: str) -> str:
+    """A path that is relative to the workdir or absolute, as an absolute one."""
+    return path if path.startswith("/") else f"{workdir.rstrip('/')}/{path}"
+
+
+def task_json(spec: TaskSpec) -> dict[str, Json]:
+    """`spec` as JSON with every default written out; `read_task` of it is `spec` again."""
+    found: dict[str, Json] = plain(spec)
+    return found
+
+
+# ── TOML: the same shape, and two conveniences for a folder of files ──────────
+
+
+def read_task_toml(text: str, *, read_file: Callable[[str], bytes] | None = None) -> TaskSpec:
+    """A TaskSpec written in TOML, as `read_toml_value` reads it."""
+    return read_task(read_toml_value(text, read_file=read_file))
+
+
+def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = None) -> dict[str, Json]:
+    """A TaskSpec written in TOML, whole or partial, as its JSON.
+
+    With `read_file` (a path as written → bytes), `instruction_file = "task.md"` stands for the instruction
+    and `source = "tests/x.py"` of a `[[runtime.files]]` for its content, so that a task can be a folder. This
+    module opens nothing itself.
+    """
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise Refused(f"the task is not TOML: {error}") from None
+    _refuse_dates(value, "$")
+    return _with_files(value, read_file) if read_file is not None else value
+
+
+def _refuse_dates(value: Any, path: str) -> None:
+    if isinstance(value, date | datetime | time):
+        raise Refused(f"{subject(path)} is a TOML date: write it as a string", path=path)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _refuse_dates(part, child(path, key))
+    if isinstance(value, list):
+        for index, part in enumerate(value):
+            _refuse_dates(part, child(path, index))
+
+
+def _with_files(value: dict[str, Any], read_file: Callable[[str], bytes]) -> dict[str, Any]:
+    task = dict(value)
+    name = task.pop("instruction_file", None)
+    if name is not None:
+        task["instruction"] = _decoded(read_file(_name(name, "$.instruction_file")), "$.instruction_file")
+    runtime = task.get("runtime")
+    if isinstance(runtime, dict) and isinstance(runtime.get("files"), list):
+        files = [
+            _with_content(file, f"$.runtime.files[{index}]", read_file)
+            for index, file in enumerate(runtime["files"])
+        ]
+        task["runtime"] = {**runtime, "files": files}
+    return task
+
+
+def _with_content(file: Any, path: str, read_file: Callable[[str], bytes]) -> Any:
+    if not isinstance(file, Mapping) or "source" not in file:
+        return file
+    rest = {key: value for key, value in file.items() if key != "source"}
+    return {**rest, "base64": b64encode(read_file(_name(file["source"], f"{path}.source"))).decode()}
+
+
+def _name(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{subject(path)} must be a file's path, as a string", path=path)
+    return value
+
+
+def _decoded(content: bytes, path: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise Refused(f"{subject(path)} names a file that is not UTF-8 text", path=path) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

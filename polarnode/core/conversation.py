@@ -1,0 +1,246 @@
+"""What is said: messages, tools and sampling as every provider module reads them, an answer and its deltas as
+it writes them.
+
+These are values: frozen, without JSON spelling, without a model family. A message is flat (text, thinking,
+calls) because that is what a chat template renders and what lineage compares; the order of an answer's parts
+is kept apart in `Answer.parts` for the dialects that show it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import asdict, evolve, field, frozen
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Role = Literal["system", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "tool_calls", "length", "stop_string", "abort", "error"]
+
+
+@frozen(kw_only=True)
+class ToolCall:
+    """One call. `arguments` is JSON text as sampled or as the client wrote it: compare it parsed, show it as
+    it is.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@frozen(kw_only=True)
+class Message:
+    """One message. `call_id` only with role tool; `calls`, `thinking`, `refs` only with role assistant.
+
+    `refs` are our own signed references found in opaque fields the client echoed (tool-call ids, thinking
+    signatures); they prove which turn this message is, and never override what the client changed.
+    """
+
+    role: Role
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+    thinking: str = ""
+    refs: tuple[str, ...] = ()
+
+    def joined(self, more: "Message") -> "Message":
+        """This one gone on with: one turn of an assistant that a client shows as two. Each reference once, as
+        all parts of an answer carry it.
+        """
+        return Message(
+            role=self.role,
+            text=self.text + more.text,
+            calls=self.calls + more.calls,
+            call_id=self.call_id,
+            thinking=self.thinking + more.thinking,
+            refs=tuple(dict.fromkeys(self.refs + more.refs)),
+        )
+
+
+@frozen(kw_only=True)
+class Tool:
+    """A function the model may call; `parameters` is its JSON Schema in the client's own key order.
+
+    `spelling` is the dialect's own: how a call of this tool is written when it is no plain function there.
+    Opaque to everyone else.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Json] = field(factory=dict)
+    spelling: Mapping[str, Json] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Conversation:
+    """All that is rendered into a prompt. `thinking` is enable_thinking for templates that know it (None: the
+    template's default).
+
+    `tool_choice` is "auto", "none", "required" or a tool's name; it changes what we ask of the engine, never
+    the prompt.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    thinking: bool | None = None
+
+
+@frozen(kw_only=True)
+class Sampling:
+    """How to sample; None means not said. `stop` are strings; the node watches for them, the engine only
+    knows ids.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+    def over(self, other: "Sampling") -> "Sampling":
+        """This one where it says something, `other` elsewhere: the task's sampling laid over what a harness
+        asks.
+        """
+        said = {name: value for name, value in asdict(self, recurse=False).items() if value not in (None, ())}
+        return evolve(other, **said)
+
+
+@frozen(kw_only=True)
+class Constraint:
+    """What the visible answer must match; the engine enforces it token by token. `text` is in the language
+    `kind`: a JSON Schema is JSON text.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+
+
+@frozen(kw_only=True)
+class ModelRequest:
+    """One call of a harness, read by its provider module: everything the rest of the house needs to know of
+    it.
+
+    `hints` say who is asking, opaque but for their names: `session`, `agent` (empty for the main one),
+    `parent`, and `kind`, a turn's role where the harness itself says it (`subagent`, `auxiliary`,
+    `compaction`). `logprobs` is None when they are not asked for, else how many alternatives each token shall
+    show. `one_call`: the answer ends with its first tool call. Without `generate` nothing is sampled: the
+    client only warms its connection. `extras` is what the provider's writer wants back; opaque to everyone
+    else.
+    """
+
+    provider: str
+    model: str  # the name the client used; echoed back, never looked up
+    conversation: Conversation
+    sampling: Sampling
+    stream: bool = False
+    include_usage: bool = True  # chat: only when stream_options asks for it
+    hints: Mapping[str, str] = field(factory=dict)
+    ignored: tuple[str, ...] = ()  # JSON paths of fields we read and did not use
+    # sentences a reader of the turn should see: what was asked and can only be done in part
+    notes: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    choices: int = 1
+    logprobs: int | None = None
+    one_call: bool = False
+    generate: bool = True
+    extras: Mapping[str, Json] = field(factory=dict)
+
+
+# ── an answer, as it comes ────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Alternative:
+    """A token that could have been sampled: its bytes, and its logprob in nats."""
+
+    data: bytes
+    logprob: float
+
+
+@frozen(kw_only=True)
+class TokenLogprob:
+    """One sampled token of visible text: its bytes, its logprob in nats, and the likeliest alternatives,
+    likeliest first.
+    """
+
+    data: bytes
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+@frozen
+class TextDelta:
+    """More visible text. `logprobs` only where they were asked for: of the tokens read since the delta
+    before, held-back ones included.
+    """
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@frozen
+class ThinkingDelta:
+    """More thinking."""
+
+    text: str
+
+
+# a call is held back until it is whole (harnesses.md 14.8, 14.9)
+Delta = TextDelta | ThinkingDelta | ToolCall
+
+
+@frozen
+class TextPart:
+    text: str
+
+
+@frozen
+class ThinkingPart:
+    text: str
+
+
+Part = TextPart | ThinkingPart | ToolCall
+
+
+@frozen(kw_only=True)
+class Usage:
+    """Token counts of one call; `cached_tokens` of `prompt_tokens` came from the engine's prefix cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    thinking_tokens: int = 0
+
+
+@frozen(kw_only=True)
+class Answer:
+    """A finished answer: its parts in the order they were sampled. `malformed_calls` were sampled but could
+    not be read, and are in the text.
+    """
+
+    parts: tuple[Part, ...]
+    finish_reason: FinishReason
+    stop_string: str | None = None
+    malformed_calls: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the visible text, where they were asked for
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def thinking(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, ThinkingPart))
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    def as_message(self, *, refs: tuple[str, ...] = ()) -> Message:
+        """The message a faithful client will echo; lineage fingerprints this, never the tokens."""
+        return Message(role="assistant", text=self.text, calls=self.calls, thinking=self.thinking, refs=refs)

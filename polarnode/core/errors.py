@@ -1,0 +1,128 @@
+"""One error a boundary, each naming whose fault it is.
+
+Four mechanisms, each in one place: the vocabulary is the classes below; classification is `boundary()`, put
+around every call that leaves the house; surfacing is `str(error)`, one sentence that says what to do; capture
+is `Outcome.reason` in a session's record. Whoever adds a door to the world adds a class here and wraps the
+call; nobody else catches `Exception`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PolarnodeError(Exception):
+    """What this house raises on purpose. Its text is one sentence for the person who can act on it."""
+
+    boundary = "node"
+
+
+class Refused(PolarnodeError):
+    """The caller's fault: a request or a spec we can not take. `path` names the field, JSON-path like
+    (`$.messages[0].role`).
+    """
+
+    boundary = "client"
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class ContextTooLong(Refused):
+    """A prompt longer than the model can hold; harnesses compact when told so in their provider's own
+    words.
+    """
+
+    def __init__(self, *, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and this model holds {limit}: shorten the conversation"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+class Conflict(PolarnodeError):
+    """The id, key or place of another; the text names it."""
+
+    boundary = "client"
+
+
+class Busy(PolarnodeError):
+    """No room now; asking again after `retry_after` seconds can help."""
+
+    boundary = "node"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DiskFull(PolarnodeError):
+    """The journal's disk has no room for what a new session would make."""
+
+    boundary = "journal"
+
+
+class ConfigError(PolarnodeError):
+    """A setting of the node that can not work, named with its remedy."""
+
+    boundary = "config"
+
+
+class ModelError(PolarnodeError):
+    """A checkpoint, tokenizer or chat template that can not be served faithfully."""
+
+    boundary = "model"
+
+
+class EngineError(PolarnodeError):
+    """The engine host refused, failed or died. `retryable` says whether asking again can help."""
+
+    boundary = "engine"
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class RuntimeFault(PolarnodeError):
+    """A container that did not start, answer or end."""
+
+    boundary = "runtime"
+
+
+class HarnessError(PolarnodeError):
+    """A harness that is unknown, misconfigured or not in its image."""
+
+    boundary = "harness"
+
+
+class EvaluatorError(PolarnodeError):
+    """An evaluator that could not judge."""
+
+    boundary = "evaluator"
+
+
+class JournalError(PolarnodeError):
+    """The journal can not take or give an entry (a full disk, a torn file)."""
+
+    boundary = "journal"
+
+
+class LawBroken(PolarnodeError):
+    """A trajectory that breaks a law of tokens; the text holds the numbers. Always a bug of ours."""
+
+    boundary = "laws"
+
+
+@contextmanager
+def boundary(kind: type[PolarnodeError], what: str) -> Iterator[None]:
+    """Turn whatever a foreign library raises inside the block into `kind`, keeping the cause. Our own errors
+    and cancellation pass.
+    """
+    try:
+        yield
+    except PolarnodeError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {error or type(error).__name__}") from error

@@ -1,0 +1,223 @@
+"""What the shell must offer to the rooms below it. Protocols only, so that nothing here waits, opens or
+imports Trio.
+"""
+
+from array import array
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from attrs import field, frozen
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs
+from polarnode.core.conversation import Constraint, FinishReason, Json, Sampling
+from polarnode.core.task import McpServerSpec
+from polarnode.core.trajectory import VersionSpan
+
+
+class Tokenizer(Protocol):
+    """A model's tokenizer and chat template, loaded. `control` maps every added token's text to its id."""
+
+    @property
+    def vocab_size(self) -> int: ...  # ids the model's embedding can take, not only those the tokenizer knows
+
+    @property
+    def control(self) -> Mapping[str, int]: ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text by the vocabulary alone: never a control token, whatever the text holds."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one id stands for; a control token's are its text's."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        tools: Sequence[Mapping[str, Json]],
+        generation_prompt: bool,
+        thinking: bool | None,
+    ) -> str:
+        """The chat template's text for a conversation in the OpenAI shape that templates read."""
+        ...
+
+
+@frozen(kw_only=True)
+class Steering:
+    """A logit processor of the engine's own kind, and its parameters: what tests make answers predictable
+    with, and research changes sampling with.
+
+    `processor` is SGLang's spelling (`CustomLogitProcessor.to_str()`). The engine must have been started with
+    `enable_custom_logit_processor`.
+    """
+
+    processor: str
+    parameters: Mapping[str, Json]
+
+
+@frozen(kw_only=True)
+class GenerateOrder:
+    """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names
+    the session whose prefix is cached.
+
+    `top_logprobs`: how many alternatives to show with each token. `constraint_after`: the id behind which
+    `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
+    `routed_from`: the first position of the prompt whose experts are to be told, of all from there on; None
+    tells none.
+    """
+
+    request_id: str
+    prompt: "array[int]"
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    affinity: str = ""
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    steering: Steering | None = None
+    constraint_after: int | None = None
+    routed_from: int | None = None
+
+
+@frozen(kw_only=True)
+class Chunk:
+    """Some tokens of a sample, in order. The last chunk has `finish_reason`; `version_spans` index into the
+    whole sample so far.
+
+    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`),
+    "length" or "abort". `top_logprobs` has a row for each of `ids` where it was asked for. `routed` comes
+    with the last chunk where it was asked for, unless that is an "abort".
+    """
+
+    ids: "array[int]"
+    logprobs: "array[float]"
+    finish_reason: FinishReason | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+    cached_tokens: int = 0
+    top_logprobs: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+
+
+class Engine(Protocol):
+    """The model, for token ids. Leaving the block in any way aborts the generation; a dead engine raises
+    EngineError at once.
+    """
+
+    def generate(self, order: GenerateOrder) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
+
+
+@frozen(kw_only=True)
+class Ended:
+    """A process in a runtime, over. Output is bounded; `truncated` says some was dropped (the end is
+    kept).
+    """
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool = False
+
+
+class Runtime(Protocol):
+    """A started container with its own door. Every method may raise RuntimeFault."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def workdir(self) -> str: ...
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> Ended:
+        """Run a program to its end. Cancelling ends the whole process group: TERM, then KILL."""
+        ...
+
+    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
+        """Write files (absolute path to content), making folders; owned by `user` (default: the
+        runtime's).
+        """
+        ...
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        """A file's first `limit` bytes, None when there is none. Never follows a link."""
+        ...
+
+    async def end_processes(self) -> None:
+        """End everything the session started in here; only the container's own first process stays."""
+        ...
+
+
+@frozen(kw_only=True)
+class Question:
+    """What a judge is asked: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer is to be
+    JSON of that shape.
+    """
+
+    messages: tuple[Mapping[str, Json], ...]
+    schema: Mapping[str, Json] | None = None
+    temperature: float = 0.0
+    max_tokens: int = 2048  # a rubric's answer with its reasons; a judge that thinks aloud needs more
+
+
+class Judge(Protocol):
+    """A model that judges, at an endpoint of the node's own config."""
+
+    async def ask(self, question: Question) -> str:
+        """Its answer's text. EvaluatorError when it gives none after its retries."""
+        ...
+
+    async def ask_each(self, questions: Sequence[Question]) -> list[str]:
+        """Several at once, as many as the judge takes; their answers in order. One that fails fails
+        them all.
+        """
+        ...
+
+
+@frozen(kw_only=True)
+class Launch:
+    """How to start a harness: a program with its environment, the files it reads (all absolute paths) and its
+    standard input.
+
+    Nothing of it goes through a shell.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    files: Mapping[str, bytes]
+    stdin: bytes = b""
+
+
+@frozen(kw_only=True)
+class Endpoint:
+    """Where a harness finds its model: `base_url` without a version path (`http://127.0.0.1:8080`), and the
+    session's key.
+    """
+
+    base_url: str
+    key: str
+    context_length: int
+    model: str
+
+
+@frozen(kw_only=True)
+class HarnessOrder:
+    """What a harness module turns into a Launch."""
+
+    instruction: str
+    endpoint: Endpoint
+    workdir: str
+    home: str
+    model_name: str | None
+    settings: Mapping[str, Json]
+    env: Mapping[str, str]
+    command: tuple[str, ...] | None = None
+    mcp_servers: Mapping[str, McpServerSpec] = field(factory=dict)
+    skills: Mapping[str, str] = field(factory=dict)

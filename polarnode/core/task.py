@@ -1,0 +1,267 @@
+"""What a trainer asks for. Pure values with their defaults; `wire.py` reads them from JSON and TOML, and
+refuses with the field's path.
+
+Every default number carries its reason; every budget is in seconds.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+
+from polarnode.core.conversation import Json, Sampling
+
+
+@frozen(kw_only=True)
+class McpServerSpec:
+    """A server of tools the harness itself starts (`command`, in the container) or reaches (`url`, over
+    streamable HTTP).
+    """
+
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(factory=dict)
+    url: str | None = None
+    headers: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class HarnessSpec:
+    """Which agent program, and how it is set. `command` is for `shell`; `import_path` is
+    `package.module:attribute`.
+
+    `mcp_servers` by name; `skills` are texts of SKILL.md by the name of their folder. Both are for harnesses
+    that know them.
+    """
+
+    name: str = "shell"
+    import_path: str | None = None
+    version: str | None = None
+    model_name: str | None = None
+    command: tuple[str, ...] | None = None
+    settings: Mapping[str, Json] = field(factory=dict)
+    env: Mapping[str, str] = field(factory=dict)
+    mcp_servers: Mapping[str, McpServerSpec] = field(factory=dict)
+    skills: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class FileSpec:
+    """A file to place in the workspace before the harness starts: text, or `base64` for bytes. `path`
+    relative to the workdir or absolute.
+    """
+
+    path: str
+    text: str | None = None
+    base64: str | None = None
+    mode: int = 0o644
+
+
+@frozen(kw_only=True)
+class PrepareStep:
+    """One command run in the runtime before the harness (or the evaluator), as argv; a non-zero exit ends the
+    session in INIT.
+    """
+
+    argv: tuple[str, ...]
+    user: str | None = None
+
+
+@frozen(kw_only=True)
+class VolumeSpec:
+    """A folder of the node's machine, seen in the container at `target`. Only where the node's own `volumes`
+    allow it.
+    """
+
+    source: str
+    target: str
+    write: bool = False
+
+
+@frozen(kw_only=True)
+class RuntimeSpec:
+    """The container. `image` is a folder name of `runtimes/` or any image Podman has. Network is none: the
+    model plane's door is inside.
+
+    `add_harness`: the harness is built on top of `image` (any Debian or Ubuntu), once, because the image is
+    the task's and not the harness's. `egress` are names of hosts that may be reached through the node's
+    proxy, `*.example.org` for all below one; only where the node's own `egress` allows them. While the
+    harness runs the root is read-only but for the workdir, the home, /tmp, /var/tmp and `writable`.
+    `artifacts` are files and folders kept of the session, relative to the workdir or absolute.
+    """
+
+    image: str = "agent"
+    add_harness: bool = False
+    files: tuple[FileSpec, ...] = ()
+    prepare: tuple[PrepareStep, ...] = ()
+    eval_prepare: tuple[PrepareStep, ...] = ()
+    env: Mapping[str, str] = field(factory=dict)
+    workdir: str = "/work"
+    user: str = "agent"
+    cpus: float = 1.0  # one harness is one busy thread; more lets one session starve its siblings
+    memory_mb: int = 2048  # Claude Code peaks near 1 GB; twice that before the kernel ends it
+    pids: int = 512  # node harnesses run ~60 threads; a fork bomb stops here
+    # what a session may write: a repository with its build fits, and 64 sessions fit on half a terabyte
+    disk_mb: int = 8192
+    network: Literal["none"] = "none"
+    egress: tuple[str, ...] = ()
+    read_only: bool = True
+    writable: tuple[str, ...] = ()
+    volumes: tuple[VolumeSpec, ...] = ()
+    artifacts: tuple[str, ...] = ()
+    # files and prepare steps are done once and the container they leave is copied; False does them in each
+    # session
+    reuse_prepared: bool = True
+
+
+@frozen(kw_only=True)
+class BuilderSpec:
+    name: str = "prefix_merging"
+    import_path: str | None = None
+    config: Mapping[str, Json] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class EvaluatorPart:
+    """One of several evaluators whose rewards are added up, each times its weight."""
+
+    name: str = "session_completed"
+    import_path: str | None = None
+    config: Mapping[str, Json] = field(factory=dict)
+    weight: float = 1.0
+
+
+@frozen(kw_only=True)
+class EvaluatorSpec:
+    """What scores the session. `fresh_runtime`: judge the workdir's files in a clean container the harness
+    never touched.
+
+    With `parts` there is neither name nor config: each part judges in turn, in the same runtime.
+    """
+
+    name: str = "session_completed"
+    import_path: str | None = None
+    config: Mapping[str, Json] = field(factory=dict)
+    fresh_runtime: bool = False
+    parts: tuple[EvaluatorPart, ...] = ()
+
+
+@frozen(kw_only=True)
+class Budgets:
+    """Seconds a phase may take, and counts a run may spend; None is no limit of this kind.
+
+    `retries`: fresh sessions in the place of one that ended for a fault of the machine (its container, its
+    engine, its node), never of the agent.
+    """
+
+    # an image build is not in it; a cold container start under load is 1-3 s, prepare steps take the rest
+    init_s: float = 300.0
+    run_s: float = 1800.0
+    post_s: float = 300.0
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    # a machine that loses the same session three times has a fault a fourth attempt meets again
+    retries: int = 2
+
+
+@frozen(kw_only=True)
+class CarrySpec:
+    """What is carried with the tokens beside their ids, logprobs and weight versions. Both take memory, up to
+    the node's `carried_mb` a session.
+
+    `top_logprobs`: the likeliest tokens at each sampled one, 0 to 20; 8 bytes each. `routed_experts`: the
+    experts of a mixture that read each position, for a trainer that replays the routing; layers * experts a
+    token bytes a position.
+    """
+
+    top_logprobs: int = 0
+    routed_experts: bool = False
+
+
+@frozen(kw_only=True)
+class GroupSpec:
+    """What a trainer wants of a task's sessions together. One is usable when it has a reward and at least one
+    trainable token.
+
+    `early_stop_min`: with so many usable ones in, those under way are ended with what they have; with more
+    `num_samples` than that a group is over-sampled. With fewer than `min_usable` it is of no use.
+    `max_staleness`: how many weight updates a session's oldest sampled token may be behind when it ends; one
+    further behind is not usable (`drop`), or only says so (`mark`). `drop_uniform_reward`: a group whose
+    usable rewards are all equal teaches nothing, and says that it is dropped.
+    """
+
+    early_stop_min: int | None = None
+    min_usable: int = 1
+    max_staleness: int | None = None
+    stale: Literal["drop", "mark"] = "drop"
+    drop_uniform_reward: bool = False
+
+
+# What a callback is sent: each event as the stream has it; or as Polar's, the TaskResult of the whole task,
+# or the SessionResult of each session.
+CallbackFormat = Literal["event", "polar_task", "polar_session"]
+
+
+@frozen(kw_only=True)
+class TaskSpec:
+    """One task: `num_samples` sessions of the same harness on the same instruction; together they are a
+    group.
+    """
+
+    instruction: str
+    harness: HarnessSpec
+    task_id: str | None = None
+    group_id: str | None = None
+    num_samples: int = 1
+    priority: int = 50
+    runtime: RuntimeSpec = field(factory=RuntimeSpec)
+    builder: BuilderSpec = field(factory=BuilderSpec)
+    evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
+    budgets: Budgets = field(factory=Budgets)
+    sampling: Sampling = field(factory=Sampling)
+    # what a later prompt shows of sampled thoughts: all, or what the model's template would
+    thinking: Literal["keep", "template"] = "keep"
+    carry: CarrySpec = field(factory=CarrySpec)
+    group: GroupSpec = field(factory=GroupSpec)
+    callback_url: str | None = None  # told of each event of the task by a POST, until it takes it
+    callback_format: CallbackFormat = "event"
+    metadata: Mapping[str, Json] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class CaptureSpec:
+    """A session whose harness its caller runs, anywhere on the node's machine: no runtime, no evaluator, one
+    key.
+
+    `num_samples` captures with one `task_id`, each with its own `sample_index` and all else equal, are a task
+    and a group together; the first of them takes the task. Of `budgets` `run_s` counts from the beginning to
+    the end; `init_s`, `post_s` and `retries` mean nothing here.
+    """
+
+    task_id: str | None = None
+    group_id: str | None = None
+    sample_index: int = 0
+    num_samples: int = 1
+    builder: BuilderSpec = field(factory=BuilderSpec)
+    budgets: Budgets = field(factory=Budgets)
+    sampling: Sampling = field(factory=Sampling)
+    thinking: Literal["keep", "template"] = "keep"
+    carry: CarrySpec = field(factory=CarrySpec)
+    metadata: Mapping[str, Json] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class CaptureEnd:
+    """How whoever ran a capture's harness ends it, and what it was worth. No reward: nobody judged it.
+
+    `turn_rewards` and `lineage_rewards` by the number of a turn or a lineage, which is written as a name, as
+    JSON has it.
+    """
+
+    status: Literal["completed", "failed", "cancelled"] = "completed"
+    exit_code: int | None = None
+    reason: str | None = None
+    reward: float | None = None
+    metrics: Mapping[str, Json] = field(factory=dict)
+    turn_rewards: Mapping[str, float] = field(factory=dict)
+    lineage_rewards: Mapping[str, float] = field(factory=dict)

@@ -1,0 +1,255 @@
+"""One model call, as it is kept.
+
+A `Turn` is a delta: its prompt is its parent's prompt and sample, then `prompt_delta`. A root turn's delta is
+its whole prompt. Every token of a session is therefore stored once, and a later prompt can not disagree with
+an earlier one.
+
+What becomes of a session: its traces, its outcome, its verdict, and the trajectory that holds them all.
+"""
+
+from array import array
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs
+from polarnode.core.conversation import Answer, FinishReason, Json, Message, Sampling, Usage
+
+# ── turns ────────────────────────────────────────────────────────────
+
+TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
+# partial: cut by the client's leaving or an abort; failed: the engine's fault
+TurnState = Literal["complete", "partial", "failed"]
+TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
+
+
+@frozen(kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample (or of a trace) were sampled by these weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+@frozen(kw_only=True)
+class Heard:
+    """What a turn's `prompt_delta` was rendered from, in words: the messages behind its parent's, without our
+    references in them.
+
+    `tools` (JSON text, "" for none) and `thinking` (enable_thinking, None: the template's own) are a root's:
+    they stand at the head of a prompt, and no turn extends one that has others. Text and not values, because
+    30 KB of schemas are 300 KB of objects.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: str = ""
+    thinking: bool | None = None
+
+
+@frozen(kw_only=True)
+class Turn:
+    """One model call.
+
+    `index` counts the session's turns from 0 in the order they were asked. `prompt_delta` int32[D], `sampled`
+    int32[S] with the stop token when one was sampled, `logprobs` float32[S] in nats of the distribution
+    sampled from, `version_spans` cover [0, S) in order. `close_length` of the first ids in `prompt_delta`
+    close the parent's sample (a turn end its cut sample lacks); they are never trained. `top` has a row for
+    each of `sampled`; `routed` the positions that no turn before it has, up to the sample's last token. Both
+    are None where the task did not ask for them, and where `notes` say why they are not carried.
+    """
+
+    session_id: str
+    index: int
+    provider: str
+    lineage: int
+    parent: int | None
+    kind: TurnKind
+    reason: str
+    role: TurnRole = "main"
+    state: TurnState = "complete"
+    prompt_delta: "array[int]"
+    prompt_length: int
+    close_length: int = 0
+    sampled: "array[int]"
+    logprobs: "array[float]"
+    version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = "stop"
+    request_key: str = ""  # what was asked, for recognising a retry
+    # lineage key of the request's whole path, so that a session can be rebuilt from its turns
+    before_key: str = ""
+    message_key: str = ""  # lineage key after the returned message
+    answer: Answer | None = None
+    asked: Sampling = field(factory=Sampling)
+    used: Sampling = field(factory=Sampling)
+    usage: Usage = field(factory=Usage)
+    started: float = 0.0  # wall seconds since the epoch
+    first_token_s: float | None = None  # seconds after started
+    ended_s: float = 0.0  # seconds after started
+    notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity: whatever a reader should know
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    # of the request's `messages`, so many are the parent's path; None in journals of 0.1
+    matched: int | None = None
+    messages: int | None = None
+    # None where only ids are known: in journals of 0.1, and of calls merged by tokens
+    heard: Heard | None = None
+
+    @property
+    def begin(self) -> int:
+        """Where in a row what it brought begins: where its parent ended."""
+        return self.prompt_length - len(self.prompt_delta)
+
+    @property
+    def end(self) -> int:
+        """The length of a row that it ends."""
+        return self.prompt_length + len(self.sampled)
+
+
+# ── results ────────────────────────────────────────────────────────────
+
+Status = Literal["completed", "timeout", "failed", "error", "cancelled", "interrupted"]
+Clock = Literal["init", "run", "post", "turns", "tokens"]
+
+
+@frozen(kw_only=True)
+class TurnSpan:
+    """Tokens [start, end) of a trace are the sample of this turn; `reward` is its own, where the evaluator
+    gave turns rewards.
+    """
+
+    turn: int
+    start: int
+    end: int
+    reward: float | None = None
+
+
+@frozen(kw_only=True)
+class Trace:
+    """One training sequence: T tokens.
+
+    `token_ids` int32[T]; `loss_mask` uint8[T], 1 where trainable; `logprobs` float32[T], 0 where the mask is
+    0; `version_spans` and `turn_spans` index into it. `turn_spans` name every sampled turn that lies in the
+    trace, trainable here or only context.
+
+    A row longer than the task's `max_row_tokens` is several traces, one behind the other: `part` of `parts`,
+    each a stretch of the row with `offset` of the row's tokens before it, which the model saw and this trace
+    does not show. `over_long`: one sample alone is longer.
+
+    `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1),
+    without a gap. Each is None where it was not asked for, or where it would not be whole: `lacks` then says
+    what is not there, of which turn, and why.
+    """
+
+    lineage: int
+    token_ids: "array[int]"
+    loss_mask: bytes
+    logprobs: "array[float]"
+    prompt_length: int
+    turn_spans: tuple[TurnSpan, ...]
+    version_spans: tuple[VersionSpan, ...]
+    role: TurnRole = "main"
+    finish_reason: FinishReason = "stop"
+    reward: float | None = None
+    offset: int = 0
+    part: int = 0
+    parts: int = 1
+    over_long: bool = False
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    lacks: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class LeftOut:
+    """A turn none of whose sampled tokens is trainable, and why."""
+
+    turn: int
+    reason: str
+
+
+@frozen(kw_only=True)
+class Built:
+    """What a builder makes of a session's turns."""
+
+    traces: tuple[Trace, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """How a session ended. `clock` says which budget fired, `boundary` whose fault an error was, `log_tail`
+    the harness's last words.
+    """
+
+    status: Status
+    clock: Clock | None = None
+    exit_code: int | None = None
+    boundary: str | None = None
+    reason: str | None = None
+    log_tail: str | None = None
+
+
+@frozen(kw_only=True)
+class Timing:
+    """Seconds spent in each phase; READY is waiting for a run slot and costs no budget."""
+
+    init_s: float = 0.0
+    ready_s: float = 0.0
+    run_s: float = 0.0
+    post_s: float = 0.0
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What an evaluator says: a reward, and whatever it wants kept beside it.
+
+    `lineage_rewards` stand in the traces of their lineage in the place of the session's; `turn_rewards` in
+    their turns' spans.
+    """
+
+    reward: float
+    metrics: Mapping[str, Json] = field(factory=dict)
+    lineage_rewards: Mapping[int, float] = field(factory=dict)
+    turn_rewards: Mapping[int, float] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Trajectory:
+    """All traces of one session, with its outcome, timing and reward: what a trainer reads.
+
+    `attempt` counts the sessions of the same place in the group from 0; `retried_as` is the session that took
+    this one's place. `staleness`: how many weight updates its oldest sampled token was behind when it ended,
+    None where that is not known.
+    """
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    outcome: Outcome
+    reward: float | None
+    traces: tuple[Trace, ...]
+    turns: tuple[Turn, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    metrics: Mapping[str, Json] = field(factory=dict)
+    timing: Timing = field(factory=Timing)
+    harness: str = ""
+    harness_version: str | None = None
+    model: str = ""
+    node: str = ""
+    metadata: Mapping[str, Json] = field(factory=dict)
+    attempt: int = 0
+    retried_as: str | None = None
+    staleness: int | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens the model sampled in this session."""
+        return sum(len(turn.sampled) for turn in self.turns)
+
+    @property
+    def trainable_tokens(self) -> int:
+        """Tokens that carry loss, over all traces."""
+        return sum(trace.loss_mask.count(1) for trace in self.traces)

@@ -1,0 +1,251 @@
+"""One generation in flight, on the node's side: from pieces of the wire to chunks of `ports`, and from an
+order to SGLang's own words.
+
+Rule for whoever edits it: everything here is synchronous but the waiting for a chunk, so that a call can end
+inside any cleanup.
+"""
+
+import re
+from array import array
+from typing import Self
+
+import numpy
+import trio
+from attrs import define, field
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
+from polarnode.core.conversation import FinishReason, Json, Sampling
+from polarnode.core.errors import ContextTooLong, EngineError
+from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.trajectory import VersionSpan
+from polarnode.engine.protocol import Generate, Piece, Routed
+
+TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False) -> None:
+    """Raises ContextTooLong, or EngineError for what would end the engine's own process: an id outside the
+    vocabulary, an ambiguous name.
+    """
+    if not _REQUEST_ID.fullmatch(order.request_id):
+        raise EngineError(
+            f"request id {order.request_id!r} is not 32 hex digits: the engine matches aborts by prefix",
+            retryable=False,
+        )
+    if not order.prompt:
+        raise EngineError("the prompt is empty: give at least one token id", retryable=False)
+    # a Python min over 375 000 ids holds the loop for 15 ms
+    prompt = numpy.frombuffer(order.prompt, dtype=numpy.int32)
+    # in one pass: what is below 0 is above everything so
+    if not prompt.view(numpy.uint32).max() < vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {prompt.min()} to {prompt.max()}, this model knows 0 to"
+            f" {vocab_size - 1}",
+            retryable=False,
+        )
+    if len(order.prompt) >= context_length:
+        raise ContextTooLong(prompt_tokens=len(order.prompt), limit=context_length)
+    if order.sampling.max_tokens is not None and order.sampling.max_tokens < 1:
+        raise EngineError(
+            f"max_tokens {order.sampling.max_tokens} asks for nothing: give 1 or more", retryable=False
+        )
+    if not 0 <= order.top_logprobs <= min(TOP_LOGPROBS, vocab_size):
+        raise EngineError(
+            f"top_logprobs {order.top_logprobs}: give 0 to {min(TOP_LOGPROBS, vocab_size)}", retryable=False
+        )
+    if order.routed_from is not None and not routes:
+        raise EngineError(
+            "this engine does not remember which experts read a token: start the node with --routed-experts",
+            retryable=False,
+        )
+    if order.routed_from is not None and not 0 <= order.routed_from <= len(order.prompt):
+        raise EngineError(
+            f"routed_from {order.routed_from}: give 0 to {len(order.prompt)}, the length of the prompt",
+            retryable=False,
+        )
+    if order.constraint is not None and not order.constraint.text:
+        raise EngineError(
+            f"the constraint's {order.constraint.kind} is empty: leave it out, or say what the answer must"
+            " match",
+            retryable=False,
+        )
+    # the grammar would refuse what the processor chose
+    if order.steering is not None and order.constraint is not None:
+        raise EngineError("an order has a constraint or a steering, not both", retryable=False)
+
+
+def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
+    """The host's message. `max_tokens` is clipped to what the context still holds, and always said: SGLang's
+    own default is 128.
+    """
+    room = context_length - len(order.prompt)
+    sampling = sampling_parameters(order.sampling, max_tokens=min(order.sampling.max_tokens or room, room))
+    return Generate(
+        rid=order.request_id,
+        prompt=order.prompt.tobytes(),
+        sampling={
+            **sampling,
+            "sampling_seed": _seed(order),
+            "stop_token_ids": list(order.stop_ids),
+            **_forced(order),
+        },
+        top_logprobs=order.top_logprobs,
+        processor=None if order.steering is None else order.steering.processor,
+        constraint_after=None if order.constraint is None else order.constraint_after,
+        routed_from=order.routed_from,
+    )
+
+
+def _seed(order: GenerateOrder) -> int:
+    """What was asked, else the call's own: where inference is deterministic, SGLang gives all calls without a
+    seed the same samples.
+    """
+    return int(order.request_id[:7], 16) if order.sampling.seed is None else order.sampling.seed
+
+
+def _forced(order: GenerateOrder) -> dict[str, Json]:
+    """What limits the choice of tokens, where anything does: SGLang's fields have the names of our kinds."""
+    if order.steering is not None:
+        return {"custom_params": dict(order.steering.parameters)}
+    return {} if order.constraint is None else {order.constraint.kind: order.constraint.text}
+
+
+def sampling_parameters(asked: Sampling, *, max_tokens: int) -> dict[str, Json]:
+    """SGLang's sampling parameters, each one said, so that no default of an engine or a checkpoint changes
+    what was asked.
+
+    `stop` strings are the node's to watch. A seed only has meaning with `enable_deterministic_inference`
+    among the extra engine arguments.
+    """
+    return {
+        "max_new_tokens": max_tokens,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "top_k": asked.top_k or -1,  # 0 and -1 both mean the whole vocabulary to those who ask
+        "min_p": asked.min_p or 0.0,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
+        "presence_penalty": asked.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        "sampling_seed": asked.seed,
+    }
+
+
+@define(eq=False)
+class Call:
+    """An async iterator of chunks. What came since the consumer last looked is one chunk, so that a busy loop
+    has fewer of them, not more.
+
+    What waits has no bound of its own: it is at most the `max_tokens` that were asked for, 8 bytes each.
+    """
+
+    rid: str
+    over: bool = field(default=False, init=False)  # the host has nothing more to say of it
+    _left: bool = field(default=False, init=False)
+    _ids: "array[int]" = field(factory=ids, init=False)
+    _logprobs: "array[float]" = field(factory=floats, init=False)
+    _alternatives: bytearray = field(factory=bytearray, init=False)  # their ids, and
+    _likelihoods: bytearray = field(factory=bytearray, init=False)
+    _routed: list[Routed] = field(factory=list, init=False)
+    _cached: int = field(default=0, init=False)
+    _finish: FinishReason | None = field(default=None, init=False)
+    _error: EngineError | None = field(default=None, init=False)
+    _spans: list[VersionSpan] = field(factory=list, init=False)
+    _length: int = field(default=0, init=False)
+    _arrived: trio.Event = field(factory=trio.Event, init=False)
+
+    def take(self, piece: Piece | Routed) -> None:
+        """A piece came from the host, or some of the experts that are told with the last one."""
+        self.over = isinstance(piece, Piece) and piece.finish is not None
+        if self._left:
+            return
+        if isinstance(piece, Routed):
+            self._routed.append(piece)
+            return
+        sampled = ids(piece.ids)
+        self._grow(len(sampled), piece.version)
+        if piece.spans:
+            self._spans = [
+                VersionSpan(version=version, start=start, end=end)
+                for version, start, end in piece.spans
+                if end > start
+            ]
+        self._ids += sampled
+        self._logprobs += floats(piece.logprobs)
+        self._alternatives += piece.alternative_ids
+        self._likelihoods += piece.alternative_logprobs
+        self._cached = max(self._cached, piece.cached_tokens)
+        self._finish = piece.finish
+        self._arrived.set()
+
+    def fail(self, error: EngineError) -> None:
+        """Nothing more will come, and this is why; what came before is still delivered first."""
+        self.over, self._error = True, error
+        self._arrived.set()
+
+    def close(self) -> None:
+        """The consumer left; whatever still comes is dropped."""
+        self._left = True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while True:
+            await self._arrived.wait()  # a checkpoint, waiting or not
+            if self._ids or self._finish is not None:
+                return self._chunk()
+            if self.over:
+                raise self._error or StopAsyncIteration
+            self._arrived = trio.Event()  # a piece without tokens
+
+    def _chunk(self) -> Chunk:
+        """All that came; the next one waits for more, unless nothing will."""
+        chunk = Chunk(
+            ids=self._ids,
+            logprobs=self._logprobs,
+            finish_reason=self._finish,
+            version_spans=tuple(self._spans),
+            cached_tokens=self._cached,
+            top_logprobs=_top(len(self._ids), self._alternatives, self._likelihoods),
+            routed=_experts(self._routed) if self._finish is not None else None,
+        )
+        self._ids, self._logprobs, self._finish, self._cached = ids(), floats(), None, 0
+        self._alternatives, self._likelihoods = bytearray(), bytearray()
+        if not self.over:
+            self._arrived = trio.Event()
+        return chunk
+
+    def _grow(self, count: int, version: str) -> None:
+        """Extend the running spans by `count` tokens of `version`; the last piece's exact spans
+        replace them.
+        """
+        end = self._length + count
+        if self._spans and self._spans[-1].version == version:
+            self._spans[-1] = VersionSpan(version=version, start=self._spans[-1].start, end=end)
+        elif count:
+            self._spans.append(VersionSpan(version=version, start=self._length, end=end))
+        self._length = end
+
+
+def _top(count: int, alternatives: bytearray, logprobs: bytearray) -> TopLogprobs | None:
+    """The alternatives of `count` tokens, equally many for each."""
+    if not alternatives:
+        return None
+    return TopLogprobs(
+        k=len(alternatives) // (4 * count), ids=ids(bytes(alternatives)), logprobs=floats(bytes(logprobs))
+    )
+
+
+def _experts(parts: list[Routed]) -> RoutedExperts | None:
+    """All rows, which came in order."""
+    if not parts:
+        return None
+    first, data = parts[0], b"".join(part.data for part in parts)
+    return RoutedExperts(
+        start=first.start,
+        layers=first.layers,
+        top_k=first.top_k,
+        dtype="int16" if first.wide else "uint8",
+        data=data,
+    )

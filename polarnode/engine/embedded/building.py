@@ -1,0 +1,125 @@
+"""What runs in each of SGLang's scheduler processes: SGLang's own program, with constrained sampling that
+needs no tokenizer of SGLang's, and with weight updates that have a way back.
+
+Started by `building.build` through `Engine.run_scheduler_process_func`, the place SGLang keeps for this. Rule
+for whoever edits it: neither torch nor sglang at the top, because the parent imports this module to name the
+function.
+
+How an `sglang.Engine` is made here: what must be true of this process before SGLang is imported, then the
+constructor.
+
+Rule for whoever edits it: imports of torch and sglang stay inside functions, because `multiprocessing`
+imports this package again in every child before it sets that child up. Each private name of SGLang or the
+standard library touched here says why.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polarnode.core.conversation import Json
+from polarnode.engine.protocol import EXPERT_COUNTS, Experts, Ready
+
+# ── scheduling ────────────────────────────────────────────────────────────
+
+
+def run(*args: Any, **kwargs: Any) -> None:
+    """SGLang's `run_scheduler_process`, whose schedulers manage grammars and weights as we do."""
+    from sglang.srt.managers import scheduler
+
+    from polarnode.engine.embedded.grammars import Grammars
+    from polarnode.engine.embedded.weights import Keeper
+
+    scheduler.GrammarManager = Grammars
+    scheduler.SchedulerWeightUpdaterManager = Keeper
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+# ── building ────────────────────────────────────────────────────────────
+
+STUBS = Path(__file__).parent / "stubs"
+
+
+def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
+    """A started `sglang.Engine`. Blocks for as long as the weights load; an engine that can not start may
+    SIGKILL this process instead.
+    """
+    _name_semaphores(tag)
+    if arguments["device"] == "cpu":
+        _ensure_torchvision()
+    from sglang.srt.entrypoints.engine import Engine
+
+    _name_load_file(tag)
+    Engine.run_scheduler_process_func = staticmethod(run)
+    return Engine(**arguments)
+
+
+def describe(engine: Any) -> Ready:
+    """What the node must know of a started engine."""
+    import sglang
+
+    manager = engine.tokenizer_manager
+    # the public get_server_info needs a loop that is not running
+    info = engine._scheduler_init_result.scheduler_infos[0]
+    return Ready(
+        vocab_size=int(manager.model_config.vocab_size),
+        context_length=int(manager.context_len),
+        capacity=min(int(manager.context_len), int(info["max_req_input_len"])),
+        max_total_tokens=int(info["max_total_num_tokens"]),
+        weight_version=str(engine.server_args.weight_version),
+        sglang_version=sglang.__version__,
+        experts=_experts(manager.model_config.hf_text_config)
+        if engine.server_args.enable_return_routed_experts
+        else None,
+    )
+
+
+def _experts(config: Any) -> Experts:
+    """The shape of what SGLang's capturer keeps: a row for every layer, those without experts too."""
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    return Experts(
+        layers=int(config.num_hidden_layers),
+        top_k=int(config.num_experts_per_tok),
+        number=next(int(each) for each in counts if each),
+    )
+
+
+def _name_semaphores(tag: str) -> None:
+    """SGLang's own shutdown kills the resource tracker that would unlink semaphores: name them, so that node
+    and lifeline can.
+
+    `_config` is private, and the only place where multiprocessing reads the prefix; children inherit it.
+    """
+    multiprocessing.current_process()._config["semprefix"] = f"/{tag}"  # type: ignore[attr-defined]
+
+
+def _name_load_file(tag: str) -> None:
+    """The scheduler publishes its load in /dev/shm under a random name and never unlinks it: give it ours."""
+    from sglang.srt.server_args import PortArgs
+
+    made = PortArgs.init_new
+
+    def init_new(*args: Any, **kwargs: Any) -> Any:
+        ports = made(*args, **kwargs)
+        ports.instance_id = tag
+        return ports
+
+    PortArgs.init_new = staticmethod(init_new)
+
+
+def _ensure_torchvision() -> None:
+    """SGLang imports torchvision for image models. PyPI's wheel is a CUDA build that dies beside CPU torch:
+    then, or without one, our stub.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError):
+        for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(STUBS))
+        importlib.invalidate_caches()
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STUBS), os.environ.get("PYTHONPATH"))))

@@ -1,0 +1,384 @@
+"""Requests and chunks in SGLang's words and in ours. Plain functions: no asyncio, no sglang.
+
+Rule for whoever edits it: whatever SGLang gives in another shape than the one written here is a failure of
+that one request, said in numbers.
+
+What the node orders of a whole engine: hold generation, change the weights, give memory back. One order at a
+time.
+
+Rule for whoever edits it: an order gets exactly one `Done` and is never cancelled, because SGLang has one
+answer slot a kind and a late answer would go to the next caller. `version` changes in one place, when an
+update is committed.
+"""
+
+import asyncio
+from array import array
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import Any, assert_never, get_args
+
+import numpy
+from attrs import define, evolve, field
+
+from polarnode.engine.protocol import (
+    BeginUpdate,
+    CheckUpdate,
+    CommitUpdate,
+    Continue,
+    Done,
+    Experts,
+    Failed,
+    Generate,
+    HostFinish,
+    JoinGroup,
+    LeaveGroup,
+    LoadBroadcast,
+    LoadDisk,
+    LoadTensors,
+    Memory,
+    Pause,
+    PauseMode,
+    Piece,
+    RollBack,
+    Routed,
+    Update,
+)
+
+# ── words ────────────────────────────────────────────────────────────
+
+# among a request's custom_params, for `grammars`: the id behind which its constraint begins
+AFTER = "polarnode_constraint_after"
+OURS = "polarnode:"  # before an action of ours among those of SGLang's check_weights
+SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
+# nats, in place of float32's least: what OpenAI shows for a token that can not be sampled
+IMPOSSIBLE = -9999.0
+
+
+def request(order: Generate) -> dict[str, Any]:
+    """The arguments of `Engine.async_generate` that an order decides."""
+    late = order.constraint_after is not None
+    return {
+        "input_ids": array("i", order.prompt).tolist(),
+        "sampling_params": (
+            {**order.sampling, "custom_params": {AFTER: order.constraint_after}}
+            if late
+            else dict(order.sampling)
+        ),
+        "require_reasoning": late,  # to SGLang: the constraint begins when a thought ends
+        "rid": order.rid,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": order.top_logprobs,
+        "custom_logit_processor": order.processor,
+        "return_routed_experts": order.routed_from is not None,
+        "routed_experts_start_len": order.routed_from or 0,
+        "stream": True,
+    }
+
+
+def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: int = 0) -> Piece | Failed:
+    """One chunk of SGLang's as a message. A finish that is no finish of ours (NaN logits, an aborted wait
+    with a status) is a failure.
+    """
+    finish = meta.get("finish_reason")
+    if finish is not None and (problem := _problem(finish)):
+        return Failed(rid=rid, message=problem[0], retryable=problem[1])
+    logprobs = array("f", [entry[0] for entry in meta.get("output_token_logprobs") or ()])
+    if len(logprobs) != len(ids):
+        return Failed(
+            rid=rid,
+            message=f"the engine gave {len(ids)} tokens with {len(logprobs)} logprobs",
+            retryable=True,
+        )
+    others = (
+        [entry for token in meta.get("output_top_logprobs") or () for entry in token or ()]
+        if top_logprobs
+        else []
+    )
+    if len(others) != len(ids) * top_logprobs:
+        return Failed(
+            rid=rid,
+            message=(
+                f"the engine gave {len(others)} alternatives for {len(ids)} tokens of {top_logprobs} each"
+            ),
+            retryable=True,
+        )
+    kind: HostFinish | None = finish["type"] if finish is not None else None
+    return Piece(
+        rid=rid,
+        ids=array("i", ids).tobytes(),
+        logprobs=logprobs.tobytes(),
+        version=str(meta.get("weight_version", "")),
+        finish=kind,
+        spans=tuple(
+            (str(each["version"]), each["start"], each["end"]) for each in meta.get("weight_versions") or ()
+        ),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        alternative_ids=array("i", [entry[1] for entry in others]).tobytes(),
+        alternative_logprobs=array("f", [max(entry[0], IMPOSSIBLE) for entry in others]).tobytes(),
+    )
+
+
+def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, Any]) -> list[Routed] | Failed:
+    """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and
+    sample, as its last chunk tells them.
+
+    SGLang sends int32, and the last token has no row. A build that ignores where to start sends all rows, and
+    is understood.
+    """
+    told = meta.get("routed_experts")
+    if told is None:
+        return _unrouted(order, "the engine gave no routed experts, which it was asked for")
+    start, width = order.routed_from or 0, experts.layers * experts.top_k
+    given = numpy.frombuffer(b64decode(told), dtype="<i4")
+    wanted = max(0, length - 1 - start)
+    if given.size not in (wanted * width, (length - 1) * width):
+        numbers = (
+            f"{given.size} numbers for {wanted} positions of {experts.layers} layers with {experts.top_k}"
+            " experts each"
+        )
+        return _unrouted(order, f"the engine gave routed experts in another shape: {numbers}")
+    rows = given[given.size - wanted * width :]
+    # in one pass: what is below 0 is above everything so
+    if rows.size and not rows.view("<u4").max() < experts.number:
+        return _unrouted(
+            order,
+            f"the engine named experts from {rows.min()} to {rows.max()}, this model has 0 to"
+            f" {experts.number - 1}",
+        )
+    wide = experts.number > 256
+    data = rows.astype("<i2" if wide else "u1").tobytes()
+    return _slabs(
+        Routed(rid=order.rid, start=start, layers=experts.layers, top_k=experts.top_k, wide=wide, data=data)
+    )
+
+
+def _slabs(whole: Routed) -> list[Routed]:
+    """In messages that fit a frame, cut between rows."""
+    width = whole.layers * whole.top_k * (2 if whole.wide else 1)
+    rows = max(1, SLAB // width)
+    places = range(0, max(1, len(whole.data) // width), rows)
+    return [
+        evolve(whole, start=whole.start + first, data=whole.data[first * width : (first + rows) * width])
+        for first in places
+    ]
+
+
+def _unrouted(order: Generate, message: str) -> Failed:
+    return Failed(rid=order.rid, message=message, retryable=True)
+
+
+def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
+    if finish["type"] == "abort" and str(finish.get("message")).startswith("Grammar accept_token failed"):
+        return "the constraint leaves nothing to sample: no text can match it from here on", False
+    if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
+        return str(finish.get("message")), int(status) >= 500
+    if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):
+        return f"the engine stopped on {finish.get('matched')!r}: the weights gave NaN logits", False
+    return None
+
+
+# ── control ────────────────────────────────────────────────────────────
+
+Order = Pause | Continue | Update
+ORDERS = get_args(Order)
+Said = tuple[bool, str]
+
+
+@define(eq=False)
+class Control:
+    """Of one started engine. `resumed` is set while generation may begin."""
+
+    _engine: Any
+    version: str
+    resumed: asyncio.Event = field(factory=asyncio.Event)
+    _paused: PauseMode | None = None
+    _released: set[str] = field(factory=set)
+    _lock: asyncio.Lock = field(factory=asyncio.Lock)
+
+    async def answer(self, order: Order) -> Done:
+        async with self._lock:
+            try:
+                ok, text = await self._obey(order)
+            except Exception as error:  # an isolation edge: the node must get its answer
+                ok, text = False, f"{type(error).__name__}: {error}"
+        return Done(call=order.call, ok=ok, message=text)
+
+    async def _obey(self, order: Order) -> Said:
+        match order:
+            case Pause(mode=mode):
+                return await self._pause(mode)
+            case Continue():
+                return await self._continue()
+            case BeginUpdate(ranks=ranks):
+                return await self._say(f"keep {ranks}")
+            case LoadDisk() | LoadTensors() | LoadBroadcast():
+                return await self._load(order)
+            case CheckUpdate(flush=flush):
+                return await self._check(flush=flush)
+            case CommitUpdate(version=version):
+                return await self._commit(version)
+            case RollBack():
+                return await self._say("restore")
+            case JoinGroup() | LeaveGroup():
+                return await self._group(order)
+            case Memory():
+                return await self._memory(order)
+            case _:
+                assert_never(order)
+
+    # ── generation ────────────────────────────────────────────────────────────
+
+    async def _pause(self, mode: PauseMode) -> Said:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self.resumed.clear()
+        if mode == "abort" and self._paused in ("in_place", "retract"):
+            # frozen requests do not hear that they are aborted, and SGLang would wait for them
+            await self._go_on()
+        self._paused = mode
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        return True, ""
+
+    async def _continue(self) -> Said:
+        if self._released:
+            return False, f"{', '.join(sorted(self._released))} are released: take that memory again first"
+        await self._go_on()
+        self._paused = None
+        self.resumed.set()
+        return True, ""
+
+    async def _go_on(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    # ── weights ───────────────────────────────────────────────────────────────
+
+    async def _load(self, order: LoadDisk | LoadTensors | LoadBroadcast) -> Said:
+        """Nothing is flushed and no version said here: `CheckUpdate` and `CommitUpdate` do, once for the
+        whole update.
+        """
+        from sglang.srt.managers.io_struct import (
+            UpdateWeightFromDiskReqInput,
+            UpdateWeightsFromDistributedReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+
+        match order:
+            case LoadDisk(path=path):
+                ok, text, _ = await self._manager.update_weights_from_disk(
+                    UpdateWeightFromDiskReqInput(model_path=path, flush_cache=False)
+                )
+            case LoadTensors(payloads=payloads, layout=layout):
+                tensors = UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=list(payloads), load_format=layout, flush_cache=False
+                )
+                ok, text = await self._manager.update_weights_from_tensor(tensors)
+            case LoadBroadcast():
+                shapes = [list(each) for each in order.shapes]
+                received = UpdateWeightsFromDistributedReqInput(
+                    names=list(order.names),
+                    dtypes=list(order.dtypes),
+                    shapes=shapes,
+                    group_name=order.group,
+                    load_format=order.layout,
+                    flush_cache=False,
+                )
+                ok, text = await self._manager.update_weights_from_distributed(received)
+            case _:
+                assert_never(order)
+        return bool(ok), str(text)
+
+    async def _check(self, *, flush: bool) -> Said:
+        ok, text = await self._say("check")
+        if ok and flush and not (await self._manager.flush_cache()).success:
+            return False, "the cache of the old weights could not be flushed: some request still runs"
+        return ok, text
+
+    async def _commit(self, version: str) -> Said:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        )
+        self.version = version
+        return await self._say("drop")
+
+    async def _say(self, action: str) -> Said:
+        """Tell the keeper in every scheduler (`weights.py`)."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        ok, text, *_ = await self._manager.check_weights(CheckWeightsReqInput(action=f"{OURS}{action}"))
+        return bool(ok), str(text)
+
+    async def _group(self, order: JoinGroup | LeaveGroup) -> Said:
+        from sglang.srt.managers.io_struct import (
+            DestroyWeightsUpdateGroupReqInput,
+            InitWeightsUpdateGroupReqInput,
+        )
+
+        if isinstance(order, LeaveGroup):
+            ok, text = await self._manager.destroy_weights_update_group(
+                DestroyWeightsUpdateGroupReqInput(group_name=order.name)
+            )
+            return bool(ok), str(text)
+        joined = InitWeightsUpdateGroupReqInput(
+            master_address=order.address,
+            master_port=order.port,
+            rank_offset=order.rank,
+            world_size=order.world_size,
+            group_name=order.name,
+            backend=order.backend,
+        )
+        ok, text = await self._manager.init_weights_update_group(joined)
+        return bool(ok), str(text)
+
+    # ── memory ────────────────────────────────────────────────────────────────
+
+    async def _memory(self, order: Memory) -> Said:
+        """SGLang asserts much of this in its schedulers, which an assertion ends: what can not be is said
+        here.
+        """
+        from sglang.srt.managers.io_struct import (
+            ReleaseMemoryOccupationReqInput,
+            ResumeMemoryOccupationReqInput,
+        )
+
+        if not self._engine.server_args.enable_memory_saver:
+            return (
+                False,
+                (
+                    "this engine can not give memory back: start the node with the setting memory_saver ="
+                    ' "discard" or "backup"'
+                ),
+            )
+        if self._paused not in ("retract", "abort"):
+            return (
+                False,
+                (
+                    "generation must be paused by retract or abort first: requests frozen in place hold their"
+                    " cache"
+                ),
+            )
+        if order.release:
+            tags = sorted(set(order.tags) - self._released)
+            (
+                await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+                if tags
+                else None
+            )
+            self._released |= set(tags)
+        else:
+            tags = sorted(set(order.tags) & self._released)
+            (
+                await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+                if tags
+                else None
+            )
+            self._released -= set(tags)
+        return True, ", ".join(tags)
+
+    @property
+    def _manager(self) -> Any:
+        return self._engine.tokenizer_manager

@@ -1,0 +1,95 @@
+"""SGLang's torch-native attention, with its extension of a cached prefix made linear in the prefix.
+
+The class it replaces pads the new queries to the whole sequence: 200 new tokens behind a cached prompt of 25
+000 cost 25 000 x 25 000 again, 1.8 s a layer on two cores where 0.09 s suffice (measured), and an agent's
+every turn is such an extension. Rule for whoever edits it: only plain causal attention is ours; whatever else
+a model asks for goes to SGLang's own method.
+
+The experts that SGLang remembers for each token, on a machine without a GPU.
+
+SGLang keeps them in memory that it registers with CUDA for quicker copies, which needs a CUDA build of torch.
+Where the model itself is in plain memory there is nothing to copy from a device, so plain memory is what they
+are kept in. Rule for whoever edits it: nothing but that.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+from polarnode.engine.embedded.causal import extend
+
+# ── cpu attention ────────────────────────────────────────────────────────────
+
+
+def install_cpu_attention() -> None:
+    """Take the place of `torch_native` in this process; the name stays, because SGLang decides much by it."""
+    ATTENTION_BACKENDS["torch_native"] = CpuAttention
+
+
+class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is not typed
+    """`query` [tokens, heads, head_size]; caches [slots, kv_heads, head_size]; lengths [sequences]; fills and
+    returns `output`.
+    """
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> torch.Tensor:
+        windowed = sliding_window_size is not None and sliding_window_size > -1
+        if encoder_lens is not None or is_cross_attn or not causal or windowed:
+            whole: torch.Tensor = super()._run_sdpa_forward_extend(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+                extend_prefix_lens, extend_seq_lens, encoder_lens, scaling, enable_gqa,
+                causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+            return whole
+        first = 0
+        for row, prefix, count in zip(
+            req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
+        ):
+            slots = req_to_token[row, : prefix + count]
+            queries = query[first : first + count].movedim(0, 1)
+            keys, values = (cache[slots].to(query.dtype).movedim(0, 1) for cache in (k_cache, v_cache))
+            output[first : first + count] = extend(
+                queries, keys, values, scale=scaling, grouped=enable_gqa
+            ).movedim(0, 1)
+            first += count
+        return output
+
+
+# ── cpu experts ────────────────────────────────────────────────────────────
+
+
+def install_cpu_experts() -> None:
+    """For device `cpu` of this process; SGLang asks its table of allocators by the device's name."""
+    ALLOC_MEMORY_FUNCS["cpu"] = _plain
+
+
+def _plain(
+    dims: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    found: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return found

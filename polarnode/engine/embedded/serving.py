@@ -1,0 +1,239 @@
+"""What an engine host does once its engine serves: obeys the node's messages, and sends back what the engine
+says.
+
+Rule for whoever edits it: every request of the node gets exactly one ending (a last `Piece`, or `Failed`),
+every control call one `Done`; all chunks that are ready go out in one frame. What is ordered of the whole
+engine is `control.py`'s.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, NoReturn
+
+from attrs import define, field
+
+from polarnode.engine.embedded.control import Control, Order, piece, request, routed
+from polarnode.engine.protocol import (
+    Abort,
+    Experts,
+    Failed,
+    Fatal,
+    FrameDecoder,
+    Generate,
+    Load,
+    Message,
+    Piece,
+    Shutdown,
+    ToNode,
+    encode_all,
+)
+
+# seconds between looks at the scheduler's load: a shared-memory read of some 20 us; routing needs no finer
+LOAD_INTERVAL = 0.25
+READ_SIZE = 1 << 16
+LAST_WORDS = 2.0  # seconds to hand a sentence to a node that may not be reading
+# seconds for schedulers to give their GPU memory back by themselves: SGLang's own figure for the same wait
+SCHEDULER_EXIT = 15.0
+
+
+@define(eq=False)
+class Serving:
+    """One started engine and one connection to the node."""
+
+    _engine: Any
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _decoder: FrameDecoder
+    _control: Control
+    _experts: Experts | None = None
+    _outbox: list[ToNode] = field(factory=list)
+    _wake: asyncio.Event = field(factory=asyncio.Event)
+    _calls: "dict[str, asyncio.Task[None]]" = field(factory=dict)
+    _tasks: "set[asyncio.Task[None]]" = field(factory=set)
+
+    async def run(self) -> None:
+        """Serve until the node says Shutdown or closes the connection. Raises EngineDied when a process of
+        the engine ends first.
+        """
+        self._control.resumed.set()
+        died = self._watch_children()
+        self._start(self._send())
+        self._start(self._watch_load())
+        obeying = self._start(self._obey())
+        obeying.add_done_callback(lambda _: died.cancel())
+        await asyncio.wait({died})
+        if not died.cancelled():
+            await self._say_last(died.result())
+        obeying.result()
+        await self._shut_down()
+
+    def say(self, message: ToNode) -> None:
+        """Queue a message. Bounded by the tokens asked for: the node takes frames as fast as the engine makes
+        them, or the engine's work waits here.
+        """
+        self._outbox.append(message)
+        self._wake.set()
+
+    # ── the connection ────────────────────────────────────────────────────────
+
+    async def _obey(self) -> None:
+        while data := await self._reader.read(READ_SIZE):
+            for message in self._decoder.feed(data):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Generate():
+                self._calls[message.rid] = self._start(self._generate(message))
+            case Abort(rid=rid):
+                if rid in self._calls:
+                    # before it was sent the request is dropped, after it SGLang aborts it by its id
+                    self._calls[rid].cancel()
+            case _:
+                if not isinstance(message, Order):
+                    raise ValueError(f"the node may not say {type(message).__name__} here")
+                self._start(self._answer(message))
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            messages, self._outbox = self._outbox, []
+            for frame in encode_all(messages):
+                self._writer.write(frame)
+            await self._writer.drain()
+
+    def _start(self, work: "Coroutine[Any, Any, None]") -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # asyncio itself keeps no strong reference
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ── generation ────────────────────────────────────────────────────────────
+
+    async def _generate(self, order: Generate) -> None:
+        try:
+            # again: generation may be held anew before this task runs
+            while not self._control.resumed.is_set():
+                # here, not in SGLang, so that the salt is that of the weights which will read the prompt
+                await self._control.resumed.wait()
+            await self._stream(order)
+        except asyncio.CancelledError:
+            self.say(
+                Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._control.version, finish="abort")
+            )
+            raise
+        except ValueError as error:
+            self.say(Failed(rid=order.rid, message=str(error), retryable=False))
+        except Exception as error:  # an isolation edge: one request's fault must not end its siblings
+            self.say(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
+        finally:
+            self._calls.pop(order.rid, None)
+
+    async def _stream(self, order: Generate) -> None:
+        if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
+            raise ValueError(
+                "this engine takes no logit processor: start it with the extra engine argument"
+                " enable_custom_logit_processor = true"
+            )
+        if order.routed_from is not None and self._experts is None:
+            raise ValueError(
+                "this engine does not remember which experts read a token: start the node with"
+                " --routed-experts"
+            )
+        # cached keys and values of other weights must not be found: the version is their salt
+        chunks = await self._engine.async_generate(**request(order), cache_salt=self._control.version)
+        length = len(order.prompt) // 4
+        async for chunk in chunks:
+            sampled, meta = chunk["output_ids"], chunk["meta_info"]
+            length += len(sampled)
+            said = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs)
+            for message in self._with_experts(order, said, length, meta):
+                self.say(message)
+
+    def _with_experts(
+        self, order: Generate, said: Piece | Failed, length: int, meta: Mapping[str, Any]
+    ) -> Sequence[ToNode]:
+        """A piece, and before the last one the experts that were asked for; an aborted request tells none."""
+        if (
+            order.routed_from is None
+            or self._experts is None
+            or not isinstance(said, Piece)
+            or said.finish in (None, "abort")
+        ):
+            return (said,)
+        rows = routed(order, self._experts, length, meta)
+        return (rows,) if isinstance(rows, Failed) else (*rows, said)
+
+    # ── control ───────────────────────────────────────────────────────────────
+
+    async def _answer(self, order: Order) -> None:
+        self.say(await self._control.answer(order))
+
+    async def _watch_load(self) -> None:
+        last: Load | None = None
+        while True:
+            snapshots = await self._engine.tokenizer_manager.get_loads()
+            load = Load(
+                running=sum(each.num_running_reqs for each in snapshots),
+                waiting=sum(each.num_waiting_reqs for each in snapshots),
+                token_usage=max((each.token_usage for each in snapshots), default=0.0),
+                weight_version=self._control.version,
+            )
+            if load != last:
+                self.say(load)
+                last = load
+            await asyncio.sleep(LOAD_INTERVAL)
+
+    # ── the end ───────────────────────────────────────────────────────────────
+
+    def _watch_children(self) -> "asyncio.Future[str]":
+        """Resolves with a sentence when a process of the engine ends: SGLang's own watchdog only looks once a
+        second.
+        """
+        loop = asyncio.get_running_loop()
+        died: asyncio.Future[str] = loop.create_future()
+
+        def report(name: str) -> None:
+            if not died.done():
+                died.set_result(f"the engine's process {name} died")
+
+        for child in multiprocessing.active_children():
+            loop.add_reader(child.sentinel, report, child.name)
+        return died
+
+    async def _say_last(self, sentence: str) -> NoReturn:
+        for frame in encode_all([*self._outbox, Fatal(message=sentence)]):
+            self._writer.write(frame)
+        await asyncio.wait_for(self._writer.drain(), LAST_WORDS)
+        raise EngineDied(sentence)
+
+    async def _shut_down(self) -> None:
+        """Ask the schedulers to release what they hold and wait for them: killed ones may keep GPU memory.
+        `Engine.shutdown` kills the rest.
+        """
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        children = multiprocessing.active_children()
+        for child in children:
+            asyncio.get_running_loop().remove_reader(child.sentinel)
+        manager = self._engine.tokenizer_manager
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()  # it takes any exit for a crash
+        manager._dispatch_to_scheduler(ShutdownReq())
+        await asyncio.to_thread(_wait_for_schedulers)
+        self._engine.shutdown()
+
+
+class EngineDied(Exception):
+    """A process of the engine ended by itself; the host must end too, for SGLang can not serve without it."""
+
+
+def _wait_for_schedulers() -> None:
+    import psutil  # type: ignore[import-untyped]
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    psutil.wait_procs(collect_scheduler_processes(), SCHEDULER_EXIT)

@@ -1,0 +1,243 @@
+"""SGLang's weight updates with a way back, in each of its scheduler processes: checked before anything is
+touched, kept until it is sure.
+
+SGLang's own updates leave a model half-changed when a load fails, and an error in one ends the scheduler.
+Here every step is told from `control.py` through SGLang's check_weights (its one control call with free
+words), answers for all ranks, and raises nothing. Rule for whoever edits it: it is imported in a scheduler
+process only, for torch and sglang are at its top.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    CheckWeightsReqOutput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromDistributedReqOutput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsFromTensorReqOutput,
+)
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+from polarnode.engine.checkpoints import (
+    BadCheckpoint,
+    Kind,
+    Manifest,
+    check_folder,
+    check_tensors,
+    check_whole,
+    manifest,
+)
+from polarnode.engine.embedded.control import OURS
+
+Named = Sequence[tuple[str, torch.Tensor]]
+Said = tuple[bool, str]
+# times the copy's bytes must be free in main memory: an engine that is killed for want of it helps nobody
+SPARE = 1.1
+TYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+class Kept(NamedTuple):
+    """A tensor of the model as it was."""
+
+    place: torch.Tensor
+    copy: torch.Tensor
+
+
+class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is not typed
+    """Its place in a scheduler. All of it runs in the scheduler's own thread, between two batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept: list[Kept] = []
+        self.loaded: set[str] = set()
+        self.opened = False  # the runners were told that tensors come
+        self.path = self._updaters()[0].model_config.model_path
+        self.model: Manifest = manifest(Path(self.path))
+
+    # ── what the host says ────────────────────────────────────────────────────
+
+    def check_weights(self, recv_req: CheckWeightsReqInput) -> CheckWeightsReqOutput:
+        if not recv_req.action.startswith(OURS):
+            return super().check_weights(recv_req)
+        action, _, ranks = recv_req.action.removeprefix(OURS).partition(" ")
+        steps = {
+            "keep": lambda: self._keep(int(ranks)),
+            "check": self._check,
+            "restore": self._restore,
+            "drop": self._drop,
+        }
+        ok, text = self._agreed(steps[action])
+        return CheckWeightsReqOutput(success=ok, message=text)
+
+    def update_weights_from_disk(
+        self, recv_req: UpdateWeightFromDiskReqInput
+    ) -> UpdateWeightFromDiskReqOutput:
+        def load() -> None:
+            check_folder(Path(recv_req.model_path), self.model)
+            for updater in self._updaters():
+                _insist(updater.update_weights_from_disk(recv_req.model_path, recv_req.load_format))
+            self.loaded |= self.model.keys()
+
+        ok, text = self._agreed(load)
+        return UpdateWeightFromDiskReqOutput(success=ok, message=text)
+
+    def update_weights_from_tensor(
+        self, recv_req: UpdateWeightsFromTensorReqInput
+    ) -> UpdateWeightsFromTensorReqOutput:
+        def load() -> None:
+            self._load(
+                self._tensors(
+                    self.tp_worker.deserialize_own_rank(recv_req.serialized_named_tensors),
+                    recv_req.load_format,
+                )
+            )
+
+        ok, text = self._agreed(load)
+        return UpdateWeightsFromTensorReqOutput(success=ok, message=text)
+
+    def update_weights_from_distributed(
+        self, recv_req: UpdateWeightsFromDistributedReqInput
+    ) -> UpdateWeightsFromDistributedReqOutput:
+        """Received before it is judged: whoever sends would hang in a broadcast that nobody takes."""
+
+        def load() -> None:
+            received = self._updaters()[0].receive_weights_from_distributed(
+                names=recv_req.names,
+                dtypes=recv_req.dtypes,
+                shapes=recv_req.shapes,
+                group_name=recv_req.group_name,
+                load_format=recv_req.load_format,
+            )
+            self._load(received)
+
+        ok, text = self._agreed(load)
+        return UpdateWeightsFromDistributedReqOutput(success=ok, message=text)
+
+    # ── the steps ─────────────────────────────────────────────────────────────
+
+    def _keep(self, ranks: int) -> None:
+        self._drop()
+        places = self._places()
+        size = ranks * sum(place.nbytes for place in places)  # the others look at the same memory now
+        if (free := psutil.virtual_memory().available) < size * SPARE:
+            raise BadCheckpoint(
+                f"a way back takes {size / 1e9:.1f} GB of main memory and {free / 1e9:.1f} GB are free: free"
+                " some"
+            )
+        self.kept = [Kept(place, place.detach().to("cpu", copy=True)) for place in places]
+
+    def _check(self) -> None:
+        if self.model:
+            check_whole(self.loaded | {"lm_head.weight"}, self.model)
+        self._close()
+
+    def _restore(self) -> None:
+        """In place, because captured CUDA graphs read these very addresses."""
+        self._close()
+        if not self.kept:
+            raise BadCheckpoint("nothing was kept to go back to")
+        current = {place.data_ptr() for place in self._places()}
+        for place, copy in self.kept:
+            if place.data_ptr() not in current:
+                raise BadCheckpoint("a load replaced tensors of the model, which can not be undone in place")
+            with torch.no_grad():
+                place.copy_(copy)
+        for updater in self._updaters():
+            updater.model_config.model_path = self.path
+        self._drop()
+
+    def _drop(self) -> None:
+        self.kept, self.loaded = [], set()
+        self.path = self._updaters()[0].model_config.model_path
+
+    # ── inside ────────────────────────────────────────────────────────────────
+
+    def _load(self, named: Named) -> None:
+        found = {
+            name: Kind(tuple(tensor.shape), TYPES.get(tensor.dtype, str(tensor.dtype)))
+            for name, tensor in named
+        }
+        if self.model:
+            check_tensors(found, self.model)
+        if not self.opened:
+            self.opened = True
+            for updater in self._updaters():
+                updater.begin_weight_update()
+        for updater in self._updaters():
+            _insist(
+                updater.load_weights_from_distributed(
+                    [each for each in named if not self.model or each[0] in self.model]
+                )
+            )
+        self.loaded |= found.keys()
+
+    def _tensors(self, said: Any, layout: str | None) -> Named:
+        device = torch.device(self._updaters()[0].device)
+        if layout == "flattened_bucket":
+            bucket = FlattenedTensorBucket(
+                flattened_tensor=said["flattened_tensor"].to(device), metadata=said["metadata"]
+            )
+            return list(bucket.reconstruct_tensors())
+        rank = get_parallel().tp_rank
+        return [
+            (name, (each.get(rank) if isinstance(each, LocalSerializedTensor) else each).to(device))
+            for name, each in said
+        ]
+
+    def _close(self) -> None:
+        if self.opened:
+            self.opened = False
+            for updater in self._updaters():
+                updater.end_weight_update(run_post_load=False)
+
+    def _updaters(self) -> list[Any]:
+        return [runner.weight_updater for _, runner in self._select_runners()]
+
+    def _places(self) -> list[torch.Tensor]:
+        """Every tensor a forward pass reads, each memory once: tied weights are two names of one."""
+        models = [updater.get_model() for updater in self._updaters()]
+        found = [each.data for model in models for each in (*model.parameters(), *model.buffers())]
+        return list(
+            {(each.data_ptr(), each.shape, each.stride()): each for each in found if each.numel()}.values()
+        )
+
+    def _agreed(self, step: Callable[[], None]) -> Said:
+        """Whether every rank did it, and why one did not. Nothing is raised: an error in a scheduler
+        ends it.
+        """
+        try:
+            step()
+            said: Said = (True, "")
+        except Exception as error:  # an isolation edge: a bad payload must not end an engine that serves
+            said = (
+                False,
+                str(error) if isinstance(error, BadCheckpoint) else f"{type(error).__name__}: {error}",
+            )
+        ranks = torch.distributed.get_world_size(group=self.tp_cpu_group)
+        if ranks == 1:
+            return said
+        all_said: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(all_said, said, group=self.tp_cpu_group)
+        return next((each for each in all_said if not each[0]), said)
+
+
+def _insist(said: Said) -> None:
+    if not said[0]:
+        raise BadCheckpoint(said[1])

@@ -1,0 +1,339 @@
+"""All engine hosts as one engine: `open_engines` starts and ends them, `Engines` sends each call where its
+prefix is.
+
+Rule for whoever edits it: the hosts are a service and outlive their users, so their tasks run in a shielded
+scope that this module cancels after the body; what they do on their way out is bounded in `host.py`.
+"""
+
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+import trio
+from attrs import define, field
+
+from polarnode.core.errors import EngineError, Refused
+from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.engine.calls import check_order, to_generate
+from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
+from polarnode.engine.host_resources import sweep
+from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, PauseMode, Ready
+from polarnode.engine.routing import EngineStatistics, Router
+from polarnode.engine.settings import EngineSettings, check, gpu_groups
+from polarnode.engine.update import ALIVE, Make, Update, UpdateMode
+
+WAIT_FOR_HOST = (
+    # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and the
+    # proxy keeps harnesses warm
+    300.0
+)
+VERSIONS = 4096  # that are remembered: no trainer takes samples that are so many updates old
+SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
+# below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
+PORTS = range(22_000, 30_000)
+
+
+@define(eq=False)
+class Engines:
+    """Satisfies `ports.Engine`. Made by `open_engines` only."""
+
+    _hosts: tuple[Host, ...] = ()
+    _router: Router = field(factory=Router)
+    _changed: trio.Event = field(factory=trio.Event)
+    _paused: PauseMode | None = None
+    _kind: Literal["sglang", "simulated"] = "sglang"
+    _versions: list[str] = field(factory=list)
+    _update: Update | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the model takes are 0 to this less one."""
+        return self._first().vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens one request may hold, prompt and sample together: the model's context or the KV cache of the
+        smallest host.
+        """
+        return min(host.ready.capacity for host in self._hosts if host.ready is not None)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The weights that were served since the node started, oldest first; the last is served now."""
+        return tuple(self._versions)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the experts that read each token can be told."""
+        return self._first().experts is not None
+
+    def statistics(self) -> EngineStatistics:
+        hosts = tuple(host.statistics() for host in self._hosts)
+        return EngineStatistics(
+            hosts=hosts,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            weight_version=self._versions[-1],
+            paused=self._paused,
+            kind=self._kind,
+        )
+
+    @asynccontextmanager
+    async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """Sample. Leaving the block in any way ends the generation in the engine.
+
+        Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary and
+        when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as the host that serves
+        this call dies.
+        """
+        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.routes)
+        host = await self._choose(order.affinity)
+        call = host.begin(to_generate(order, context_length=self.context_length))
+        try:
+            yield call
+        finally:
+            host.end(call)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling everywhere: freeze requests with their cache, send them back to the queue, or abort
+        them. New ones wait for `resume`.
+        """
+        self._remember_pause(mode)
+        _insist(await self._ask_all(lambda call, _: Pause(call=call, mode=mode)), "pause")
+
+    async def resume(self) -> None:
+        self._remember_pause(None)
+        _insist(await self._ask_all(lambda call, _: Continue(call=call)), "resume")
+
+    @asynccontextmanager
+    async def updating(self, mode: UpdateMode) -> AsyncIterator[Update]:
+        """Change the weights of all hosts: load, check and commit within the block. Left without a commit,
+        the old weights are served again.
+
+        New calls wait. Raises Refused for weights a host would not take, EngineError when one died;
+        EngineError for a second update at once.
+        """
+        if self._update is not None:
+            raise EngineError("the weights are being updated: one update at a time")
+        update = self._update = Update(everyone=self._hosts, mode=mode, before=self._paused)
+        try:
+            await update.begin(
+                lambda: not any(host.in_flight for host in update.hosts), lambda: self._changed
+            )
+            yield update
+        finally:
+            with trio.CancelScope(shield=True):  # bounded: each of its two steps by STEP_S
+                if not update.committed:
+                    await update.roll_back()
+            self._update = None
+            self.note_change()
+
+    async def update_weights_from_disk(
+        self, path: Path, version: str, mode: UpdateMode = "in_place", *, files: str = ""
+    ) -> Update:
+        """Serve the checkpoint under `path` from now on, as `version`. Hosts that restart later load it again
+        before they serve.
+        """
+        if not path.is_absolute():
+            raise Refused(
+                f"{path}: name the checkpoint by an absolute path, the hosts work in folders of their own",
+                path="$.source.path",
+            )
+        async with self.updating(mode) as update:
+            await update.load(lambda call, _: LoadDisk(call=call, path=str(path)))
+            await update.check()
+            await self.commit(update, Loaded(version=version, path=str(path), files=files))
+        return update
+
+    async def commit(self, update: Update, loaded: Loaded) -> None:
+        """What `update` loaded and checked is what the node serves."""
+        self._versions = [*self._versions[1 - VERSIONS :], loaded.version]
+        with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
+            await update.commit(loaded)
+
+    async def order(self, make: Make) -> None:
+        """Tell every host; EngineError naming those that did not. For what is no update: groups to receive
+        weights in, memory.
+        """
+        hosts = [host for host in self._hosts if host.state in ALIVE]
+        answers = await self._ask_all(make, hosts)
+        if failed := "; ".join(
+            f"engine host {index}: {said.message}" for index, said in answers.items() if not said.ok
+        ):
+            raise EngineError(failed, retryable=False)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of each host; 1 on a CPU."""
+        return self._hosts[0].ranks
+
+    @property
+    def lives(self) -> tuple[int, ...]:
+        """How often each host was started again."""
+        return tuple(host.restarts for host in self._hosts)
+
+    # ── inside ────────────────────────────────────────────────────────────────
+
+    def note_change(self) -> None:
+        """A host's state changed: wake whoever waits for one."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait_started(self) -> None:
+        """Until every host serves. Raises EngineError with the first failure's remedy."""
+        while any(host.state not in ALIVE for host in self._hosts):
+            for host in self._hosts:
+                if host.state == "failed":
+                    raise EngineError(
+                        f"engine host {host.index} did not start: {host.last_error}", retryable=False
+                    )
+            await self._changed.wait()
+
+    async def _choose(self, affinity: str) -> Host:
+        with trio.move_on_after(WAIT_FOR_HOST) as patience:
+            while (
+                not (loads := {host.index: host.in_flight for host in self._hosts if host.state == "ready"})
+                or self._update is not None
+            ):
+                if all(host.state == "failed" for host in self._hosts):
+                    raise EngineError(
+                        f"every engine host keeps dying and was given up: {self._hosts[0].last_error}",
+                        retryable=False,
+                    )
+                # an update has its own bound, and what is left of it is not the hosts' delay
+                patience.deadline = (
+                    inf
+                    if self._update is not None
+                    else min(patience.deadline, trio.current_time() + WAIT_FOR_HOST)
+                )
+                await self._changed.wait()
+            return self._hosts[self._router.choose(affinity, loads)]
+        raise EngineError(f"no engine host served within {WAIT_FOR_HOST:.0f} s: {self._hosts[0].last_error}")
+
+    async def _wait_settled(self) -> None:
+        while self._update is not None:
+            await self._changed.wait()
+
+    async def _ask_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
+        """The answers of all hosts that serve. Leaving early drops the answers; the hosts still do as
+        told.
+        """
+        answers: dict[int, Done] = {}
+
+        async def ask(host: Host) -> None:
+            answers[host.index] = await host.ask(lambda call: make(call, host))
+
+        async with trio.open_nursery() as nursery:
+            for host in [host for host in self._hosts if host.state in ALIVE] if hosts is None else hosts:
+                nursery.start_soon(ask, host)
+        return answers
+
+    def _remember_pause(self, mode: PauseMode | None) -> None:
+        self._paused = mode
+        for host in self._hosts:
+            host.paused = mode
+
+    def _first(self) -> Ready:
+        return next(host.ready for host in self._hosts if host.ready is not None)
+
+
+@asynccontextmanager
+async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None) -> AsyncIterator[Engines]:
+    """Start every host of `settings`, give them once all serve, end them after the block: no process,
+    semaphore or file is left.
+
+    `loaded` are served in place of the weights they start with. Raises EngineError naming the setting to
+    change, the log, and its last meaningful line. A host that dies later is restarted alone.
+    """
+    async with open_hosts(
+        settings, program=HOST_PROGRAM if settings.simulated is None else SIMULATED_PROGRAM, loaded=loaded
+    ) as engines:
+        yield engines
+
+
+@asynccontextmanager
+async def open_hosts(
+    settings: EngineSettings, *, program: tuple[str, ...], loaded: Loaded | None = None
+) -> AsyncIterator[Engines]:
+    """`open_engines` with any program that speaks `engine_host/protocol.py`."""
+    check(settings)
+    sweep()
+    engines = Engines(
+        kind="sglang" if settings.simulated is None else "simulated",
+        versions=[loaded.version if loaded else settings.weight_version],
+    )
+    ports = _Ports()
+    engines._hosts = tuple(
+        Host(
+            index=index,
+            gpus=gpus,
+            settings=settings,
+            ports=ports.take,
+            environment=os.environ,
+            on_change=engines.note_change,
+            settled=engines._wait_settled,
+            program=program,
+            loaded=loaded,
+        )
+        for index, gpus in enumerate(gpu_groups(settings))
+    )
+    ours: list[BaseException] = []
+    try:
+        async with trio.open_nursery() as nursery:
+            # bounded by the body: cancelled right after it, whatever happened there
+            service = trio.CancelScope(shield=True)
+            nursery.start_soon(_serve, engines._hosts, service)
+            try:
+                await engines.wait_started()
+                yield engines
+            except BaseException as error:
+                ours.append(error)
+                raise
+            finally:
+                service.cancel()
+    except BaseExceptionGroup as group:
+        # the body's own error and no bug beside it: callers need not know there is a nursery
+        if list(group.exceptions) == ours:
+            raise ours[0] from ours[0].__cause__
+        raise
+
+
+async def _serve(hosts: tuple[Host, ...], service: trio.CancelScope) -> None:
+    with service:
+        async with trio.open_nursery() as nursery:
+            for host in hosts:
+                nursery.start_soon(host.run)
+
+
+@define(eq=False)
+class _Ports:
+    """Ports for torch's rendezvous, each given once: hosts that start together must not race for one."""
+
+    _given: set[int] = field(factory=set)
+
+    def take(self) -> int:
+        for port in random.sample(PORTS, len(PORTS)):
+            if port not in self._given and _is_free(port):
+                self._given.add(port)
+                return port
+        raise EngineError(f"no free port from {PORTS.start} to {PORTS.stop}: end what holds them")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _insist(answers: dict[int, Done], what: str) -> None:
+    for index, answer in answers.items():
+        if not answer.ok:
+            raise EngineError(f"engine host {index} could not {what}: {answer.message}")

@@ -1,0 +1,434 @@
+"""What a host was asked and has not answered: each question one answer, and when the host dies its death is
+the answer.
+
+Rule for whoever edits it: `end` is synchronous, so that nobody waits for a process that is gone.
+
+Which weights a host is to serve beside those it starts with, and how a host that comes back is brought to
+them.
+
+Rule for whoever edits it: a host serves the version of its node or nothing; what can not be loaded again
+(tensors of a trainer, a folder that was written over) is waited for, never guessed.
+
+One engine host, for as long as the node lives: started, spoken to, mourned, started again.
+
+Rule for whoever edits it: a host's calls end with it, at once and synchronously (`_bury`), before anything is
+awaited; all that is sent goes through `post`, which never waits, so that an abort can be sent from any
+cleanup.
+"""
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.core.errors import EngineError
+from polarnode.engine.calls import Call
+from polarnode.engine.checkpoints import fingerprint
+from polarnode.engine.host_resources import Wires, log_tail, open_log, open_scratch, open_wires
+from polarnode.engine.protocol import (
+    Abort,
+    CommitUpdate,
+    Done,
+    Failed,
+    Fatal,
+    FrameDecoder,
+    FrameError,
+    Generate,
+    Load,
+    LoadDisk,
+    Message,
+    Pause,
+    PauseMode,
+    Piece,
+    Ready,
+    Routed,
+    Shutdown,
+    Start,
+    ToHost,
+    encode,
+    encode_all,
+)
+from polarnode.engine.routing import Deaths, HostState, HostStatistics
+from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
+from polarnode.support.processes import open_process_group
+
+# ── questions ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class _Question:
+    answered: trio.Event = field(factory=trio.Event)
+    done: Done | None = None
+
+
+@define(eq=False)
+class Questions:
+    """Of one host, over all its lives."""
+
+    _open: dict[int, _Question] = field(factory=dict)
+    _numbers: "count[int]" = field(factory=count)
+
+    async def ask(self, make: Callable[[int], ToHost], post: Callable[[ToHost], None]) -> Done | None:
+        """Post a question and wait for its answer; None when the host died. Leaving early only drops the
+        answer.
+        """
+        number = next(self._numbers)
+        question = self._open[number] = _Question()
+        post(make(number))
+        try:
+            await question.answered.wait()
+        finally:
+            self._open.pop(number, None)
+        return question.done
+
+    def answer(self, done: Done) -> None:
+        """Answers to questions that nobody waits for any more are dropped."""
+        if (question := self._open.get(done.call)) is not None:
+            question.done = done
+            question.answered.set()
+
+    def end(self) -> None:
+        for question in self._open.values():
+            question.answered.set()
+
+
+# ── loading ────────────────────────────────────────────────────────────
+
+Ask = Callable[[Callable[[int], ToHost]], Awaitable[Done]]
+
+
+@frozen(kw_only=True)
+class Loaded:
+    """The weights a host should serve when they are not those it starts with. `path` None: a trainer sent
+    them, and no disk has them.
+    """
+
+    version: str
+    path: str | None = None
+    files: str = ""  # the folder's fingerprint when it was loaded
+
+
+class Stale(EngineError):
+    """A host that can not be brought to the node's weights, and waits for the next."""
+
+
+async def bring(wanted: Callable[[], Loaded | None], ask: Ask) -> Loaded | None:
+    """Load what is wanted until that is what is loaded: it may change meanwhile. Raises Stale, or EngineError
+    for what does not load.
+    """
+    done: Loaded | None = None
+    while (want := wanted()) is not done and want is not None:
+        path = await trio.to_thread.run_sync(_still_there, want)
+        version = want.version
+        load = await ask(lambda call, path=path: LoadDisk(call=call, path=path))  # type: ignore[misc]
+        if load.ok:
+            load = await ask(
+                lambda call, version=version: CommitUpdate(call=call, version=version)  # type: ignore[misc]
+            )
+        if not load.ok:
+            raise EngineError(f"weights {version} under {path} can not be loaded again: {load.message}")
+        done = want
+    return done
+
+
+def _still_there(want: Loaded) -> str:
+    if want.path is None:
+        raise Stale(
+            f"weights {want.version} were sent by a trainer and this host has lost them: it serves again with"
+            " the next update"
+        )
+    if want.files and fingerprint(Path(want.path)) != want.files:
+        raise Stale(
+            f"weights {want.version} are no longer under {want.path}, whose files have changed: this host"
+            " serves again with the next update"
+        )
+    return want.path
+
+
+# ── host ────────────────────────────────────────────────────────────
+
+HOST_PROGRAM = (sys.executable, "-P", "-m", "polarnode.engine.embedded")
+READ_SIZE = 1 << 18  # bytes: a frame of a thousand chunks in one system call
+# seconds for an engine to give its GPU memory back: its schedulers take up to 15, its process tree some more
+SHUTDOWN_GRACE = 25.0
+# seconds for a host that was cut off to end its children; after that its group is killed
+LIFELINE_GRACE = 5.0
+# tries of a first start that failed by chance (a port taken meanwhile); anything else is told at once
+FIRST_STARTS = 3
+
+_log = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Host:
+    """The node's side of one engine host. `on_change` is called whenever `state` may have changed; `settled`
+    returns when no weights change.
+    """
+
+    index: int
+    gpus: tuple[int, ...]
+    _settings: EngineSettings
+    _ports: Callable[[], int]
+    _environment: Mapping[str, str]
+    _on_change: Callable[[], None]
+    _settled: Callable[[], Awaitable[None]]
+    _program: tuple[str, ...]
+    state: HostState = "starting"
+    ready: Ready | None = None
+    loaded: Loaded | None = None
+    paused: PauseMode | None = None
+    last_error: str | None = None
+    restarts: int = 0
+    _pid: int | None = None
+    _load: Load | None = None
+    _calls: dict[str, Call] = field(factory=dict)
+    _questions: Questions = field(factory=Questions)
+    _outbox: list[Message] = field(factory=list)
+    _wake: trio.Event = field(factory=trio.Event)
+    _last_words: str | None = None
+    _served: bool = False  # this life came as far as serving
+    _life: trio.CancelScope = field(factory=trio.CancelScope)
+    _deaths: Deaths = field(factory=Deaths)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._calls)
+
+    @property
+    def ranks(self) -> int:
+        """Its GPUs; 1 on a CPU."""
+        return max(1, len(self.gpus))
+
+    def statistics(self) -> HostStatistics:
+        load = self._load or Load(running=0, waiting=0, token_usage=0.0, weight_version=self._version())
+        return HostStatistics(
+            index=self.index,
+            state=self.state,
+            pid=self._pid,
+            gpus=self.gpus,
+            in_flight=self.in_flight,
+            running=load.running,
+            waiting=load.waiting,
+            token_usage=load.token_usage,
+            restarts=self.restarts,
+            weight_version=self._version(),
+            last_error=self.last_error,
+        )
+
+    def begin(self, order: Generate) -> Call:
+        """Send a generation; only while ready."""
+        if order.rid in self._calls:
+            raise EngineError(
+                f"request id {order.rid} is in use: every generation needs its own", retryable=False
+            )
+        call = self._calls[order.rid] = Call(rid=order.rid)
+        self.post(order)
+        return call
+
+    def end(self, call: Call) -> None:
+        """The consumer left. The call stays counted until the host has said its last of it."""
+        call.close()
+        if not call.over and self._calls.get(call.rid) is call:
+            self.post(Abort(rid=call.rid))
+
+    async def ask(self, make: Callable[[int], ToHost]) -> Done:
+        """Send a control message and wait for its answer. A host that dies meanwhile answers so; leaving
+        early only drops the answer.
+        """
+        return await self._questions.ask(make, self.post) or Done(
+            call=0, ok=False, message=self.last_error or "the engine host died"
+        )
+
+    def condemn(self, reason: str) -> None:
+        """End this life: what the host holds is not what it should. It is started again."""
+        self._last_words = reason
+        self._life.cancel()
+
+    def serve(self, version: str) -> None:
+        """The host said that these are its weights now."""
+        if self.ready is not None:
+            self.ready = evolve(self.ready, weight_version=version)
+            self._change("ready")
+
+    def post(self, message: ToHost) -> None:
+        """Queue a message. Bounded by two for each call in flight, and those are bounded by the sessions the
+        node runs.
+        """
+        self._outbox.append(message)
+        self._wake.set()
+
+    # ── its lives ─────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Keep a host alive until cancelled, or until it is given up. Raises nothing but bugs."""
+        while True:
+            self._bury(await self._live())
+            delay = self._deaths.note(trio.current_time())
+            if delay is None or self._hopeless():
+                self._change("failed")
+                return
+            await trio.sleep(delay)
+            self.restarts += 1
+            self._change("starting")
+
+    def _hopeless(self) -> bool:
+        """A first start that fails is a setting to change, not a host to restart; but for a port that was
+        taken meanwhile.
+        """
+        by_chance = self._diagnosis().chance and self.restarts + 1 < FIRST_STARTS
+        return self.ready is None and not by_chance
+
+    async def _live(self) -> str:
+        """One life, from start to end; returns the sentence on its grave."""
+        self._last_words, self._served, self._outbox = None, False, []
+        try:
+            with (
+                open_scratch() as scratch,
+                open_log(self._settings.log_path(self.index)) as log,
+                open_wires() as wires,
+            ):
+                command = [*self._program, "--tag", scratch.tag, *wires.arguments()]
+                env = host_environment(
+                    self._settings, gpus=self.gpus, scratch=scratch.path, base=self._environment
+                )
+                async with open_process_group(
+                    command, env=env, cwd=scratch.path, stdout=log, pass_fds=wires.theirs()
+                ) as process:
+                    self._pid = process.pid
+                    wires.close_theirs()
+                    await self._converse(process, wires)
+        except (OSError, EngineError) as error:
+            return f"the engine host could not be started: {error}"
+        return self._reason(process.returncode)
+
+    async def _converse(self, process: trio.Process, wires: Wires) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(wires.ours))
+        self.post(Start(arguments=engine_arguments(self._settings, nccl_port=self._ports())))
+        try:
+            async with trio.open_nursery() as nursery:
+                self._life = nursery.cancel_scope
+                nursery.start_soon(self._send, stream)
+                await self._receive(stream, nursery)
+                nursery.cancel_scope.cancel()
+        finally:
+            asked = self.state in ("ready", "stale") and self._last_words is None
+            with trio.move_on_after(SHUTDOWN_GRACE if asked else LIFELINE_GRACE, shield=True):
+                if asked:
+                    await _ask_to_end(stream)
+                else:
+                    wires.cut()  # it is not listening
+                await process.wait()  # what is left after that, `open_process_group` kills
+
+    async def _send(self, stream: trio.SocketStream) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            messages, self._outbox = self._outbox, []
+            for frame in encode_all(messages):
+                try:
+                    await stream.send_all(frame)
+                except trio.BrokenResourceError:
+                    return  # the reader sees the end too, and ends this life
+
+    async def _receive(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
+        """Until the host is gone: its end of the socket closes with it, whatever ended it."""
+        decoder = FrameDecoder()
+        while True:
+            try:
+                data = await stream.receive_some(READ_SIZE)
+                messages = decoder.feed(data)
+            except (trio.BrokenResourceError, FrameError) as error:
+                self._last_words = self._last_words or f"{type(error).__name__}: {error}"
+                return
+            if not data:
+                return
+            for message in messages:
+                self._handle(message, nursery)
+
+    def _handle(self, message: Message, nursery: trio.Nursery) -> None:
+        match message:
+            case Piece(rid=rid) | Routed(rid=rid):
+                if (call := self._calls.get(rid)) is not None:
+                    call.take(message)
+                    if call.over:
+                        self._over(rid)
+            case Failed(rid=rid, message=text, retryable=retryable):
+                if rid in self._calls:
+                    self._over(rid).fail(
+                        EngineError(f"the engine refused the request: {text}", retryable=retryable)
+                    )
+            case Done():
+                self._questions.answer(message)
+            case Load():
+                self._load = message
+            case Ready():
+                nursery.start_soon(self._welcome, message)
+            case Fatal(message=text):
+                self._last_words = text
+            case _:
+                raise FrameError(f"the host may not say {type(message).__name__}")
+
+    def _over(self, rid: str) -> Call:
+        call = self._calls.pop(rid)
+        if not self._calls:
+            self._on_change()  # an update may wait for it
+        return call
+
+    async def _welcome(self, ready: Ready) -> None:
+        """A host that came back must first hold the weights and the pause of the one it replaces."""
+        await self._settled()
+        try:
+            loaded = await bring(lambda: self.loaded, self.ask)
+        except Stale as stale:
+            self.last_error, self.ready, self._served = str(stale), ready, True
+            _log.error("engine host %d: %s", self.index, stale)
+            self._change("stale")
+            return
+        except EngineError as error:
+            self.condemn(str(error))
+            return
+        ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
+        if (mode := self.paused) is not None:
+            await self.ask(lambda call: Pause(call=call, mode=mode))
+        self.ready, self._served = ready, True
+        self._change("ready")
+
+    # ── its end ───────────────────────────────────────────────────────────────
+
+    def _bury(self, reason: str) -> None:
+        """End every call and every question of this life, synchronously."""
+        self.last_error, self._pid, self._load = reason, None, None
+        while self._calls:
+            self._calls.popitem()[1].fail(EngineError(f"engine host {self.index} died: {reason}"))
+        self._questions.end()
+        _log.error("engine host %d died: %s", self.index, reason)
+        self._change("dead")
+
+    def _reason(self, returncode: int | None) -> str:
+        found = self._diagnosis()
+        if not self._served:
+            return f"{found.line}; {found.advice} (log: {self._settings.log_path(self.index)})"
+        return (
+            f"{self._last_words or f'exit status {returncode}'} (log: {self._settings.log_path(self.index)})"
+        )
+
+    def _diagnosis(self) -> Diagnosis:
+        return diagnose(log_tail(self._settings.log_path(self.index)), self._last_words)
+
+    def _change(self, state: HostState) -> None:
+        self.state = state
+        self._on_change()
+
+    def _version(self) -> str:
+        """What the host was brought to; what it says of its load is older."""
+        return self.ready.weight_version if self.ready is not None else self._settings.weight_version
+
+
+async def _ask_to_end(stream: trio.SocketStream) -> None:
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # it may be dying already
+        await stream.send_all(encode(Shutdown()))

@@ -1,0 +1,181 @@
+"""What an engine host leaves behind, and who removes it: its temporary folder, its semaphores, its shared
+memory.
+
+SGLang ends its own helpers with SIGKILL, so they never clean up. Every host therefore gets a tag of its own,
+which is in the name of its folder and of all it puts into /dev/shm. The node holds a lock in the folder; a
+folder whose lock is free belongs to a node that was killed.
+
+What ties a node to one life of an engine host: a socket pair for frames, a lifeline pipe, and a log file.
+Opened and closed together.
+
+Rule for whoever edits it: nobody but the node may hold the lifeline's write end. Descriptors are made
+non-inheritable (PEP 446), and only the host's own two are passed on; when the node dies, however it dies, the
+kernel closes the write end and the host ends itself.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+from attrs import define, frozen
+
+from polarnode.core.errors import EngineError
+from polarnode.engine.settings import TAIL
+
+# ── scratch ────────────────────────────────────────────────────────────
+
+PREFIX = "polarnode-engine-"
+SHARED_MEMORY = Path("/dev/shm")
+# characters of a scratch path: SGLang puts sockets in it, and the kernel takes 107 for a socket's whole path
+LONGEST = 70
+YOUNG = 60.0  # seconds: a folder this young may be in the making, its lock not yet taken
+
+
+@frozen
+class Scratch:
+    """A host's own temporary folder; `tag` names all it shares in memory."""
+
+    tag: str
+    path: Path
+
+
+@contextmanager
+def open_scratch() -> Iterator[Scratch]:
+    """A fresh folder under the temporary folder, locked while the block lasts; afterwards nothing of the host
+    is left on disk or in memory.
+    """
+    tag = f"pn{uuid4().hex[:12]}"
+    scratch = Scratch(tag, Path(tempfile.gettempdir()) / f"{PREFIX}{tag}")
+    if len(str(scratch.path)) > LONGEST:
+        raise EngineError(
+            f"TMPDIR={tempfile.gettempdir()} is too long for the engine's sockets: set a shorter one",
+            retryable=False,
+        )
+    scratch.path.mkdir(mode=0o700)
+    lock = os.open(scratch.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield scratch
+    finally:
+        os.close(lock)
+        _remove(scratch.path)
+
+
+def sweep() -> int:
+    """Remove what hosts of killed nodes left; returns how many folders. Other users' and living nodes' are
+    not touched.
+    """
+    return sum(_remove_stale(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+
+
+def _remove_stale(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        if time.time() - path.stat().st_mtime > YOUNG and not _locked(path / "lock"):
+            _remove(path)
+            return True
+    return False
+
+
+def _locked(path: Path) -> bool:
+    """Whether a living node holds it; a folder without a lock was being removed when its host was killed."""
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _remove(path: Path) -> None:
+    tag = path.name.removeprefix(PREFIX)
+    for shared in SHARED_MEMORY.glob(f"*{tag}*"):
+        with contextlib.suppress(OSError):  # another user's by the same name, or gone meanwhile
+            shared.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# ── wires ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Wires:
+    """`ours` is non-blocking and ours; `host` and `lifeline` are the host's until `close_theirs`, `_held` is
+    the lifeline's write end.
+    """
+
+    ours: socket.socket
+    _host: socket.socket
+    _lifeline: int
+    _held: int
+
+    def theirs(self) -> tuple[int, ...]:
+        return (self._host.fileno(), self._lifeline)
+
+    def arguments(self) -> list[str]:
+        return ["--fd", str(self._host.fileno()), "--lifeline-fd", str(self._lifeline)]
+
+    def close_theirs(self) -> None:
+        """Once the host runs: while we hold its end of the socket, its death would not close it."""
+        self._host.close()
+        self._lifeline = _close(self._lifeline)
+
+    def cut(self) -> None:
+        """Tell the host, whatever it is doing, to end its session now."""
+        self._held = _close(self._held)
+
+    def close(self) -> None:
+        self.cut()
+        self.close_theirs()
+        self.ours.close()
+
+
+@contextmanager
+def open_wires() -> Iterator[Wires]:
+    """Fresh wires for one life; all of our ends are closed with the block."""
+    ours, host = socket.socketpair()
+    ours.setblocking(False)
+    lifeline, held = os.pipe()
+    with closing(Wires(ours, host, lifeline, held)) as wires:
+        yield wires
+
+
+@contextmanager
+def open_log(path: Path) -> Iterator[BinaryIO]:
+    """A fresh log, for the host to write; the one before is kept as `.log.1`, so that a crash can still be
+    read after the restart.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        path.replace(path.with_suffix(".log.1"))
+    with path.open("wb") as log:
+        yield log
+
+
+def log_tail(path: Path) -> str:
+    """The last TAIL bytes of a log, as text; empty when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _close(descriptor: int) -> int:
+    if descriptor >= 0:
+        os.close(descriptor)
+    return -1

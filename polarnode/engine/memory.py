@@ -1,0 +1,148 @@
+"""Memory lent to a trainer on the same GPUs, and groups in which weights are received.
+
+Rule for whoever edits it: what SGLang asserts, it asserts in its scheduler, which ends; whatever can not be
+is refused here with a remedy.
+"""
+
+import trio
+from attrs import define, field
+
+from polarnode.core.errors import Conflict, EngineError
+from polarnode.engine.host import Host
+from polarnode.engine.protocol import JoinGroup, LeaveGroup, Memory
+from polarnode.engine.update import STEP_S, Make
+from polarnode.engine.weight_values import (
+    BroadcastBucket,
+    DistributedSource,
+    GroupOrder,
+    MemoryOrder,
+    TensorBucket,
+    WeightsStatus,
+    broadcast,
+    check_group,
+    tensors,
+)
+from polarnode.engine.weights import Weights
+
+
+@define(eq=False)
+class EngineControl:
+    """Beside `Weights`, with which it takes turns. `keeps`: released weights are kept in main memory and come
+    back by themselves.
+    """
+
+    weights: Weights
+    keeps: bool = False
+    _groups: dict[str, tuple[int, ...]] = field(factory=dict)  # the lives of all hosts when they joined
+
+    # ── memory ────────────────────────────────────────────────────────────────
+
+    async def release(self, order: MemoryOrder) -> WeightsStatus:
+        """Give memory back to others. Only while generation is held by retract or abort, so that no request
+        holds any.
+        """
+        async with self.weights.alone():
+            self.weights.insist_closed()
+            if self.weights.engines.statistics().paused not in ("retract", "abort"):
+                raise Conflict(
+                    "memory is released while generation is held: POST /v1/engine/pause with mode retract or"
+                    " abort first"
+                )
+            await self._memory(order, release=True)
+            self.weights.released |= set(order.tags)
+            self.weights.discarded |= "weights" in order.tags and not self.keeps
+            return self.weights.status()
+
+    async def take(self, order: MemoryOrder) -> WeightsStatus:
+        """Take released memory again; generation stays held."""
+        async with self.weights.alone():
+            await self._memory(order, release=False)
+            self.weights.released -= set(order.tags)
+            return self.weights.status()
+
+    async def _memory(self, order: MemoryOrder, *, release: bool) -> None:
+        """On all hosts or, as far as they still answer, on none."""
+        tags = list(order.tags)
+        failed = await self._failed(lambda call, _: Memory(call=call, release=release, tags=tags))
+        if failed is not None:
+            await self._failed(lambda call, _: Memory(call=call, release=not release, tags=tags))
+            raise Conflict(str(failed)) from failed
+
+    # ── groups and what comes over them ───────────────────────────────────────
+
+    async def join(self, order: GroupOrder) -> None:
+        """Every GPU of the node joins; returns when the trainer has joined too."""
+        engines = self.weights.engines
+        check_group(order, len(engines.lives) * engines.ranks)
+        async with self.weights.alone():
+            self.weights.insist_closed()
+            if order.name in self._groups:
+                raise Conflict(
+                    f"group {order.name!r} is joined already: leave it first, by DELETE"
+                    f" /v1/weights/groups/{order.name}"
+                )
+            failed = await self._failed(lambda call, host: _join(order, call, host, ranks=engines.ranks))
+            if failed is not None:
+                # those that joined are of a group that never was
+                await self._failed(lambda call, _: LeaveGroup(call=call, name=order.name))
+                raise failed
+            self._groups[order.name] = engines.lives
+
+    async def leave(self, name: str) -> bool:
+        """Whether it was a group. Hosts that were started again since are in none."""
+        async with self.weights.alone():
+            self.weights.insist_closed()
+            if self._groups.pop(name, None) is None:
+                return False
+            failed = await self._failed(lambda call, _: LeaveGroup(call=call, name=name))
+            if failed is not None and "does not exist" not in str(failed):
+                raise failed
+            return True
+
+    def insist_joined(self, name: str) -> None:
+        """Conflict unless every host is in the group: those that are would wait for a broadcast the others
+        can not take.
+        """
+        if name not in self._groups:
+            raise Conflict(f"no group {name!r} is joined: POST /v1/weights/groups first")
+        if self._groups[name] != self.weights.engines.lives:
+            raise Conflict(
+                f"an engine host was started again since group {name!r} was joined: leave the group and join"
+                " it again"
+            )
+
+    def received(self, update_id: str, said: BroadcastBucket) -> Make:
+        """A bucket of an open update that comes over its group."""
+        source = self.weights.opened(update_id).order.source
+        if not isinstance(source, DistributedSource):
+            raise Conflict(
+                f"update {update_id!r} was begun with {source.kind} as its source: send its kind of buckets"
+            )
+        self.insist_joined(source.group)
+        return broadcast(said, source.group)
+
+    def mapped(self, said: TensorBucket) -> Make:
+        """A bucket of an open update that is handles of memory."""
+        return tensors(said, hosts=len(self.weights.engines.lives), ranks=self.weights.engines.ranks)
+
+    async def _failed(self, make: Make) -> EngineError | None:
+        """Tell every host; what went wrong, if anything did."""
+        with trio.move_on_after(STEP_S, shield=True):
+            try:
+                await self.weights.engines.order(make)
+            except EngineError as error:
+                return error
+            return None
+        return EngineError(f"the engine hosts did not answer within {STEP_S:.0f} s", retryable=False)
+
+
+def _join(order: GroupOrder, call: int, host: Host, *, ranks: int) -> JoinGroup:
+    return JoinGroup(
+        call=call,
+        name=order.name,
+        address=order.address,
+        port=order.port,
+        rank=order.rank_offset + host.index * ranks,
+        world_size=order.world_size,
+        backend=order.backend,
+    )

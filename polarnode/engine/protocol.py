@@ -1,0 +1,438 @@
+"""What a node says to an engine host about weights and memory: the messages of `protocol.py` that make new
+weights one version on all hosts.
+
+An update is told in steps, so that no host serves new weights before all can: BeginUpdate (keep the old
+ones), loads, CheckUpdate (all there?), and CommitUpdate or RollBack. The node has paused the host before.
+Rule for whoever edits it: plain values, as all of the protocol.
+
+What a node and an engine host say to each other: attrs values, packed with msgpack into length-prefixed
+frames. Sans-I/O.
+
+A frame is four bytes of length (big-endian) and one msgpack array of messages, so that one frame may carry
+the chunks of many requests; a message is an array of its class's code and its fields in order. Token ids
+travel as little-endian int32 bytes, logprobs as float32 bytes: a Python list of ints costs ten times the
+memory and the time. Both ends are the same release of this package, so there is no version to negotiate. Rule
+for whoever edits it: a new message is a class and its place in a table below; this, `updates` and
+`checkpoints` are the only modules of the room that others import, so nothing here waits and nothing here is
+sglang's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, cast, get_args
+
+import msgpack  # type: ignore[import-untyped]
+from attrs import define, field, fields, frozen
+
+from polarnode.core.conversation import Json
+
+# ── updates ────────────────────────────────────────────────────────────
+
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+
+@frozen(kw_only=True)
+class BeginUpdate:
+    """Weights are about to change: copy what is served to main memory, so that there is a way back. `ranks`
+    GPUs of this machine do so at once.
+    """
+
+    call: int
+    ranks: int
+
+
+@frozen(kw_only=True)
+class LoadDisk:
+    """Read a checkpoint's folder."""
+
+    call: int
+    path: str
+
+
+@frozen(kw_only=True)
+class LoadTensors:
+    """Take tensors of another process of this machine. `payloads`: what torch's ForkingPickler made of them,
+    for each rank of this host.
+    """
+
+    call: int
+    payloads: Sequence[bytes]
+    layout: Literal["flattened_bucket"] | None = None
+
+
+@frozen(kw_only=True)
+class LoadBroadcast:
+    """Receive tensors from rank 0 of a group this host has joined."""
+
+    call: int
+    group: str
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    layout: Literal["flattened_bucket"] | None = None
+
+
+@frozen(kw_only=True)
+class CheckUpdate:
+    """All has been sent: say whether it is a whole model, and with `flush` forget the keys and values of the
+    old weights.
+    """
+
+    call: int
+    flush: bool
+
+
+@frozen(kw_only=True)
+class CommitUpdate:
+    """What was loaded is `version` from now on, and the copy of the old weights is dropped."""
+
+    call: int
+    version: str
+
+
+@frozen(kw_only=True)
+class RollBack:
+    """What was served before the update is served again."""
+
+    call: int
+
+
+@frozen(kw_only=True)
+class JoinGroup:
+    """Become ranks `rank`, `rank` + 1 … (one for each GPU of this host) of a torch process group; waits for
+    the others.
+    """
+
+    call: int
+    name: str
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+
+@frozen(kw_only=True)
+class LeaveGroup:
+    call: int
+    name: str
+
+
+@frozen(kw_only=True)
+class Memory:
+    """Give memory of the GPU back to others, or take it again. Only while nothing is sampled."""
+
+    call: int
+    release: bool
+    tags: Sequence[MemoryTag]
+
+
+Update = (
+    BeginUpdate
+    | LoadDisk
+    | LoadTensors
+    | LoadBroadcast
+    | CheckUpdate
+    | CommitUpdate
+    | RollBack
+    | JoinGroup
+    | LeaveGroup
+    | Memory
+)
+
+
+# ── protocol ────────────────────────────────────────────────────────────
+
+MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
+# chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
+CHUNKS_A_FRAME = 1024
+BYTES_A_FRAME = 4 << 20  # of arrays: one more message of the largest kind still fits a frame
+_HEAD = 4
+
+# a config.json has one of these where the model is a mixture
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+PauseMode = Literal["in_place", "retract", "abort"]
+HostFinish = Literal["stop", "length", "abort"]
+
+
+@frozen(kw_only=True)
+class Simulation:
+    """What the simulated engine makes of a model: how fast one GPU of its kind would be, and how its random
+    answers look.
+
+    The defaults are about a 30B mixture of experts on one H100. `tokens_per_s` are one request's; 0, there
+    and for the prefill, is at once.
+    """
+
+    tokens_per_s: float = 80.0
+    first_token_s: float = 0.05  # seconds before the first token, beside the prefill
+    prefill_tokens_per_s: float = 30_000.0  # of prompt tokens that are not cached
+    max_running: int = 256  # requests sampled at once; the others wait
+    answer_tokens: int = 256  # of every answer, its end included
+    # a conversation's answers each have a tool call until it holds so many, so that harnesses come to an end
+    calling_turns: int = 29
+    chunk_tokens: int = 16  # tokens a chunk
+    seed: int = 0
+
+
+@frozen(kw_only=True)
+class Marks:
+    """A model family's marks as token ids, for an engine that writes its language without knowing it."""
+
+    turn_end: int
+    think_open: int | None = None
+    think_close: int | None = None
+    call_open: int | None = None
+    call_close: int | None = None
+
+
+# ── node to host ──────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Start:
+    """The first frame: `arguments` are `sglang.Engine`'s own."""
+
+    arguments: Mapping[str, Json]
+
+
+@frozen(kw_only=True)
+class Generate:
+    """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
+
+    `top_logprobs` alternatives are told with each token; `processor` is a logit processor in SGLang's
+    spelling; the constraint among the sampling parameters begins behind `constraint_after`, where that is
+    said. `routed_from`: the first position whose experts are told.
+    """
+
+    rid: str
+    prompt: bytes
+    sampling: Mapping[str, Json]
+    top_logprobs: int = 0
+    processor: str | None = None
+    constraint_after: int | None = None
+    routed_from: int | None = None
+
+
+@frozen(kw_only=True)
+class Abort:
+    """Stop a generation; its last chunk still comes. Unknown or finished ids are ignored."""
+
+    rid: str
+
+
+@frozen(kw_only=True)
+class Pause:
+    """Stop sampling. `call` names the answer (`Done`)."""
+
+    call: int
+    mode: PauseMode
+
+
+@frozen(kw_only=True)
+class Continue:
+    call: int
+
+
+@frozen(kw_only=True)
+class Shutdown:
+    """End the engine and this process."""
+
+
+# ── host to node ──────────────────────────────────────────────────────────────
+
+
+class Experts(NamedTuple):
+    """What a row of routed experts is: `top_k` numbers below `number` for each of `layers`."""
+
+    layers: int
+    top_k: int
+    number: int
+
+
+def _row(said: Sequence[int] | None) -> Experts | None:
+    return None if said is None else Experts(*said)
+
+
+@frozen(kw_only=True)
+class Ready:
+    """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
+
+    `experts` is there where the engine remembers which experts read each token.
+    """
+
+    vocab_size: int
+    context_length: int
+    capacity: int
+    max_total_tokens: int
+    weight_version: str
+    sglang_version: str
+    experts: Experts | None = field(default=None, converter=_row)
+
+
+def _spans(said: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
+    """Arrays come off the wire as lists; this field alone is a value of ours."""
+    return tuple(cast(tuple[str, int, int], tuple(each)) for each in said)
+
+
+@frozen(kw_only=True)
+class Piece:
+    """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
+
+    The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole
+    sample as (version, start, end). Alternatives, where they were asked for: equally many for each of `ids`,
+    one token's after the other's, as int32 and float32 bytes.
+    """
+
+    rid: str
+    ids: bytes
+    logprobs: bytes
+    version: str
+    finish: HostFinish | None = None
+    spans: tuple[tuple[str, int, int], ...] = field(default=(), converter=_spans)
+    cached_tokens: int = 0
+    alternative_ids: bytes = b""
+    alternative_logprobs: bytes = b""
+
+
+@frozen(kw_only=True)
+class Routed:
+    """Some rows of a sample's routed experts, from position `start` on: uint8, or little-endian int16 where
+    `wide`.
+
+    They come in order before the sample's last piece, in several messages where there are many.
+    """
+
+    rid: str
+    start: int
+    layers: int
+    top_k: int
+    wide: bool
+    data: bytes
+
+
+@frozen(kw_only=True)
+class Failed:
+    """A generation that will give no more, and why."""
+
+    rid: str
+    message: str
+    retryable: bool
+
+
+@frozen(kw_only=True)
+class Done:
+    """The answer to a Pause, a Continue, or a message of `updates`."""
+
+    call: int
+    ok: bool
+    message: str = ""
+
+
+@frozen(kw_only=True)
+class Load:
+    """How busy the engine is, as its scheduler last said; sent when it changes."""
+
+    running: int
+    waiting: int
+    token_usage: float
+    weight_version: str
+
+
+@frozen(kw_only=True)
+class Fatal:
+    """The host's last words."""
+
+    message: str
+
+
+ToHost = Start | Generate | Abort | Pause | Continue | Update | Shutdown
+ToNode = Ready | Piece | Routed | Failed | Done | Load | Fatal
+Message = ToHost | ToNode
+
+_CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))
+_CODES = {kind: code for code, kind in enumerate(_CLASSES)}
+_FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
+_ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes) for kind in _CLASSES}
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of ours: the other end is not the program we started."""
+
+
+def encode(*messages: Message) -> bytes:
+    """One frame with these messages, in order. Raises FrameError when it would be longer than MAX_FRAME."""
+    body = cast(
+        bytes,
+        msgpack.packb(
+            [
+                [_CODES[type(each)], *(getattr(each, name) for name in _FIELDS[type(each)])]
+                for each in messages
+            ]
+        ),
+    )
+    if len(body) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return len(body).to_bytes(_HEAD, "big") + body
+
+
+def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
+    """Frames for any number of messages, CHUNKS_A_FRAME at most in each, and fewer where they are large."""
+    waiting: list[Message] = []
+    size = 0
+    for message in messages:
+        waiting.append(message)
+        size += sum(
+            len(value)
+            for name in _ARRAYS[type(message)]
+            if isinstance(value := getattr(message, name), bytes)
+        )
+        if len(waiting) == CHUNKS_A_FRAME or size > BYTES_A_FRAME:
+            yield encode(*waiting)
+            waiting.clear()
+            size = 0
+    if waiting:
+        yield encode(*waiting)
+
+
+@define(eq=False)
+class FrameDecoder:
+    """Bytes in as they come, messages out once their frame is whole. Raises FrameError on anything else; it
+    is then of no further use.
+    """
+
+    _buffer: bytearray = field(factory=bytearray, init=False)
+
+    def feed(self, data: bytes) -> list[Message]:
+        self._buffer += data
+        found: list[Message] = []
+        while (body := self._take()) is not None:
+            found.extend(_read(body))
+        return found
+
+    def _take(self) -> bytes | None:
+        if len(self._buffer) < _HEAD:
+            return None
+        length = int.from_bytes(self._buffer[:_HEAD], "big")
+        if length > MAX_FRAME:  # before buffering it: a stray peer must not cost memory
+            raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
+        if len(self._buffer) < _HEAD + length:
+            return None
+        body = bytes(self._buffer[_HEAD : _HEAD + length])
+        del self._buffer[: _HEAD + length]
+        return body
+
+
+def _read(body: bytes) -> list[Message]:
+    try:
+        return [_message(raw) for raw in msgpack.unpackb(body, strict_map_key=False)]
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise FrameError(f"not a frame of this protocol: {error or type(error).__name__}") from error
+
+
+def _message(raw: Sequence[object]) -> Message:
+    code, *values = raw
+    if not isinstance(code, int) or not 0 <= code < len(_CLASSES):
+        raise FrameError(f"unknown message code {code!r}")
+    kind = _CLASSES[code]
+    return kind(**dict(zip(_FIELDS[kind], values, strict=True)))

@@ -1,0 +1,104 @@
+"""Which host serves a call, and whether a dead one is started again. Two small machines that are told the
+time and the loads; nothing waits.
+
+Rule for whoever edits it: a session's prompts extend one another, so the host that holds its prefix is worth
+far more than an even load.
+
+What the engines can be asked at any time: frozen values, served at `/v1/status` and asserted in tests.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import define, field, frozen
+
+# ── routing ────────────────────────────────────────────────────────────
+
+# calls a session's host may have more than the least loaded: filling 20-30 thousand tokens again costs about
+# what they do
+SLACK = 16
+REMEMBERED = 65_536  # sessions: some 10 MB, and a hundred times what one machine runs at once
+DEATHS = 5  # within WINDOW: then the cause is not chance, and starting again only hides it
+WINDOW = 600.0  # seconds
+# seconds before the second restart of a window; it doubles from there, the first restart is at once
+FIRST_DELAY = 1.0
+
+
+@define(eq=False)
+class Router:
+    """Sessions stay with their host while it is ready and not overloaded; others go where the fewest calls
+    are.
+    """
+
+    _homes: "OrderedDict[str, int]" = field(factory=OrderedDict, init=False)
+
+    def choose(self, affinity: str, loads: Mapping[int, int]) -> int:
+        """A host among `loads` (ready host to its calls in flight; never empty). An empty affinity belongs to
+        no session.
+        """
+        least = min(loads, key=lambda index: (loads[index], index))
+        home = self._homes.get(affinity)
+        if home is None or home not in loads or loads[home] > loads[least] + SLACK:
+            home = least
+        if affinity:
+            self._homes[affinity] = home
+            self._homes.move_to_end(affinity)
+            if len(self._homes) > REMEMBERED:
+                self._homes.popitem(last=False)
+        return home
+
+
+@define(eq=False)
+class Deaths:
+    """The times a host died lately."""
+
+    _times: "deque[float]" = field(factory=deque, init=False)
+
+    def note(self, now: float) -> float | None:
+        """Seconds to wait before the next start, or None to give up. `now` in seconds of any steady clock."""
+        self._times.append(now)
+        while now - self._times[0] > WINDOW:
+            self._times.popleft()
+        if len(self._times) >= DEATHS:
+            return None
+        return 0.0 if len(self._times) == 1 else FIRST_DELAY * 2 ** (len(self._times) - 2)
+
+
+# ── statistics ────────────────────────────────────────────────────────────
+
+# stale: waits for weights; dead: about to be restarted; failed: given up
+HostState = Literal["starting", "ready", "stale", "dead", "failed"]
+
+
+@frozen(kw_only=True)
+class HostStatistics:
+    """One engine host. `in_flight` calls are ours, aborting ones included; `running` and `waiting` are the
+    scheduler's own, 0.25 s old at most.
+    """
+
+    index: int
+    state: HostState
+    pid: int | None
+    gpus: tuple[int, ...]
+    in_flight: int
+    running: int
+    waiting: int
+    token_usage: float
+    restarts: int
+    weight_version: str
+    last_error: str | None
+
+
+@frozen(kw_only=True)
+class EngineStatistics:
+    """All hosts. `context_length` is the most tokens one request may hold; `weight_version` is the node's; a
+    `simulated` engine's answers are random.
+    """
+
+    hosts: tuple[HostStatistics, ...]
+    vocab_size: int
+    context_length: int
+    weight_version: str
+    paused: str | None
+    kind: Literal["sglang", "simulated"] = "sglang"

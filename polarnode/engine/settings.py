@@ -1,0 +1,371 @@
+"""What the engines are told, and how it becomes the arguments and the environment of each host. Plain
+functions, no waiting.
+
+Rule for whoever edits it: an argument that the rest of the house relies on is RESERVED; every other one of
+SGLang's can be given through `extra`, unchecked here, because SGLang checks its own.
+
+Why an engine host did not start, as one sentence that says which setting to change. Pure: the end of its log
+in, a sentence out.
+
+Rule for whoever edits it: a row of ADVICE is a pattern seen in a real log and a remedy in the words of the
+command line; the first that matches wins, so the more special come first.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from attrs import asdict, field, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EngineError
+from polarnode.engine.protocol import EXPERT_COUNTS, Marks, Simulation
+
+# ── settings ────────────────────────────────────────────────────────────
+
+# requests decoded together: torch's own attention loops over them, so more only makes each slower
+CPU_RUNNING = 16
+CPU_CACHE_BYTES = 2 << 30  # of KV cache: leaves room for the model, its host and harnesses on an 8 GB machine
+CPU_MAX_TOKENS = 131_072  # four prompts of 30 000 tokens at once; the tiny model needs 2 KB a token
+CPU_MIN_TOKENS = 8_192  # below this no harness's first prompt fits
+# SGLang checks it against the whole machine's free memory, which others use too; the cap is CPU_CACHE_BYTES
+CPU_MEMORY_SHARE = 0.8
+# tokens a chunk: the tiny model makes 1 500 a second, and each chunk costs the node's loop some 50 us
+CPU_STREAM_INTERVAL = 4
+# tokens a chunk: 256 requests at 50 tokens/s on 8 GPUs are 6 400 chunks a second, half of what one loop can
+# do
+GPU_STREAM_INTERVAL = 16
+
+RESERVED = frozenset(
+    {
+        "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init",
+        "incremental_streaming_output", "weight_version", "nccl_port", "context_length", "dtype",
+        "mem_fraction_static", "max_total_tokens", "max_running_requests",
+        "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup",
+    }
+)  # fmt: skip
+
+
+@frozen(kw_only=True)
+class Simulated:
+    """That the engine is simulated, and what its hosts must know of the model, since they load none."""
+
+    simulation: Simulation
+    marks: Marks
+    vocab_size: int
+
+
+@frozen(kw_only=True)
+class EngineSettings:
+    """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens`
+    bounds the KV cache of one host.
+
+    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine`
+    as it is. A `simulated` engine has a host for each of `gpus` (or per `tp` of them) too, but needs none of
+    them to be there. `routed_experts`: remember which experts of a mixture read each token, in main memory:
+    layers * experts a token * 4 bytes for each token of the KV cache. `memory_saver`: GPU memory can be lent
+    to others; then weights are gone with it (`discard`), or kept in main memory (`backup`).
+    """
+
+    model_path: Path
+    device: Literal["cpu", "cuda"]
+    state_dir: Path
+    gpus: tuple[int, ...] = ()
+    tp: int = 1
+    context_length: int | None = None
+    dtype: str = "auto"
+    mem_fraction: float | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    weight_version: str = "0"
+    simulated: Simulated | None = None
+    routed_experts: bool = False
+    memory_saver: Literal["off", "discard", "backup"] = "off"
+    extra: Mapping[str, Json] = field(factory=dict)
+
+    def log_path(self, index: int) -> Path:
+        return self.state_dir / f"engine-{index}.log"
+
+
+def check(settings: EngineSettings) -> None:
+    """Raises EngineError naming the setting that can not work, before anything is started."""
+    if not (settings.model_path / "config.json").is_file():
+        raise _wrong(
+            f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face"
+            " checkpoint"
+        )
+    if taken := sorted(RESERVED & set(settings.extra)):
+        raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
+    if settings.routed_experts and (reason := unrouted(settings)):
+        raise _wrong(f"--routed-experts: {reason}")
+    if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
+        raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
+    if settings.simulated is not None:
+        return
+    if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
+        raise _wrong("--cpu takes neither --gpus nor --tp: leave them out")
+    if settings.device == "cuda" and (
+        not settings.gpus or settings.tp < 1 or len(settings.gpus) % settings.tp
+    ):
+        raise _wrong(
+            f"--gpus names {len(settings.gpus)} GPUs and --tp {settings.tp} takes that many for each engine:"
+            " change one of them"
+        )
+
+
+def unrouted(settings: EngineSettings) -> str | None:
+    """Why no engine of these settings can tell routed experts, whatever it is told; None when it can."""
+    if settings.simulated is not None:
+        return (
+            "the simulated engine's answers are random, and no experts read them; leave it out, or start a"
+            " real engine"
+        )
+    config = json.loads((settings.model_path / "config.json").read_text())
+    text = config.get("text_config")
+    told = {**config, **text} if isinstance(text, dict) else config
+    if any(_whole(told, name, 0) for name in EXPERT_COUNTS):
+        return None
+    return f"the model {settings.model_path.name} is dense: it has no experts; leave it out"
+
+
+def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each host in order; one empty group on a CPU."""
+    if not settings.gpus:
+        return ((),)
+    return tuple(
+        settings.gpus[first : first + settings.tp] for first in range(0, len(settings.gpus), settings.tp)
+    )
+
+
+def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, Json]:
+    """The keyword arguments of `sglang.Engine` for one host; for a simulated one, what its program reads."""
+    if settings.simulated is not None:
+        return _simulated_arguments(settings, settings.simulated)
+    wanted: dict[str, Json] = {
+        "model_path": str(settings.model_path.resolve()),
+        "device": settings.device,
+        "tp_size": settings.tp,
+        "dtype": settings.dtype,
+        "weight_version": settings.weight_version,
+        "nccl_port": nccl_port,  # chosen here: hosts that start together would race for one
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        # deltas, copied; without it every chunk is the engine's own live list
+        "incremental_streaming_output": True,
+        "log_level": "warning",  # a line a batch would fill the disk in weeks
+    }
+    wanted.update(
+        _cpu_arguments(settings) if settings.device == "cpu" else {"stream_interval": GPU_STREAM_INTERVAL}
+    )
+    said: dict[str, Json] = {
+        "context_length": settings.context_length,
+        "mem_fraction_static": settings.mem_fraction,
+        "max_total_tokens": settings.max_total_tokens,
+        "max_running_requests": settings.max_running_requests,
+    }
+    wanted.update({name: value for name, value in said.items() if value is not None})
+    wanted.update(_routed_arguments(settings))
+    if settings.memory_saver != "off":
+        wanted.update(
+            {"enable_memory_saver": True, "enable_weights_cpu_backup": settings.memory_saver == "backup"}
+        )
+    return {**wanted, **settings.extra}
+
+
+def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict[str, Json]:
+    config = json.loads((settings.model_path / "config.json").read_text())
+    return {
+        "model_path": str(settings.model_path.resolve()),
+        "context_length": settings.context_length or _whole(config, "max_position_embeddings", 32_768),
+        "vocab_size": simulated.vocab_size,
+        "weight_version": settings.weight_version,
+        "simulation": asdict(simulated.simulation),
+        "marks": asdict(simulated.marks),
+    }
+
+
+def _routed_arguments(settings: EngineSettings) -> dict[str, Json]:
+    """SGLang sizes what it keeps of one pass by the largest chunk of a prompt, which -1 does not say; this
+    one still takes a prompt in one pass.
+    """
+    if not settings.routed_experts:
+        return {}
+    chunk: dict[str, Json] = {"chunked_prefill_size": CPU_MAX_TOKENS} if settings.device == "cpu" else {}
+    return {"enable_return_routed_experts": True, **chunk}
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
+    return {
+        # logprobs a float32 trainer agrees with; no AMX here to make bf16 pay
+        "dtype": "float32" if settings.dtype == "auto" else settings.dtype,
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        # an idle scheduler spins otherwise, and takes one of two cores from the harnesses
+        "sleep_on_idle": True,
+        "mem_fraction_static": CPU_MEMORY_SHARE,
+        "max_total_tokens": cpu_tokens(json.loads((settings.model_path / "config.json").read_text())),
+        "max_running_requests": CPU_RUNNING,
+        "stream_interval": CPU_STREAM_INTERVAL,
+        # a prompt in one pass: torch's causal kernel needs no mask then, and is twice as fast as in chunks
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": CPU_MAX_TOKENS,
+    }
+
+
+def cpu_tokens(config: Mapping[str, Json]) -> int:
+    """How many tokens of KV cache fit in CPU_CACHE_BYTES for this model at float32, within sense."""
+    layers, heads = _whole(config, "num_hidden_layers", 32), _whole(config, "num_attention_heads", 32)
+    kv_heads = _whole(config, "num_key_value_heads", heads)
+    head_size = _whole(config, "head_dim", _whole(config, "hidden_size", 4096) // heads)
+    per_token = 2 * 4 * layers * kv_heads * head_size
+    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_CACHE_BYTES // per_token))
+
+
+def _whole(config: Mapping[str, Json], name: str, default: int) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def host_environment(
+    settings: EngineSettings, *, gpus: tuple[int, ...], scratch: Path, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The whole environment of one host: ours, its own temporary folder, and only its own GPUs."""
+    environment = {
+        **base,
+        "TMPDIR": str(scratch),
+        "CUDA_VISIBLE_DEVICES": "" if settings.simulated is not None else _visible(gpus, base),
+    }
+    # compiled kernels are worth keeping from run to run; their default place is the temporary folder, which
+    # ends with the host
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.state_dir.resolve() / "compiled"))
+    environment["PYTHONUNBUFFERED"] = "1"  # the log's last line matters most when the process is killed
+    if settings.device == "cpu":
+        environment["SGLANG_PLATFORM"] = "polarnode_cpu"
+        # threads that spin at a barrier starve the harnesses on the same cores: on a busy machine this made
+        # decoding twice as fast
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    else:
+        environment.pop("SGLANG_PLATFORM", None)
+    return environment
+
+
+def _visible(gpus: tuple[int, ...], base: Mapping[str, str]) -> str:
+    """GPU numbers count among those this process was given, as CUDA itself counts."""
+    given = [each for each in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if not given:
+        return ",".join(map(str, gpus))
+    if gpus and max(gpus) >= len(given):
+        raise _wrong(
+            f"--gpus {max(gpus)}: CUDA_VISIBLE_DEVICES={','.join(given)} shows this node only {len(given)},"
+            " counted from 0"
+        )
+    return ",".join(given[each] for each in gpus)
+
+
+def _wrong(sentence: str) -> EngineError:
+    return EngineError(sentence, retryable=False)
+
+
+# ── diagnosis ────────────────────────────────────────────────────────────
+
+TAIL = 65_536  # bytes of log read: a traceback of each of SGLang's processes and the warnings between
+
+
+@frozen(kw_only=True)
+class Diagnosis:
+    """`line` is the log's last meaningful one; `chance` says that the very same start may work the
+    next time.
+    """
+
+    line: str
+    advice: str
+    chance: bool = False
+
+
+_PORT = r"[Aa]ddress already in use|EADDRINUSE"
+ADVICE: tuple[tuple[str, str], ...] = (
+    (_PORT, "another program took the port while the engine started: start again"),
+    (
+        r"No module named 'sglang'",
+        "install the engine: pip install 'polarnode[gpu]', or see README for a machine without a GPU",
+    ),
+    (
+        (
+            r"libcuda\.so|No module named 'sgl_kernel'|common_ops|Torch not compiled with CUDA|No CUDA"
+            r" GPUs|no CUDA-capable device|Found no NVIDIA driver"
+        ),
+        "no usable GPU: start with --cpu, or install the NVIDIA driver and polarnode[gpu]",
+    ),
+    (
+        r"driver version is insufficient|driver on your system is too old",
+        "the NVIDIA driver is too old for CUDA 13: update it, or start with --cpu",
+    ),
+    (r"invalid device ordinal", "--gpus names a GPU this machine does not have"),
+    (
+        (
+            r"no GPU memory for the KV cache|mem-fraction-static|Not enough memory|[Oo]ut of"
+            r" memory|OutOfMemory|can't allocate memory"
+        ),
+        (
+            "too little memory: lower --mem-fraction if others use the GPU, raise it if the weights leave no"
+            " room, or lower --context-length, or raise --tp"
+        ),
+    ),
+    (
+        r"context.length.*(greater|longer|larger) than|derived.*context",
+        "lower --context-length to what the checkpoint says",
+    ),
+    (r"divisible|num_attention_heads.*tp|tp_size", "change --tp to a number that divides the model's heads"),
+    (
+        r"unexpected keyword argument|ServerArgs",
+        "an extra engine argument is unknown to this SGLang: remove or correct it",
+    ),
+    (r"dtype", "change the engine's dtype"),
+    (
+        r"safetensors|Cannot find any model weights|HeaderTooLarge|size mismatch|state_dict",
+        "the weights under --model can not be read: check them",
+    ),
+    (
+        (
+            r"[Mm]odel architectures?.*not supported|Transformers does not recognize|Unrecognized"
+            r" model|config\.json"
+        ),
+        "this SGLang can not serve that model: choose another --model",
+    ),
+    (r"No space left|Errno 28", "the disk or /dev/shm is full: make room"),
+)
+_UNKNOWN = 'read the log; with extra engine argument log_level = "info" it says more'
+_ERROR = re.compile(r"^\s*(?:\[[^\]]*\]\s*)*((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Exit)\b.*)$")
+_NOISE = re.compile(
+    r"kill_process_tree|SIGQUIT|[Ww]arn|resource_tracker|^\s*(File \"|\^|~|During handling)|Ignore import"
+    r" error"
+)
+
+
+def diagnose(log: str, last_words: str | None = None) -> Diagnosis:
+    """`log` is the end of the host's log, `last_words` what the host could still say of itself."""
+    line = _told(last_words) or _last_meaningful(log)
+    for text in (line, log):
+        for pattern, advice in ADVICE:
+            if re.search(pattern, text):
+                return Diagnosis(line=line, advice=advice, chance=pattern == _PORT)
+    return Diagnosis(line=line, advice=_UNKNOWN)
+
+
+def _told(last_words: str | None) -> str | None:
+    """The words unless they only repeat that some other process failed first."""
+    return (
+        None
+        if last_words is None or "died" in last_words or "EOFError" in last_words
+        else last_words.splitlines()[0]
+    )
+
+
+def _last_meaningful(log: str) -> str:
+    lines = [each.strip() for each in log.splitlines() if each.strip()]
+    for line in reversed(lines):
+        if (found := _ERROR.match(line)) and not _NOISE.search(line):
+            return found[1]
+    return next((line for line in reversed(lines) if not _NOISE.search(line)), "the log is empty")

@@ -1,0 +1,98 @@
+"""`python -m polarnode.engine.simulated`: an engine host whose answers are random. Started by `shell/engine`,
+never by hand.
+
+Rule for whoever edits it: it starts in less than a second, so nothing of torch, transformers or sglang is
+imported here or below.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from argparse import ArgumentParser
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polarnode.engine.checkpoints import manifest
+from polarnode.engine.embedded import lifeline
+from polarnode.engine.protocol import Fatal, FrameDecoder, Marks, Ready, Simulation, Start, encode
+from polarnode.engine.simulated.answers import Answers, load_vocabulary
+from polarnode.engine.simulated.serving import Serving, Updates
+
+
+class Options:
+    """The command line of every engine host."""
+
+    fd: int
+    lifeline_fd: int
+    tag: str
+
+
+def main() -> None:
+    """Read the settings, serve until told to stop."""
+    parser = ArgumentParser(prog="polarnode.engine.simulated")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--tag", required=True)
+    options = parser.parse_args(namespace=Options())
+    if os.getsid(0) != os.getpid():
+        sys.exit(
+            "polarnode.engine.simulated must lead a session of its own: start it with `polarnode --engine"
+            " simulated`"
+        )
+    scratch = Path(tempfile.gettempdir())
+    lifeline.watch(options.lifeline_fd, tag=options.tag, scratch=scratch)
+    try:
+        asyncio.run(_converse(socket.socket(fileno=options.fd)))
+    finally:
+        lifeline.remove_leftovers(tag=options.tag, scratch=scratch)
+
+
+async def _converse(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    try:
+        await (await _started(reader, writer)).run()
+    except Exception as error:  # the process's own edge: the node is told, the traceback belongs in the log
+        traceback.print_exc()
+        writer.write(encode(Fatal(message=f"{type(error).__name__}: {error}")))
+    with suppress(ConnectionError):  # the node may be gone
+        writer.close()
+        await writer.wait_closed()
+
+
+async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Serving:
+    decoder = FrameDecoder()
+    while not (messages := decoder.feed(await reader.read(1 << 16))):
+        if reader.at_eof():
+            raise EOFError("the node closed the connection before it said what to start")
+    start = messages[0]
+    if not isinstance(start, Start):
+        raise ValueError(f"expected Start first, got {type(start).__name__}")
+    said: dict[str, Any] = dict(start.arguments)
+    settings, marks = Simulation(**said["simulation"]), Marks(**said["marks"])
+    answers = Answers(vocabulary=load_vocabulary(Path(said["model_path"])), marks=marks, settings=settings)
+    ready = Ready(
+        vocab_size=said["vocab_size"],
+        context_length=said["context_length"],
+        capacity=said["context_length"],
+        max_total_tokens=said["context_length"] * settings.max_running,
+        weight_version=said["weight_version"],
+        sglang_version="simulated",
+    )
+    updates = Updates(version=ready.weight_version, model=manifest(Path(said["model_path"])))
+    return Serving(
+        reader=reader,
+        writer=writer,
+        decoder=decoder,
+        answers=answers,
+        settings=settings,
+        ready=ready,
+        updates=updates,
+    )
+
+
+if __name__ == "__main__":
+    main()

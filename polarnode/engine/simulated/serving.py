@@ -1,0 +1,385 @@
+"""Which part of a prompt a real engine would have in its cache. Pure: a set of hashes, of every BLOCK tokens
+with all that is before them.
+
+Rule for whoever edits it: it is asked for every request, and reads each prompt once; the hashes alone are
+kept.
+
+Weight updates of an engine without weights: the same orders, refused for the same reasons where those can be
+seen without torch.
+
+Rule for whoever edits it: what is accepted here must be accepted by a real engine; a payload is only looked
+at as far as that it is a pickle.
+
+The simulated engine at work: requests wait, are read, and give their tokens when a real engine would.
+
+Rule for whoever edits it: as in the real host every request gets exactly one ending and every control call
+one `Done`; one task keeps the time of all requests, so that a thousand of them cost a heap and no tasks; what
+is due together leaves in one frame.
+"""
+
+import asyncio
+import heapq
+from collections import OrderedDict, deque
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import assert_never
+
+from attrs import define, field
+
+from polarnode.engine.checkpoints import BadCheckpoint, Manifest, check_folder
+from polarnode.engine.protocol import (
+    Abort,
+    BeginUpdate,
+    CheckUpdate,
+    CommitUpdate,
+    Continue,
+    Done,
+    Failed,
+    FrameDecoder,
+    Generate,
+    JoinGroup,
+    LeaveGroup,
+    Load,
+    LoadBroadcast,
+    LoadDisk,
+    LoadTensors,
+    Memory,
+    Message,
+    Pause,
+    Piece,
+    Ready,
+    RollBack,
+    Shutdown,
+    Simulation,
+    ToNode,
+    Update,
+    encode_all,
+)
+from polarnode.engine.simulated.answers import Answer, Answers
+
+# ── prefixes ────────────────────────────────────────────────────────────
+
+BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
+KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
+
+
+@define(eq=False)
+class Prefixes:
+    """The prompts of late. Those of other weights must be forgotten by `clear`."""
+
+    _known: "OrderedDict[bytes, None]" = field(factory=OrderedDict, init=False)
+
+    def cached(self, prompt: bytes) -> int:
+        """How many tokens of an int32 prompt were there before; it is known from now on. At least one token
+        is always read.
+        """
+        size, digest, leading, found = 4 * BLOCK, blake2b(digest_size=8), True, 0
+        for start in range(0, len(prompt) - size, size):
+            digest.update(prompt[start : start + size])
+            key = digest.digest()
+            leading = leading and key in self._known
+            found += BLOCK if leading else 0
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+# ── updates ────────────────────────────────────────────────────────────
+
+PICKLE = b"\x80"
+
+
+@define(eq=False)
+class Updates:
+    """The weights of one simulated host. `model` is what its checkpoint holds."""
+
+    version: str
+    model: Manifest
+    _kept: bool = field(default=False, init=False)
+    _loaded: int = field(default=0, init=False)
+    _groups: set[str] = field(factory=set, init=False)
+
+    def obey(self, order: Update) -> tuple[bool, str]:
+        try:
+            self._obey(order)
+        except BadCheckpoint as error:
+            return False, str(error)
+        return True, ""
+
+    def _obey(self, order: Update) -> None:
+        match order:
+            case BeginUpdate():
+                self._kept, self._loaded = True, 0
+            case LoadDisk() | LoadTensors() | LoadBroadcast():
+                self._load(order)
+                self._loaded += 1
+            case CheckUpdate():
+                _insist(self._loaded > 0, "nothing was sent: send every tensor of the model")
+            case CommitUpdate(version=version):
+                self.version, self._kept = version, False
+            case RollBack():
+                _insist(self._kept, "nothing was kept to go back to")
+                self._kept = False
+            case JoinGroup(name=name):
+                self._groups.add(name)
+            case LeaveGroup(name=name):
+                _insist(name in self._groups, "The group to be destroyed does not exist.")
+                self._groups.discard(name)
+            case Memory():
+                raise BadCheckpoint("a simulated engine has no memory to give back")
+            case _:
+                assert_never(order)
+
+    def _load(self, order: LoadDisk | LoadTensors | LoadBroadcast) -> None:
+        match order:
+            case LoadDisk(path=path):
+                check_folder(Path(path), self.model)
+            case LoadTensors(payloads=payloads):
+                _insist(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
+            case LoadBroadcast(group=group):
+                _insist(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
+            case _:
+                assert_never(order)
+
+
+def _insist(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise BadCheckpoint(sentence)
+
+
+# ── serving ────────────────────────────────────────────────────────────
+
+LOAD_INTERVAL = 0.25  # seconds, as the real host's
+TOGETHER = 0.002  # seconds: what is due within them leaves in one frame
+READ_SIZE = 1 << 18
+
+
+@define(eq=False)
+class Request:
+    """One generation. `begun` is when its first token is due; `sent` tokens have left."""
+
+    order: Generate
+    answer: Answer
+    alternatives: tuple[bytes, bytes] = (b"", b"")
+    cached: int = 0
+    begun: float = 0.0
+    sent: int = 0
+    over: bool = False
+
+
+@define(eq=False, kw_only=True)
+class Serving:
+    """One connection to the node."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    decoder: FrameDecoder
+    answers: Answers
+    settings: Simulation
+    ready: Ready
+    updates: Updates
+    _requests: dict[str, Request] = field(factory=dict, init=False)
+    # bounded by the calls the node has in flight
+    _waiting: "deque[Request]" = field(factory=deque, init=False)
+    _running: int = field(default=0, init=False)
+    _due: "list[tuple[float, int, Request]]" = field(factory=list, init=False)
+    _numbers: "count[int]" = field(factory=count, init=False)
+    _prefixes: Prefixes = field(factory=Prefixes, init=False)
+    _outbox: list[ToNode] = field(factory=list, init=False)
+    _wake: asyncio.Event = field(factory=asyncio.Event, init=False)
+    _paused_at: float | None = field(default=None, init=False)
+    _load: Load | None = field(default=None, init=False)
+
+    async def run(self) -> None:
+        """Serve until the node says Shutdown or closes the connection."""
+        self._outbox.append(self.ready)
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(self._keep_time()), tasks.create_task(self._tell_load())]
+            await self._obey()
+            for each in beside:
+                each.cancel()
+
+    # ── the connection ────────────────────────────────────────────────────────
+
+    async def _obey(self) -> None:
+        while data := await self.reader.read(READ_SIZE):
+            for message in self.decoder.feed(data):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+            self._wake.set()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Generate():
+                self._take(message)
+            case Abort(rid=rid):
+                self._abort(rid)
+            case _:
+                if not isinstance(message, Pause | Continue | Update):
+                    raise ValueError(f"the node may not say {type(message).__name__} here")
+                ok, text = self._obeyed(message)
+                self._outbox.append(Done(call=message.call, ok=ok, message=text))
+
+    async def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        for frame in encode_all(messages):
+            self.writer.write(frame)
+        await self.writer.drain()
+
+    # ── requests ──────────────────────────────────────────────────────────────
+
+    def _take(self, order: Generate) -> None:
+        try:
+            answer = self.answers.answer(order)
+        except ValueError as error:
+            self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False))
+            return
+        request = Request(order, answer)
+        if order.top_logprobs:
+            ids, logprobs = self.answers.alternatives(order, answer)
+            request.alternatives = (ids.tobytes(), logprobs.tobytes())
+        self._requests[order.rid] = request
+        self._waiting.append(request)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Start what may run. Nothing starts while paused: its prompt would be read by weights that are about
+        to change.
+        """
+        now = asyncio.get_running_loop().time()
+        while self._waiting and self._running < self.settings.max_running and self._paused_at is None:
+            request = self._waiting.popleft()
+            if request.over:
+                continue
+            self._running += 1
+            request.cached = self._prefixes.cached(request.order.prompt)
+            rate = self.settings.prefill_tokens_per_s
+            prefill = (len(request.order.prompt) // 4 - request.cached) / rate if rate else 0.0
+            request.begun = now + self.settings.first_token_s + prefill
+            self._schedule(request)
+
+    def _schedule(self, request: Request) -> None:
+        """When the next chunk is whole: a chunk's tokens come one by one."""
+        rate = self.settings.tokens_per_s
+        last = min(request.sent + self.settings.chunk_tokens, len(request.answer.ids))
+        heapq.heappush(
+            self._due, (request.begun + ((last - 1) / rate if rate else 0.0), next(self._numbers), request)
+        )
+
+    def _abort(self, rid: str) -> None:
+        request = self._requests.get(rid)
+        if request is not None:
+            self._outbox.append(
+                Piece(rid=rid, ids=b"", logprobs=b"", version=self.updates.version, finish="abort")
+            )
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.over = True
+        del self._requests[request.order.rid]
+        if request.begun:
+            self._running -= 1
+            self._admit()
+
+    # ── time ──────────────────────────────────────────────────────────────────
+
+    async def _keep_time(self) -> None:
+        """Send what is due, sleep until the next is, or until something happened."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            self._send_due(loop.time() + TOGETHER)
+            if self._outbox:
+                await self._flush()
+                continue
+            frozen = self._paused_at is not None or not self._due
+            alarm = None if frozen else loop.call_at(self._due[0][0], self._wake.set)
+            await self._wake.wait()
+            if alarm is not None:
+                alarm.cancel()
+
+    def _send_due(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now and self._paused_at is None:
+            request = heapq.heappop(self._due)[2]
+            if not request.over:
+                self._outbox.append(self._piece(request))
+
+    def _piece(self, request: Request) -> Piece:
+        """The next chunk; schedules the one after it, or ends the request."""
+        first, total = request.sent, len(request.answer.ids)
+        last = request.sent = min(first + self.settings.chunk_tokens, total)
+        others, (ids, logprobs) = 4 * request.order.top_logprobs, request.alternatives
+        if last < total:
+            self._schedule(request)
+        else:
+            self._end(request)
+        return Piece(
+            rid=request.order.rid,
+            ids=request.answer.ids[first:last].tobytes(),
+            logprobs=request.answer.logprobs[first:last].tobytes(),
+            version=self.updates.version,
+            finish=request.answer.finish if last == total else None,
+            cached_tokens=request.cached,
+            alternative_ids=ids[first * others : last * others],
+            alternative_logprobs=logprobs[first * others : last * others],
+        )
+
+    async def _tell_load(self) -> None:
+        while True:
+            load = Load(
+                running=self._running,
+                waiting=len(self._requests) - self._running,
+                token_usage=self._running / self.settings.max_running,
+                weight_version=self.updates.version,
+            )
+            if load != self._load:
+                self._load = load
+                self._outbox.append(load)
+                self._wake.set()
+            await asyncio.sleep(LOAD_INTERVAL)
+
+    # ── control ───────────────────────────────────────────────────────────────
+
+    def _obeyed(self, message: Pause | Continue | Update) -> tuple[bool, str]:
+        match message:
+            case Pause(mode=mode):
+                self._pause()
+                if mode == "abort":
+                    self._abort_all()
+            case Continue():
+                self._continue()
+            case _:
+                return self._updated(message)
+        return True, ""
+
+    def _updated(self, message: Update) -> tuple[bool, str]:
+        said = self.updates.obey(message)
+        if isinstance(message, CheckUpdate) and message.flush:
+            self._prefixes.clear()
+        return said
+
+    def _pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = asyncio.get_running_loop().time()
+
+    def _continue(self) -> None:
+        """Everything is as late as the pause was long."""
+        if self._paused_at is not None:
+            late = asyncio.get_running_loop().time() - self._paused_at
+            self._paused_at = None
+            for _, _, request in self._due:
+                request.begun += late
+            # all by the same: still a heap
+            self._due = [(due + late, number, request) for due, number, request in self._due]
+            self._admit()
+
+    def _abort_all(self) -> None:
+        for rid in list(self._requests):
+            self._abort(rid)

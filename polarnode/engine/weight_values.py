@@ -1,0 +1,310 @@
+"""What a trainer says of weights, and what it is told: frozen values, JSON by `wire`.
+
+Rule for whoever edits it: a body is read into these and nothing else, so a field here is a field of the API,
+with its row in docs/weights.md.
+
+From what a trainer sends to what each engine host is told. Plain functions: what can not be is refused here,
+before anything is held.
+
+Rule for whoever edits it: payloads are handles, never weights by value: those belong on a disk, or a frame to
+a host would hold gigabytes.
+"""
+
+import binascii
+from base64 import b64decode
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from attrs import field, frozen
+
+from polarnode.core.codec.json import dump_json, plain
+from polarnode.core.errors import Refused
+from polarnode.engine.host import Host
+from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, MemoryTag, ToHost
+from polarnode.engine.update import Make, UpdateMode
+
+# ── values ────────────────────────────────────────────────────────────
+
+Layout = Literal["flattened_bucket"]
+ALL_MEMORY: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
+
+
+@frozen(kw_only=True)
+class DiskSource:
+    """A Hugging Face checkpoint in a folder that every engine host can read."""
+
+    kind: Literal["disk"] = "disk"
+    path: str
+
+
+@frozen(kw_only=True)
+class TensorBucket:
+    """Some tensors of a process on this machine. `payloads`: base64 of SGLang's MultiprocessingSerializer,
+    one for each GPU of the node in order, or for each GPU of one engine, where all engines read the same
+    (shared memory of a CPU).
+    """
+
+    payloads: tuple[str, ...]
+    layout: Layout | None = None
+
+
+@frozen(kw_only=True)
+class TensorSource:
+    """Tensors by handle: CUDA IPC on a GPU, torch's shared memory on a CPU."""
+
+    kind: Literal["tensor"] = "tensor"
+    buckets: tuple[TensorBucket, ...] = ()
+
+
+@frozen(kw_only=True)
+class BroadcastBucket:
+    """Some tensors that rank 0 of the group broadcasts, in this order."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layout: Layout | None = None
+
+
+@frozen(kw_only=True)
+class DistributedSource:
+    """Tensors over a process group that was joined by POST /v1/weights/groups."""
+
+    kind: Literal["distributed"] = "distributed"
+    group: str = "weights"
+    buckets: tuple[BroadcastBucket, ...] = ()
+
+
+@frozen(kw_only=True)
+class UpdateOrder:
+    """New weights, to be served under `version`."""
+
+    version: str
+    source: DiskSource | TensorSource | DistributedSource
+    mode: UpdateMode = "in_place"
+
+
+@frozen(kw_only=True)
+class GroupOrder:
+    """A torch process group: rank 0 is the trainer's, the node's GPUs are `rank_offset` and those
+    behind it.
+    """
+
+    name: str = "weights"
+    address: str
+    port: int
+    world_size: int
+    rank_offset: int = 1
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+@frozen(kw_only=True)
+class PauseOrder:
+    """How generation is held."""
+
+    mode: Literal["in_place", "retract", "abort"] = "in_place"
+
+
+@frozen(kw_only=True)
+class MemoryOrder:
+    """What memory of the GPUs is meant."""
+
+    tags: tuple[MemoryTag, ...] = ALL_MEMORY
+
+
+@frozen(kw_only=True)
+class HostReport:
+    """One engine host: how long its loads took. `ok` is always true: one host that is not is an update that
+    is none.
+    """
+
+    index: int
+    seconds: float
+    ok: bool = True
+
+
+@frozen(kw_only=True)
+class UpdateReport:
+    """An update that is served. `created` is False when it was served before and this is the same answer
+    again.
+    """
+
+    version: str
+    mode: UpdateMode
+    source: dict[str, str]
+    seconds: float
+    hosts: tuple[HostReport, ...]
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class UpdateOpened:
+    """An update of several requests; `buckets` have come, and it is given up `idle_s` seconds after
+    the last.
+    """
+
+    update_id: str
+    version: str
+    mode: UpdateMode
+    buckets: int
+    idle_s: float
+
+
+@frozen(kw_only=True)
+class Served:
+    """One version of the history. `digest` is of its source, to know the same order when it comes again; ""
+    knows none.
+    """
+
+    version: str
+    mode: UpdateMode
+    source: dict[str, str]
+    seconds: float
+    hosts: tuple[HostReport, ...]
+    digest: str
+    model: str  # the checkpoint the node was started with
+    files: str = ""  # the fingerprint of a disk source's files
+    at: float = field(default=0.0)
+
+
+@frozen(kw_only=True)
+class WeightsStatus:
+    """The weights now. `versions` are those of this life of the node, oldest first; `released` is memory that
+    others have.
+    """
+
+    version: str
+    versions: tuple[str, ...]
+    updating: str | None
+    paused: str | None
+    released: tuple[str, ...]
+    updates: int
+    failures: int
+    last_seconds: float | None
+    warning: str | None
+
+
+def digest(order: UpdateOrder) -> str:
+    """Of what an order would load; the mode is how, not what."""
+    return sha256(dump_json(plain(order.source))).hexdigest()
+
+
+def told(order: UpdateOrder, buckets: int) -> dict[str, str]:
+    """A source as the history tells it."""
+    match order.source:
+        case DiskSource(path=path):
+            return {"kind": "disk", "path": path}
+        case TensorSource():
+            return {"kind": "tensor", "buckets": str(buckets)}
+        case DistributedSource(group=group):
+            return {"kind": "distributed", "group": group, "buckets": str(buckets)}
+
+
+# ── buckets ────────────────────────────────────────────────────────────
+
+# bytes of payloads for one host: a handle takes some 400, and a model of 100,000 tensors comes in several
+# buckets
+HANDLES = 4 << 20
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8")
+PORTS = range(1, 65536)
+
+
+def check(order: UpdateOrder) -> None:
+    """Refused for what can be seen without looking at the disk."""
+    if not 0 < len(order.version) <= 128 or not order.version.isprintable():
+        raise Refused("version must be a name of 1 to 128 printable characters", path="$.version")
+    if isinstance(order.source, DiskSource) and not Path(order.source.path).is_absolute():
+        raise Refused(
+            "source.path must be absolute: the engine hosts work in folders of their own",
+            path="$.source.path",
+        )
+
+
+def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:
+    """What an order of one request loads, in order."""
+    match order.source:
+        case DiskSource(path=path):
+            return [lambda call, _: LoadDisk(call=call, path=path)]
+        case TensorSource(buckets=buckets):
+            return [
+                tensors(each, hosts=hosts, ranks=ranks, path=f"$.source.buckets[{at}]")
+                for at, each in enumerate(buckets)
+            ]
+        case source:
+            return [
+                broadcast(each, source.group, path=f"$.source.buckets[{at}]")
+                for at, each in enumerate(source.buckets)
+            ]
+
+
+def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> Make:
+    """`hosts` engines of `ranks` GPUs each."""
+    if len(bucket.payloads) not in (ranks, hosts * ranks):
+        wanted = (
+            f"{hosts * ranks} (one for each GPU of the node, in order) or {ranks} (the same for each engine)"
+        )
+        raise Refused(
+            f"payloads has {len(bucket.payloads)} entries, this node takes {wanted}", path=f"{path}.payloads"
+        )
+    payloads = [_bytes(each, f"{path}.payloads[{at}]") for at, each in enumerate(bucket.payloads)]
+    if sum(map(len, payloads)) > HANDLES * hosts:
+        raise Refused(
+            f"payloads hold more than {HANDLES >> 20} MiB for an engine: send handles (CUDA IPC, shared"
+            " memory), not tensors",
+            path=path,
+        )
+    if len(payloads) == ranks:
+        payloads *= hosts
+
+    def make(call: int, host: Host) -> ToHost:
+        return LoadTensors(
+            call=call, payloads=payloads[host.index * ranks : (host.index + 1) * ranks], layout=bucket.layout
+        )
+
+    return make
+
+
+def _bytes(text: str, path: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except binascii.Error:
+        raise Refused(
+            "a payload is no base64: send MultiprocessingSerializer.serialize(tensors, output_str=True)",
+            path=path,
+        ) from None
+
+
+def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> Make:
+    """Said before the trainer begins to send: after that it would hang in a broadcast nobody takes."""
+    if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
+        raise Refused("names, dtypes and shapes must be equally many, and at least one", path=path)
+    for at, (dtype, shape) in enumerate(zip(bucket.dtypes, bucket.shapes, strict=True)):
+        if dtype not in DTYPES:
+            raise Refused(
+                f"dtype {dtype!r} is unknown: give one of {', '.join(DTYPES)}", path=f"{path}.dtypes[{at}]"
+            )
+        if any(each < 0 for each in shape) or prod(shape) > 1 << 40:
+            raise Refused(f"shape {list(shape)} is none of a tensor", path=f"{path}.shapes[{at}]")
+    shapes = [list(each) for each in bucket.shapes]
+    return lambda call, _: LoadBroadcast(
+        call=call,
+        group=group,
+        names=list(bucket.names),
+        dtypes=list(bucket.dtypes),
+        shapes=shapes,
+        layout=bucket.layout,
+    )
+
+
+def check_group(order: GroupOrder, ranks: int) -> None:
+    """`ranks`: GPUs of the whole node."""
+    if order.port not in PORTS:
+        raise Refused(f"port {order.port} is none: give 1 to 65535", path="$.port")
+    if order.rank_offset < 1 or order.rank_offset + ranks > order.world_size:
+        raise Refused(
+            f"this node's {ranks} GPUs are ranks {order.rank_offset} to {order.rank_offset + ranks - 1}: rank"
+            f" 0 is the trainer's, and world_size must be at least {order.rank_offset + ranks}",
+            path="$.world_size",
+        )

@@ -1,0 +1,282 @@
+"""What an evaluator is: an async function from what a session left to a verdict.
+
+It is given the runtime (the harness's own, its processes ended; or a clean one holding a copy of the
+workspace), what was recorded and the task's config. It awaits nothing but runtimes and judges, imports no
+Trio, and is ended by the session's post budget when it hangs.
+
+An evaluator's `config` as a value. One reader, so that every refusal names its field in the words of the task
+that was submitted.
+
+Rewards as numbers: what may be one, whose they are, and how several become one.
+
+Pure. The rule for whoever edits it: a reward that is no number, or of a turn nobody made, is an error with
+its words, never left out; what several evaluators say is added up so that each trace is worth what it would
+be worth were they one.
+
+How an evaluator runs a program: within its own seconds, both streams as one text, and only its end kept.
+
+There is no clock below the shell, so it is the container's own `timeout` that ends a program; an image
+without one has the session's post budget. The rule for whoever edits it: whatever a test started is ended
+before anything is read that it may have written.
+"""
+
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeGuard, TypeVar
+
+from attrs import frozen
+
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.core.ports import Judge, Runtime
+from polarnode.core.trajectory import Outcome, Turn, Verdict
+
+# ── evaluator ────────────────────────────────────────────────────────────
+
+
+async def _prepared() -> None:
+    """Nothing is left to do."""
+
+
+@frozen(kw_only=True)
+class Finished:
+    """A session whose run is over, as an evaluator sees it.
+
+    `runtime` is where to judge, `left` what the harness left, its processes ended: the same one unless the
+    evaluator has a fresh one. `judge` gives the judge of a name the node's config knows, and refuses any
+    other with an EvaluatorError. `prepare` runs the task's `eval_prepare` in `runtime`: to be awaited by an
+    evaluator that takes the agent's work into a fresh one itself (`copies` False), once it lies there; for
+    any other they have run already.
+    """
+
+    runtime: Runtime
+    left: Runtime
+    judge: Callable[[str], Judge]
+    outcome: Outcome
+    turns: tuple[Turn, ...]
+    instruction: str
+    config: Mapping[str, Json]
+    metadata: Mapping[str, Json]
+    prepare: Callable[[], Awaitable[None]] = _prepared
+
+
+Evaluate = Callable[[Finished], Awaitable[Verdict]]
+
+
+@frozen(kw_only=True)
+class Allowed:
+    """What the node's config lets a task name: modules below these prefixes, these judges. None: whoever asks
+    knows no judges, and none is refused.
+    """
+
+    imports: tuple[str, ...] = ()
+    judges: Collection[str] | None = None
+
+
+@frozen(kw_only=True)
+class Evaluator:
+    """One evaluator. `check` refuses a config it can not work with, when the task is submitted and not hours
+    later.
+
+    `fresh`: it always judges in a fresh runtime. `copies`: the workdir as the harness left it is copied into
+    a fresh runtime; False where it takes what it wants from `left` itself.
+    """
+
+    name: str
+    evaluate: Evaluate
+    check: Callable[[Mapping[str, Json]], None]
+    fresh: bool = False
+    copies: bool = True
+
+
+# ── settings ────────────────────────────────────────────────────────────
+
+Config = TypeVar("Config")
+ROOT = "$.evaluator.config"
+COMMAND_BYTES = 100_000  # Linux takes 131,072 bytes of one argument, a script of ours around it
+
+
+def read(config: Mapping[str, Json], shape: type[Config]) -> Config:
+    """The config in its shape, an attrs class; a field that is unknown, missing or of another kind is
+    refused.
+    """
+    try:
+        return codec.structure(dict(config), shape, forbid_extra=True)
+    except Refused as refused:
+        raise Refused(str(refused), path=(refused.path or "$").replace("$", ROOT, 1)) from refused
+
+
+def refused(name: str, message: str) -> Refused:
+    """The refusal of one field."""
+    return Refused(f"{name} {message}", path=f"{ROOT}.{name}")
+
+
+def absolute(name: str, path: str) -> None:
+    """Refuse what is no absolute path inside a runtime."""
+    if not path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        raise refused(name, "must be an absolute path in the runtime, without ..")
+
+
+def seconds(name: str, value: float) -> None:
+    """Refuse what is no time."""
+    if not 0 < value < 1e9:
+        raise refused(name, "must be a number of seconds greater than 0")
+
+
+def command(name: str, text: str | None) -> None:
+    """Refuse what no shell runs: nothing, or more than fits into an argument."""
+    if text is not None and (not text.strip() or "\0" in text):
+        raise refused(name, "must be a command, not an empty text")
+    if text is not None and len(text.encode()) > COMMAND_BYTES:
+        raise refused(
+            name, f"is longer than {COMMAND_BYTES} bytes: put it into a file of the runtime and run that"
+        )
+
+
+# ── rewards ────────────────────────────────────────────────────────────
+
+LARGEST = sys.float_info.max  # of a reward: beyond it, and for what is no number, a comparison fails
+
+
+def is_finite(reward: object) -> TypeGuard[float]:
+    """Whether it is a finite number, and nothing that Python takes for one."""
+    return isinstance(reward, int | float) and not isinstance(reward, bool) and -LARGEST <= reward <= LARGEST
+
+
+def finite(reward: object, what: str) -> float:
+    """The reward as a float; `what` names it, such as "its reward"."""
+    if not is_finite(reward):
+        raise EvaluatorError(f"the evaluator gave {reward!r:.80} as {what}: return a finite number")
+    return float(reward)
+
+
+def known(rewards: object, there: Collection[int], what: str) -> dict[int, float]:
+    """Rewards by the number of a turn or lineage (`what`), each of one that is `there`."""
+    if not isinstance(rewards, Mapping):
+        raise EvaluatorError(
+            f"the evaluator gave {type(rewards).__name__} as its {what} rewards: return a mapping from a"
+            f" {what}'s number to a reward"
+        )
+    for number in rewards:
+        if isinstance(number, bool) or not isinstance(number, int) or number not in there:
+            raise EvaluatorError(
+                f"the evaluator gave a reward to {what} {number!r:.80}, which this session has not: it has"
+                f" {_listed(there)}"
+            )
+    return {number: finite(reward, f"the reward of {what} {number}") for number, reward in rewards.items()}
+
+
+def checked_rewards(verdict: Verdict, turns: Sequence[Turn]) -> tuple[dict[int, float], dict[int, float]]:
+    """The rewards of lineages and of turns that a verdict holds, each of one of this session."""
+    lineages = known(verdict.lineage_rewards, {turn.lineage for turn in turns}, "lineage")
+    return lineages, known(verdict.turn_rewards, {turn.index for turn in turns}, "turn")
+
+
+def _listed(there: Collection[int]) -> str:
+    if not there:
+        return "none"
+    return f"{min(there)} to {max(there)}" if len(there) > 1 else str(min(there))
+
+
+def summed(verdicts: Sequence[tuple[float, Verdict]]) -> tuple[float, dict[int, float], dict[int, float]]:
+    """What weighted verdicts come to: a session's reward, its lineages', its turns'.
+
+    A lineage that one of them gives a reward of its own has, of each other, the session's: that is what its
+    traces would have had. A turn that one of them says nothing of has nothing of it.
+    """
+    lineages = sorted({lineage for _, verdict in verdicts for lineage in verdict.lineage_rewards})
+    turns = sorted({turn for _, verdict in verdicts for turn in verdict.turn_rewards})
+    session = sum(weight * verdict.reward for weight, verdict in verdicts)
+    by_lineage = {
+        each: sum(weight * verdict.lineage_rewards.get(each, verdict.reward) for weight, verdict in verdicts)
+        for each in lineages
+    }
+    by_turn = {
+        each: sum(weight * verdict.turn_rewards.get(each, 0.0) for weight, verdict in verdicts)
+        for each in turns
+    }
+    return session, by_lineage, by_turn
+
+
+# ── running ────────────────────────────────────────────────────────────
+
+TAIL = 2000  # characters of an output kept in metrics: enough for a traceback's end
+# of an output that are read for names of tests: a suite prints some 100 KB, and reading 2 MiB holds the event
+# loop for 0.2 s
+LOG_BYTES = 2 << 20
+NAMES = 50  # names of tests shown of each kind: a person reads no more, and PASS_TO_PASS has thousands
+NAME = 200  # characters of one name: parametrized ids hold whole documents
+GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
+# said on the stderr the program does not have: its exit code alone may be its own, or the kernel's out of
+# memory
+TOLD = b"timed out\n"
+
+# `timeout` puts the program into a process group of its own and ends the group. Bash where there is one:
+# conda's activation needs it.
+WITHIN = """
+shell=sh; command -v bash >/dev/null 2>&1 && shell=bash
+if ! command -v timeout >/dev/null 2>&1; then exec "$shell" -c "$3" 2>&1; fi
+began=$(date +%s)
+timeout -k "$1" "$2" "$shell" -c "$3" 2>&1
+code=$?
+case $code in 124|137) [ $(($(date +%s) - began)) -ge "${2%.*}" ] && echo "timed out" >&2 ;; esac
+exit "$code"
+"""
+
+
+@frozen(kw_only=True)
+class Ran:
+    """A test that ended, or was ended. `truncated`: the beginning of its output is not kept."""
+
+    exit_code: int
+    output: str
+    timed_out: bool
+    truncated: bool
+
+    @property
+    def tail(self) -> str:
+        """The end of its output."""
+        return self.output[-TAIL:]
+
+    @property
+    def _said(self) -> dict[str, Json]:
+        return {
+            **({"timed_out": True} if self.timed_out else {}),
+            **({"output_cut": True} if self.truncated else {}),
+        }
+
+    @property
+    def metrics(self) -> dict[str, Json]:
+        """What is kept of it with a verdict."""
+        return {"exit_code": self.exit_code, "output_tail": self.tail, **self._said}
+
+
+async def run_script(
+    runtime: Runtime,
+    script: str,
+    *,
+    within_s: float,
+    user: str | None = None,
+    workdir: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Ran:
+    """Run a text of shell for at most so many seconds; then nothing that it started runs any more."""
+    argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", script]
+    ended = await runtime.run(argv, user=user, workdir=workdir, env=env)
+    await runtime.end_processes()
+    output = ended.stdout[-LOG_BYTES:].decode("utf-8", "replace")
+    cut = ended.truncated or len(ended.stdout) > LOG_BYTES
+    return Ran(exit_code=ended.exit_code, output=output, timed_out=ended.stderr == TOLD, truncated=cut)
+
+
+def shown(names: Iterable[str]) -> list[Json]:
+    """Some names, for a person."""
+    kept = sorted(names)
+    more = [f"… and {len(kept) - NAMES} more"] if len(kept) > NAMES else []
+    return [*(name[:NAME] for name in kept[:NAMES]), *more]
+
+
+def last_words(output: bytes) -> str:
+    """The end of what a program said, in a sentence about its failure."""
+    return output.decode("utf-8", "replace").strip()[-500:]

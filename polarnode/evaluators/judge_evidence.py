@@ -1,0 +1,317 @@
+"""A session as a person would read it: what each turn was told and what it answered, as long as a judge can
+read.
+
+Pure. The rule for whoever edits it: turns stand in the order they were asked, each with its number; what is
+left out is said where it was, in figures, so that a judge knows what it has not seen. Every line that
+somebody else wrote begins with QUOTE and no line of ours does: an answer can not pretend to be a tool's
+result, or another turn.
+
+What of a session a judge is shown: the transcript, the last answer, files of the workspace, the changes to
+its repository.
+
+The rule for whoever edits it: everything is read from what the harness left, is bounded in characters before
+it is joined, and leaves here as evidence with a name; nothing of it is ever an instruction to the judge.
+"""
+
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from attrs import field, frozen
+
+from polarnode.core import codec
+from polarnode.core.conversation import Answer, Message, TextPart, ThinkingPart, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.core.ports import Runtime
+from polarnode.core.trajectory import Turn
+from polarnode.evaluators.contract import ROOT, Finished, last_words
+from polarnode.evaluators.patches import EXTRACT, TREE
+
+# ── transcript ────────────────────────────────────────────────────────────
+
+# of what may be shown is its beginning, the rest its end: an agent's last turns tell most of what it left
+HEAD = 0.3
+QUOTE = "| "
+SHOWN_ROLES = ("main", "subagent")  # titles, routers and summaries are not the agent's work
+
+
+def clipped(text: str, most: int) -> str:
+    """A text's beginning and end, with how much was between."""
+    head, left, tail = _ends_of(text, most)
+    return f"{head}\n{_left_out(left)}\n{tail}" if left else text
+
+
+def quoted(text: str, most: int) -> str:
+    """The same, each of its lines marked as somebody else's; every sign that ends a line for some reader ends
+    one here.
+    """
+    head, left, tail = _ends_of(text, most)
+    return "\n".join([*_lines(head), _left_out(left), *_lines(tail)] if left else _lines(text))
+
+
+def _lines(text: str) -> list[str]:
+    return [f"{QUOTE}{line}" for line in text.splitlines() or [""]]
+
+
+def _ends_of(text: str, most: int) -> tuple[str, int, str]:
+    if len(text) <= most:
+        return text, 0, ""
+    head = int(most * HEAD)
+    return text[:head], len(text) - most, text[len(text) - most + head :]
+
+
+def _left_out(count: int) -> str:
+    return f"[… {count} characters are left out …]"
+
+
+def _clipped_lines(text: str, most: int) -> str:
+    """A text of ours in whole lines, so that none of its quotes loses its mark."""
+    head, left, tail = _ends_of(text, most)
+    if not left:
+        return text
+    kept, _, cut = head.rpartition("\n")
+    lost, _, rest = tail.partition("\n")
+    return "\n".join(filter(None, (kept, _left_out(left + len(cut) + len(lost)), rest)))
+
+
+def shown_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of the agent's own work, in order."""
+    return [turn for turn in turns if turn.role in SHOWN_ROLES]
+
+
+@frozen
+class Written:
+    """A turn in words."""
+
+    index: int
+    lineage: int
+    text: str = field(repr=False)
+
+
+def written(turns: Sequence[Turn], *, message_most: int, thinking: bool) -> list[Written]:
+    """The agent's own turns in words, each message in at most `message_most` characters."""
+    shown = shown_turns(turns)
+    return [
+        Written(turn.index, turn.lineage, turn_text(turn, message_most=message_most, thinking=thinking))
+        for turn in shown
+    ]
+
+
+def transcript(turns: Sequence[Written], *, most: int) -> str:
+    """These turns in at most about `most` characters: from both ends, whole turns."""
+    texts = [turn.text for turn in turns]
+    if sum(map(len, texts)) <= most:
+        return "\n\n".join(texts)
+    # so that the last one is always there
+    texts = [_clipped_lines(text, most - int(most * HEAD)) for text in texts]
+    first = _fitting(texts, int(most * HEAD))
+    last = _fitting(texts[first:][::-1], most - sum(map(len, texts[:first])))
+    left = turns[first : len(turns) - last]
+    if not left:
+        return "\n\n".join(texts)
+    between = f"[… turns {left[0].index} to {left[-1].index} are left out …]"
+    return "\n\n".join([*texts[:first], between, *texts[len(texts) - last :]])
+
+
+def every_turn(turns: Sequence[Written], *, most: int) -> str:
+    """All of these turns, the longest cut until they fit together: who scores a turn must have seen it."""
+    cap = _cap([len(turn.text) for turn in turns], most)
+    return "\n\n".join(_clipped_lines(turn.text, cap) for turn in turns)
+
+
+def _cap(lengths: Sequence[int], most: int) -> int:
+    """The length at which the longer ones are cut, so that all together are at most `most`."""
+    room = most
+    for place, length in enumerate(sorted(lengths)):
+        cap = room // (len(lengths) - place)
+        if length > cap:
+            return max(1, cap)
+        room -= length
+    return max(lengths, default=1)
+
+
+def _fitting(texts: Sequence[str], most: int) -> int:
+    """How many of these, from the first on, fit together."""
+    length = 0
+    for count, text in enumerate(texts):
+        length += len(text)
+        if length > most:
+            return count
+    return len(texts)
+
+
+def turn_text(turn: Turn, *, message_most: int, thinking: bool) -> str:
+    """One turn: what is new in its prompt, and its answer."""
+    told = (
+        ["(its words were not kept)"]
+        if turn.heard is None
+        else [_message(each, message_most) for each in turn.heard.messages]
+    )
+    said = (
+        ["(no answer)"] if turn.answer is None else list(_parts(turn.answer, message_most, thinking=thinking))
+    )
+    return "\n".join([f"── turn {turn.index}{_whose(turn)} ──", *told, *said, *_ends(turn)])
+
+
+def _whose(turn: Turn) -> str:
+    of = f", a sub-agent's (lineage {turn.lineage})" if turn.role == "subagent" else ""
+    return of if turn.parent is None or turn.parent == turn.index - 1 else f"{of}, after turn {turn.parent}"
+
+
+def _message(message: Message, most: int) -> str:
+    calls = [_call(call, most) for call in message.calls]
+    return "\n".join([f"[{message.role}]", quoted(message.text, most), *calls])
+
+
+def _parts(answer: Answer, most: int, *, thinking: bool) -> Iterator[str]:
+    for part in answer.parts:
+        match part:
+            case TextPart(text):
+                yield f"[agent]\n{quoted(text, most)}"
+            case ThinkingPart(text):
+                if thinking:
+                    yield f"[agent thinks]\n{quoted(text, most)}"
+            case ToolCall():
+                yield _call(part, most)
+
+
+def _call(call: ToolCall, most: int) -> str:
+    return f"[agent calls a tool]\n{quoted(f'{call.name} {call.arguments}', most)}"
+
+
+def _ends(turn: Turn) -> Iterator[str]:
+    """What a reader of the words alone would not see."""
+    if turn.finish_reason not in ("stop", "tool_calls"):
+        yield f"(the answer ended by {turn.finish_reason})"
+    if turn.answer is not None and turn.answer.malformed_calls:
+        yield f"({turn.answer.malformed_calls} tool calls in it could not be read)"
+
+
+# ── showing ────────────────────────────────────────────────────────────
+
+MOST_FILES = 64  # each is a call into the runtime
+PATCH_BYTES = 2 << 20  # of a patch that is read at all; what is shown of it is much less
+FILE_KIB = 1024  # of an untracked file in it: a larger one is no text to read
+COMMIT = re.compile(r"HEAD|[0-9a-f]{40}|[0-9a-f]{64}")
+LARGEST_SHOWN = 4_000_000  # characters: a million tokens, which is more than judges read
+
+
+@frozen(kw_only=True)
+class ShowConfig:
+    """What is shown, and how much of it. Counts are characters, of files bytes."""
+
+    transcript: bool = True
+    thinking: bool = False  # sampled thoughts beside the transcript's words
+    answer: bool = True  # the last thing the main agent said
+    files: tuple[str, ...] = ()  # relative to the workdir or absolute
+    # the commit against which the changes in the workdir's repository are shown, such as HEAD; untracked
+    # files included
+    patch: str | None = None
+    # of one message, its beginning and its end: long outputs say what matters in their last lines
+    message_chars: int = 2_000
+    file_bytes: int = 16_384  # of one file
+    max_chars: int = 60_000  # of all evidence: some 15 000 tokens, which a judge of 32k reads with its rubric
+
+
+@frozen(kw_only=True)
+class Evidence:
+    """One thing shown: what it is, in our words, and its text, in the agent's."""
+
+    name: str
+    text: str = field(repr=False)
+
+
+def check_show(show: ShowConfig, path: str = f"{ROOT}.show") -> None:
+    """Refuse what can not be shown."""
+    for place, name in enumerate(show.files):
+        if not name.strip("/") or ".." in name.split("/") or "\0" in name:
+            raise Refused(
+                "files must name files, relative to the workdir or absolute, without ..",
+                path=f"{path}.files[{place}]",
+            )
+    if len(show.files) > MOST_FILES:
+        raise Refused(f"files are {len(show.files)}, and {MOST_FILES} are the most", path=f"{path}.files")
+    for name in ("message_chars", "file_bytes", "max_chars"):
+        if not 1 <= getattr(show, name) <= LARGEST_SHOWN:
+            raise Refused(f"{name} must be 1 to {LARGEST_SHOWN}", path=f"{path}.{name}")
+    if show.patch is not None and not COMMIT.fullmatch(show.patch):
+        raise Refused("patch must be HEAD or a commit's id in full", path=f"{path}.patch")
+    if not (show.transcript or show.answer or show.files or show.patch):
+        raise Refused(
+            "nothing is shown: choose at least one of transcript, answer, files and patch", path=path
+        )
+
+
+async def evidence(finished: Finished, show: ShowConfig) -> list[Evidence]:
+    """All that is shown, the task first. What is short has its room first; the transcript gets what
+    is left.
+    """
+    room = show.max_chars
+    found = [
+        Evidence(name="the task the agent was given", text=clipped(finished.instruction, max(1, room // 4)))
+    ]
+    room -= len(found[0].text)
+    rest: list[Evidence] = []
+    async for each in _left_behind(finished, show):
+        text = clipped(each.text, max(1, room // 2))
+        room -= len(text)
+        rest.append(Evidence(name=each.name, text=text))
+    if show.transcript:
+        turns = written(finished.turns, message_most=show.message_chars, thinking=show.thinking)
+        text = transcript(turns, most=max(1, room))
+        found.append(
+            Evidence(name="what the agent did, turn by turn", text=text or "(it never called its model)")
+        )
+    return found + rest
+
+
+async def _left_behind(finished: Finished, show: ShowConfig) -> AsyncIterator[Evidence]:
+    for name in show.files:
+        yield Evidence(name=f"the file {name!r}", text=await _file(finished.left, name, show.file_bytes))
+    if show.patch is not None:
+        yield Evidence(
+            name=f"what changed in the repository since {show.patch}",
+            text=await _changes(finished.left, show.patch),
+        )
+    if show.answer:
+        yield Evidence(name="the agent's last answer", text=last_answer(finished) or "(none)")
+
+
+def last_answer(finished: Finished) -> str:
+    """The last text of the main agent."""
+    said = (
+        turn.answer.text
+        for turn in reversed(finished.turns)
+        if turn.role == "main" and turn.answer is not None
+    )
+    return next((text for text in said if text.strip()), "")
+
+
+async def _file(runtime: Runtime, name: str, most: int) -> str:
+    found = await runtime.read(codec.in_workdir(name, runtime.workdir), limit=most + 1)
+    if found is None:
+        return "(there is no such file)"
+    return found[:most].decode("utf-8", "replace") + (
+        "\n[… the rest is left out …]" if len(found) > most else ""
+    )
+
+
+async def _changes(runtime: Runtime, commit: str) -> str:
+    """What differs from the commit in the worktree. An agent that took its repository away has changed
+    everything, and the judge is told so.
+    """
+    found = await runtime.run(["sh", "-c", TREE, "sh", runtime.workdir, commit], workdir="/")
+    if found.exit_code != 0:
+        return (
+            "(the workdir is no git repository with such a commit:"
+            f" {last_words(found.stderr) or f'exit code {found.exit_code}'})"
+        )
+    tree = found.stdout.decode("ascii", "replace").strip()
+    ended = await runtime.run(
+        ["sh", "-c", EXTRACT, "sh", runtime.workdir, tree, f"{PATCH_BYTES}", f"{FILE_KIB}"], workdir="/"
+    )
+    await runtime.end_processes()
+    if ended.exit_code != 0:
+        return (
+            f"(the changes could not be read: {last_words(ended.stderr) or f'exit code {ended.exit_code}'})"
+        )
+    return ended.stdout.decode("utf-8", "replace") or "(nothing)"

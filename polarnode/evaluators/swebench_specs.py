@@ -1,0 +1,386 @@
+"""What a task says to the `swebench` evaluator: a row of the dataset, and what the row or the package does
+not know.
+
+The rule for whoever edits it: Polar's keys are taken as they are, and a row that can not be judged is refused
+when it is submitted.
+
+The pure parts of the `swebench` package: its specs, parsers and grader, without what surrounds them.
+
+Importing `swebench.harness` imports docker, datasets and modal, which takes seconds and reads a .env file
+into the node's environment; the parts that judge need none of it. The rule for whoever edits it: they are
+imported once, with nothing in the place of their neighbours, and whatever stood in sys.modules stands there
+again afterwards. Another version is refused, since these parts are no public interface.
+
+How an instance is tested: the script its row brings, or one made of a test command.
+
+Rows of swebench 5 bring `eval_script` and `log_parser`, and the package makes its spec of them. Others
+(SWE-Gym, one's own) have a command: the task's, or the one SWE-Gym's own fork of the package runs for that
+repository. The rule for whoever edits it: what tests are, the row says; a test file never comes from the
+agent.
+"""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module, metadata, util
+from types import ModuleType
+from typing import Any, Final
+
+from attrs import frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.evaluators import contract, patches
+
+# ── config ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class SwebenchConfig:
+    """The shape of `evaluator.config`."""
+
+    instance: Mapping[str, Json]
+    test_command: str | None = None
+    install_command: str | None = None
+    log_parser: str | None = None
+    repo_dir: str = "/testbed"
+    patch_command: str | None = None
+    exclude_patterns: tuple[str, ...] = ()
+    # git needs seconds; on a machine with twenty times the load of its cores a minute, which is no fault of
+    # the agent
+    apply_timeout: float = 300.0
+    test_timeout: float = 1800.0  # swebench's own for one instance; budgets.post_s holds as well
+    user: str | None = None
+
+
+def read_config(config: Mapping[str, Json]) -> SwebenchConfig:
+    """The config, or a refusal naming the field."""
+    read = contract.read(config, SwebenchConfig)
+    contract.absolute("repo_dir", read.repo_dir)
+    contract.seconds("apply_timeout", read.apply_timeout)
+    contract.seconds("test_timeout", read.test_timeout)
+    contract.command("test_command", read.test_command)
+    contract.command("install_command", read.install_command)
+    contract.command("patch_command", read.patch_command)
+    return read
+
+
+def text(instance: Mapping[str, Json], name: str, *, default: str | None = None) -> str:
+    """A column of text."""
+    value = instance.get(name)
+    if isinstance(value, str) and value:
+        return value
+    if default is not None and value in (None, ""):
+        return default
+    raise _column(name, "must be a text" if value not in (None, "") else "is missing from this row")
+
+
+def names(instance: Mapping[str, Json], name: str) -> tuple[str, ...]:
+    """A column of tests: a list, or its JSON text as in the published datasets."""
+    value: object = instance.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _column(name, f"is no JSON: {error}") from error
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(each, str) for each in value)
+    ):
+        raise _column(name, "must be a list of names of tests")
+    return tuple(value)
+
+
+def _column(name: str, message: str) -> Refused:
+    return Refused(f"instance.{name} {message}", path=f"{contract.ROOT}.instance.{name}")
+
+
+# ── package ────────────────────────────────────────────────────────────
+
+VERSION = "5.0.2"
+INSTALL = f"pip install --no-deps swebench=={VERSION} unidiff"
+PACKAGES: Final = ("swebench", "swebench.harness")  # whose __init__ imports the rest
+ABSENT: Final = ("datasets", "dotenv")  # imported by swebench.harness.utils, for what we do not call
+Parser = Callable[[str, Any], Mapping[str, str]]
+
+
+@frozen(kw_only=True)
+class Package:
+    """What the evaluator asks of it."""
+
+    parsers: Mapping[str, Parser]
+    make_test_spec: Callable[[dict[str, Any]], Any]
+    get_eval_report: Callable[..., dict[str, Any]]
+    test_spec: Callable[..., Any]
+    start: str
+    end: str
+    exit_code: str
+
+
+def load() -> Package:
+    """The package's parts, or how to install them."""
+    try:
+        found = metadata.version("swebench")
+    except metadata.PackageNotFoundError:
+        raise Refused(
+            f"the swebench evaluator needs the swebench package on the node: {INSTALL}",
+            path="$.evaluator.name",
+        ) from None
+    if found != VERSION:
+        raise Refused(
+            f"the swebench evaluator needs swebench {VERSION} and the node has {found}: {INSTALL}",
+            path="$.evaluator.name",
+        )
+    return _load()
+
+
+@cache
+def _load() -> Package:
+    with _alone():
+        constants = import_module("swebench.harness.constants")
+        grading = import_module("swebench.harness.grading")
+        utils = import_module("swebench.harness.utils")
+        types = import_module("swebench.types")
+    return Package(
+        parsers=grading.PARSER_REGISTRY,
+        make_test_spec=utils.make_test_spec,
+        get_eval_report=grading.get_eval_report,
+        test_spec=types.TestSpec,
+        start=constants.START_TEST_OUTPUT,
+        end=constants.END_TEST_OUTPUT,
+        exit_code=constants.TEST_EXIT_CODE,
+    )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While it lasts, these packages have no __init__ and their neighbours are empty; then everything is as
+    it was.
+    """
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _concerned(name)}
+    try:
+        sys.modules.update({name: _package(name) for name in PACKAGES})
+        sys.modules.update({name: _Nothing(name) for name in ABSENT})
+        yield
+    finally:
+        for name in [name for name in sys.modules if _concerned(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _concerned(name: str) -> bool:
+    return name.partition(".")[0] in ("swebench", *ABSENT)
+
+
+def _package(name: str) -> ModuleType:
+    """A package without its __init__: only where its modules lie."""
+    top = util.find_spec(name.partition(".")[0])
+    if top is None or not top.submodule_search_locations:
+        raise Refused(f"the swebench package can not be read: {INSTALL}", path="$.evaluator.name")
+    module = ModuleType(name)
+    module.__path__ = [f"{top.submodule_search_locations[0]}/{'/'.join(name.split('.')[1:])}".rstrip("/")]
+    return module
+
+
+class _Nothing(ModuleType):
+    """A module all of whose names are functions that do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*arguments: object, **named: object) -> None:
+    return None
+
+
+# ── specs ────────────────────────────────────────────────────────────
+
+# swebench's: what a runner is not given
+NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+PYTEST = "parse_log_pytest"
+BOTH = "pass_and_fail"  # every test's status is looked for; the package's other way takes silence for success
+CASES: Final = re.compile(r"\[case ([^\]\s]+)\]")
+
+
+@frozen(kw_only=True)
+class Command:
+    """A repository's test command. `cases`: it is given names of mypy's cases instead of files."""
+
+    test: str
+    before: str = ""
+    cases: bool = False
+
+
+# What SWE-Gym's fork of the package runs, by repository in lower case; all are read as pytest prints. Its
+# installs reach for the network and are left out but for what compiles: the images are installed already.
+SWE_GYM: Final[Mapping[str, Command]] = {
+    "getmoto/moto": Command(test="pytest -n0 -rA"),
+    "python/mypy": Command(test="pytest -n0 -rA -k", cases=True),
+    "conan-io/conan": Command(test="pytest -n0 -rA", before='export PYTHONPATH="${PYTHONPATH:-}:$(pwd)"'),
+    "dask/dask": Command(test="pytest -n0 -rA --color=no"),
+    "project-monai/monai": Command(test="pytest -rA"),
+    "iterative/dvc": Command(test="pytest -rA"),
+    "bokeh/bokeh": Command(test="pytest -rA -n0"),
+    "modin-project/modin": Command(test="pytest -n0 -rA"),
+    "pydantic/pydantic": Command(
+        test="pytest -rA --tb=short -vv -o console_output_style=classic --no-header"
+    ),
+    "pandas-dev/pandas": Command(
+        test="pytest -rA --tb=long",
+        before="python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true",
+    ),
+    "facebookresearch/hydra": Command(test="pytest -rA --tb=long"),
+}
+
+
+@frozen(kw_only=True)
+class Spec:
+    """One instance, ready to be judged. `test_patch` is put on before `script` runs, where the script does
+    not do it itself.
+
+    `own` is the package's TestSpec; `test_files` are the paths that the test patch names, which are never the
+    agent's.
+    """
+
+    own: Any
+    script: str
+    base_commit: str
+    test_files: tuple[str, ...]
+    test_patch: bytes | None = None
+
+
+def read_spec(config: SwebenchConfig, package: Package) -> Spec:
+    """The instance's spec. Refused where neither its row nor the task says how it is tested."""
+    instance = config.instance
+    test_patch = text(instance, "test_patch").encode()
+    files = patches.paths(test_patch)
+    if not files:
+        raise Refused(
+            "instance.test_patch is no patch in git's format: no file begins in it",
+            path=f"{contract.ROOT}.instance.test_patch",
+        )
+    base, repo = text(instance, "base_commit"), text(instance, "repo")
+    if config.test_command is None and instance.get("eval_script"):
+        own = package.make_test_spec(_row(instance, package))
+        return Spec(own=own, script=own.eval_script, base_commit=base, test_files=files)
+    command = (
+        Command(test=config.test_command) if config.test_command is not None else SWE_GYM.get(repo.lower())
+    )
+    if command is None:
+        raise Refused(
+            f"nothing says how {repo} is tested: take the dataset's rows of swebench 5, which have"
+            " eval_script and log_parser, or give a test_command",
+            path=f"{contract.ROOT}.instance.eval_script",
+        )
+    lines = _lines(config, command, test_patch, files, package)
+    return Spec(
+        own=_own(config, lines, package),
+        script=_script(lines),
+        base_commit=base,
+        test_files=files,
+        test_patch=test_patch,
+    )
+
+
+# ── a row that brings its script ──────────────────────────────────────────────
+
+
+def _row(instance: Mapping[str, Json], package: Package) -> dict[str, Any]:
+    """What the package makes its spec of, looked at first: it does not say what is wrong with a row."""
+    if instance.get("image_assets") not in (None, "", "{}", {}):
+        raise Refused(
+            "instance.image_assets are fetched from their URLs, which is not done here",
+            path=f"{contract.ROOT}.instance.image_assets",
+        )
+    return {
+        "instance_id": text(instance, "instance_id"),
+        "image": text(instance, "image", default="-"),
+        "repo": text(instance, "repo"),
+        "version": text(instance, "version", default="-"),
+        "FAIL_TO_PASS": list(names(instance, "FAIL_TO_PASS")),
+        "PASS_TO_PASS": list(names(instance, "PASS_TO_PASS")),
+        "log_parser": _known(text(instance, "log_parser"), package, "instance.log_parser"),
+        "eval_type": _eval_type(text(instance, "eval_type", default=BOTH)),
+        "eval_script": text(instance, "eval_script"),
+    }
+
+
+def _eval_type(name: str) -> str:
+    if name not in (BOTH, "fail_only"):
+        raise Refused(
+            f"instance.eval_type is {name!r:.40}: it is {BOTH} or fail_only",
+            path=f"{contract.ROOT}.instance.eval_type",
+        )
+    return name
+
+
+def _known(parser: str, package: Package, name: str) -> str:
+    if parser not in package.parsers:
+        raise Refused(
+            f"{name} {parser!r:.60} is none of swebench's: {', '.join(sorted(package.parsers))}",
+            path=f"{contract.ROOT}.{name}",
+        )
+    return parser
+
+
+# ── a command ─────────────────────────────────────────────────────────────────
+
+
+def _own(config: SwebenchConfig, lines: list[str], package: Package) -> Any:
+    instance = config.instance
+    return package.test_spec(
+        instance_id=text(instance, "instance_id"),
+        image=text(instance, "image", default="-"),
+        eval_script_list=lines,
+        repo=text(instance, "repo"),
+        version=text(instance, "version", default="-"),
+        FAIL_TO_PASS=list(names(instance, "FAIL_TO_PASS")),
+        PASS_TO_PASS=list(names(instance, "PASS_TO_PASS")),
+        log_parser=_known(config.log_parser or PYTEST, package, "log_parser"),
+        eval_type=BOTH,
+    )
+
+
+def _lines(
+    config: SwebenchConfig, command: Command, test_patch: bytes, files: tuple[str, ...], package: Package
+) -> list[str]:
+    """The package's own order: its environment, an install, then between two marks the test; its exit code
+    behind them.
+    """
+    tests = (
+        command.test
+        if config.test_command is not None
+        else f"{command.test} {_chosen(command, test_patch, files)}"
+    )
+    return [
+        (
+            "if [ -f /opt/miniconda3/bin/activate ]; then set +ux; . /opt/miniconda3/bin/activate; conda"
+            " activate testbed; set -ux; fi"
+        ),
+        f"cd {shlex.quote(config.repo_dir)}",
+        *filter(None, [command.before, config.install_command]),
+        f": '{package.start}'",
+        tests,
+        "polarnode_exit_code=$?",
+        f": '{package.end}'",
+        f'echo "{package.exit_code}: $polarnode_exit_code"',
+    ]
+
+
+def _script(lines: list[str]) -> str:
+    return "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
+
+
+def _chosen(command: Command, test_patch: bytes, files: tuple[str, ...]) -> str:
+    """Which tests are run: the files that the test patch leaves there, or mypy's cases by name."""
+    if command.cases:
+        return shlex.quote(" or ".join(dict.fromkeys(CASES.findall(test_patch.decode("utf-8", "replace")))))
+    gone = {path for path, section in patches.sections(test_patch) if b"\ndeleted file mode " in section}
+    return shlex.join(path for path in files if path not in gone and not path.endswith(NO_TESTS))

@@ -1,0 +1,519 @@
+"""Rules that give a turn a reward by itself: cheap, the same on every run, and seen in the record alone.
+
+Pure. The rule for whoever edits it: a rule counts what nobody would do on purpose, and how often; what it is
+worth is the task's to say. Add one as a row of RULES, named by what it counts.
+
+What `turn_rewards` can be told, and what it refuses.
+
+The rule for whoever edits it: every default is the one whose effect a reader would guess; a setting that
+would do nothing is refused.
+
+A judge's rewards for single turns or lineages: one question for each, or one for all of them.
+
+The rule for whoever edits it: each item is judged once or its number stands among those that were not; a list
+that has one twice, or one that was not asked about, does not fit.
+
+`turn_rewards`: process rewards, for each turn or each lineage, from rules, a function of your own, a judge,
+or all of them added up.
+
+They stand in the spans of their turns (`of = "turn"`) or in the traces of their lineages (`of = "lineage"`).
+The session's reward is `weights.outcome` (times 1 or 0, by how it ended) plus `weights.turns` times their
+`total`: the sum, the mean, or none of it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from inspect import isawaitable
+from math import isfinite
+from typing import Final, Literal
+
+from attrs import field, frozen
+
+from polarnode.core import codec
+from polarnode.core.conversation import Json, ToolCall
+from polarnode.core.errors import EvaluatorError, Refused, boundary
+from polarnode.core.plugins import load
+from polarnode.core.ports import Judge, Question
+from polarnode.core.trajectory import Turn, Verdict
+from polarnode.evaluators import command, contract
+from polarnode.evaluators.contract import Allowed, Evaluator, Finished, known
+from polarnode.evaluators.judge_evidence import (
+    LARGEST_SHOWN,
+    Written,
+    clipped,
+    every_turn,
+    shown_turns,
+    transcript,
+    written,
+)
+from polarnode.evaluators.judging import (
+    Asked,
+    CriterionConfig,
+    Rubric,
+    Score,
+    Scores,
+    Told,
+    answers,
+    check_answer,
+    check_judge,
+    fence_of,
+    list_of,
+    question,
+    read_scores,
+    rubric_of,
+)
+
+# ── rules ────────────────────────────────────────────────────────────
+
+Turns = Mapping[int, Turn]
+
+
+def malformed_call(turn: Turn, turns: Turns) -> int:
+    """Tool calls that were sampled and could not be read."""
+    return 0 if turn.answer is None else turn.answer.malformed_calls
+
+
+def repeated_call(turn: Turn, turns: Turns) -> int:
+    """Calls, equal in name and arguments, that the turn it extends made too: nothing had changed between them
+    but their result.
+    """
+    before = turns.get(turn.parent) if turn.parent is not None else None
+    if turn.answer is None or before is None or before.answer is None:
+        return 0
+    made = {_same(call) for call in before.answer.calls}
+    return sum(_same(call) in made for call in turn.answer.calls)
+
+
+def cut_answer(turn: Turn, turns: Turns) -> int:
+    """An answer that ended at a token limit."""
+    return int(turn.finish_reason == "length")
+
+
+def empty_answer(turn: Turn, turns: Turns) -> int:
+    """A whole answer without text and without a call."""
+    return int(
+        turn.state == "complete"
+        and turn.answer is not None
+        and not turn.answer.text.strip()
+        and not turn.answer.calls
+    )
+
+
+def each_turn(turn: Turn, turns: Turns) -> int:
+    """Every turn, once: what one costs."""
+    return 1
+
+
+def _same(call: ToolCall) -> tuple[str, str]:
+    """A call by what it does: the order of its arguments and the spaces between them are nothing."""
+    try:
+        return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
+    except ValueError:
+        return call.name, call.arguments
+
+
+RULES: Final[Mapping[str, Callable[[Turn, Turns], int]]] = {
+    rule.__name__: rule for rule in (malformed_call, repeated_call, cut_answer, empty_answer, each_turn)
+}
+
+
+def counted(rules: Sequence[str], turns: Sequence[Turn]) -> dict[int, dict[str, int]]:
+    """By turn of the agent's own work, how often each of these rules counts."""
+    by_index = {each.index: each for each in turns}
+    return {each.index: {name: RULES[name](each, by_index) for name in rules} for each in shown_turns(turns)}
+
+
+# ── config ────────────────────────────────────────────────────────────
+
+Whose = Literal["turn", "lineage"]
+Total = Literal["sum", "mean", "none"]
+
+# turns one session's judge may be asked about: more is a run budget's mistake, and hours of a judge
+MOST_ITEMS = 256
+
+
+@frozen(kw_only=True)
+class TurnJudgeConfig:
+    """A judge of single turns or lineages: one question for each of them, or one for all."""
+
+    judge: str
+    rubric: str | None = None
+    criteria: tuple[CriterionConfig, ...] = ()
+    ask: Literal["each", "together"] = "together"
+    most: int = 32  # turns or lineages judged, the first ones; metrics say how many were not
+    thinking: bool = False
+    message_chars: int = 2_000
+    max_chars: int = 60_000  # of the evidence of one question
+    max_tokens: int = 4096  # an answer to one question for all of 32 turns has a sentence for each
+    temperature: float = 0.0
+
+
+@frozen(kw_only=True)
+class WeightsConfig:
+    """What the session's reward is made of: `outcome` times 1 or 0 by how it ended, `turns` times what its
+    turns came to.
+    """
+
+    outcome: float = 1.0
+    turns: float = 1.0
+
+
+@frozen(kw_only=True)
+class TurnRewardsConfig:
+    """The shape of `evaluator.config`. What several sources say of a turn is added up."""
+
+    rules: Mapping[str, float] = field(factory=dict)
+    rewards: str | None = None  # package.module:attribute of a function from Finished to rewards by number
+    judge: TurnJudgeConfig | None = None
+    of: Whose = "turn"
+    total: Total = "sum"
+    weights: WeightsConfig = field(factory=WeightsConfig)
+
+
+def read_config(config: Mapping[str, Json]) -> TurnRewardsConfig:
+    """The config, or a refusal naming the field."""
+    read = contract.read(config, TurnRewardsConfig)
+    if not read.rules and read.rewards is None and read.judge is None:
+        raise Refused("turn_rewards needs at least one of rules, rewards and judge", path=contract.ROOT)
+    for name, worth in read.rules.items():
+        if name not in RULES:
+            raise Refused(
+                f"there is no rule {name!r}; there are: {', '.join(RULES)}", path=f"{contract.ROOT}.rules"
+            )
+        _check_number(worth, f"rules.{name}")
+    _check_number(read.weights.outcome, "weights.outcome")
+    _check_number(read.weights.turns, "weights.turns")
+    if read.judge is not None:
+        _check_turn_judge(read.judge, f"{contract.ROOT}.judge")
+    return read
+
+
+def check_allowed(read: TurnRewardsConfig, allowed: Allowed) -> None:
+    """Refuse what this node does not let a task name, or has not."""
+    if read.judge is not None:
+        check_judge(read.judge.judge, allowed, f"{contract.ROOT}.judge.judge")
+    if read.rewards is not None:
+        try:
+            found = load(read.rewards, allowed=allowed.imports)
+        except Refused as refused:
+            raise Refused(str(refused), path=f"{contract.ROOT}.rewards") from refused
+        if not callable(found):
+            raise contract.refused(
+                "rewards", f"must name a function; {read.rewards} is a {type(found).__name__}"
+            )
+
+
+def _check_number(value: float, name: str) -> None:
+    if not isfinite(value):
+        raise contract.refused(name, f"must be a finite number, not {value}")
+
+
+def _check_turn_judge(judge: TurnJudgeConfig, path: str) -> None:
+    rubric_of(judge.rubric, judge.criteria, path)
+    check_answer(max_tokens=judge.max_tokens, temperature=judge.temperature, path=path)
+    for name, most in (("most", MOST_ITEMS), ("message_chars", LARGEST_SHOWN), ("max_chars", LARGEST_SHOWN)):
+        if not 1 <= getattr(judge, name) <= most:
+            raise Refused(f"{name} must be 1 to {most}", path=f"{path}.{name}")
+
+
+# ── judging ────────────────────────────────────────────────────────────
+
+# questions written and asked at a time: each takes 0.5 ms of the node's one loop, and a judge takes about as
+# many at once
+BATCH = 16
+REASON = 200  # characters of a reason kept for each turn and criterion: a trajectory has hundreds of them
+TASK_SHARE = 4  # of the evidence at most one in so many characters is the task's instruction
+
+
+@frozen(kw_only=True)
+class Judged:
+    """Rewards by number, and what is kept of how they came about."""
+
+    rewards: Mapping[int, float]
+    metrics: Mapping[str, Json] = field(factory=dict)
+
+
+async def judged(finished: Finished, config: TurnJudgeConfig, of: Whose) -> Judged:
+    """Ask about the session's turns or lineages. A session without any is asked nothing."""
+    turns = written(finished.turns, message_most=config.message_chars, thinking=config.thinking)
+    numbers = (
+        [turn.index for turn in turns]
+        if of == "turn"
+        else list(dict.fromkeys(turn.lineage for turn in turns))
+    )
+    asking = _Asking(
+        instruction=finished.instruction, config=config, of=of, turns=turns, numbers=numbers[: config.most]
+    )
+    scores, misfits = await _scores(asking, finished.judge(config.judge)) if numbers else ({}, 0)
+    kept: dict[str, Json] = {
+        str(number): asking.rubric.metrics(found, most=REASON) for number, found in scores.items()
+    }
+    metrics: dict[str, Json] = {
+        "judge": config.judge,
+        "scores": kept,
+        "misfits": misfits,
+        "not_judged": len(numbers[config.most :]),
+    }
+    return Judged(
+        rewards={number: asking.rubric.reward(found) for number, found in scores.items()}, metrics=metrics
+    )
+
+
+@frozen(kw_only=True)
+class _Asking:
+    """What is asked about one session; its turns are written once, however many questions show them."""
+
+    instruction: str
+    config: TurnJudgeConfig
+    of: Whose
+    turns: Sequence[Written]
+    numbers: Sequence[int]
+    rubric: Rubric = field(init=False)
+
+    @rubric.default
+    def _rubric(self) -> Rubric:
+        return rubric_of(self.config.rubric, self.config.criteria)
+
+    def evidence(self, turns: Sequence[Written], shares: int = 1) -> str:
+        """These turns in their share of the room."""
+        return transcript(turns, most=max(1, self.config.max_chars // shares))
+
+    def of_lineage(self, number: int) -> list[Written]:
+        return [turn for turn in self.turns if turn.lineage == number]
+
+
+async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str, Score]], int]:
+    rubric = asking.rubric
+    if asking.config.ask == "together":
+        one: Asked[dict[int, Mapping[str, Score]]] = Asked(
+            question=_of_all(asking), read=lambda value: _read_list(value, asking)
+        )
+        all_of_them = await answers(judge, [one])
+        return all_of_them.found[0], all_of_them.misfits
+    found: dict[int, Mapping[str, Score]] = {}
+    misfits = 0
+    for start in range(0, len(asking.numbers), BATCH):
+        batch = asking.numbers[start : start + BATCH]
+        each: list[Asked[Mapping[str, Score]]] = [
+            Asked(question=_of_one(asking, number), read=lambda value: read_scores(rubric, value))
+            for number in batch
+        ]
+        told: Told[Mapping[str, Score]] = await answers(judge, each)
+        found |= zip(batch, told.found, strict=True)
+        misfits += told.misfits
+    return found, misfits
+
+
+# ── what is asked ─────────────────────────────────────────────────────────────
+
+
+def _of_all(asking: _Asking) -> Question:
+    of, numbers = asking.of, asking.numbers
+    if of == "turn":
+        judged_turns = [turn for turn in asking.turns if turn.index in numbers]
+        evidence = {
+            "what the agent did, turn by turn": every_turn(judged_turns, most=asking.config.max_chars)
+        }
+    else:
+        evidence = {
+            f"lineage {number}": asking.evidence(asking.of_lineage(number), len(numbers))
+            for number in numbers
+        }
+    closing = f"Score every {of} by itself, each exactly once: {of}s {', '.join(map(str, numbers))}."
+    return _question(asking, evidence, closing, list_of(asking.rubric.schema(), of))
+
+
+def _of_one(asking: _Asking, number: int) -> Question:
+    form = asking.rubric.schema()
+    if asking.of == "lineage":
+        return _question(
+            asking,
+            {f"lineage {number}": asking.evidence(asking.of_lineage(number))},
+            f"Score lineage {number}.",
+            form,
+        )
+    before = [turn for turn in asking.turns if turn.index < number]
+    evidence = {
+        f"turn {number}, which you score": asking.evidence(
+            [turn for turn in asking.turns if turn.index == number], 2
+        )
+    }
+    if before:
+        evidence = {"what the agent had done before": asking.evidence(before, 2), **evidence}
+    return _question(
+        asking, evidence, f"Score turn {number} alone, in the light of what came before it.", form
+    )
+
+
+def _question(
+    asking: _Asking, evidence: Mapping[str, str], closing: str, form: Mapping[str, Json]
+) -> Question:
+    of, config = asking.of, asking.config
+    shown = {
+        "the task the agent was given": clipped(asking.instruction, max(1, config.max_chars // TASK_SHARE)),
+        **evidence,
+    }
+    fence = fence_of(list(shown.values()))
+    what = (
+        "turns, each a call of its model with what it was told and what it answered"
+        if of == "turn"
+        else "lineages, each a conversation of its own"
+    )
+    system = "\n\n".join(
+        [f"You judge the work of an AI agent {of} by {of}: its {what}.", fence.told, asking.rubric.as_text()]
+    )
+    user = "\n\n".join(
+        [*(fence.around(name, text) for name, text in shown.items()), f"The evidence is complete. {closing}"]
+    )
+    return question(system, user, schema=form, max_tokens=config.max_tokens, temperature=config.temperature)
+
+
+# ── what is read ──────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class TurnScores:
+    turn: int
+    criteria: Mapping[str, Score]
+
+
+@frozen(kw_only=True)
+class TurnList:
+    turns: tuple[TurnScores, ...]
+
+
+@frozen(kw_only=True)
+class LineageScores:
+    lineage: int
+    criteria: Mapping[str, Score]
+
+
+@frozen(kw_only=True)
+class LineageList:
+    lineages: tuple[LineageScores, ...]
+
+
+def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, Score]]:
+    if asking.of == "turn":
+        said = [
+            (each.turn, each.criteria) for each in codec.structure(value, TurnList, forbid_extra=True).turns
+        ]
+    else:
+        said = [
+            (each.lineage, each.criteria)
+            for each in codec.structure(value, LineageList, forbid_extra=True).lineages
+        ]
+    given = [number for number, _ in said]
+    if sorted(given) != sorted(asking.numbers):
+        raise Refused(
+            f"it scores the {asking.of}s {given} and was asked for {list(asking.numbers)}, each once"
+        )
+    return {
+        number: asking.rubric.read(Scores(criteria=criteria), f"$.{asking.of}s[{place}]")
+        for place, (number, criteria) in enumerate(said)
+    }
+
+
+# ── turn rewards ────────────────────────────────────────────────────────────
+
+__all__ = ["NAME", "TurnRewardsConfig", "evaluator", "read_config"]
+
+NAME = "turn_rewards"
+
+Numbers = dict[int, float]
+
+
+def evaluator(allowed: Allowed) -> Evaluator:
+    """The evaluator, for a node that allows these modules and has these judges."""
+
+    def check(config: Mapping[str, Json]) -> None:
+        check_allowed(read_config(config), allowed)
+
+    async def evaluate(finished: Finished) -> Verdict:
+        return await _verdict(finished, read_config(finished.config), allowed)
+
+    return Evaluator(name=NAME, evaluate=evaluate, check=check, copies=False)
+
+
+async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allowed) -> Verdict:
+    metrics: dict[str, Json] = {}
+    sources: list[Numbers] = []
+    if config.rules:
+        by_rule, metrics["rules"] = _by_rules(finished, config)
+        sources.append(by_rule)
+    if config.rewards is not None:
+        sources.append(await _by_function(finished, config.rewards, config.of, allowed))
+    if config.judge is not None:
+        found = await judged(finished, config.judge, config.of)
+        metrics["judged"] = dict(found.metrics)
+        sources.append(dict(found.rewards))
+    rewards = _added(sources)
+    outcome = (await command.evaluate_completed(finished)).reward
+    session = config.weights.outcome * outcome + config.weights.turns * _total(rewards, config.total)
+    metrics |= {
+        "outcome": outcome,
+        f"{config.of}_rewards": {str(number): reward for number, reward in rewards.items()},
+    }
+    if config.of == "lineage":
+        return Verdict(
+            reward=session, metrics=metrics, lineage_rewards=_of_lineages(rewards, outcome, config)
+        )
+    return Verdict(
+        reward=session,
+        metrics=metrics,
+        turn_rewards={number: config.weights.turns * reward for number, reward in rewards.items()},
+    )
+
+
+def _of_lineages(rewards: Numbers, outcome: float, config: TurnRewardsConfig) -> Numbers:
+    """A lineage's traces have its own in the place of the total; what the outcome is worth, they all have."""
+    return {
+        number: config.weights.outcome * outcome + config.weights.turns * reward
+        for number, reward in rewards.items()
+    }
+
+
+def _total(rewards: Numbers, total: Total) -> float:
+    if total == "none" or not rewards:
+        return 0.0
+    return sum(rewards.values()) / (len(rewards) if total == "mean" else 1)
+
+
+def _added(sources: list[Numbers]) -> Numbers:
+    numbers = sorted({number for source in sources for number in source})
+    return {number: sum(source.get(number, 0.0) for source in sources) for number in numbers}
+
+
+# ── where they come from ──────────────────────────────────────────────────────
+
+
+def _by_rules(finished: Finished, config: TurnRewardsConfig) -> tuple[Numbers, Json]:
+    """What the rules count, times their worth: by turn, or added up by lineage; and how often each
+    counted.
+    """
+    found = counted(tuple(config.rules), finished.turns)
+    counts: dict[str, Json] = {name: sum(each[name] for each in found.values()) for name in config.rules}
+    by_turn = {
+        index: sum(config.rules[name] * count for name, count in each.items())
+        for index, each in found.items()
+    }
+    if config.of == "turn":
+        return by_turn, counts
+    by_lineage: Numbers = {}
+    for turn in shown_turns(finished.turns):
+        by_lineage[turn.lineage] = by_lineage.get(turn.lineage, 0.0) + by_turn[turn.index]
+    return by_lineage, counts
+
+
+async def _by_function(finished: Finished, import_path: str, of: Whose, allowed: Allowed) -> Numbers:
+    """The user's own. It may be `async`; one that is not holds up every session while it works, and should be
+    quick.
+    """
+    function = load(import_path, allowed=allowed.imports)
+    if not callable(function):
+        raise EvaluatorError(f"{import_path} is no function any more: it was one when the task was taken")
+    with boundary(EvaluatorError, f"{import_path} gave no rewards"):
+        found = function(finished)
+        rewards: object = await found if isawaitable(found) else found
+    there = {turn.index if of == "turn" else turn.lineage for turn in finished.turns}
+    return known(rewards, there, of)

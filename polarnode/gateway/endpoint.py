@@ -1,0 +1,375 @@
+"""Requests as harnesses sent them, one file each, for `polarnode replay` and for whoever wonders what a
+harness says.
+
+Off unless a setting names a folder. The rule for whoever edits it: what is written is the request as it came,
+but for its key, which opens a session; nothing of it is ever read back by the node.
+
+The model plane: the providers' routes, for harnesses that have a session's key. Nothing a trainer can do is
+served here.
+
+Plain ASGI on purpose: the status of an answer is chosen as late as its first bytes, and one request is three
+tasks around one exchange; a framework's response object would cut that in two. The rules for whoever edits
+it: every answer is in the provider's own shape, refusals too, and no request is refused before its body was
+read, because clients do not look before they have sent it.
+
+The one door of all captures: a socket of the machine itself, where each key finds its own session and no
+other.
+
+The rule for whoever edits it: its plane knows captures alone, so that no key of a container's session opens
+anything here; and a request goes through a door of its own capture, so that one capture's bodies never take
+another's room.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from secrets import token_hex
+from typing import Final, assert_never, cast
+
+import orjson
+import trio
+from attrs import define, field, frozen
+from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
+
+from polarnode.core.conversation import Json, ModelRequest
+from polarnode.core.errors import Refused
+from polarnode.gateway.call import Incoming, Model, ModelCall
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.machine import SESSION_OVER, as_kept
+from polarnode.http.asgi import (
+    BODY_BYTES,
+    Crowded,
+    Left,
+    Responder,
+    Room,
+    TooLarge,
+    header_map,
+    read_body,
+    wire_of,
+)
+from polarnode.merge.attach import regrouped
+from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
+from polarnode.providers.dialect import Route, missed, route, session_keys
+from polarnode.support.bounded import remember
+
+# ── recordings ────────────────────────────────────────────────────────────
+
+logger = logging.getLogger(__name__)
+
+# stands wherever the key stood, so that a target with the key in its path keeps its shape
+MASK: Final = "key-of-this-session"
+
+
+@define(eq=False)
+class Recordings:
+    """The requests of each session in a folder of its own, `01-request.json` and on, in the order they were
+    whole.
+    """
+
+    folder: Path
+    _count: Counter[str] = field(factory=Counter, init=False)
+
+    async def keep(
+        self, session_id: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """Write one request. What can not be written is logged: a full disk must not end the sessions that
+        are looked at.
+        """
+        self._count[session_id] += 1
+        file = self.folder / session_id / f"{self._count[session_id]:02}-request.json"
+        try:
+            await trio.to_thread.run_sync(lambda: _write(file, recorded(method, target, list(headers), body)))
+        except OSError as error:
+            logger.error("request %s was not recorded: %s", file, error)
+
+
+def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """The file's content: headers in wire order, a JSON body as the very text that came, any other body as
+    text.
+    """
+    keys = session_keys(target, header_map(headers))
+    pairs: list[Json] = [
+        [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
+    ]
+    said: dict[str, Json] = {
+        "method": method,
+        "target": _masked(target, keys),
+        "headers": pairs,
+        "body": _body(body),
+    }
+    return orjson.dumps(said, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _masked(text: str, keys: tuple[str, ...]) -> str:
+    for key in keys:
+        text = text.replace(key, MASK)
+    return text
+
+
+def _body(body: bytes) -> Json:
+    if not body:
+        return None
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace")
+    return cast(Json, orjson.Fragment(body))
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+# ── model plane ────────────────────────────────────────────────────────────
+
+ANY_DOOR: Final = "any"  # the folder of requests that came through a door of no one session
+INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
+READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
+
+_ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
+_NO_WEBSOCKET: Final = (
+    b'{"error":{"type":"invalid_request_error","message":"WebSockets are not served here: send the request'
+    b' over plain HTTP"}}'
+)
+_TOO_LARGE: Final = Fault(
+    kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less"
+)
+_CROWDED: Final = Fault(
+    kind="overloaded",
+    message="too many long requests of this session are being read at once: send it again",
+    retry_after_s=1,
+)
+_UNKNOWN_KEY: Final = Fault(
+    kind="unauthorized", message="no session of this node has this key: send the one the harness was given"
+)
+
+
+@frozen(kw_only=True)
+class _Request:
+    """A request that has a route, whole. `target` is its path with its query; `door` is the session whose
+    socket it came through.
+    """
+
+    route: Route
+    target: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes
+    door: str | None
+
+
+@define(eq=False, kw_only=True)
+class ModelPlane:
+    """The routes of one node. `app_for` makes the app of one session's door."""
+
+    sessions: LiveSessions
+    model: Model
+    recordings: Recordings | None = None  # where every request is written as it came; None: nowhere
+    _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
+
+    def app_for(self, session_id: str | None) -> ASGIFramework:
+        """The ASGI app of a door: only the key of `session_id` opens it. None lets in the key of every live
+        session.
+        """
+
+        room = Room()
+
+        async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            if scope["type"] == "http":
+                await self._http(
+                    scope, receive, Responder(send, token_hex(16), wire_of(scope)), session_id, room
+                )
+            elif scope["type"] == "websocket":
+                await _refuse_upgrade(send)
+
+        return door
+
+    async def _http(
+        self,
+        scope: HTTPScope,
+        receive: ASGIReceiveCallable,
+        responder: Responder,
+        door: str | None,
+        room: Room,
+    ) -> None:
+        with room.hold() as hold:
+            answer = await self._answer(scope, await read_body(receive, hold=hold, limit=BODY_BYTES), door)
+        match answer:
+            case Left():
+                return
+            case Reply():
+                await responder.reply(answer)
+            case Incoming():
+                await ModelCall(self.model, answer, responder).run(receive)
+            case _:
+                assert_never(answer)
+
+    async def _answer(
+        self, scope: HTTPScope, body: bytes | TooLarge | Crowded | Left, door: str | None
+    ) -> Reply | Incoming | Left:
+        """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was
+        read from it.
+        """
+        if isinstance(body, Left):
+            return body
+        method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
+        query = scope["query_string"].decode("latin1")
+        target = f"{path}?{query}" if query else path
+        if self.recordings is not None and isinstance(body, bytes):
+            await self.recordings.keep(door or ANY_DOOR, method, target, scope["headers"], body)
+        found = route(method, path, headers)
+        if found is None:
+            return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
+        if not isinstance(body, bytes):
+            return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _CROWDED)
+        return await self._routed(
+            _Request(route=found, target=target, query=query, headers=headers, body=body, door=door)
+        )
+
+    async def _routed(self, request: _Request) -> Reply | Incoming:
+        match request.route.operation:
+            case "models" | "model":
+                return self._listed(request)
+            case "count_tokens":
+                return await self._counted(request)
+            case "generate" | "compact":
+                return await self._incoming(request)
+            case _:
+                assert_never(request.route.operation)
+
+    def _listed(self, request: _Request) -> Reply:
+        """The model, for anyone who has no key yet (hermes probes without one); a wrong key is still
+        told so.
+        """
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault) and session_keys(request.target, request.headers):
+            return dialect.error(session)
+        asked = request.route.model
+        return _json(
+            dialect.models(self.model.served)
+            if asked is None
+            else dialect.model(self.model.served, asked=asked)
+        )
+
+    async def _counted(self, request: _Request) -> Reply:
+        """How many tokens a request's prompt has: it is rendered as it would be, behind the turn it extends,
+        and nothing is recorded.
+        """
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault):
+            return dialect.error(session)
+        if session.over:
+            return dialect.error(SESSION_OVER)
+        try:
+            read, _ = await self._read(request, session)
+            history, new = session.lineages.look(read.conversation, hints=read.hints)
+            body = dialect.count(len((await self.model.prompt(read.conversation, new, history)).prompt))
+        except Refused as error:
+            return dialect.error(Fault.of(error))
+        return (
+            dialect.error(Fault(kind="not_found", message="this API counts no tokens"))
+            if body is None
+            else _json(body)
+        )
+
+    async def _incoming(self, request: _Request) -> Incoming | Reply:
+        """A request that may be answered, or the refusal it gets before anything is planned."""
+        dialect = request.route.dialect
+        session = self._session(request)
+        if isinstance(session, Fault):
+            return dialect.error(session)
+        try:
+            read, key = await self._read(request, session)
+        except Refused as error:
+            fault = Fault.of(error)
+            session.refused(fault)
+            return dialect.error(fault)
+        return Incoming(session=session, dialect=dialect, request=read, key=key)
+
+    def _session(self, request: _Request) -> LiveSession | Fault:
+        """Whose key it is: the first that opens this door. A key that did, and whose session is over, is told
+        so.
+        """
+        keys = session_keys(request.target, request.headers)
+        for session in filter(None, map(self.sessions.by_key, keys)):
+            if request.door in (None, session.session_id):
+                return session
+        ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
+        return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
+
+    async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
+        """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
+        if len(request.body) <= INLINE_BYTES:
+            return _read(request, session, self.model)
+        return await trio.to_thread.run_sync(
+            _read, request, session, self.model, limiter=self._readers, abandon_on_cancel=True
+        )
+
+
+def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelRequest, str]:
+    found = request.route
+    envelope = Envelope(
+        headers=request.headers,
+        model=found.model,
+        stream=found.stream,
+        operation=found.operation,
+        query=request.query,
+        memory=session.memory,
+    )
+    read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
+    asked = as_kept(read, headers=model.family.harmony is not None)
+    return asked, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
+
+
+def _json(body: bytes) -> Reply:
+    return Reply(status=200, headers=(("content-type", JSON_TYPE),), body=body)
+
+
+async def _refuse_upgrade(send: ASGISendCallable) -> None:
+    """426: Codex tries a WebSocket first, and after a 404 it waits 7 s before it does without."""
+    headers = [
+        (b"content-type", JSON_TYPE.encode()),
+        (b"content-length", str(len(_NO_WEBSOCKET)).encode()),
+        (b"upgrade", b"HTTP/1.1"),
+    ]
+    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": _NO_WEBSOCKET, "more_body": False})
+
+
+# ── capture door ────────────────────────────────────────────────────────────
+
+# no session's id: whoever has no key may look at what anybody may, and is refused the rest
+NOBODY: Final = ""
+DOORS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made anew
+
+
+@define(eq=False)
+class CaptureDoor:
+    """An ASGI app in front of a model plane whose sessions are captures."""
+
+    plane: ModelPlane
+    _doors: dict[str, ASGIFramework] = field(factory=dict, init=False)
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        await self._door(self._whose(scope))(scope, receive, send)
+
+    def _whose(self, scope: Scope) -> str:
+        """The capture whose key a request carries, also one that is over, which its own door says."""
+        if scope["type"] != "http":
+            return NOBODY
+        query = scope["query_string"].decode("latin1")
+        keys = session_keys(f"{scope['path']}?{query}", header_map(scope["headers"]))
+        live = next(filter(None, map(self.plane.sessions.by_key, keys)), None)
+        if live is not None:
+            return live.session_id
+        return next(filter(None, map(self.plane.sessions.ended_by_key, keys)), NOBODY)
+
+    def _door(self, session_id: str) -> ASGIFramework:
+        door = self._doors.get(session_id) or self.plane.app_for(session_id)
+        remember(self._doors, session_id, door, most=DOORS)
+        return door

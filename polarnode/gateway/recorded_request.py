@@ -1,0 +1,222 @@
+"""One recorded request: method, target, headers and body, in whatever spelling a recorder gave them, read by
+the provider it was sent to.
+
+The rule for whoever edits it: the shape of the file is taken generously, because every recorder has its own;
+what the request says is read by the provider and by nobody else. What is no provider's route is no error:
+harnesses probe for other kinds of servers.
+"""
+
+from base64 import b64decode
+from binascii import Error as NotBase64
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Final
+
+from attrs import frozen
+
+from polarnode.core.codec.json import dump_json, read_json
+from polarnode.core.conversation import Json, ModelRequest
+from polarnode.core.errors import PolarnodeError, Refused, boundary
+from polarnode.providers.contract import Envelope, Memory
+from polarnode.providers.dialect import Route, route
+
+_METHODS: Final = ("method", "verb")
+_TARGETS: Final = ("target", "path", "url", "uri")
+_BODIES: Final = ("body", "json", "data", "content", "postData", "body_base64", "body_b64")
+_KEY_BYTES: Final = 16  # names one body of a session's some thousand
+
+
+@frozen(kw_only=True)
+class Recorded:
+    """What one file says. `key` names the body. Without `request` nothing was asked of the model; `error` is
+    why, if that is a fault.
+
+    `failed`: the recorded answer is known to have been none.
+    """
+
+    file: str
+    route: Route | None = None
+    request: ModelRequest | None = None
+    key: str = ""
+    error: str | None = None
+    failed: bool = False
+
+    @property
+    def provider(self) -> str | None:
+        """The name of the dialect it speaks; None for what is no provider's route."""
+        return None if self.route is None else self.route.dialect.name
+
+
+@frozen(kw_only=True)
+class _Sent:
+    """A request as it stood on the wire. `headers` have lower-case names."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
+    """A recorded request, and its response's bytes where they were kept. Never raises: what can not be read
+    says so in `error`.
+    """
+    try:
+        sent = _sent(_object(content))
+        found = route(sent.method, sent.target, sent.headers)
+        # one file of thousands must not end the others
+        with boundary(Refused, "the provider can not read it"):
+            request = _request(found, sent, memory)
+    except PolarnodeError as error:
+        return Recorded(file=file, route=_route(content), error=sentence(error))
+    key = blake2b(sent.body, digest_size=_KEY_BYTES).hexdigest()
+    return Recorded(
+        file=file,
+        route=found,
+        request=request,
+        key=key,
+        failed=response is not None and not _answered(response),
+    )
+
+
+def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest | None:
+    """What is asked of the model; None where nothing is (a list of models, a count, a warm-up)."""
+    if found is None or found.operation in ("models", "model"):
+        return None
+    _, _, query = sent.target.partition("?")
+    envelope = Envelope(
+        headers=sent.headers,
+        model=found.model,
+        operation=found.operation,
+        stream=found.stream,
+        query=query,
+        memory=memory,
+    )
+    request = found.dialect.read(sent.body, envelope)
+    return request if request.generate and found.operation != "count_tokens" else None
+
+
+def _route(content: bytes) -> Route | None:
+    """The route of a request that was refused, for the report."""
+    try:
+        sent = _sent(_object(content))
+    except Refused:
+        return None
+    return route(sent.method, sent.target, sent.headers)
+
+
+def sentence(error: PolarnodeError) -> str:
+    """What an error says, behind the path of its field where it names one."""
+    path = getattr(error, "path", None)
+    return f"{path}: {error}" if path else str(error)
+
+
+def _answered(response: bytes) -> bool:
+    """Whether a response is an answer: not empty, and not under a status that says otherwise."""
+    head = response[:64].split(None, 2)
+    if not head:
+        return False
+    return not (head[0].startswith(b"HTTP/") and len(head) > 1 and head[1][:1] in (b"4", b"5"))
+
+
+# ── the file ──────────────────────────────────────────────────────────────────
+
+
+def _object(content: bytes) -> dict[str, Json]:
+    value = read_json(content.removeprefix(b"\xef\xbb\xbf"))
+    inner = value.get("request") if isinstance(value, dict) else None
+    found = inner if isinstance(inner, dict) else value
+    if not isinstance(found, dict):
+        raise Refused(
+            "this file is no recorded request: it holds an object with method, target, headers and body"
+        )
+    return found
+
+
+def _sent(said: Mapping[str, Json]) -> _Sent:
+    target = next((value for name in _TARGETS if isinstance(value := said.get(name), str)), None)
+    if target is None:
+        raise Refused("this file is no recorded request: it names no target")
+    method = next((value for name in _METHODS if isinstance(value := said.get(name), str)), "POST")
+    method, target = _request_line(method, target)
+    return _Sent(
+        method=method.upper(),
+        target=_origin_form(target),
+        headers=dict(_headers(said.get("headers"))),
+        body=_body(said),
+    )
+
+
+def _request_line(method: str, target: str) -> tuple[str, str]:
+    """`POST /v1/messages HTTP/1.1` in one word of a recorder, or in two."""
+    words = target.split()
+    return (words[0], words[1]) if len(words) > 1 and words[1].startswith("/") else (method, target)
+
+
+def _origin_form(target: str) -> str:
+    """The path and the query of a target that may be a whole URL, however odd its host is."""
+    scheme, found, rest = target.partition("://")
+    if not found or "/" in scheme or "?" in scheme:
+        return target
+    _, slash, path = rest.partition("/")
+    return slash + path
+
+
+def _headers(said: Json) -> Iterator[tuple[str, str]]:
+    """Headers as an object, a list of pairs, a list of name and value, or lines."""
+    match said:
+        case dict():
+            yield from ((name.lower(), _word(value)) for name, value in said.items())
+        case list():
+            for entry in said:
+                yield from _header(entry)
+        case str():
+            yield from (_line(line) for line in said.splitlines() if ":" in line)
+        case _:
+            return
+
+
+def _header(entry: Json) -> Iterator[tuple[str, str]]:
+    match entry:
+        case [str() as name, value, *_]:
+            yield name.lower(), _word(value)
+        case {"name": str() as name, "value": value}:
+            yield name.lower(), _word(value)
+        case str() as line if ":" in line:
+            yield _line(line)
+        case _:
+            return
+
+
+def _line(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip().lower(), value.strip()
+
+
+def _word(value: Json) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_word, value))
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def _body(said: Mapping[str, Json]) -> bytes:
+    value = next((said[name] for name in _BODIES if said.get(name) is not None), None)
+    match value:
+        case None:
+            return b""
+        case {"text": str() as text}:  # HAR
+            return text.encode("utf-8", "surrogatepass")
+        case str() as text:
+            return _text_body(text)
+        case _:
+            return dump_json(value)
+
+
+def _text_body(text: str) -> bytes:
+    """A body kept as text: JSON itself, or base64 of it."""
+    if not text.lstrip().startswith(("{", "[")):
+        try:
+            return b64decode(text, validate=True)
+        except (NotBase64, ValueError):
+            pass
+    return text.encode("utf-8", "surrogatepass")

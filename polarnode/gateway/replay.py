@@ -1,0 +1,375 @@
+"""What each recorded request was answered with, found where a harness shows it: in the requests that came
+after.
+
+The rules for whoever edits it. Requests are compared as lineage compares them, by the keys of their paths, so
+a harness may trim, sort and rename here exactly as it may in a live session. An answer belongs to the last
+request that asked for it before it was first shown: those of the same path before that one had none, or they
+would not have been asked again.
+
+A recorded session planned as a live one would be: every request in its order, each answered before the next
+is asked.
+
+Whoever edits this decides nothing here: kinds, lineages and roles are `merge`'s, prompts are the template's.
+A sample's ids are the template's spelling of the answer that was shown, since nobody recorded what was
+sampled.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+from attrs import define, field, frozen
+
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Answer, Conversation, Message, ModelRequest, TextPart, ThinkingPart
+from polarnode.core.errors import PolarnodeError, Refused, boundary
+from polarnode.core.trajectory import Turn, VersionSpan
+from polarnode.gateway.recorded_request import Recorded, sentence
+from polarnode.merge.attach import Plan
+from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
+from polarnode.merge.lineage import Lineages
+from polarnode.merge.roles import recast
+from polarnode.merge.transcript import heard_of
+from polarnode.tokens.template import Template
+
+# ── answers ────────────────────────────────────────────────────────────
+
+_NEVER: Final = 1 << 60
+
+
+@frozen(kw_only=True)
+class Found:
+    """How a request ended: with an answer that was shown, without one (it was asked again), or in a way no
+    later request tells.
+    """
+
+    answer: Answer | None = None
+    asked_again: bool = False
+
+
+@frozen(kw_only=True)
+class _Asked:
+    """A request's messages and the keys of its path: one more than messages."""
+
+    messages: tuple[Message, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return self.keys[-1]
+
+
+@frozen(kw_only=True)
+class _Showing:
+    """An assistant message that stands in a request, and the key with it."""
+
+    request: int
+    key: str
+    message: Message
+
+
+@define(eq=False)
+class _Shown:
+    """Where each path goes on with an assistant message."""
+
+    asked: Sequence[_Asked]
+    _after: dict[str, list[_Showing]] = field(factory=dict)
+    _paths: set[str] = field(factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        self._paths.update(asked.key for asked in self.asked)
+        for number, asked in enumerate(self.asked):
+            for place, message in enumerate(asked.messages):
+                if message.role == "assistant":
+                    showing = _Showing(request=number, key=asked.keys[place + 1], message=message)
+                    self._after.setdefault(asked.keys[place], []).append(showing)
+
+    def of(self, number: int) -> Iterator[_Showing]:
+        """The answers to a request that later requests show, those of its whole path first."""
+        asked = self.asked[number]
+        yield from self._later(number, asked.key)
+        if not asked.messages:
+            return
+        last, before = asked.messages[-1], asked.keys[-2]
+        if last.role == "assistant":
+            yield from (
+                rest for showing in self._later(number, before) if (rest := _rest(showing, last)) is not None
+            )
+        elif last.role == "user":
+            yield from self._later(number, before)  # the message was taken out again
+            yield from self._changed(number, before)
+
+    def _later(self, number: int, key: str) -> Iterator[_Showing]:
+        return (showing for showing in self._after.get(key, ()) if showing.request > number)
+
+    def _changed(self, number: int, before: str) -> Iterator[_Showing]:
+        """Where a later request shows another last user message, which nobody asked with, and then an
+        answer.
+        """
+        place = len(self.asked[number].messages) - 1
+        for later in range(number + 1, len(self.asked)):
+            asked = self.asked[later]
+            if len(asked.messages) <= place:
+                continue
+            if (
+                asked.keys[place] == before
+                and len(asked.messages) == place + 1
+                and asked.messages[place].role == "user"
+            ):
+                return  # it was asked again, in other words: the answer is to those
+            if _goes_on(asked, place, before) and asked.keys[place + 1] not in self._paths:
+                yield _Showing(request=later, key=asked.keys[place + 2], message=asked.messages[place + 1])
+
+
+def _goes_on(asked: _Asked, place: int, before: str) -> bool:
+    """Whether a user message stands at this place of this path, and an answer to it."""
+    roles = [message.role for message in asked.messages[place : place + 2]]
+    return asked.keys[place] == before and roles == ["user", "assistant"]
+
+
+def _rest(showing: _Showing, begun: Message) -> _Showing | None:
+    """What an answer added to the assistant message a request ended with."""
+    shown = showing.message
+    if (
+        shown == begun
+        or not shown.text.startswith(begun.text)
+        or shown.calls[: len(begun.calls)] != begun.calls
+    ):
+        return None
+    rest = Message(
+        role="assistant", text=shown.text[len(begun.text) :], calls=shown.calls[len(begun.calls) :]
+    )
+    return _Showing(request=showing.request, key=showing.key, message=rest)
+
+
+def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[Found]:
+    """How each request of a session ended. `failed`: those whose recorded response says that there was no
+    answer.
+    """
+    memo = Memo()
+    asked = [_path(conversation, memo, number) for number, conversation in enumerate(conversations)]
+    shown = _Shown(asked)
+    found = [Found() for _ in asked]
+    for same in _by_path(asked):
+        claimed: set[str] = set()
+        for number, following in pairwise([*same, _NEVER]):
+            first = next(
+                (each for each in shown.of(number) if each.request <= following and each.key not in claimed),
+                None,
+            )
+            if first is not None and not (failed[number] and following != _NEVER):
+                claimed.add(first.key)
+                found[number] = Found(answer=_answer(first.message))
+            else:
+                found[number] = Found(asked_again=following != _NEVER or failed[number])
+    return found
+
+
+def _path(conversation: Conversation, memo: Memo, number: int) -> _Asked:
+    try:
+        keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
+    except Refused:  # whoever plans it is told why; nobody goes on from it
+        return _Asked(messages=(), keys=(f"refused {number}",))
+    for message in conversation.messages:
+        keys.append(advance(keys[-1], message, canonical=memo.canonical))
+    return _Asked(messages=conversation.messages, keys=tuple(keys))
+
+
+def _by_path(asked: Sequence[_Asked]) -> list[list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for number, each in enumerate(asked):
+        grouped.setdefault(each.key, []).append(number)
+    return list(grouped.values())
+
+
+def _answer(message: Message) -> Answer:
+    thinking = (ThinkingPart(message.thinking),) if message.thinking else ()
+    text = (TextPart(message.text),) if message.text else ()
+    return Answer(
+        parts=(*thinking, *text, *message.calls), finish_reason="tool_calls" if message.calls else "stop"
+    )
+
+
+# ── session ────────────────────────────────────────────────────────────
+
+_SECRET: Final = bytes(32)  # no id of a recording is ours, so none is ever proven
+_QUESTION: Final = Message(role="user", text="u")
+
+
+@frozen(kw_only=True)
+class Line:
+    """What became of one recorded request. `parent` is the file it extends; everything but `file` is None
+    where nothing was asked.
+    """
+
+    file: str
+    provider: str | None = None
+    kind: str | None = None
+    parent: str | None = None
+    lineage: int | None = None
+    reason: str | None = None
+    role: str | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    error: str | None = None
+
+
+def replay_session(recorded: Sequence[Recorded], template: Template) -> list[Line]:
+    """One line a request, in their order."""
+    asked = [each for each in recorded if each.request is not None]
+    requests = [each.request for each in asked if each.request is not None]
+    found = find_answers([request.conversation for request in requests], [each.failed for each in asked])
+    player = _Player(Speaker(template))
+    for each, request, ended in zip(asked, requests, found, strict=True):
+        player.play(each, request, ended)
+    lines = player.lines()
+    return [
+        lines.get(each.file) or Line(file=each.file, provider=each.provider, error=each.error)
+        for each in recorded
+    ]
+
+
+@define(eq=False)
+class Speaker:
+    """Ids of prompts and of answers. A prompt asked again is rendered once."""
+
+    template: Template
+    _roots: dict[str, "array[int]"] = field(factory=dict)
+
+    def prompt(self, plan: Plan, conversation: Conversation, parent: Turn | None) -> "tuple[array[int], int]":
+        """The ids a plan adds to its parent's, and how many of them close the parent's sample."""
+        if parent is not None:
+            suffix = self.template.suffix(plan.new, conversation=conversation, sampled=parent.sampled)
+            return suffix.ids, suffix.close_length
+        if plan.before_key not in self._roots:
+            self._roots[plan.before_key] = self.template.root(conversation)
+        return self._roots[plan.before_key], 0
+
+    def sample(self, answer: Answer, conversation: Conversation) -> "array[int]":
+        """An answer as the template writes it, its turn end included."""
+        asked = Conversation(messages=(_QUESTION,), thinking=conversation.thinking)
+        before = self.template.root(asked)
+        both = self.template.root(
+            Conversation(messages=(_QUESTION, answer.as_message()), thinking=conversation.thinking)
+        )
+        opening = self.template.suffix((), conversation=asked, sampled=ids(self.template.stop_ids[:1])).ids
+        same = next(
+            (place for place, pair in enumerate(zip(before, both, strict=False)) if pair[0] != pair[1]),
+            len(before),
+        )
+        return both[same : len(both) - len(opening)]
+
+
+@define(eq=False)
+class _Player:
+    """The lineages of one recorded session, and which file each turn was."""
+
+    speaker: Speaker
+    _lineages: Lineages = field(factory=lambda: Lineages(session_id="replay", secret=_SECRET))
+    _turns: dict[int, Turn] = field(factory=dict)
+    _files: dict[int, Recorded] = field(factory=dict)
+    _errors: list[Line] = field(factory=list)
+
+    def play(self, recorded: Recorded, request: ModelRequest, ended: Found) -> None:
+        """Plan one request, render it, and end it as it ended."""
+        try:
+            with boundary(Refused, "it can not be planned"):  # one file of thousands must not end the others
+                self._turn(recorded, request, ended)
+        except PolarnodeError as error:
+            self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=sentence(error)))
+
+    def _turn(self, recorded: Recorded, request: ModelRequest, ended: Found) -> None:
+        plan = self._lineages.plan(request.conversation, request_key=recorded.key, hints=request.hints)
+        try:
+            turn = self._ended(plan, request, ended)
+        except BaseException:
+            self._lineages.abandon(plan)
+            raise
+        self._lineages.commit(turn)
+        self._turns[turn.index], self._files[turn.index] = turn, recorded
+
+    def _ended(self, plan: Plan, request: ModelRequest, ended: Found) -> Turn:
+        parent = None if plan.parent is None else self._turns[plan.parent]
+        delta, close_length = self.speaker.prompt(plan, request.conversation, parent)
+        answer = ended.answer
+        sampled = ids() if answer is None else self.speaker.sample(answer, request.conversation)
+        before = 0 if parent is None else parent.end
+        return Turn(
+            session_id="replay",
+            index=plan.index,
+            provider=request.provider,
+            lineage=plan.lineage,
+            parent=plan.parent,
+            kind=plan.kind,
+            reason=plan.reason,
+            role=plan.role,
+            state="failed" if ended.asked_again else "complete",
+            prompt_delta=delta,
+            prompt_length=before + len(delta),
+            close_length=close_length,
+            sampled=sampled,
+            logprobs=floats([0.0] * len(sampled)),
+            version_spans=(VersionSpan(version="recorded", start=0, end=len(sampled)),) if sampled else (),
+            request_key=plan.request_key,
+            before_key=plan.before_key,
+            message_key="" if answer is None else plan.after(answer),
+            answer=answer,
+            heard=heard_of(plan, request.conversation),
+            notes=plan.notes,
+        )
+
+    def lines(self) -> dict[str, Line]:
+        """What became of each file that asked for something."""
+        played = {line.file: line for line in self._errors}
+        return played | {line.file: line for line in map(self._line, recast(tuple(self._turns.values())))}
+
+    def _line(self, turn: Turn) -> Line:
+        recorded = self._files[turn.index]
+        return Line(
+            file=recorded.file,
+            provider=recorded.provider,
+            kind=turn.kind,
+            parent=None if turn.parent is None else self._files[turn.parent].file,
+            lineage=turn.lineage,
+            reason=turn.reason,
+            role=turn.role,
+            prompt_tokens=turn.prompt_length,
+            new_tokens=len(turn.prompt_delta),
+        )
+
+
+@frozen(kw_only=True)
+class Totals:
+    """What a session, or all of them, add up to."""
+
+    requests: int
+    turns: int
+    lineages: int
+    main_lineages: int
+    prompt_tokens: int
+    new_tokens: int
+    errors: int
+
+
+def total(lines: Sequence[Line]) -> Totals:
+    """The sums of one session's lines."""
+    turns = [line for line in lines if line.kind is not None]
+    return Totals(
+        requests=len(lines),
+        turns=len(turns),
+        lineages=len({line.lineage for line in turns}),
+        main_lineages=len({line.lineage for line in turns if line.role == "main"}),
+        prompt_tokens=sum(line.prompt_tokens or 0 for line in turns),
+        new_tokens=sum(line.new_tokens or 0 for line in turns),
+        errors=sum(line.error is not None for line in lines),
+    )
+
+
+def added(totals: Sequence[Totals]) -> Totals:
+    """The sums of several sessions."""
+    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in _names()})
+
+
+def _names() -> Iterator[str]:
+    yield from ("requests", "turns", "lineages", "main_lineages", "prompt_tokens", "new_tokens", "errors")

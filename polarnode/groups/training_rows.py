@@ -1,0 +1,253 @@
+"""Rewards of a group's usable sessions into advantages: how much better each was than its siblings.
+
+Pure. Sources. `leave_one_out`: Kool, van Hoof, Welling, "Buy 4 REINFORCE samples, get a baseline for free"
+(2019), for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). `grpo`: Shao et al.,
+"DeepSeekMath" (arXiv 2402.03300). `grpo_without_std`: Liu et al., "Understanding R1-Zero-like training" (Dr.
+GRPO, arXiv 2503.20783), as a division by the spread favours tasks that are nearly always solved or nearly
+never.
+
+The rule for whoever edits it: equal rewards, and one reward alone, are exactly 0, never a rounding error over
+a small number.
+
+The rows of groups as a policy-gradient loss takes them: each trained token with an advantage and a weight.
+
+Pure. The loss of a batch is the plain sum, over all rows and their trained tokens, of `weight * (what the
+loss says of that token)`; the batch may be cut into micro-batches anywhere. The rule for whoever edits it:
+how a session was cut into rows and slices moves no token's weight.
+
+Sources. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
+mean over tokens (arXiv 2402.03300), where a sample is a session. `fixed_length`: Liu et al., Dr. GRPO (arXiv
+2503.20783). Rewards of turns: DeepSeekMath's process supervision.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import fsum, sqrt
+from typing import Final, Literal, assert_never
+
+from attrs import field, frozen
+
+from polarnode.core.arrays import floats
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.groups.group import Group
+
+# ── advantages ────────────────────────────────────────────────────────────
+
+Estimator = Literal["leave_one_out", "grpo", "grpo_without_std"]
+EPSILON: Final = 1e-6  # added to the spread, as verl does: rewards that differ by rounding alone stay near 0
+
+
+@frozen(kw_only=True)
+class Scale:
+    """What a session's rewards are compared with."""
+
+    baseline: float
+    spread: float = 1.0
+
+    def of(self, reward: float) -> float:
+        return (reward - self.baseline) / self.spread
+
+
+def leave_one_out(rewards: Sequence[float]) -> tuple[float, ...]:
+    """A_i = r_i - mean of the others: the baseline does not depend on what session i did, so the gradient has
+    no bias.
+    """
+    return advantages_of(rewards, "leave_one_out")
+
+
+def group_normalised(rewards: Sequence[float], *, std: bool = True) -> tuple[float, ...]:
+    """A_i = (r_i - mean) / (std + EPSILON) with the sample's std (n - 1), as TRL and verl take it;
+    `std=False` leaves the division out.
+    """
+    return advantages_of(rewards, "grpo" if std else "grpo_without_std")
+
+
+def advantages_of(rewards: Sequence[float], estimator: Estimator) -> tuple[float, ...]:
+    """One a session, in their order. They sum to 0."""
+    return tuple(scale.of(reward) for scale, reward in zip(scales(rewards, estimator), rewards, strict=True))
+
+
+def scales(rewards: Sequence[float], estimator: Estimator) -> tuple[Scale, ...]:
+    """What each session's rewards are compared with; also the rewards that its lineages have of their own."""
+    mean = mean_of(rewards)
+    match estimator:
+        case "leave_one_out":
+            others = max(len(rewards) - 1, 1)
+            return tuple(Scale(baseline=mean - (reward - mean) / others) for reward in rewards)
+        case "grpo":
+            return tuple(Scale(baseline=mean, spread=spread_of(rewards)) for _ in rewards)
+        case "grpo_without_std":
+            return tuple(Scale(baseline=mean) for _ in rewards)
+    assert_never(estimator)
+
+
+def mean_of(rewards: Sequence[float]) -> float:
+    """0 of none; of equal ones exactly what they are."""
+    if not rewards or min(rewards) == max(rewards):
+        return rewards[0] if rewards else 0.0
+    return fsum(rewards) / len(rewards)
+
+
+def spread_of(rewards: Sequence[float]) -> float:
+    """1 where there is none."""
+    mean = mean_of(rewards)
+    squares = fsum((reward - mean) ** 2 for reward in rewards)
+    return sqrt(squares / (len(rewards) - 1)) + EPSILON if squares > 0 else 1.0
+
+
+# ── rows ────────────────────────────────────────────────────────────
+
+LossMean = Literal["token_mean", "session_mean", "fixed_length"]
+
+
+@frozen(kw_only=True)
+class Row:
+    """One trace with something to train. `weight` is of each of its trained tokens; `turns` have advantages
+    of their own, by a turn's number.
+    """
+
+    session_id: str
+    trace: Trace
+    advantage: float
+    weight: float
+    turns: Mapping[int, float] = field(factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """How many are trained. A trainer whose loss is a mean over a row's tokens weighs the row with
+        `weight * tokens`.
+        """
+        return self.trace.loss_mask.count(1)
+
+    @property
+    def advantages(self) -> "array[float]":
+        """float32[T], 0 where the mask is 0."""
+        mask = self.trace.loss_mask
+        found = floats(self.advantage if trained else 0.0 for trained in mask)
+        for span in self.trace.turn_spans:
+            if span.turn in self.turns:
+                own = self.turns[span.turn]
+                found[span.start : span.end] = floats(
+                    own if trained else 0.0 for trained in mask[span.start : span.end]
+                )
+        return found
+
+
+def rows_of(
+    groups: Iterable[Group],
+    *,
+    estimator: Estimator = "leave_one_out",
+    loss: LossMean = "token_mean",
+    length: int | None = None,
+    process: bool = False,
+) -> tuple[Row, ...]:
+    """The rows of a batch of groups, dropped ones left out. `length` is for `fixed_length`: the tokens a
+    session may have at most, a constant.
+
+    A row's reward, where it has one of its own, is compared with its session's baseline. With `process`,
+    turns that have rewards of their own are compared with all such turns of the group, and a token has what
+    its turn and the later ones of its session come to.
+    """
+    batch = [(group, group.usable) for group in groups]
+    weights = _token_weights([each for _, sessions in batch for each in sessions], loss, length)
+    return tuple(
+        row
+        for group, sessions in batch
+        for row in _rows(group, sessions, estimator, weights, process=process)
+    )
+
+
+def _rows(
+    group: Group,
+    sessions: Sequence[Trajectory],
+    estimator: Estimator,
+    weights: Mapping[str, float],
+    *,
+    process: bool,
+) -> Iterator[Row]:
+    """Compared with all usable members, also with those whose trajectory the reader does not have."""
+    rewards = {
+        member.session_id: member.reward
+        for member in group.members
+        if member.usable and member.reward is not None
+    }
+    of = dict(zip(rewards, scales(tuple(rewards.values()), estimator), strict=True))
+    turns = _to_go(sessions, estimator) if process else {}
+    for session in sessions:
+        whose = session.session_id
+        for trace in session.traces:
+            if 1 in trace.loss_mask:
+                reward = rewards[whose] if trace.reward is None else trace.reward
+                advantage = of[whose].of(reward)
+                yield Row(
+                    session_id=whose,
+                    trace=trace,
+                    advantage=advantage,
+                    weight=weights[whose],
+                    turns=turns.get(whose, {}),
+                )
+
+
+def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int | None) -> dict[str, float]:
+    """Of each trained token of a session, by the session's id, in a batch of these sessions."""
+    if (loss == "fixed_length") != (length is not None and length > 0):
+        raise Refused(
+            "length is for fixed_length, which needs it: the tokens that a session may have at most, as a"
+            " constant",
+            path="$.length",
+        )
+    tokens = {session.session_id: session.trainable_tokens for session in sessions}
+    match loss:
+        case "token_mean":
+            return dict.fromkeys(tokens, 1 / max(sum(tokens.values()), 1))
+        case "session_mean":
+            return {session_id: 1 / (len(tokens) * max(count, 1)) for session_id, count in tokens.items()}
+        case "fixed_length":
+            return dict.fromkeys(tokens, 1 / (len(tokens) * (length or 1)) if tokens else 0.0)
+    assert_never(loss)
+
+
+# ── rewards of turns ──────────────────────────────────────────────────────────
+
+
+def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, dict[int, float]]:
+    """By session and turn: the normalised rewards of this turn and those after it, added up. Only sessions
+    with such rewards are named.
+    """
+    every = {session.session_id: _turn_rewards(session) for session in sessions}
+    found: dict[str, dict[int, float]] = {}
+    for session in sessions:
+        if rewards := every[session.session_id]:
+            scale = _turn_scale(session.session_id, every, estimator)
+            turns = {span.turn for trace in session.traces for span in trace.turn_spans}
+            found[session.session_id] = {
+                turn: fsum(scale.of(each) for later, each in rewards.items() if later >= turn)
+                for turn in turns
+            }
+    return found
+
+
+def _turn_rewards(session: Trajectory) -> dict[int, float]:
+    """Each turn once, in however many rows it lies."""
+    return {
+        span.turn: span.reward
+        for trace in session.traces
+        for span in trace.turn_spans
+        if span.reward is not None
+    }
+
+
+def _turn_scale(session_id: str, every: Mapping[str, Mapping[int, float]], estimator: Estimator) -> Scale:
+    together = [reward for rewards in every.values() for reward in rewards.values()]
+    match estimator:
+        case "leave_one_out":
+            others = [
+                reward for name, rewards in every.items() if name != session_id for reward in rewards.values()
+            ]
+            return Scale(baseline=mean_of(others or together))
+        case "grpo":
+            return Scale(baseline=mean_of(together), spread=spread_of(together))
+        case "grpo_without_std":
+            return Scale(baseline=mean_of(together))
+    assert_never(estimator)

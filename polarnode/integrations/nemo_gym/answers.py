@@ -1,0 +1,244 @@
+"""A trajectory as Gym's verify response: its reward, and a Responses object whose items carry the tokens of
+what was sampled.
+
+The rules for whoever edits it. A trainer behind Gym takes one line of turns, each prompt beginning with all
+that was seen before it: of several rows the one of the main agent that trains most is told, and the others
+are counted, never mixed in. The tokens of a turn stand at the last item of its answer, once. What is no
+measurement of the agent is masked, and never a reward of 0 that looks like one.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from polarnode.core.conversation import Json, Message, Part, TextPart, ThinkingPart, ToolCall
+from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.integrations.nemo_gym.requests import Asked, CreateParams
+from polarnode.trainers.nemo_rl import gym_items
+from polarnode.trainers.rows import Row, rows_of
+
+# Gym's names of failures, by whose fault ours are.
+FAILURES: Final[Mapping[str | None, str]] = {
+    "runtime": "provider_unavailable",
+    "evaluator": "verifier_error",
+    "harness": "agent_request_failed",
+    "client": "agent_request_failed",
+}
+SERVER: Final = "environment_server_failed"
+
+
+def verify_response(asked: Asked, found: Trajectory) -> dict[str, Json]:
+    """The answer of `/run`: the row as it came, with `response`, `reward` and what became of the rollout."""
+    masked, kind = _failure(found)
+    return {
+        **(asked.row or {}),
+        "response": response(asked.params, found),
+        "reward": 0.0 if found.reward is None else found.reward,
+        "mask_sample": masked,
+        "failure_kind": kind,
+        "failure_reason": None if kind is None else found.outcome.reason,
+        "polarnode": _ours(found),
+    }
+
+
+def _failure(found: Trajectory) -> tuple[bool, str | None]:
+    """Whether its reward measures nothing, and Gym's name for what went wrong."""
+    return found.reward is None, _kind(found.outcome)
+
+
+def _kind(outcome: Outcome) -> str | None:
+    match outcome.status:
+        case "completed":
+            return None
+        case "timeout":
+            return "agent_timeout"
+        case "failed":
+            return "agent_run_error"
+        case "cancelled":
+            return "cancelled"
+        case "interrupted":
+            return SERVER
+        case "error":
+            return FAILURES.get(outcome.boundary, SERVER)
+
+
+def _ours(found: Trajectory) -> Json:
+    """What Gym has no field for."""
+    row = delivered(found)
+    return {
+        "session_id": found.session_id,
+        "task_id": found.task_id,
+        "outcome": found.outcome.status,
+        "rows": len(rows_of(found)),
+        "delivered_row": None if row is None else row.index,
+        "trainable_tokens": found.trainable_tokens,
+        "delivered_tokens": 0 if row is None else row.trace.loss_mask.count(1),
+        "weight_versions": list(
+            dict.fromkeys(span.version for turn in found.turns for span in turn.version_spans)
+        ),
+    }
+
+
+def delivered(found: Trajectory) -> Row | None:
+    """The row that is told: the main agent's that trains most, else whichever does. The first of equals."""
+    rows = rows_of(found)
+    main = [row for row in rows if row.trace.role == "main"] or list(rows)
+    return max(main, key=lambda row: row.trace.loss_mask.count(1), default=None)
+
+
+# ── a Responses object ────────────────────────────────────────────────────────
+
+
+def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
+    """The rollout as one answer: all that was said and done, and how it ended."""
+    row = delivered(found)
+    turns = _line(found, row)
+    cut = bool(turns) and turns[-1].finish_reason == "length"
+    return {
+        "id": f"resp_{found.session_id}",
+        "object": "response",
+        "created_at": found.turns[0].started if found.turns else 0.0,
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": params.instructions,
+        "metadata": {},
+        "model": found.model,
+        "output": list(_output(found, turns, row)),
+        "parallel_tool_calls": params.parallel_tool_calls,
+        "temperature": params.temperature,
+        "tool_choice": params.tool_choice,
+        "tools": [],
+        "top_p": params.top_p,
+        "max_output_tokens": params.max_output_tokens,
+        "usage": _usage(turns),
+    }
+
+
+def _line(found: Trajectory, row: Row | None) -> list[Turn]:
+    """The turns that are told: those of the row; of a session without one, its main agent's."""
+    if row is None:
+        return [turn for turn in found.turns if turn.role == "main"]
+    within = {span.turn for span in row.trace.turn_spans}
+    return [turn for turn in found.turns if turn.index in within]
+
+
+def _usage(turns: list[Turn]) -> Json:
+    prompt, sampled = (
+        sum(turn.usage.prompt_tokens for turn in turns),
+        sum(turn.usage.completion_tokens for turn in turns),
+    )
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": sum(turn.usage.cached_tokens for turn in turns)},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": sum(turn.usage.thinking_tokens for turn in turns)},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _output(found: Trajectory, turns: list[Turn], row: Row | None) -> Iterator[dict[str, Json]]:
+    tokens = {} if row is None else _tokens(found, row)
+    for place, turn in enumerate(turns):
+        if place:
+            yield from _heard(turn)
+        items = list(_said(turn))
+        if turn.index in tokens:
+            # what was sampled said nothing: its tokens need an item all the same
+            items = items or [_message(turn, 0, "")]
+            items[-1] |= tokens[turn.index]
+        yield from items
+
+
+def _tokens(found: Trajectory, row: Row) -> dict[int, dict[str, Json]]:
+    """By turn, what its item carries."""
+    return {
+        span.turn: item for span, item in zip(row.trained_spans, gym_items(found)[row.index], strict=True)
+    }
+
+
+def _heard(turn: Turn) -> Iterator[dict[str, Json]]:
+    """What the agent did and was told before this turn."""
+    for message in () if turn.heard is None else turn.heard.messages:
+        item = _told(message)
+        if item is not None:
+            yield item
+
+
+def _told(message: Message) -> dict[str, Json] | None:
+    match message.role:
+        case "tool":
+            return {"type": "function_call_output", "call_id": message.call_id or "", "output": message.text}
+        case "user" | "system":
+            return {"type": "message", "role": message.role, "content": message.text}
+        case "assistant":
+            # words a harness put into the agent's mouth: no item of Gym's says that without calling them
+            # sampled
+            return None
+
+
+def _said(turn: Turn) -> Iterator[dict[str, Json]]:
+    parts: tuple[Part, ...] = () if turn.answer is None else turn.answer.parts
+    for index, part in enumerate(parts):
+        match part:
+            case ThinkingPart(text):
+                summary: list[Json] = [{"type": "summary_text", "text": text}]
+                yield {"id": _item_id("rs", turn, index), "type": "reasoning", "summary": summary}
+            case TextPart(text):
+                yield _message(turn, index, text)
+            case ToolCall():
+                call: dict[str, Json] = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+                yield {
+                    "id": _item_id("fc", turn, index),
+                    "type": "function_call",
+                    "status": "completed",
+                    **call,
+                }
+
+
+def _message(turn: Turn, index: int, text: str) -> dict[str, Json]:
+    content: list[Json] = [{"type": "output_text", "text": text, "annotations": []}]
+    status = "incomplete" if turn.finish_reason == "length" else "completed"
+    return {
+        "id": _item_id("msg", turn, index),
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _item_id(kind: str, turn: Turn, index: int) -> str:
+    return f"{kind}_{turn.session_id}_{turn.index}_{index}"
+
+
+# ── a collection ──────────────────────────────────────────────────────────────
+
+
+def aggregated(responses: list[Mapping[str, Json]]) -> dict[str, Json]:
+    """Gym's AggregateMetrics of a collection: the mean reward of each task and of all, masked samples
+    aside.
+    """
+    measured = [each for each in responses if each.get("mask_sample") is not True]
+    by_task: dict[str, list[float]] = {}
+    for each in measured:
+        by_task.setdefault(str(each.get("_ng_task_index")), []).append(_reward(each))
+    rewards = [_reward(each) for each in measured]
+    overall: dict[str, Json] = {"mean/reward": sum(rewards) / len(rewards)} if rewards else {}
+    groups: list[Json] = [
+        {"_ng_task_index": _index(name), "mean/reward": sum(some) / len(some)}
+        for name, some in by_task.items()
+    ]
+    return {
+        "group_level_metrics": groups,
+        "agent_metrics": {**overall, "masked_samples": len(responses) - len(measured)},
+        "key_metrics": overall,
+    }
+
+
+def _reward(each: Mapping[str, Json]) -> float:
+    reward = each.get("reward")
+    return float(reward) if isinstance(reward, int | float) else 0.0
+
+
+def _index(name: str) -> Json:
+    return int(name) if name.isdigit() else None

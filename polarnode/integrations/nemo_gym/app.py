@@ -1,0 +1,208 @@
+"""Rollouts on a node: submit a task, wait until it is over, read its trajectory; many at once over one
+stream.
+
+The rules for whoever edits it. A collection asks for thousands of rollouts at once, and a node's socket takes
+hundreds of connections, so that who waits has no stream of its own; and what the stream misses is found by
+looking, so that a gap delays a rollout and never loses it. A client that leaves takes its session with it,
+unless Gym has a name for the rollout, by which it will ask again.
+
+The routes of a NeMo Gym agent server, as a Quart app.
+
+The rule for whoever edits it: refusals are in the words Gym's own servers use (`{"detail"}`): 422 for what
+can not be asked, 409 for a rollout id of another request, 503 while the node gives no answer, because that
+one is worth asking again.
+"""
+
+import logging
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, Protocol
+
+import trio
+from attrs import define, field, frozen
+from quart import Response
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from polarnode.core.codec.json import dump_json, structure
+from polarnode.core.conversation import Json
+from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Trajectory
+from polarnode.http.asgi import RouteRow, body_json
+from polarnode.integrations.nemo_gym.answers import aggregated, response, verify_response
+from polarnode.integrations.nemo_gym.requests import Asked, Template, read_responses, read_run
+
+# ── rollouts ────────────────────────────────────────────────────────────
+
+logger = logging.getLogger(__name__)
+
+# between looks at a task that the stream says nothing of: a request each, for minutes of work
+LOOK_S: Final = 30.0
+# seconds a node that gives no answer is waited for: it restarts in one or two minutes
+PATIENCE_S: Final = 600.0
+CANCEL_S: Final = 10.0  # for saying that nobody waits any more
+
+
+class NodeClient(Protocol):
+    """What is asked of `polarnode.client.asynchronous.AsyncPolarnodeClient`."""
+
+    async def submit(
+        self, spec: TaskSpec | dict[str, Json], *, idempotency_key: str | None = None
+    ) -> Any: ...
+
+    async def task_status(self, task_id: str) -> Any: ...
+
+    async def trajectory(self, session_id: str, *, turns: Any = ..., arrays: Any = ...) -> Trajectory: ...
+
+    async def cancel(self, task_id: str) -> bool: ...
+
+    async def status(self) -> dict[str, Any]: ...
+
+    def trajectories(
+        self, *, after: int | None = None, follow: bool | None = None, kinds: Any = ...
+    ) -> AbstractAsyncContextManager[Any]: ...
+
+
+@define(eq=False)
+class Rollouts:
+    """Of one node. `follow` is the service; `run` is for each rollout."""
+
+    node: NodeClient
+    _over: dict[str, trio.Event] = field(factory=dict, init=False)  # tasks that are waited for
+
+    async def follow(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Wake who waits for a task when it is over, for ever."""
+        last = (await self.node.status())["journal"]["last_seq"]
+        task_status.started()
+        async with self.node.trajectories(after=last, follow=True, kinds=("task",)) as events:
+            async for event in events:
+                if event.kind == "task":
+                    self._wake(event.data["task_id"])
+
+    async def run(self, spec: TaskSpec, *, key: str | None) -> Trajectory:
+        """One rollout, to its trajectory with all its turns."""
+        task_id = (await self.node.submit(spec, idempotency_key=key)).task_id
+        over = False
+        try:
+            session_id = await self._wait_over(task_id)
+            over = True
+        finally:
+            if not over and key is None:
+                with trio.move_on_after(CANCEL_S, shield=True):
+                    await self._give_up(task_id)
+        return await self.node.trajectory(session_id, turns="full")
+
+    async def _wait_over(self, task_id: str) -> str:
+        """The session that held the task's one place in the end."""
+        answered = trio.current_time()
+        while True:
+            # before the look, so that an end between the two is not missed
+            event = self._over.setdefault(task_id, trio.Event())
+            try:
+                status = await self.node.task_status(task_id)
+                answered = trio.current_time()
+                if status.finished:
+                    self._wake(task_id)
+                    return str(status.sessions[0].session_id)
+            except PolarnodeError as error:
+                if trio.current_time() - answered > PATIENCE_S:
+                    raise
+                logger.warning("task %s could not be looked at, which is tried again: %s", task_id, error)
+                await trio.sleep(1)
+            with trio.move_on_after(LOOK_S):
+                await event.wait()
+
+    def _wake(self, task_id: str) -> None:
+        event = self._over.pop(task_id, None)
+        if event is not None:
+            event.set()
+
+    async def _give_up(self, task_id: str) -> None:
+        self._wake(task_id)
+        try:
+            await self.node.cancel(task_id)
+        except PolarnodeError as error:
+            logger.warning("task %s could not be cancelled, and ends with its budgets: %s", task_id, error)
+
+
+# ── app ────────────────────────────────────────────────────────────
+
+# the answers of a whole collection come back for their metrics, stripped of tokens
+BODY_BYTES: Final = 256 << 20
+CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
+
+
+def create_gym_app(rollouts: Rollouts, template: Template) -> QuartTrio:
+    """The app. Whoever serves it runs `rollouts.follow` beside it."""
+    app = QuartTrio("polarnode.nemo_gym", static_folder=None)
+    app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
+    agent = _Agent(rollouts=rollouts, template=template)
+    rows: tuple[RouteRow, ...] = (
+        ("GET", "/", agent.alive),
+        ("POST", "/run", agent.run),
+        ("POST", "/v1/responses", agent.responses),
+        ("POST", f"{CAPTURED}/v1/responses", agent.responses),
+        ("POST", f"{CAPTURED}/training-token-capture/v1/responses", agent.responses),
+        ("POST", "/aggregate_metrics", agent.aggregate),
+    )
+    for method, path, handler in rows:
+        app.add_url_rule(path, f"{method} {path}", handler, methods=[method])
+    app.register_error_handler(PolarnodeError, _answer_error)
+    app.register_error_handler(HTTPException, _answer_error)
+    return app
+
+
+@frozen(kw_only=True)
+class AggregateRequest:
+    """The body of `/aggregate_metrics`."""
+
+    verify_responses: tuple[dict[str, Json], ...]
+
+
+@frozen(kw_only=True)
+class _Agent:
+    """The handlers, with what they ask."""
+
+    rollouts: Rollouts
+    template: Template
+
+    async def alive(self) -> Response:
+        """Gym looks here before it asks for anything."""
+        await trio.lowlevel.checkpoint()
+        return _json({"server": "polarnode gym-agent"})
+
+    async def run(self) -> Response:
+        """One rollout of a dataset's row, scored."""
+        asked = read_run(await body_json())
+        found = await self.rollouts.run(self.template.task(asked), key=asked.key)
+        return _json(await trio.to_thread.run_sync(verify_response, asked, found))
+
+    async def responses(self, rollout_id: str | None = None) -> Response:
+        """One rollout of an instruction alone."""
+        asked: Asked = read_responses(await body_json(), rollout_id=rollout_id)
+        found = await self.rollouts.run(self.template.task(asked), key=asked.key)
+        return _json(await trio.to_thread.run_sync(response, asked.params, found))
+
+    async def aggregate(self) -> Response:
+        """The metrics of a collection."""
+        said = structure(await body_json(), AggregateRequest)
+        return _json(aggregated(list(said.verify_responses)))
+
+
+def _json(value: Json, status: int = 200) -> Response:
+    return Response(dump_json(value), status, content_type="application/json")
+
+
+async def _answer_error(error: Exception) -> Response:
+    # async though it waits for nothing: Quart would run a plain function in a thread
+    await trio.lowlevel.checkpoint()
+    match error:
+        case Refused():
+            where = "" if error.path is None else f" (at {error.path})"
+            return _json({"detail": f"{error}{where}"}, 422)
+        case PolarnodeError():
+            said = getattr(error, "status", None)  # the node's own answer, where it gave one
+            return _json({"detail": str(error)}, said if said in (400, 401, 404, 409, 422, 429) else 503)
+        case HTTPException():
+            return _json({"detail": error.description or error.name}, error.code or 500)
+    raise error

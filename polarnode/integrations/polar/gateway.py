@@ -1,0 +1,357 @@
+"""Polar's gateway: sessions dispatched one by one or captured without a runtime, looked at, and ended.
+
+The rule for whoever edits it: nothing of a session is dropped because somebody asks for it; what Polar
+deletes, ends here with what it has.
+
+Polar's look at its machines, of which a polarnode is one: health, the one node, and whether generation is
+held.
+
+The rule for whoever edits it: the numbers are those of our own status in Polar's words; a route that would
+let somebody else be a node of this one (`register`, `heartbeat`), or say what a session was worth
+(`callbacks/session_result`), is not served.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import trio
+from attrs import frozen
+from quart import Response, request
+
+from polarnode.api.callbacks import polar_id, session_body, status_head
+from polarnode.api.service import NotFound, json_response
+from polarnode.core.codec.json import dump_json
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Conflict, Refused
+from polarnode.core.task import CaptureEnd, CaptureSpec
+from polarnode.engine.weight_values import PauseOrder
+from polarnode.http.asgi import RouteRow
+from polarnode.integrations.polar.answers import PolarHouse, body_object, count, dispatch_name, moment
+from polarnode.integrations.polar.completions import completion_pieces
+from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
+from polarnode.journal.values import SessionRecord, TaskRecord
+from polarnode.rollouts.captures import HARNESS, CaptureStatus
+from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.trainers.polar import PHASES, Origin, with_origin
+
+# ── sessions ────────────────────────────────────────────────────────────
+
+SHOWN = 200
+
+
+@frozen(kw_only=True)
+class SessionRoutes:
+    """The handlers, with what they ask."""
+
+    house: PolarHouse
+    tasks: TaskRoutes
+
+    def rows(self) -> Iterator[RouteRow]:
+        yield from (
+            ("GET", "/sessions", self.list),
+            ("POST", "/sessions", self.create),
+            ("GET", "/sessions/<session_id>", self.session),
+            ("GET", "/sessions/<session_id>/completions", self.completions),
+            ("DELETE", "/sessions/<session_id>", self.delete),
+        )
+
+    # ── in ────────────────────────────────────────────────────────────────────
+
+    async def create(self) -> Response:
+        """With `agent` and `session_id` a session to run; else a capture, whose harness its caller runs."""
+        told = await body_object()
+        return await (
+            self._dispatched(told) if "agent" in told and "session_id" in told else self._captured(told)
+        )
+
+    async def _dispatched(self, told: dict[str, Json]) -> Response:
+        session_id, task_id = told.pop("session_id"), told.get("task_id")
+        if not isinstance(session_id, str) or not isinstance(task_id, str):
+            raise Refused(
+                "session_id and task_id name a dispatched session: both are texts", path="$.session_id"
+            )
+        name = dispatch_name(session_id)
+        if await self.house.journal.latest_run(name) is not None:
+            raise Conflict(f"session {session_id} is known here: give each session an id of its own")
+        told = {**told, "num_samples": 1, "timeout_seconds": told.pop("remaining_timeout_seconds", 600.0)}
+        await self.tasks.take(
+            told,
+            name=name,
+            origin=Origin(task_id=task_id, session_id=session_id),
+            callback_format="polar_session",
+        )
+        return json_response(
+            {
+                "session_id": session_id,
+                "task_id": task_id,
+                "status": "REGISTERED",
+                "node_id": self.house.node_id,
+            }
+        )
+
+    async def _captured(self, told: dict[str, Json]) -> Response:
+        """What Polar answers, and besides where and with which key the harness finds its model: on a socket
+        of its own, not on this one.
+        """
+        session_id, task_id = told.get("session_id"), told.get("task_id")
+        if session_id is not None:
+            raise Refused(
+                "a capture's session_id is made here, and its key is no session_id: leave it out, and take"
+                " both from the answer",
+                path="$.session_id",
+            )
+        if task_id is not None and not isinstance(task_id, str):
+            raise Refused("task_id must be a text", path="$.task_id")
+        metadata = with_origin({}, Origin(task_id=task_id))
+        opened = await self.house.captures.begin(CaptureSpec(metadata=metadata))
+        found = await self._task_of(opened.session_id)
+        return json_response(
+            {
+                "session_id": opened.session_id,
+                "task_id": task_id or opened.task_id,
+                "created_at": moment(found[1].submitted),
+                "completion_count": 0,
+                "status": "REGISTERED",
+                "node_id": self.house.node_id,
+                "api_key": opened.key,
+                "base_urls": dict(opened.base_urls),
+                "env": dict(opened.env),
+            }
+        )
+
+    # ── out ───────────────────────────────────────────────────────────────────
+
+    async def list(self) -> Response:
+        """Sessions that are not over: those with runtimes, then captures. `status`, `task_id`, `limit`."""
+        status, task_id, live = request.args.get("status"), request.args.get("task_id"), self.house.live()
+        limit, rows, tasks = (
+            count("limit", SHOWN, most=MOST_TASKS),
+            list[Json](),
+            dict[str, TaskRecord | None](),
+        )
+        every: list[SessionStatus | CaptureStatus] = [*live.values(), *self.house.captures.list()]
+        for each in every:
+            if each.task_id not in tasks:
+                tasks[each.task_id] = await self.house.journal.task(each.task_id)
+            row = self._row(tasks[each.task_id], each.session_id)
+            if row is not None and status in (None, row["status"]) and task_id in (None, row["task_id"]):
+                rows.append(row)
+            if len(rows) == limit:
+                break
+        return json_response({"sessions": rows, "node_id": self.house.node_id})
+
+    def _row(self, task: TaskRecord | None, session_id: str) -> dict[str, Json] | None:
+        found = (
+            next((one for one in task.sessions if one.session_id == session_id), None)
+            if task is not None
+            else None
+        )
+        if task is None or found is None:
+            return None  # its place was given to a fresh one meanwhile
+        return {**session_row(task, found, self.house.live(), node=self.house.node_id), **self._models(task)}
+
+    def _models(self, task: TaskRecord) -> dict[str, Json]:
+        return {
+            "model_requested": task.spec.harness.model_name,
+            "model_used": self.house.model,
+            "api_type": None,
+        }
+
+    async def session(self, session_id: str) -> Response:
+        """Where it is; its SessionResult when it is over."""
+        session, task = await self._task_of(session_id)
+        row = session_row(task, session, self.house.live(), node=self.house.node_id)
+        head: dict[str, Json] = {
+            name: row[name]
+            for name in ("session_id", "task_id", "created_at", "completion_count", "status", "node_id")
+        }
+        return Response(self._with_result(head, task, session), content_type="application/json")
+
+    async def _with_result(
+        self, head: dict[str, Json], task: TaskRecord, session: SessionRecord
+    ) -> AsyncIterator[bytes]:
+        yield dump_json(head)[:-1] + b',"result":'
+        yield (
+            b"null}"
+            if session.outcome is None
+            else await session_body(self.house.journal, task, session, node=self.house.node_id) + b"}"
+        )
+
+    async def completions(self, session_id: str) -> Response:
+        """Every model call that is on disk, one after another."""
+        session, task = await self._task_of(session_id)
+        turns = await self.house.journal.turns(session.session_id)
+        head: dict[str, Json] = {"session_id": session_id, "node_id": self.house.node_id}
+        requested = task.spec.harness.model_name
+        pieces = completion_pieces(
+            self.house.journal.read, head, turns, model=self.house.model, requested=requested
+        )
+        return Response(pieces, content_type="application/json")
+
+    async def delete(self, session_id: str) -> Response:
+        """The session ends with what it has, and all of it stays in the journal."""
+        session, task = await self._task_of(session_id)
+        if task.spec.harness.name == HARNESS:
+            await self.house.captures.end(session.session_id, CaptureEnd())
+        elif len(task.sessions) == 1:
+            await self.house.service.cancel(task.task_id)
+        else:
+            self.house.end_session(session.session_id)
+        return json_response(
+            {"session_id": session_id, "task_id": polar_id(task), "deleted": True, "messages_deleted": 0}
+        )
+
+    async def _task_of(self, session_id: str) -> tuple[SessionRecord, TaskRecord]:
+        """A session by the id that its sender gave it, or by ours."""
+        sent = await self.house.journal.latest_run(dispatch_name(session_id))
+        if sent is not None:
+            return sent.sessions[0], sent
+        session = await self.house.journal.session(session_id)
+        task = None if session is None else await self.house.journal.task(session.task_id)
+        if session is None or task is None:
+            raise NotFound("Session not found")
+        return session, task
+
+
+# ── nodes ────────────────────────────────────────────────────────────
+
+HEARTBEAT_S = 30  # Polar's own; nobody sends one here, and the last is always now
+LISTED = 1000  # tasks of a status: a megabyte of names
+
+
+@frozen(kw_only=True)
+class NodeRoutes:
+    """The handlers, with what they ask."""
+
+    house: PolarHouse
+
+    def rows(self) -> Iterator[RouteRow]:
+        yield from (
+            ("GET", "/health", self.health),
+            ("GET", "/nodes", self.nodes),
+            ("GET", "/nodes/<node_id>", self.node),
+            ("GET", "/rollout/status", self.status),
+            ("GET", "/admin/inference/status", self.inference),
+            ("POST", "/admin/inference/pause", self.pause),
+            ("POST", "/admin/inference/resume", self.resume),
+        )
+
+    async def health(self) -> Response:
+        """The rollout server's and the gateway's in one."""
+        await trio.lowlevel.checkpoint()
+        counts, live, figures = self._metrics(), self.house.live().values(), self.house.service.figures()
+        words = [PHASES[status.phase] for status in live]
+        sessions: list[Json] = [
+            {"session_id": each.session_id, "task_id": each.task_id, "status": PHASES[each.phase]}
+            for each in live
+        ]
+        rooms = {name: figures.stages[name] for name in ("init", "run", "post") if name in figures.stages}
+        return json_response(
+            {
+                "status": "ok",
+                "nodes": 1,
+                "node_id": self.house.node_id,
+                "gateway_url": _own_url(),
+                "inference": {"status": "ok" if self.house.service.ready() else "error"},
+                "metrics": counts,
+                "active_status_counts": {word: words.count(word) for word in dict.fromkeys(words)},
+                "active_sessions": sessions,
+                **{
+                    f"available_{word}": max(0, rooms[name].limit - rooms[name].inside)
+                    for name, word in (("init", "init"), ("run", "run"), ("post", "postrun"))
+                    if name in rooms
+                },
+            }
+        )
+
+    async def nodes(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response([self._info()])
+
+    async def node(self, node_id: str) -> Response:
+        await trio.lowlevel.checkpoint()
+        if node_id != self.house.node_id:
+            raise NotFound("Node not found")
+        return json_response(self._info())
+
+    async def status(self) -> Response:
+        """The newest tasks with their statuses, sessions under way, the node."""
+        tasks: dict[str, Json] = {}
+        for task in await self.house.journal.tasks(limit=LISTED):
+            tasks.setdefault(polar_id(task), status_head(task)["status"])
+        return json_response(
+            {
+                "tasks": tasks,
+                "pipeline": {"pending_sessions": len(self.house.live())},
+                "nodes": [self._info()],
+            }
+        )
+
+    def _info(self) -> dict[str, Json]:
+        stages = self.house.service.figures().stages
+        workers: dict[str, Json] = {
+            f"max_{word}_workers": stages[name].limit
+            for name, word in (("init", "init"), ("run", "run"), ("post", "postrun"))
+            if name in stages
+        }
+        return {
+            "node_id": self.house.node_id,
+            "gateway_url": _own_url(),
+            **workers,
+            "metrics": self._metrics(),
+            "dispatch_reservations": 0,
+            "healthy": self.house.service.ready(),
+            "draining": False,
+            "heartbeat_interval_seconds": HEARTBEAT_S,
+            "last_heartbeat": moment(time.time()),
+        }
+
+    def _metrics(self) -> dict[str, Json]:
+        stages = self.house.service.figures().stages
+
+        def of(name: str, place: str) -> int:
+            return int(getattr(stages[name], place)) if name in stages else 0
+
+        return {
+            "init_queue_depth": of("live", "waiting") + of("init", "waiting"),
+            "init_inflight": of("init", "inside"),
+            "ready_depth": of("run", "waiting"),
+            "run_inflight": of("run", "inside"),
+            "postrun_queue_depth": of("post", "waiting"),
+            "postrun_inflight": of("post", "inside"),
+        }
+
+    # ── generation held ───────────────────────────────────────────────────────
+
+    async def inference(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response(self._inference())
+
+    async def pause(self) -> Response:
+        """Generation stands still at once and goes on where it was: there is nothing to wait for, and no time
+        to run out.
+        """
+        await self.house.generation.pause(PauseOrder())
+        return json_response(self._inference())
+
+    async def resume(self) -> Response:
+        await self.house.generation.resume()
+        return json_response(self._inference())
+
+    def _inference(self) -> dict[str, Json]:
+        """`drained`: no token is being sampled. `inflight` are calls, held ones too."""
+        engine = self.house.service.figures().engine
+        inflight = sum(host.in_flight for host in engine.hosts)
+        return {
+            "paused": engine.paused is not None,
+            "drained": engine.paused is not None or inflight == 0,
+            "inflight": inflight,
+            "base_url": _own_url(),
+            "engine": engine.kind,
+            "request_timeout_seconds": None,
+            "policy_version": engine.weight_version,
+        }
+
+
+def _own_url() -> str:
+    return request.host_url.rstrip("/")

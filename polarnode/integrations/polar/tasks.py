@@ -1,0 +1,225 @@
+"""Polar's rollout server: tasks submitted, polled, cancelled and listed.
+
+The rule for whoever edits it: a task that was taken is in the journal before it is answered, as on our own
+routes; and an id that Polar lets a trainer use again names the task that was submitted last.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import trio
+from attrs import define, evolve, field
+from quart import Response, request
+
+from polarnode.api.callbacks import polar_id, status_head, task_body
+from polarnode.api.service import NotFound, json_response
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Conflict, Refused
+from polarnode.core.task import CallbackFormat, TaskSpec
+from polarnode.http.asgi import RouteRow
+from polarnode.integrations.polar.answers import PolarHouse, body_object, count, moment, run_name, task_name
+from polarnode.journal.values import SessionRecord, TaskRecord
+from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.sources.polar import request_found, their_paths
+from polarnode.sources.source import spec_of
+from polarnode.support.bounded import remember
+from polarnode.trainers.polar import KEY, Origin, origin_of, outcome_word, with_origin
+
+MOST_TASKS = 1000  # listed at once, as Polar has it
+LOOKED_AT = 5000  # tasks that a list with filters goes through: a few hundred milliseconds of reading
+PAGE = 200
+# ids of tasks that were cancelled before they came: a request that is under way comes within seconds
+CALLED_OFF = 1000
+
+
+@define(eq=False)
+class TaskRoutes:
+    """The handlers, with what they ask."""
+
+    house: PolarHouse
+    # two submissions of one id at once must be one task
+    _submitting: trio.Lock = field(factory=trio.Lock, init=False)
+
+    def rows(self) -> Iterator[RouteRow]:
+        yield from (
+            ("POST", "/rollout/task/submit", self.submit),
+            ("GET", "/rollout/task/<task_id>", self.task),
+            ("DELETE", "/rollout/task/<task_id>", self.cancel),
+            ("GET", "/tasks", self.tasks),
+            ("GET", "/tasks/<task_id>/sessions", self.sessions),
+        )
+
+    # ── in ────────────────────────────────────────────────────────────────────
+
+    async def submit(self) -> Response:
+        """The answer when the task is in the journal. `notes` say what of the request is done otherwise here,
+        or not at all.
+        """
+        told = await body_object()
+        task_id = told.get("task_id")
+        if not isinstance(task_id, str) or not task_id:
+            raise Refused("task_id is missing: every TaskRequest has one", path="$.task_id")
+        spec = await self.take(
+            told, name=task_name(task_id), origin=Origin(task_id=task_id), callback_format="polar_task"
+        )
+        notes = list[Json](origin_of(spec.metadata).notes)
+        return json_response(
+            {"task_id": task_id, "status": "running", "metadata": {"task_id": spec.task_id, "notes": notes}}
+        )
+
+    async def take(
+        self, told: dict[str, Json], *, name: str, origin: Origin, callback_format: CallbackFormat
+    ) -> TaskSpec:
+        """Submit a request under a name of ours, or under the next one where that name's last task is over;
+        the task as it was taken.
+        """
+        found = await trio.to_thread.run_sync(partial(request_found, told, volumes=self.house.volumes))
+        with their_paths():
+            spec = spec_of(
+                evolve(found, value={**found.value, "task_id": name, "callback_format": callback_format})
+            )
+        async with self._submitting:
+            if name in self.house.called_off:
+                raise Conflict(f"{origin.task_id} was cancelled before it came: submit it by another task_id")
+            run = await self._run(name)
+            known = evolve(origin, run=run, notes=tuple(found.notes))
+            if KEY in spec.metadata:
+                raise Refused(
+                    f"{KEY} in a task's metadata is the node's own: call yours otherwise",
+                    path=f"$.metadata.{KEY}",
+                )
+            spec = evolve(spec, task_id=run_name(name, run), metadata=with_origin(spec.metadata, known))
+            with their_paths():
+                await self.house.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
+            await self.house.journal.flushed()
+        return spec
+
+    async def _run(self, name: str) -> int:
+        """The number of the task that a submission by this name means."""
+        latest = await self.house.journal.latest_run(name)
+        if latest is None:
+            return 1
+        run = origin_of(latest.spec.metadata).run
+        return run + 1 if latest.finished else run
+
+    # ── out ───────────────────────────────────────────────────────────────────
+
+    async def task(self, task_id: str) -> Response:
+        """TaskStatus. With `results=false`, which Polar has not, without the sessions' results: a poll then
+        costs nothing.
+        """
+        found = await self._known(task_id)
+        wanted = request.args.get("results", "true") != "false"
+        house = self.house
+        body = task_body(
+            house.journal, found, status_head(found), node=house.node_id, results=wanted, recent=house.recent
+        )
+        return Response(body, content_type="application/json")
+
+    async def cancel(self, task_id: str) -> Response:
+        """Its sessions end with what they have. With `register_if_missing=true` an id that is not known yet
+        is refused when it comes.
+        """
+        found = await self._found(task_id)
+        if found is not None:
+            cancelled = await self.house.service.cancel(found.task_id)
+            return json_response({**status_head(await self._known(task_id)), "cancelled": cancelled})
+        if request.args.get("register_if_missing", "false").lower() not in ("true", "1"):
+            raise NotFound("Task not found")
+        remember(self.house.called_off, task_name(task_id), task_id, most=CALLED_OFF)
+        return json_response(
+            {
+                "task_id": task_id,
+                "status": "failed",
+                "total_sessions": 0,
+                "completed_sessions": 0,
+                "cancelled": True,
+            }
+        )
+
+    async def tasks(self) -> Response:
+        """The newest first. `status`, `harness`, `since`, `limit`."""
+        status, harness, since = (
+            request.args.get("status"),
+            request.args.get("harness"),
+            _seconds(request.args.get("since")),
+        )
+        limit, rows, seen, before = count("limit", PAGE, most=MOST_TASKS), list[Json](), set[str](), None
+        for _ in range(LOOKED_AT // PAGE):
+            page = await self.house.journal.tasks(limit=PAGE, before=before)
+            for task in page:
+                row = task_row(task)
+                wanted = (
+                    status in (None, row["status"])
+                    and harness in (None, row["harness"])
+                    and _changed(task) >= since
+                )
+                if wanted and polar_id(task) not in seen:
+                    rows.append(row)
+                seen.add(polar_id(task))
+            if len(page) < PAGE or len(rows) >= limit:
+                break
+            before = page[-1].task_id
+        return json_response({"tasks": rows[:limit]})
+
+    async def sessions(self, task_id: str) -> Response:
+        """The sessions that hold the task's places, without their results."""
+        found, live = await self._known(task_id), self.house.live()
+        rows: list[Json] = [
+            session_row(found, session, live, node=self.house.node_id) for session in found.sessions
+        ]
+        return json_response({"task_id": task_id, "sessions": rows})
+
+    async def _known(self, task_id: str) -> TaskRecord:
+        found = await self._found(task_id)
+        if found is None:
+            raise NotFound("Task not found")
+        return found
+
+    async def _found(self, task_id: str) -> TaskRecord | None:
+        """By Polar's id, or by ours."""
+        return await self.house.journal.latest_run(task_name(task_id)) or await self.house.journal.task(
+            task_id
+        )
+
+
+def task_row(task: TaskRecord) -> dict[str, Json]:
+    """A task at a glance."""
+    return {
+        **status_head(task),
+        "harness": task.spec.harness.name,
+        "created_at": task.submitted,
+        "updated_at": _changed(task),
+    }
+
+
+def session_row(
+    task: TaskRecord, session: SessionRecord, live: Mapping[str, SessionStatus], *, node: str
+) -> dict[str, Json]:
+    """A session at a glance."""
+    phase = live[session.session_id].phase if session.session_id in live else "pending"
+    return {
+        "session_id": origin_of(task.spec.metadata).session_id or session.session_id,
+        "task_id": polar_id(task),
+        "status": outcome_word(session.outcome, phase),
+        "node_id": node,
+        "created_at": moment(task.submitted),
+        "completion_count": session.turns,
+        "reward": session.reward,
+        "error": None
+        if session.outcome is None or session.outcome.status == "completed"
+        else session.outcome.reason,
+    }
+
+
+def _changed(task: TaskRecord) -> float:
+    return max(
+        [task.submitted, *(session.finished for session in task.sessions if session.finished is not None)]
+    )
+
+
+def _seconds(said: str | None) -> float:
+    try:
+        return float(said or "-inf")
+    except ValueError:
+        raise Refused(f"since must be seconds since the epoch, not {said!r}", path="?since") from None

@@ -1,0 +1,491 @@
+"""How the journal is, in figures: for its status, for whoever holds tasks back, and for each consumer.
+
+The rule for whoever edits it: these are made of what the writer knew after its last commit, so that asking
+costs no look at the disk.
+
+The durable, ordered log of what happened. Writing is synchronous and never waits; reading sees only what is
+on disk.
+
+The rules for whoever edits it. What must not be lost is enqueued by a plain call, because a checkpoint
+between "done" and "recorded" can lose a finished rollout. Numbers of events are given in commit order and
+never twice, so that a trainer may resume at any of them. Each reader keeps its own place; nobody's slowness
+holds up a session.
+
+How a journal is opened: its lock, its writer, its end; and what a consumer may be called.
+
+The rule for whoever edits it: one process owns a journal for as long as it lives, and leaving writes what is
+queued, within a bound.
+"""
+
+import fcntl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from sqlite3 import Connection
+from typing import IO, Concatenate, ParamSpec, TypeVar
+
+import trio
+from attrs import define, field
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import JournalError, Refused, boundary
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.groups.group import Facts
+from polarnode.journal import entries, pending_callbacks, queries
+from polarnode.journal.entries import (
+    ROW_BYTES,
+    Entry,
+    WeightsRow,
+    cancel_entry,
+    places_over,
+    replaced_entry,
+    session_entry,
+    task_entry,
+    trajectory_entry,
+    turn_entry,
+    weights,
+    weights_entry,
+    weights_of,
+)
+from polarnode.journal.queries import Recent
+from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, heard_entry, longest_silent
+from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
+from polarnode.journal.values import (
+    ConsumerRecord,
+    EventPage,
+    Filters,
+    JournalStatistics,
+    Progress,
+    Retention,
+    SessionRecord,
+    TaskRecord,
+    Telling,
+    UnfinishedSession,
+    Waiting,
+    as_json,
+)
+from polarnode.journal.writer import Writer
+from polarnode.merge.trajectory import Identity
+
+# ── figures ────────────────────────────────────────────────────────────
+
+BACKLOG_BYTES = 512 << 20  # in memory before new tasks are refused: minutes of a full disk at 64 sessions
+
+
+def statistics(
+    progress: Progress, writer: Writer, *, now: float, warning: str | None, refuses_tasks: bool
+) -> JournalStatistics:
+    """What the journal holds and what it waits for."""
+    unacknowledged, oldest = progress.behind(progress.acknowledged_seq), progress.oldest_unacknowledged
+    return JournalStatistics(
+        first_seq=progress.first_seq,
+        last_seq=progress.last_seq,
+        positions={name: position.seq for name, position in progress.consumers.items()},
+        stored_bytes=progress.stored_bytes,
+        most_bytes=writer.retention.everything,
+        free_bytes=progress.free_bytes,
+        disk_free=progress.disk_free,
+        acknowledged_seq=progress.acknowledged_seq,
+        unacknowledged_events=unacknowledged,
+        unacknowledged_bytes=progress.about_bytes(unacknowledged),
+        oldest_unacknowledged_s=None if oldest is None else max(0.0, now - oldest),
+        entries=progress.entries,
+        backlog_entries=writer.backlog_entries,
+        backlog_bytes=writer.backlog_bytes,
+        most_backlog_bytes=BACKLOG_BYTES,
+        dropped=writer.dropped,
+        warning=warning,
+        refuses_tasks=refuses_tasks,
+    )
+
+
+def consumer_records(
+    progress: Progress, waiting: Waiting, streams: Mapping[str, int]
+) -> tuple[ConsumerRecord, ...]:
+    """Each consumer, in the order of their names; `streams` counts those open by consumer."""
+    return tuple(
+        ConsumerRecord(
+            consumer=name,
+            position=at.seq,
+            behind_events=progress.behind(at.seq),
+            behind_bytes=progress.about_bytes(progress.behind(at.seq)),
+            missed=max(0, progress.first_seq - 1 - at.seq),
+            moved=at.moved,
+            heard=at.heard,
+            connected=streams.get(name, 0),
+            holds=waiting.holds(name, at),
+        )
+        for name, at in progress.consumers.items()
+    )
+
+
+# ── journal ────────────────────────────────────────────────────────────
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# threads and connections for reading: packing JSON holds the interpreter's lock, more of them would only
+# queue there
+READERS = 4
+DISK_FREE_BYTES = 256 << 20  # left for the sessions that run when no new task is taken
+EVENTS_A_PAGE = 64  # group events of small sessions are a kilobyte; large ones are bounded by bytes
+
+
+@define(eq=False)
+class Journal:
+    """Made by `open_journal`."""
+
+    path: Path
+    now: Callable[[], float]
+    _writer: Writer
+    _progress: Progress
+    _news: trio.Event = field(factory=trio.Event)  # set and replaced at every commit
+    _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(READERS))
+    _connections: list[Connection] = field(factory=list)
+    _recent: Recent = field(factory=Recent)
+    _reading: Counter[str] = field(factory=Counter)  # streams open by consumer
+
+    # ── writing: synchronous, in order, never waits ───────────────────────────
+
+    def task_submitted(
+        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
+    ) -> None:
+        """A task was taken; its sessions count as unfinished from here on."""
+        self._writer.put(
+            task_entry(
+                spec,
+                task_id=task_id,
+                session_ids=session_ids,
+                idempotency_key=idempotency_key,
+                now=self.now(),
+            )
+        )
+
+    def session_started(self, identity: Identity) -> None:
+        """Who a session is; a session without a task (a capture) begins with this."""
+        self._writer.put(session_entry(identity))
+
+    def turn(self, turn: Turn) -> None:
+        """A model call is over. The same index again replaces it."""
+        self._writer.put(turn_entry(turn))
+
+    def publish(self, trajectory: Trajectory) -> None:
+        """A session is over: a `trajectory` event, and when it was its task's last also `group` and `task`.
+        The first publication stands.
+        """
+        self._writer.put(trajectory_entry(trajectory, now=self.now()))
+
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
+        """A session lost its place in the group to `successor`, which begins: an `attempt` event, and nothing
+        that its group hears of.
+        """
+        self._writer.put(replaced_entry(trajectory, successor, now=self.now()))
+
+    def task_cancelled(self, task_id: str) -> None:
+        """None of the task's places is given to a fresh session any more, in this life or a later one."""
+        self._writer.put(cancel_entry(task_id, now=self.now()))
+
+    def weights_served(self, version: str, body: dict[str, Json]) -> None:
+        """From now on these weights are served. The first row of a version stands."""
+        self._writer.put(weights_entry(version, body, now=self.now()))
+
+    def callback_taken(self, seq: int) -> None:
+        """An event is owed to its task's callback no more."""
+        self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
+
+    async def flushed(self) -> None:
+        """Return when all that was written before this call is on disk."""
+        await self._wait_written(self._writer.put_entries)
+
+    async def _wait_written(self, number: int) -> None:
+        while self._progress.entries < number:
+            await self._news.wait()
+        await trio.lowlevel.checkpoint()
+
+    # ── consumers ─────────────────────────────────────────────────────────────
+
+    async def position(self, consumer: str) -> int:
+        """The last event `consumer` acknowledged; 0 for one we never heard of."""
+        await trio.lowlevel.checkpoint()
+        return self._position(consumer)
+
+    async def acknowledge(self, consumer: str, seq: int) -> int:
+        """Move a position forward; returns where it is. Never back, never beyond the last event. 0 makes a
+        consumer known.
+
+        Refused when it is new and too many are waited for.
+        """
+        known = self._progress.consumers
+        if consumer not in known and len(known) >= MOST:
+            self._make_place()
+        await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq, now=self.now())))
+        return self._position(consumer)
+
+    def _make_place(self) -> None:
+        found = longest_silent(self._progress.consumers, self._writer.waiting())
+        if found is None:
+            raise Refused(
+                f"{MOST} consumers are known: DELETE /v1/consumers/{{name}} those that do not come back",
+                path="$.consumer",
+            )
+        self._writer.put(forget_entry(found))
+
+    def _position(self, consumer: str) -> int:
+        found = self._progress.consumers.get(consumer)
+        return 0 if found is None else found.seq
+
+    async def forget(self, consumer: str) -> bool:
+        """Nothing is kept for `consumer` any more; under its name one begins anew. False when none is
+        known.
+        """
+        known = consumer in self._progress.consumers
+        await self._wait_written(self._writer.put(forget_entry(consumer)))
+        return known
+
+    @contextmanager
+    def reading(self, consumer: str) -> Iterator[None]:
+        """While a stream of a consumer is open it is waited for, however long it says nothing."""
+        self._attend(consumer, 1)
+        try:
+            yield
+        finally:
+            self._attend(consumer, -1)
+
+    def _attend(self, consumer: str, change: int) -> None:
+        self._reading[consumer] += change
+        self._reading += Counter()  # drops those at 0
+        self._writer.present = frozenset(self._reading)
+        self._writer.put(heard_entry(consumer, now=self.now()))
+
+    def streams(self, consumer: str) -> int:
+        """How many are open under its name."""
+        return self._reading[consumer]
+
+    def consumers(self) -> tuple[ConsumerRecord, ...]:
+        """Who is known, and how far each is behind."""
+        return consumer_records(self._progress, self._writer.waiting(), self._reading)
+
+    # ── reading ───────────────────────────────────────────────────────────────
+
+    async def task(self, task_id: str) -> TaskRecord | None:
+        return await self._read(queries.task, task_id)
+
+    async def latest_run(self, name: str) -> TaskRecord | None:
+        """The last task that was submitted by a name of Polar's, which may be used again."""
+        return await self._read(entries.latest_run, name)
+
+    async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
+        """The first task that was submitted with this key."""
+        return await self._read(queries.task_of_key, idempotency_key)
+
+    async def tasks(self, *, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
+        """Newest first; `before` is the last task_id of the page before."""
+        return await self._read(queries.tasks, limit, before)
+
+    async def session(self, session_id: str) -> SessionRecord | None:
+        return await self._read(queries.session, session_id)
+
+    async def trajectory(self, session_id: str) -> Trajectory | None:
+        """With all its turns; None when it is not over, not known or pruned."""
+        return await self._read(queries.trajectory, session_id)
+
+    async def turns(self, session_id: str) -> tuple[Turn, ...]:
+        return await self._read(queries.turns, session_id)
+
+    async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
+        """Newest first."""
+        return await self._read(weights, limit)
+
+    async def weights_of(self, version: str) -> WeightsRow | None:
+        return await self._read(weights_of, version)
+
+    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
+        """What a group's judge needs of the task's places that are over."""
+        return await self._read(places_over, task_id)
+
+    async def unfinished(self) -> tuple[UnfinishedSession, ...]:
+        """Sessions of earlier lives without a trajectory: give each one, so that it ends `interrupted`."""
+        return await self._read(queries.unfinished)
+
+    async def events(
+        self,
+        after: int,
+        *,
+        filters: Filters | None = None,
+        telling: Telling | None = None,
+        limit: int = EVENTS_A_PAGE,
+    ) -> EventPage:
+        """The events after `after`, bounded in number and bytes, as JSON unless told otherwise. Go on from
+        the page's `seen`.
+        """
+        return await self._read(
+            queries.events, after, limit, filters or Filters(), telling or as_json(), self._recent
+        )
+
+    async def wait_after(self, seq: int) -> None:
+        """Return when there is an event after `seq`."""
+        while self.last_seq <= seq:
+            await self._news.wait()
+        await trio.lowlevel.checkpoint()
+
+    @property
+    def last_seq(self) -> int:
+        return self._progress.last_seq
+
+    @property
+    def first_seq(self) -> int:
+        """The oldest event that is kept (or the next one to come)."""
+        return self._progress.first_seq
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Run a long pure call (a trajectory to JSON) where the journal's reads run, off the event loop."""
+        return await trio.to_thread.run_sync(call, limiter=self._limiter)
+
+    async def _read(
+        self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await trio.to_thread.run_sync(
+            lambda: self._read_now(query, *args, **kwargs), limiter=self._limiter
+        )
+
+    def _read_now(
+        self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with boundary(JournalError, "the journal can not be read"):
+            db = self._connections.pop() if self._connections else connect(self.path, read_only=True)
+            try:
+                return query(db, *args, **kwargs)
+            finally:
+                self._connections.append(db)
+
+    async def owed_urls(self, most: int, but: Collection[str] = ()) -> tuple[str, ...]:
+        """Callbacks to which events are owed, those that wait longest first, without some."""
+        return await self._read(pending_callbacks.urls, most, but)
+
+    async def owed(
+        self, url: str, most: int, but: Collection[str] = ()
+    ) -> tuple[pending_callbacks.Owed, ...]:
+        """The oldest event of each task that is owed to a callback, without some tasks."""
+        return await self._read(pending_callbacks.heads, url, most, but)
+
+    async def owed_count(self) -> int:
+        """Events that are owed to callbacks."""
+        return await self._read(pending_callbacks.count)
+
+    async def owed_expired(self) -> int:
+        """Events that went with the retention while they were owed, since there is this journal."""
+        return await self._read(pending_callbacks.expired)
+
+    # ── how it is ─────────────────────────────────────────────────────────────
+
+    def statistics(self) -> JournalStatistics:
+        return statistics(
+            self._progress,
+            self._writer,
+            now=self.now(),
+            warning=self._warning(),
+            refuses_tasks=self.refuses_tasks,
+        )
+
+    @property
+    def refuses_tasks(self) -> bool:
+        """No new task should be taken: the disk is full or nearly so, or too much waits in memory."""
+        return self._writer.warning is not None or self._full_sentence() is not None
+
+    def _warning(self) -> str | None:
+        return self._writer.warning or self._full_sentence()
+
+    def _full_sentence(self) -> str | None:
+        # what was pruned is written again first, through a log beside it
+        room = self._progress.disk_free + self._progress.free_bytes
+        if room < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:
+            return (
+                f"the journal's disk has {self._progress.disk_free >> 20} MiB left: make room, no new task is"
+                " taken"
+            )
+        if self._writer.backlog_bytes > BACKLOG_BYTES:
+            return (
+                f"{self._writer.backlog_bytes >> 20} MiB wait for the journal's disk, which is too slow: no"
+                " new task is taken"
+            )
+        return None
+
+    def _advance(self, progress: Progress) -> None:
+        self._progress = progress
+        news, self._news = self._news, trio.Event()
+        news.set()
+
+    def _close_connections(self) -> None:
+        for db in self._connections:
+            db.close()
+
+
+# ── opening ────────────────────────────────────────────────────────────
+
+# for the writer to finish: 16 MiB batches take 0.1 s each, so this is a backlog of gigabytes or a disk that
+# hangs
+CLOSE_S = 30.0
+
+
+@asynccontextmanager
+async def open_journal(
+    path: Path, *, now: Callable[[], float], retention: Retention | None = None
+) -> AsyncIterator[Journal]:
+    """The journal in the SQLite file `path` (made when there is none), for this process alone. JournalError
+    when it can not be opened.
+
+    Leaving writes what is queued, in at most CLOSE_S. `now` gives wall seconds since the epoch.
+    """
+    token = trio.lowlevel.current_trio_token()
+    with _locked(path):
+        db = await trio.to_thread.run_sync(prepare, path)
+
+        def on_progress(progress: Progress) -> None:
+            # the run ended in an error while the last batch was written
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(journal._advance, progress)
+
+        writer = Writer(
+            path=path, db=db, retention=retention or Retention(), on_progress=on_progress, now=now
+        )
+        journal = Journal(path=path, now=now, writer=writer, progress=writer.start())
+        try:
+            yield journal
+        finally:
+            writer.stop()
+            with trio.move_on_after(CLOSE_S + 1, shield=True):
+                # Not abandoned when the deadline fires: the thread's own bound ends it, and under a virtual
+                # clock the deadline fires at once.
+                await trio.to_thread.run_sync(writer.join, CLOSE_S)
+            journal._close_connections()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The journal's own lock file, held for as long as the process lives: two writers would each believe to
+    know the last number.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        _lock(lock, path)
+        yield
+
+
+def _lock(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise JournalError(
+            f"the journal {path} is in use by another process: stop that node, or give this one its own state"
+            " folder"
+        ) from None
+
+
+def check_consumer(name: str) -> str:
+    """A consumer's name, or Refused."""
+    if not 0 < len(name) <= 128 or not name.isprintable():
+        raise Refused("consumer must be a name of 1 to 128 printable characters", path="$.consumer")
+    return name

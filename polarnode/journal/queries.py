@@ -1,0 +1,298 @@
+"""The JSON of events that was written last, kept for the next reader: sixteen readers of one stream ask for
+the same bytes.
+
+The rules for whoever edits it. It is bounded in bytes, whoever reads. It is asked from several threads at
+once: what one makes another waits for, and no two wait for each other. An event never changes, so what is
+kept is never wrong.
+
+What is asked of the journal: plain functions of a read connection, each within one snapshot, run in a thread
+by `Journal`.
+
+The rule for whoever edits it: a page is bounded in bytes, because one trajectory may be tens of megabytes as
+JSON; and a reader whose filters pass over everything must still move on.
+"""
+
+import sqlite3
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from polarnode.core.codec.json import read_json, structure
+from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.journal.schema import snapshot
+from polarnode.journal.values import (
+    GONE,
+    EventPage,
+    Filters,
+    SessionRecord,
+    StoredEvent,
+    TaskRecord,
+    Telling,
+    UnfinishedSession,
+)
+from polarnode.merge.roles import recast
+from polarnode.merge.trajectory import Identity
+
+# ── recent ────────────────────────────────────────────────────────────
+
+# a few seconds of a busy node, which is how far readers that keep up are apart; or a few of its longest
+# sessions
+KEPT_BYTES = 64 << 20
+
+
+@define(eq=False)
+class Recent:
+    """Bytes by key, the least lately used dropped first."""
+
+    limit: int = KEPT_BYTES
+    held: int = field(default=0, init=False)
+    _kept: OrderedDict[Hashable, bytes] = field(factory=OrderedDict, init=False)
+    _making: dict[Hashable, threading.Lock] = field(factory=dict, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def get(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
+        """What is kept under `key`, else what `make` gives, which is called once while several ask."""
+        with self._lock:
+            if (found := self._found(key)) is not None:
+                return found
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            try:
+                return self._found_or_made(key, make)
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)  # who waits on this lock holds it himself
+
+    def _found_or_made(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
+        with self._lock:
+            if (found := self._found(key)) is not None:
+                return found
+        made = make()
+        with self._lock:
+            self._keep(key, made)
+        return made
+
+    def _found(self, key: Hashable) -> bytes | None:
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+        return found
+
+    def _keep(self, key: Hashable, value: bytes) -> None:
+        """One larger than half of all is not kept: it would push out what others read."""
+        if len(value) > self.limit // 2 or key in self._kept:
+            return
+        self._kept[key] = value
+        self.held += len(value)
+        while self.held > self.limit:
+            _, dropped = self._kept.popitem(last=False)
+            self.held -= len(dropped)
+
+
+# ── reads ────────────────────────────────────────────────────────────
+
+# of JSON a page: what one slow stream may hold in memory, beside one trajectory; a page costs 0.2 ms, its
+# JSON 5
+PAGE_BYTES = 1 << 20
+
+TASK = "SELECT task_id, group_id, idempotency_key, submitted, cancelled, spec FROM tasks "
+SESSION = """
+SELECT session_id, task_id, sample_index, attempt, retried_as, outcome, reward, finished,
+    (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
+    (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id)
+FROM sessions """
+
+
+# ── tasks and sessions ────────────────────────────────────────────────────────
+
+
+def task(db: sqlite3.Connection, task_id: str) -> TaskRecord | None:
+    with snapshot(db):
+        row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+        return None if row is None else _task(db, row)
+
+
+def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | None:
+    with snapshot(db):
+        row = db.execute(
+            TASK + "WHERE idempotency_key = ? ORDER BY number LIMIT 1", (idempotency_key,)
+        ).fetchone()
+        return None if row is None else _task(db, row)
+
+
+def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
+    """Newest first; `before` is the last task of the page before."""
+    older = "WHERE ?1 IS NULL OR number < (SELECT number FROM tasks WHERE task_id = ?1) "
+    with snapshot(db):
+        rows = db.execute(TASK + older + "ORDER BY number DESC LIMIT ?2", (before, limit)).fetchall()
+        return tuple(_task(db, row) for row in rows)
+
+
+def session(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else _session(row)
+
+
+def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
+    task_id, group_id, key, submitted, cancelled, spec = row
+    sessions = db.execute(
+        SESSION + "WHERE task_id = ? AND retried_as IS NULL ORDER BY sample_index", (task_id,)
+    ).fetchall()
+    return TaskRecord(
+        task_id=task_id,
+        group_id=group_id,
+        idempotency_key=key,
+        submitted=submitted,
+        spec=_spec(spec),
+        sessions=tuple(_session(one) for one in sessions),
+        cancelled=cancelled,
+    )
+
+
+def _spec(body: bytes) -> TaskSpec:
+    # Not `read_task`: what was accepted once stays readable when a later version refuses it.
+    return structure(read_json(body), TaskSpec)
+
+
+def _session(row: Sequence[Any]) -> SessionRecord:
+    session_id, task_id, sample_index, attempt, retried_as, outcome, reward, finished, turn_count, sampled = (
+        row
+    )
+    return SessionRecord(
+        session_id=session_id,
+        task_id=task_id,
+        sample_index=sample_index,
+        outcome=None if outcome is None else structure(read_json(outcome), Outcome),
+        reward=reward,
+        turns=turn_count,
+        sampled_tokens=sampled,
+        finished=finished,
+        attempt=attempt,
+        retried_as=retried_as,
+    )
+
+
+# ── turns and trajectories ────────────────────────────────────────────────────
+
+
+def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
+    rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY turn", (session_id,))
+    return tuple(unpack_turn(body) for (body,) in rows)
+
+
+def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    with snapshot(db):
+        return _trajectory(db, session_id)
+
+
+def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    row = db.execute("SELECT body FROM trajectories WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else unpack_trajectory(row[0], recast(turns(db, session_id)))
+
+
+def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
+    """Sessions of earlier lives without a trajectory, in the order they were taken."""
+    asked = (
+        "SELECT session_id, task_id, sample_index, identity FROM sessions WHERE outcome IS NULL AND life <"
+        " (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
+    )
+    with snapshot(db):
+        return tuple(_unfinished(db, *row) for row in db.execute(asked).fetchall())
+
+
+def _unfinished(
+    db: sqlite3.Connection, session_id: str, task_id: str, sample_index: int, identity: bytes | None
+) -> UnfinishedSession:
+    row = db.execute("SELECT spec, group_id, cancelled FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
+    spec = None if row is None else _spec(row[0])
+    if identity is not None:
+        who = structure(read_json(identity), Identity)
+    else:  # killed between taking the task and naming its sessions
+        who = Identity(
+            session_id=session_id,
+            task_id=task_id,
+            group_id=task_id if row is None else row[1],
+            sample_index=sample_index,
+            harness="" if spec is None else spec.harness.name,
+            harness_version=None,
+            model="",
+            node="",
+        )
+    return UnfinishedSession(
+        identity=who, spec=spec, turns=turns(db, session_id), cancelled=row is not None and row[2] is not None
+    )
+
+
+# ── events ────────────────────────────────────────────────────────────────────
+
+
+def events(
+    db: sqlite3.Connection, after: int, limit: int, filters: Filters, telling: Telling, recent: Recent
+) -> EventPage:
+    """Up to `limit` events after `after`, fewer when they are large; at least one when there is one. `recent`
+    has what was just made.
+    """
+    where, values = _where(filters)
+    with snapshot(db):
+        (last,) = db.execute(
+            "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'events'"
+        ).fetchone()
+        (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
+        rows = db.execute(
+            f"SELECT seq, kind, key, session_id, body FROM events WHERE seq > ? {where} ORDER BY seq LIMIT ?",
+            (after, *values, limit),
+        ).fetchall()
+        found: list[StoredEvent] = []
+        size = 0
+        for row in rows:
+            found.append(_event(db, telling, recent, *row))
+            size += len(found[-1].body)
+            if size > PAGE_BYTES:
+                break
+    whole = len(found) == len(rows) < limit
+    seen = max(after, last) if whole else found[-1].seq
+    return EventPage(events=tuple(found), seen=seen, first_seq=pruned + 1, last_seq=last)
+
+
+def _where(filters: Filters) -> tuple[str, list[object]]:
+    clauses: list[tuple[str, object]] = [
+        ("task_id = ?", filters.task_id),
+        ("group_id = ?", filters.group_id),
+        ("(outcome IS NULL OR outcome = ?)", filters.outcome),  # groups and tasks have none
+        ("(outcome IS NULL OR reward >= ?)", filters.min_reward),
+    ]
+    said = [(clause, value) for clause, value in clauses if value is not None]
+    kinds = ", ".join("?" * len(filters.kinds))
+    where = " ".join(f"AND {clause}" for clause, _ in said)
+    return f"{where} AND kind IN ({kinds})", [*(value for _, value in said), *filters.kinds]
+
+
+def _event(
+    db: sqlite3.Connection,
+    telling: Telling,
+    recent: Recent,
+    seq: int,
+    kind: Any,
+    key: str,
+    session_id: str | None,
+    body: bytes | None,
+) -> StoredEvent:
+    """A trajectory is stored packed and told when it is read; a group or task is stored as JSON."""
+    if body is None:
+        write = telling.write
+        body = (
+            b""
+            if write is None
+            else recent.get((seq, telling.name), lambda: _trajectory_body(db, write, session_id or ""))
+        )
+    return StoredEvent(seq=seq, kind=kind, key=key, body=body)
+
+
+def _trajectory_body(db: sqlite3.Connection, write: Callable[[Trajectory], bytes], session_id: str) -> bytes:
+    whole = _trajectory(db, session_id)
+    return GONE if whole is None else write(whole)

@@ -1,0 +1,186 @@
+"""The tables, and how a connection is opened.
+
+The rule for whoever edits it: a file that is in use by people is never misread; a change of the tables raises
+VERSION and brings the step from the version before. So does a new field in what is packed into a blob: this
+polarnode reads the old blobs, but the one before can not read the new. `events.seq` is AUTOINCREMENT because
+a number must never be given twice, even when its row was pruned.
+
+synchronous=FULL: in WAL mode NORMAL loses nothing when the process is killed, but a power cut may roll back
+the last commits, and a trainer that has already read those events would then miss others that get the same
+numbers. Group commit makes the difference one fsync a batch.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from polarnode.core.errors import JournalError
+
+VERSION = 4
+# By version: the statements that make the next of it. 2: turns and traces that carry more than ids and
+# logprobs. 3: sessions in each other's place, tasks whose cancelling outlives the node, turns with what they
+# heard. 4: when events and positions came, the weights that were served, events that a task's callback has
+# not taken, what a group needs to know of its sessions, when a consumer was last heard of, marks of what all
+# consumers had acknowledged.
+STEPS: Mapping[int, str] = {
+    1: "",
+    2: (
+        "ALTER TABLE sessions ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;\nALTER TABLE sessions ADD COLUMN"
+        " retried_as TEXT;\nALTER TABLE tasks ADD COLUMN cancelled REAL"
+    ),
+    3: (
+        "ALTER TABLE events ADD COLUMN at REAL NOT NULL DEFAULT 0;\nALTER TABLE positions ADD COLUMN moved"
+        " REAL NOT NULL DEFAULT 0;\nCREATE TABLE weights (number INTEGER PRIMARY KEY AUTOINCREMENT, version"
+        " TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL);\nALTER TABLE sessions ADD COLUMN trainable"
+        " INTEGER;\nALTER TABLE sessions ADD COLUMN staleness INTEGER;\nCREATE TABLE callbacks (seq INTEGER"
+        " PRIMARY KEY, task_id TEXT NOT NULL, url TEXT NOT NULL);\nCREATE INDEX callbacks_by_url ON callbacks"
+        " (url, task_id, seq);\nCREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL,"
+        " kinds TEXT NOT NULL) WITHOUT ROWID;\nALTER TABLE positions ADD COLUMN heard REAL NOT NULL DEFAULT"
+        " 0;\nCREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);\nCREATE INDEX callbacks_by_task"
+        " ON callbacks (task_id)"
+    ),
+}
+
+TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE tasks (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    task_id TEXT NOT NULL UNIQUE,
+    group_id TEXT NOT NULL,
+    idempotency_key TEXT,
+    submitted REAL NOT NULL,
+    spec BLOB NOT NULL,
+    cancelled REAL
+);
+CREATE INDEX tasks_by_key ON tasks (idempotency_key) WHERE idempotency_key IS NOT NULL;
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    sample_index INTEGER NOT NULL,
+    life INTEGER NOT NULL,
+    identity BLOB,
+    outcome BLOB,
+    reward REAL,
+    finished REAL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    retried_as TEXT,
+    trainable INTEGER,
+    staleness INTEGER
+);
+CREATE INDEX sessions_by_task ON sessions (task_id, sample_index);
+CREATE INDEX sessions_unfinished ON sessions (life) WHERE outcome IS NULL;
+CREATE TABLE turns (
+    session_id TEXT NOT NULL,
+    turn INTEGER NOT NULL,
+    sampled INTEGER NOT NULL,
+    body BLOB NOT NULL,
+    UNIQUE (session_id, turn)
+);
+CREATE TABLE trajectories (session_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    key TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    session_id TEXT,
+    outcome TEXT,
+    reward REAL,
+    body BLOB,
+    at REAL NOT NULL DEFAULT 0
+);
+CREATE INDEX events_by_task ON events (task_id, seq);
+CREATE INDEX events_by_group ON events (group_id, seq);
+CREATE TABLE positions (
+    consumer TEXT PRIMARY KEY,
+    seq INTEGER NOT NULL,
+    moved REAL NOT NULL DEFAULT 0,
+    heard REAL NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE weights (number INTEGER PRIMARY KEY AUTOINCREMENT, version TEXT NOT NULL, at REAL NOT NULL,
+    body BLOB NOT NULL);
+CREATE TABLE callbacks (seq INTEGER PRIMARY KEY, task_id TEXT NOT NULL, url TEXT NOT NULL);
+CREATE INDEX callbacks_by_url ON callbacks (url, task_id, seq);
+CREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL, kinds TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX callbacks_by_task ON callbacks (task_id);
+INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
+"""
+
+PAGE_BYTES = 16384  # most turns are 1-16 kB: a blob that fits its page needs no overflow chain
+WAL_KEPT_BYTES = 64 << 20  # what a burst leaves on disk after its checkpoint
+BUSY_MS = 10_000  # a reader of another program (sqlite3 on the command line) may hold the lock for a moment
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """A connection that any one thread at a time may use. Transactions are explicit."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    if read_only:
+        db.execute("PRAGMA query_only = 1")
+        return db
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_BYTES}")
+    return db
+
+
+def prepare(path: Path) -> sqlite3.Connection:
+    """The writer's connection to the journal at `path`, made when there is none; begins a new life.
+    JournalError when it can not be used.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        db = connect(path)
+        with transaction(db):
+            _create_or_check(db, path)
+            db.execute("UPDATE meta SET value = value + 1 WHERE name = 'life'")
+    except (sqlite3.Error, OSError) as error:
+        raise JournalError(
+            f"the journal {path} can not be opened ({error}): make room, mend its rights, or move it away to"
+            " begin a new one"
+        ) from error
+    return db
+
+
+def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        for statement in TABLES.split(";\n"):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+        return
+    for before in range(version, VERSION):
+        for statement in filter(None, STEPS[before].split(";\n")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {before + 1}")
+    if version > VERSION:
+        raise JournalError(
+            f"the journal {path} has version {version} and this polarnode knows {VERSION}: use the polarnode"
+            " that wrote it"
+        )
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All of the block or none of it; when this returns it is on disk."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def snapshot(db: sqlite3.Connection) -> Iterator[None]:
+    """Every read of the block sees the same commit."""
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        db.execute("ROLLBACK")

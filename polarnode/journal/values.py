@@ -1,0 +1,271 @@
+"""What the journal answers: frozen values. The rule for whoever edits it: nothing here knows SQL."""
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Final, Literal
+
+from attrs import field, frozen
+
+from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.trajectories import Turns, trajectory_json
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.merge.trajectory import Identity
+
+EventKind = Literal["trajectory", "group", "task", "attempt"]
+# what a reader gets who asks for no kinds: attempts are nobody's data
+USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
+
+
+@frozen(kw_only=True)
+class SessionRecord:
+    """A session at a glance. `outcome` is None until its trajectory is published; times are seconds since the
+    epoch.
+
+    `attempt` counts the sessions of its place in the group from 0; `retried_as` took its place, where one
+    did.
+    """
+
+    session_id: str
+    task_id: str
+    sample_index: int
+    outcome: Outcome | None
+    reward: float | None
+    turns: int
+    sampled_tokens: int
+    finished: float | None
+    attempt: int = 0
+    retried_as: str | None = None
+
+
+@frozen(kw_only=True)
+class TaskRecord:
+    """A task, as it was submitted, and the sessions that hold its places in order of sample_index.
+    `cancelled` is when it was, if ever.
+    """
+
+    task_id: str
+    group_id: str
+    spec: TaskSpec
+    idempotency_key: str | None
+    submitted: float
+    sessions: tuple[SessionRecord, ...]
+    cancelled: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(session.outcome is not None for session in self.sessions)
+
+
+@frozen(kw_only=True)
+class Telling:
+    """How a reader wants trajectories written. Equal names write equal bytes, which are kept for whoever
+    reads next; `write` None leaves them out.
+
+    It is called where the journal's reads run, off the event loop.
+    """
+
+    name: Hashable
+    write: Callable[[Trajectory], bytes] | None = None
+
+
+KEYS_ALONE: Final = Telling(name="keys alone")
+GONE: Final = b"null"  # in place of a trajectory that was pruned between its event and it
+
+
+def as_json(arrays: Arrays = "json", turns: Turns = "table") -> Telling:
+    """A trajectory as the API's own JSON."""
+    return Telling(
+        name=("json", arrays, turns),
+        write=lambda whole: dump_json(trajectory_json(whole, arrays=arrays, turns=turns)),
+    )
+
+
+@frozen(kw_only=True)
+class StoredEvent:
+    """One event: `key` is the same however often it is delivered.
+
+    `body` is the group or task as JSON, or the trajectory (a replaced one for `attempt`) as its reader wants
+    it told.
+    """
+
+    seq: int
+    kind: EventKind
+    key: str
+    body: bytes
+
+    @property
+    def json(self) -> bytes:
+        """What a stream sends: `{"seq", "key", kind: body}`."""
+        return self.before + self.body + b"}"
+
+    @property
+    def before(self) -> bytes:
+        """Its `json` as far as the body."""
+        return b'{"seq":%d,"key":%b,"%b":' % (self.seq, dump_json(self.key), self.kind.encode())
+
+
+@frozen(kw_only=True)
+class EventPage:
+    """Some events in order. `seen` is how far the reader now is: the last event's seq, or further when
+    filters passed over the rest.
+    """
+
+    events: tuple[StoredEvent, ...]
+    seen: int
+    first_seq: int  # the oldest kept, and
+    last_seq: int  # the newest, when this was read
+
+    def follows(self, after: int) -> bool:
+        """Whether `after` is a place in this journal from which nothing is missing; if not, the reader must
+        hear of a gap.
+        """
+        return self.first_seq - 1 <= after <= self.last_seq
+
+
+@frozen(kw_only=True)
+class Filters:
+    """Which events a reader wants; `outcome` and `min_reward` only speak of trajectories and attempts, and
+    let groups and tasks pass.
+    """
+
+    task_id: str | None = None
+    group_id: str | None = None
+    outcome: str | None = None
+    min_reward: float | None = None
+    kinds: tuple[EventKind, ...] = USUAL_KINDS
+
+
+@frozen(kw_only=True)
+class UnfinishedSession:
+    """A session of an earlier life of this node that never got a trajectory; `spec` is None when no task was
+    journaled (a capture).
+
+    `cancelled`: its task was, before the node ended.
+    """
+
+    identity: Identity
+    spec: TaskSpec | None
+    turns: tuple[Turn, ...]
+    cancelled: bool = False
+
+
+@frozen(kw_only=True)
+class Retention:
+    """How much is kept, in bytes of stored data and in seconds.
+
+    What every consumer has acknowledged goes, oldest first and with its turns, over `acknowledged` bytes or
+    when they all had `acknowledged_s` ago. A consumer that was not heard of for `silence_s` is no longer
+    waited for. Over `everything` the oldest go whoever still wants them, and a reader that comes late is told
+    so by a `gap`.
+    """
+
+    # about a million turns of 1 000 tokens: a day of a busy node, to read again after a trainer's mistake
+    acknowledged: int = 8 << 30
+    # a trainer that is away for a weekend; beyond it the node's own disk is the greater worry
+    everything: int = 64 << 30
+    acknowledged_s: float = 72 * 3600.0  # a mistake that is seen on Monday is read again from Friday
+    # a week: longer than any pause of a run that goes on, and disks are not held for runs that do not
+    silence_s: float = 168 * 3600.0
+
+
+@frozen(kw_only=True)
+class Position:
+    """How far a consumer has acknowledged; when that moved and when it was last heard of, in seconds since
+    the epoch.
+    """
+
+    seq: int
+    moved: float
+    heard: float
+
+
+@frozen(kw_only=True)
+class Waiting:
+    """Whom the journal waits for: those heard of after `since` (everyone where the node itself began later),
+    and those who read now.
+    """
+
+    since: float
+    present: Collection[str]
+
+    def holds(self, name: str, position: Position) -> bool:
+        """Whether nothing it has not acknowledged may go as acknowledged."""
+        return name in self.present or position.heard > self.since
+
+
+@frozen(kw_only=True)
+class Progress:
+    """What the writer knows after a commit."""
+
+    entries: int = 0  # written since the journal was opened
+    last_seq: int = 0
+    first_seq: int = 1  # the oldest event kept
+    stored_bytes: int = 0
+    free_bytes: int = 0  # of the file, to be written again before it grows
+    disk_free: int = 0
+    consumers: Mapping[str, Position] = field(factory=dict)
+    acknowledged_seq: int = 0  # by all consumers that are waited for
+    oldest_unacknowledged: float | None = None  # when it came, in seconds since the epoch
+
+    def about_bytes(self, events: int) -> int:
+        """What so many events take: their share of all that is stored, as a session's size is not known by
+        its number.
+        """
+        kept = self.last_seq - self.first_seq + 1
+        return self.stored_bytes * min(events, kept) // kept if kept > 0 else 0
+
+    def behind(self, seq: int) -> int:
+        """Events kept after `seq`."""
+        return self.last_seq - max(seq, self.first_seq - 1)
+
+
+@frozen(kw_only=True)
+class ConsumerRecord:
+    """A consumer at a glance. `behind_events` counts all kinds after its position, whatever it filters;
+    `behind_bytes` is about what they take.
+
+    `missed`: events after its position that were pruned, of which a `gap` will tell it. `moved` is when its
+    position last did, `heard` when it last acknowledged, or opened or closed a stream, in seconds since the
+    epoch. `holds`: what it has not acknowledged is kept for it.
+    """
+
+    consumer: str
+    position: int
+    behind_events: int
+    behind_bytes: int
+    missed: int
+    moved: float
+    heard: float
+    connected: int  # streams open under its name
+    holds: bool
+
+
+@frozen(kw_only=True)
+class JournalStatistics:
+    """The journal now. `warning` is a sentence while something is wrong, `refuses_tasks` says that no new
+    task should be taken.
+
+    `unacknowledged_…` is what some consumer that is waited for has not acknowledged (where there is none:
+    all), about as many bytes of `most_bytes`, beyond which the oldest go all the same; the oldest of it came
+    `oldest_unacknowledged_s` ago.
+    """
+
+    first_seq: int
+    last_seq: int
+    positions: Mapping[str, int]
+    stored_bytes: int
+    most_bytes: int
+    free_bytes: int
+    disk_free: int
+    acknowledged_seq: int
+    unacknowledged_events: int
+    unacknowledged_bytes: int
+    oldest_unacknowledged_s: float | None
+    entries: int
+    backlog_entries: int
+    backlog_bytes: int
+    most_backlog_bytes: int
+    dropped: int
+    warning: str | None
+    refuses_tasks: bool

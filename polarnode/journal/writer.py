@@ -1,0 +1,221 @@
+"""The one thread that writes: takes all that is queued, commits it at once, says so.
+
+The rules for whoever edits it. `put` never waits and never fails: the event loop calls it as the last act of
+a session. An entry is forgotten only when its commit is on disk, or when it alone can never be written (a
+bug, logged and counted); a full disk is waited out with the backlog in memory. The thread ends when told to
+and when there is nothing left, or nothing that can be written.
+"""
+
+import logging
+import shutil
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+
+from attrs import define, evolve, field
+
+from polarnode.journal.entries import Entry
+from polarnode.journal.retention import (
+    Moment,
+    acknowledged_seq,
+    came_at,
+    free_bytes,
+    positions,
+    prune,
+    stored_bytes,
+)
+from polarnode.journal.schema import transaction
+from polarnode.journal.values import Progress, Retention, Waiting
+
+logger = logging.getLogger(__name__)
+
+# a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
+BATCH_BYTES = 16 << 20
+LOOK_S = 600.0  # between looks at what has become old while nothing is written: retention is in hours
+# left on the disk, and what is only kept to be read again goes: four times what is left when tasks are
+# refused
+SHORT_BYTES = 1 << 30
+RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
+# Errors of the statement, not of the disk: trying again fails again. An error without a code comes from
+# Python's binding of values.
+HOPELESS = {
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_MISUSE,
+    sqlite3.SQLITE_RANGE,
+    sqlite3.SQLITE_TOOBIG,
+}
+
+
+@define(eq=False)
+class Writer:
+    """Owns the writing connection and the backlog. `on_progress` is called in the writer's thread after every
+    commit.
+    """
+
+    path: Path
+    db: sqlite3.Connection
+    retention: Retention
+    on_progress: Callable[[Progress], None]
+    now: Callable[[], float]  # called in its thread too
+    present: frozenset[str] = frozenset()  # consumers with a stream open; replaced, never changed
+    warning: str | None = None
+    dropped: int = 0
+    put_entries: int = 0
+    backlog_bytes: int = 0
+    _done_entries: int = 0
+    _backlog: deque[Entry] = field(factory=deque)
+    _stopping: bool = False
+    _changed: threading.Condition = field(factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _last: Progress = field(factory=Progress)
+    _opened: float = 0.0
+    _pruning: bool = False  # the last commit dropped something, and there may be more
+
+    @property
+    def backlog_entries(self) -> int:
+        return self.put_entries - self._done_entries
+
+    def start(self) -> Progress:
+        """Begin; what the journal holds now."""
+        # a disk that hangs must not keep the process
+        self._thread = threading.Thread(target=self._run, name="journal writer", daemon=True)
+        self._opened = self.now()
+        self._last = self._progress()
+        self._thread.start()
+        return self._last
+
+    def put(self, entry: Entry) -> int:
+        """Queue an entry; returns its number. Order is kept."""
+        with self._changed:
+            self._backlog.append(entry)
+            self.put_entries += 1
+            self.backlog_bytes += entry.size
+            self._changed.notify()
+            return self.put_entries
+
+    def stop(self) -> None:
+        """Write what is queued and end; while the disk refuses, one more attempt is made and the rest given
+        up.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread, in a thread of the caller's."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def waiting(self) -> Waiting:
+        """Whom the journal waits for now."""
+        since = self.now() - self.retention.silence_s
+        return Waiting(since=since if self._opened <= since else -inf, present=self.present)
+
+    # ── the thread ────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._take()) is not None:
+                self._write_until_done(batch)
+        finally:
+            self.db.close()
+
+    def _take(self) -> Sequence[Entry] | None:
+        """The next batch, waited for; an empty one when it is time to prune, None when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._backlog or self._stopping, 0 if self._pruning else LOOK_S)
+            if self._stopping and not self._backlog:
+                return None
+            batch: list[Entry] = []
+            size = 0
+            while self._backlog and size < BATCH_BYTES:
+                batch.append(self._backlog.popleft())
+                size += batch[-1].size
+            return batch
+
+    def _write_until_done(self, batch: Sequence[Entry]) -> None:
+        while not self._written(batch):
+            with self._changed:
+                if self._stopping:
+                    logger.error(
+                        "the journal is closed with %s entries unwritten: %s",
+                        self.backlog_entries,
+                        self.warning,
+                    )
+                    self._backlog.clear()
+                    return
+                self._changed.wait(RETRY_S)
+        with self._changed:
+            self._done_entries += len(batch)
+            self.backlog_bytes -= sum(entry.size for entry in batch)
+        self.warning = None
+        self._report()
+
+    def _written(self, batch: Sequence[Entry]) -> bool:
+        """Commit the batch. False when the disk refuses; an entry that can never be written is dropped from
+        it.
+        """
+        try:
+            self._commit(batch)
+        except sqlite3.Error as error:
+            # the low byte is the class of the error
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in HOPELESS:
+                return self._written_one_by_one(batch)
+            self.warning = (
+                f"the journal can not be written ({error}): make room on its disk; what is running is kept in"
+                " memory"
+            )
+            return False
+        except Exception:  # an entry's own bug must not stop the journal of all others
+            return self._written_one_by_one(batch)
+        return True
+
+    def _written_one_by_one(self, batch: Sequence[Entry]) -> bool:
+        if len(batch) > 1:
+            return all(self._written([entry]) for entry in batch)
+        logger.exception("the journal drops an entry that it can not write: this is a bug of polarnode")
+        self.dropped += 1
+        return True
+
+    def _commit(self, batch: Sequence[Entry]) -> None:
+        with transaction(self.db):
+            for entry in batch:
+                entry.apply(self.db)
+            self._pruning = prune(self.db, self.retention, self._moment(len(batch)))
+
+    def _moment(self, came: int) -> Moment:
+        """Within the commit: an acknowledgement in it counts."""
+        acknowledged, last = acknowledged_seq(positions(self.db), self.waiting()), self._last
+        short = last.disk_free + last.free_bytes < SHORT_BYTES
+        return Moment(now=self.now(), acknowledged=acknowledged, short=short, came=came)
+
+    def _report(self) -> None:
+        try:
+            self._last = self._progress()
+        except (sqlite3.Error, OSError) as error:
+            # the entries are on disk all the same, and someone may wait for them
+            self.warning = f"the journal can not be measured ({error}): look at its disk"
+            self._last = evolve(self._last, entries=self._done_entries)
+        self.on_progress(self._last)
+
+    def _progress(self) -> Progress:
+        last = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        (pruned,) = self.db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
+        consumers = positions(self.db)
+        acknowledged = acknowledged_seq(consumers, self.waiting())
+        return Progress(
+            entries=self._done_entries,
+            last_seq=last[0] if last else 0,
+            first_seq=pruned + 1,
+            stored_bytes=stored_bytes(self.db),
+            free_bytes=free_bytes(self.db),
+            disk_free=shutil.disk_usage(self.path.parent).free,
+            consumers=consumers,
+            acknowledged_seq=acknowledged,
+            oldest_unacknowledged=came_at(self.db, acknowledged + 1),
+        )

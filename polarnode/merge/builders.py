@@ -1,0 +1,313 @@
+"""Where a row that is too long is cut: stretches of it, one behind the other, each within the limit.
+
+The rule for whoever edits it: a trained sample is never cut and lies in one slice; a slice begins where a
+turn ended, with at least one token that its first trained one is conditioned on; slices do not overlap, and
+what lies between two of them is context alone. Fewest slices first, then as much context as fits. Only
+lengths are looked at here, no token.
+
+One row: the turns of a line, copied one behind the other, whole or a slice of it at a time.
+
+The rule for whoever edits it: what is copied is what the engine was given and gave, as memory; a row is never
+made whole to be cut.
+
+Turns into training sequences: which turns are trained, and the rows in which their tokens lie.
+
+Whoever adds a builder keeps two rules: a row is token for token what the engine was conditioned on (it is
+copied from the turns, nothing is rendered here), and a sampled token is trainable in one row only.
+`checks.check` holds both on every result. All of it is linear in the output: chains are walked, ids are
+copied as memory, nothing is recursive.
+
+A builder of one's own makes its rows of `select` (which turns are trained, by the same settings), `line_to`
+and `row` or `rows`.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from attrs import frozen
+
+from polarnode.core import plugins
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused, boundary
+from polarnode.core.task import BuilderSpec
+from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
+from polarnode.merge import ledger
+from polarnode.merge.invariants import check_turns
+from polarnode.merge.selection import Cast, Settings, read_settings, select
+from polarnode.merge.token_extras import carried_of
+
+# ── slices ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Slice:
+    """Tokens [start, end) of a row: all or the end of what its turns `first` to `last` (places in the line,
+    both in it) brought.
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+    part: int = 0
+    parts: int = 1
+    over_long: bool = False
+
+
+def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> list[Slice]:
+    """The slices of the row that a line of turns makes, its trained ones by index; one, the whole row, where
+    that is within the limit.
+
+    `line` may begin after the root when at least `limit` tokens of it are there.
+    """
+    end, begin = line[-1].end, line[0].begin
+    if limit is None or end <= limit:
+        return [Slice(start=begin, end=end, first=0, last=len(line) - 1)]
+    groups = list(_groups(line, list(_units(line, trained)), limit))
+    ends = [turn.end for turn in line]
+    cut: list[Slice] = []
+    for part, (first, last) in enumerate(groups):
+        floor = cut[-1].end if cut else begin
+        start = _start(line, ends, first, floor=floor, low=max(floor, ends[last] - limit))
+        length = ends[last] - start
+        inner = bisect_left(ends, start + 1)
+        cut.append(
+            Slice(
+                start=start,
+                end=ends[last],
+                first=inner,
+                last=last,
+                part=part,
+                parts=len(groups),
+                over_long=length > limit,
+            )
+        )
+    return cut
+
+
+def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
+    """The trained turns as places (first, last): one that goes on right behind a trained sample has no
+    context of its own, and stays with it.
+    """
+    places = [place for place, turn in enumerate(line) if turn.index in trained]
+    first = places[0]
+    for last, following in pairwise(places):
+        if line[following].prompt_length > line[last].end:
+            yield first, last
+            first = following
+    yield first, places[-1]
+
+
+def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, int]]:
+    """As many units together as fit, from the left: no other way needs fewer slices."""
+    first, last = units[0]
+    for unit in units[1:]:
+        if line[unit[1]].end - line[first].begin > limit:
+            yield first, last
+            first = unit[0]
+        last = unit[1]
+    yield first, last
+
+
+def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int, low: int) -> int:
+    """Where a slice begins whose first trained turn is at place `first`: not before `low`, and at a turn's
+    end if one is there.
+    """
+    sample = line[first].prompt_length
+    if low == floor:
+        return floor
+    if low >= sample:
+        # a sample as long as the limit or longer: the one token that it can not be without
+        return max(floor, sample - 1)
+    end = ends[bisect_left(ends, low)]
+    return end if end < sample else low
+
+
+# ── rows ────────────────────────────────────────────────────────────
+
+
+def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
+    """The ids turn `index` was conditioned on, exactly, int32[prompt_length]. A fresh array."""
+    return ledger.prompt_ids({turn.index: turn for turn in turns}, index)
+
+
+def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = None) -> list[Turn]:
+    """The turns from a root to `index`, or as many of the last of them as hold at least that many tokens."""
+    return ledger.chain(by_index, index, since=-1 if tokens is None else by_index[index].end - tokens)
+
+
+def row(line: Sequence[Turn], trained: Collection[int], *, prompt_length: int | None = None) -> Trace:
+    """What a line of turns makes, from its root on, with loss on the samples of the turns whose index is in
+    `trained`.
+
+    `prompt_length` says where what was asked ends and the answer begins; the first sample unless said.
+    """
+    [trace] = rows(line, trained, prompt_length=prompt_length)
+    return trace
+
+
+def rows(
+    line: Sequence[Turn],
+    trained: Collection[int],
+    *,
+    limit: int | None = None,
+    prompt_length: int | None = None,
+) -> Iterator[Trace]:
+    """The same in slices of at most `limit` tokens; each trained turn must be of the line."""
+    for cut in slices(line, trained, limit):
+        yield _row(line[cut.first : cut.last + 1], trained, cut, prompt_length)
+
+
+def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
+    leaf, length = line[-1], cut.end - cut.start
+    # first, while the arrays that are eight times as large are not there: it is copied once
+    mask = _mask(line, trained, cut)
+    token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
+    with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
+        for turn in line:
+            start, end = turn.prompt_length - cut.start, turn.end - cut.start
+            _copy(tokens, turn.prompt_delta, end=start)
+            _copy(tokens, turn.sampled, end=end)
+            if turn.index in trained:
+                chances[start:end] = memoryview(turn.logprobs)
+    shown = [turn for turn in line if turn.sampled and turn.prompt_length >= cut.start]
+    first = next((turn.prompt_length for turn in shown), cut.end) if prompt_length is None else prompt_length
+    carried = carried_of(line, trained, offset=cut.start)
+    return Trace(
+        lineage=leaf.lineage,
+        token_ids=token_ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        prompt_length=first - cut.start,
+        turn_spans=tuple(
+            TurnSpan(turn=turn.index, start=turn.prompt_length - cut.start, end=turn.end - cut.start)
+            for turn in shown
+        ),
+        version_spans=tuple(_versions(shown, cut.start)),
+        role=leaf.role,
+        finish_reason=leaf.finish_reason,
+        offset=cut.start,
+        part=cut.part,
+        parts=cut.parts,
+        over_long=cut.over_long,
+        top=carried.top,
+        routed=carried.routed,
+        lacks=carried.lacks,
+    )
+
+
+def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
+    mask = bytearray(cut.end - cut.start)
+    for turn in line:
+        if turn.index in trained:
+            mask[turn.prompt_length - cut.start : turn.end - cut.start] = b"\x01" * len(turn.sampled)
+    return bytes(mask)
+
+
+def _copy(tokens: "memoryview[int]", given: "array[int]", *, end: int) -> None:
+    """Put ids where they end; those before the row's first are cut."""
+    start = end - len(given)
+    if end > 0:
+        tokens[max(start, 0) : end] = memoryview(given)[max(-start, 0) :]
+
+
+def _versions(shown: Sequence[Turn], start: int) -> Iterator[VersionSpan]:
+    for turn in shown:
+        at = turn.prompt_length - start
+        for span in turn.version_spans:
+            yield VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
+
+
+# ── builders ────────────────────────────────────────────────────────────
+
+__all__ = [
+    "Builder",
+    "Cast",
+    "Settings",
+    "build",
+    "line_to",
+    "per_request",
+    "prefix_merging",
+    "prompt_ids",
+    "read_settings",
+    "row",
+    "rows",
+    "select",
+]
+
+Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
+
+
+def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[str, ...] = ()) -> Built:
+    """The rows of a session as the named builder makes them. Refused for an unknown name, a wrong config or
+    an import that fails.
+
+    LawBroken when the turns themselves are not whole, before anything is made of them.
+    """
+    check_turns(turns)
+    if spec.import_path is not None:
+        return _foreign(spec.import_path, turns, spec.config, allowed_imports)
+    builder = _BUILDERS.get(spec.name)
+    if builder is None:
+        raise Refused(
+            f"there is no builder {spec.name!r}: name one of {', '.join(_BUILDERS)}, or give import_path",
+            path="$.builder.name",
+        )
+    return builder(turns, spec.config)
+
+
+def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
+    """One row a leaf of the tree of turns. A turn in several rows is trained in the first of them and context
+    in the others.
+
+    The first, and not the longest: rows and their tokens are as many either way, and so a row does not change
+    with what comes after it.
+    """
+    cast = select(turns, config)
+    taken: set[int] = set()
+    traces: list[Trace] = []
+    for leaf in cast.leaves:
+        line = line_to(cast.by_index, leaf.index)
+        lost = {turn.index for turn in line if turn.index in cast.trained_indexes and turn.index not in taken}
+        taken |= lost
+        traces += rows(line, lost, limit=cast.settings.max_row_tokens)
+    return Built(traces=tuple(traces), left_out=cast.left_out)
+
+
+def per_request(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
+    """One row a trained turn: its whole prompt as context, its sample with loss. Of a prompt that is too long
+    the end is kept.
+    """
+    cast = select(turns, config)
+    limit = cast.settings.max_row_tokens
+    traces: list[Trace] = []
+    for turn in cast.trained:
+        needed = None if limit is None else max(limit, len(turn.sampled)) + 1
+        line = line_to(cast.by_index, turn.index, tokens=needed)
+        traces += rows(line, {turn.index}, limit=limit, prompt_length=turn.prompt_length)
+    return Built(traces=tuple(traces), left_out=cast.left_out)
+
+
+_BUILDERS: Final[Mapping[str, Builder]] = {"prefix_merging": prefix_merging, "per_request": per_request}
+
+
+def _foreign(
+    import_path: str, turns: Sequence[Turn], config: Mapping[str, Json], allowed: tuple[str, ...]
+) -> Built:
+    builder = plugins.load(import_path, allowed=allowed)
+    if not callable(builder):
+        raise Refused(
+            f"the builder {import_path!r} is not callable: name a function of (turns, config)",
+            path="$.builder.import_path",
+        )
+    with boundary(Refused, f"the builder {import_path!r} failed"):
+        built = builder(turns, config)
+    if not isinstance(built, Built):
+        raise Refused(
+            f"the builder {import_path!r} returned {type(built).__name__}: return a Built",
+            path="$.builder.import_path",
+        )
+    return built

@@ -1,0 +1,226 @@
+"""A builder's `config`: what is trained and how long a row may be, read once and refused with the field's
+path.
+
+The rule for whoever edits it: a default keeps every sampled token trainable unless training it would be a
+mistake (a side call, an answer that nobody used, an engine's failure), and every setting says in its refusal
+what it is for.
+
+Which of a session's turns are trained, and why each other one is not.
+
+The rule for whoever edits it: a turn has one reason, the first that holds, and only the turns themselves and
+the settings decide it: never the order in which turns come, or a row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, get_args
+
+from attrs import fields, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import LeftOut, Turn, TurnRole
+from polarnode.merge.attach import CHOICE
+from polarnode.merge.invariants import is_whole
+
+# ── settings ────────────────────────────────────────────────────────────
+
+ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
+# What an agent does for its task; titles, routing and summaries are the harness's own business, under prompts
+# that no evaluator judges.
+TRAINED_ROLES: Final[frozenset[TurnRole]] = frozenset(("main", "subagent"))
+SHORTEST_ROW: Final = 2  # a token to be conditioned on, and a sampled one
+
+
+@frozen(kw_only=True)
+class Settings:
+    """Which turns carry loss, and how many tokens a row may have (None: as many as it has).
+
+    `train_superseded`: cut answers that the client asked for again. `train_failed`: what was sampled before
+    the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`: answers that
+    ended because the client left or someone aborted them.
+    """
+
+    train_roles: frozenset[TurnRole] = TRAINED_ROLES
+    train_superseded: bool = False
+    train_failed: bool = False
+    train_cut: bool = True
+    train_partial: bool = True
+    max_row_tokens: int | None = None
+
+
+_SWITCHES: Final[Mapping[str, str]] = {
+    "train_superseded": "whether answers are trained that were cut and asked for again",
+    "train_failed": "whether what was sampled before the engine failed is trained",
+    "train_cut": "whether answers are trained that ended at their token limit",
+    "train_partial": "whether answers are trained that ended because the client left or an abort came",
+}
+_OLDER_WORD: Final = "train_auxiliary"
+NAMES: Final = (*(field.name for field in fields(Settings)), _OLDER_WORD)
+
+
+def read_settings(config: Mapping[str, Json]) -> Settings:
+    """The settings that a config says. Refused, with the field's path, for an unknown name or a value that
+    can not be.
+    """
+    unknown = [name for name in config if name not in NAMES]
+    if unknown:
+        raise Refused(
+            f"builders know no setting {unknown[0]!r}: theirs are {', '.join(NAMES)}", path=_path(unknown[0])
+        )
+    switches = {
+        name: _switch(config, name, what, getattr(Settings(), name)) for name, what in _SWITCHES.items()
+    }
+    return Settings(train_roles=_train_roles(config), max_row_tokens=_limit(config), **switches)
+
+
+def _switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> bool:
+    said = config.get(name, default)
+    if not isinstance(said, bool):
+        raise Refused(f"{name} says {what}: make it true or false", path=_path(name))
+    return said
+
+
+def _limit(config: Mapping[str, Json]) -> int | None:
+    said = config.get("max_row_tokens")
+    if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < SHORTEST_ROW):
+        raise Refused(
+            f"max_row_tokens says how many tokens a row may have: make it a whole number from {SHORTEST_ROW}",
+            path=_path("max_row_tokens"),
+        )
+    return said
+
+
+def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
+    """The roles whose turns carry loss. `train_auxiliary` is the older word for all of them."""
+    everything = _switch(config, _OLDER_WORD, "whether side calls are trained", default=False)
+    if "train_roles" not in config:
+        return frozenset(ROLES) if everything else TRAINED_ROLES
+    if everything:
+        raise Refused(
+            "train_auxiliary and train_roles say the same: keep train_roles", path=_path(_OLDER_WORD)
+        )
+    return frozenset(_roles(config["train_roles"]))
+
+
+def _roles(said: Json) -> Iterator[TurnRole]:
+    words = ", ".join(ROLES)
+    if not isinstance(said, list):
+        raise Refused(
+            f"train_roles lists the roles whose turns are trained: make it a list of {words}",
+            path=_path("train_roles"),
+        )
+    for place, word in enumerate(said):
+        found = [role for role in ROLES if role == word]
+        if not found:
+            raise Refused(
+                f"there is no role {word!r}: name some of {words}", path=f"{_path('train_roles')}[{place}]"
+            )
+        yield from found
+
+
+def _path(name: str) -> str:
+    return f"$.builder.config.{name}"
+
+
+# ── cast ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Cast:
+    """The session's turns by index, those that are trained in index order, and the others with their
+    reason.
+    """
+
+    by_index: Mapping[int, Turn]
+    trained: tuple[Turn, ...]
+    trained_indexes: frozenset[int]
+    left_out: tuple[LeftOut, ...]
+    settings: Settings
+
+    @property
+    def leaves(self) -> tuple[Turn, ...]:
+        """The trained turns that no other trained turn extends: where rows end, in index order."""
+        inner = self._extended()
+        return tuple(turn for turn in self.trained if turn.index not in inner)
+
+    def _extended(self) -> set[int]:
+        """The turns that some trained turn extends. Each is visited once, so a thousand leaves on one trunk
+        cost no more than one.
+        """
+        inner: set[int] = set()
+        for turn in self.trained:
+            step = turn.parent
+            while step is not None and step not in inner:
+                inner.add(step)
+                step = self.by_index[step].parent
+        return inner
+
+
+def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> Cast:
+    """Who plays in a session, as a builder's config says. Refused for a config that is wrong."""
+    settings = read_settings(config)
+    by_index = {turn.index: turn for turn in turns}
+    ordered = [by_index[index] for index in sorted(by_index)]
+    retried, endings = _superseded(ordered), _endings(ordered)
+    reasons = {
+        turn.index: _why_not(
+            turn, settings, ending=endings.get(turn.index, turn), retried=turn.index in retried
+        )
+        for turn in ordered
+    }
+    trained = tuple(turn for turn in ordered if reasons[turn.index] is None)
+    left_out = tuple(
+        LeftOut(turn=index, reason=reason) for index, reason in reasons.items() if reason is not None
+    )
+    return Cast(
+        by_index=by_index,
+        trained=trained,
+        trained_indexes=frozenset(turn.index for turn in trained),
+        left_out=left_out,
+        settings=settings,
+    )
+
+
+def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> str | None:
+    """Why a turn carries no loss, or None. `ending` is the turn with which its answer ended."""
+    if turn.state == "failed" and not (settings.train_failed and turn.sampled and is_whole(turn)):
+        return "failed"
+    if not turn.sampled:
+        return "empty"
+    if retried and not settings.train_superseded:
+        return "superseded"
+    if ending.state == "partial" and not settings.train_partial:
+        return "partial"
+    if ending.finish_reason == "length" and not settings.train_cut:
+        return "length"
+    return None if turn.role in settings.train_roles else turn.role
+
+
+def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
+    """Of turns whose answer went on exactly where they were cut: the last turn of that answer."""
+    found: dict[int, Turn] = {}
+    for turn in reversed(ordered):
+        if turn.kind == "continue" and turn.parent is not None and turn.state != "failed":
+            found.setdefault(turn.parent, found.get(turn.index, turn))
+    return found
+
+
+def _superseded(ordered: Sequence[Turn]) -> set[int]:
+    """Cut turns that nothing extends and that a later sibling asked again, not in vain: what the agent went
+    on with is its answer.
+
+    Another choice of the same call asked nothing again.
+    """
+    living = [turn for turn in ordered if turn.state != "failed"]
+    last_asked = {asked: turn.index for turn in living if turn.reason != CHOICE for asked in _asked(turn)}
+    extended = {turn.parent for turn in living}
+    cut = [turn for turn in living if turn.state == "partial" and turn.index not in extended]
+    return {
+        turn.index for turn in cut if any(last_asked.get(asked, -1) > turn.index for asked in _asked(turn))
+    }
+
+
+def _asked(turn: Turn) -> list[tuple[int | None, str, str]]:
+    """What was asked of which parent, in each of the ways in which two askings can be the same."""
+    ways = (("path", turn.before_key), ("body", turn.request_key))
+    return [(turn.parent, way, key) for way, key in ways if key]

@@ -1,0 +1,211 @@
+"""What is carried with the tokens beside ids, logprobs and weight versions: the likeliest alternatives, and
+the experts that read each position.
+
+Whoever edits this keeps two rules: a row of a trace is the engine's own bytes, copied from the turn that has
+it; and what was asked for and is not there is said, by the turn in a note and by the trace in `lacks`, never
+padded. All of it is copied as memory.
+"""
+
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+from attrs import define, field, frozen
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs
+from polarnode.core.codec.arrays import routed_of_turns, top_of_turns
+from polarnode.core.conversation import Json
+from polarnode.core.task import CarrySpec
+from polarnode.core.trajectory import Trace, Turn
+
+Carried = Literal["top_logprobs", "routed_experts"]
+NOT_CARRIED: Final = "not carried: "  # how a turn's note begins that says why
+CUT: Final = "the sample was cut before its end"
+LIMIT: Final = "the session has used up the node's carried_mb"
+
+
+def note(what: Carried, why: str) -> str:
+    """What a turn says of something that was asked for and is not in it."""
+    return f"{NOT_CARRIED}{what}: {why}"
+
+
+# ── a row of turns, by what they carry ────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Carriage:
+    """What a trace carries: the fields of `Trace` of the same names."""
+
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    lacks: tuple[str, ...] = ()
+
+
+def carried_of(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> Carriage:
+    """What a row carries. `line` is its turns, root first, to the last in it; `trained` the indexes of those
+    with loss.
+
+    `offset` is where a part of a longer row begins.
+    """
+    if not any(map(_asked_of, line)):
+        return Carriage()
+    top, routed = top_of(line, trained), routed_of(line, offset=offset)
+    lacks = [
+        *(_lacking("top_logprobs", _sampled(line, trained)) if top is None else ()),
+        *(_lacking("routed_experts", line) if routed is None else ()),
+    ]
+    return Carriage(top=top, routed=routed, lacks=tuple(lacks))
+
+
+def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
+    """The alternatives of each trainable token of a row, in order; None when a token lacks them."""
+    return top_of_turns(_sampled(line, trained))
+
+
+def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
+    """The experts of a row's positions but the last; None when a position lacks them. A turn may fill what
+    one before it lacks.
+    """
+    return routed_of_turns(offset, line)
+
+
+def _sampled(line: Sequence[Turn], trained: Collection[int]) -> list[Turn]:
+    return [turn for turn in line if turn.index in trained and turn.sampled]
+
+
+def _asked_of(turn: Turn) -> bool:
+    return (
+        turn.top is not None
+        or turn.routed is not None
+        or any(each.startswith(NOT_CARRIED) for each in turn.notes)
+    )
+
+
+def _lacking(what: Carried, turns: Sequence[Turn]) -> Iterator[str]:
+    """The last turn that lacks it, and why, where any was asked for it."""
+    lacking = [
+        (turn.index, _why(turn, what))
+        for turn in turns
+        if (turn.top if what == "top_logprobs" else turn.routed) is None
+    ]
+    said = [each for each in lacking if each[1] is not None]
+    if said:
+        yield f"{what}: turn {said[-1][0]} has none: {said[-1][1]}"
+    elif 0 < len(lacking) < len(turns):
+        yield f"{what}: turn {lacking[-1][0]} has none"
+    elif turns and not lacking:
+        yield f"{what}: the rows of its turns do not meet"
+
+
+def _why(turn: Turn, what: Carried) -> str | None:
+    begins = note(what, "")
+    return next((each.removeprefix(begins) for each in turn.notes if each.startswith(begins)), None)
+
+
+def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
+    """The weight version of every token: the versions in the order they first sampled, and int32[T] of places
+    among them, -1 where none did.
+    """
+    named = {span.version: None for span in trace.version_spans}
+    places = {version: place for place, version in enumerate(named)}
+    found = array("i", b"\xff" * (4 * len(trace.token_ids)))
+    for span in trace.version_spans:
+        found[span.start : span.end] = array("i", [places[span.version]]) * (span.end - span.start)
+    return tuple(named), found
+
+
+# ── a session, as it goes ─────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Carry:
+    """What the turns of one call carry: `top_logprobs` of each token, the experts from position `routed_from`
+    on, `room` bytes at most.
+
+    `notes` say why it is less than the task asked for.
+    """
+
+    top_logprobs: int = 0
+    routed_from: int | None = None
+    room: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Held:
+    """What a turn carries: the fields of `Turn` of the same names, and its notes of what is not there."""
+
+    top: TopLogprobs | None = None
+    routed: RoutedExperts | None = None
+    notes: tuple[str, ...] = ()
+
+
+def held_of(carry: Carry, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None) -> Held:
+    """What a turn of `sampled` tokens carries of what the engine told. A sample that was cut has no experts:
+    SGLang tells them at its end.
+    """
+    if not sampled:
+        return Held()
+    rows, notes = TopLogprobs.joined(top), list(carry.notes)
+    if carry.top_logprobs and (rows is None or rows.rows != sampled):
+        rows = None
+        notes.append(note("top_logprobs", "the engine told of fewer tokens than it sampled"))
+    if carry.routed_from is not None and routed is None:
+        notes.append(note("routed_experts", CUT))
+    if size_of(rows, routed) > carry.room:
+        lost: tuple[Carried, ...] = () if rows is None else ("top_logprobs",)
+        lost = lost if routed is None else (*lost, "routed_experts")
+        return Held(notes=(*notes, *(note(what, LIMIT) for what in lost)))
+    return Held(top=rows, routed=routed, notes=tuple(notes))
+
+
+@define(eq=False)
+class Carrier:
+    """What one session's turns carry, and how much that is. `limit` bytes are the most; beyond it turns say
+    that they carry nothing.
+    """
+
+    spec: CarrySpec
+    limit: int
+    carried: int = field(default=0, init=False)  # bytes
+    without: int = field(default=0, init=False)  # turns that lack something they were to carry
+    # by turn: how many positions have their experts, from 0 on, without a gap
+    _covered: dict[int, int] = field(factory=dict, init=False)
+
+    def carry(self, parent: int | None) -> Carry:
+        """What a call that extends `parent` carries. Its rows begin where those of its ancestors end."""
+        if not self._asked:
+            return Carry()
+        if self.carried >= self.limit:
+            return Carry(notes=tuple(note(what, LIMIT) for what in self._asked))
+        routed_from = self.covered(parent) if self.spec.routed_experts else None
+        return Carry(
+            top_logprobs=self.spec.top_logprobs, routed_from=routed_from, room=self.limit - self.carried
+        )
+
+    def covered(self, index: int | None) -> int:
+        """How many of the positions of a turn have their experts, in it or before it."""
+        return 0 if index is None else self._covered.get(index, 0)
+
+    def add(self, turn: Turn) -> None:
+        """Count a turn that ended."""
+        have = self.covered(turn.parent)
+        if turn.routed is not None and turn.routed.start <= have:
+            have = max(have, turn.routed.end)
+        self._covered[turn.index] = have
+        self.carried += size_of(turn.top, turn.routed)
+        self.without += any(each.startswith(NOT_CARRIED) for each in turn.notes)
+
+    def metrics(self) -> Mapping[str, Json]:
+        """What a trajectory says of it; nothing when nothing was asked for."""
+        return {"carried_bytes": self.carried, "uncarried_turns": self.without} if self._asked else {}
+
+    @property
+    def _asked(self) -> tuple[Carried, ...]:
+        top: tuple[Carried, ...] = ("top_logprobs",) if self.spec.top_logprobs else ()
+        return (*top, "routed_experts") if self.spec.routed_experts else top
+
+
+def size_of(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
+    """Bytes."""
+    return (0 if top is None else top.size) + (0 if routed is None else len(routed.data))

@@ -1,0 +1,369 @@
+"""One line of JSON as one model call: ids as int32, logprobs as float32, and a fault as one sentence with
+line and field.
+
+The rule for whoever edits it: a call that comes out of here is whole (as many logprobs as sampled ids, every
+number in range), and nothing costs a Python object an id beyond what the JSON reader makes.
+
+The calls of one session as a forest: every id once, and the turn that a prompt extends found in time linear
+in the prompt.
+
+A call extends the turn whose prompt and sample are the longest exact beginning of its prompt. Candidates are
+found by a hash at the lengths at which turns end, and proven by comparing memory. Ids lie in lines: a call
+that extends the last turn of a line is appended to it, any other begins a line of its own, so lines are the
+rows to come. Whoever edits this keeps it free of recursion and of anything that costs (turns x tokens).
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any, Final, Literal
+
+import numpy
+import orjson
+from attrs import define, field, frozen
+
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Sampling, Usage
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Turn, TurnKind, VersionSpan
+
+# ── calls ────────────────────────────────────────────────────────────
+
+Name = str | int | float
+LARGEST_ID: Final = 2**31 - 1
+
+
+@frozen(kw_only=True)
+class Call:
+    """One model call. `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]; `version` is None where
+    no weights were named.
+    """
+
+    line: int
+    session_id: str | int
+    turn_id: Name
+    prompt: "array[int]"
+    sampled: "array[int]"
+    logprobs: "array[float]"
+    version: str | None
+
+
+def read_call(text: bytes, line: int) -> Call:
+    """The call that a line of JSONL says; fields it does not know are passed over. Refused with the line and
+    the field.
+    """
+    try:
+        said = _object(text)
+        return _call(said, line, maybe_bool=b"true" in text or b"false" in text)
+    except Refused as refused:
+        raise Refused(f"line {line}: {refused}") from refused
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        said = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Refused(f"it is not JSON: {error.msg} (column {error.colno})") from None
+    if not isinstance(said, dict):
+        raise Refused(
+            "it is no JSON object: a line is one model call, {session_id, turn_id, prompt_ids, sampled_ids,"
+            " logprobs}"
+        )
+    return said
+
+
+def _call(said: dict[str, Any], line: int, *, maybe_bool: bool) -> Call:
+    sampled = _ids(said, "sampled_ids", maybe_bool=maybe_bool)
+    return Call(
+        line=line,
+        session_id=_name(said, "session_id", str, int),
+        turn_id=_name(said, "turn_id", str, int, float),
+        prompt=_ids(said, "prompt_ids", maybe_bool=maybe_bool),
+        sampled=sampled,
+        logprobs=_logprobs(said, len(sampled), maybe_bool=maybe_bool),
+        version=_version(said),
+    )
+
+
+def _given(said: dict[str, Any], field: str) -> Any:
+    if field not in said:
+        raise Refused(
+            f"{field} is missing: a call has session_id, turn_id, prompt_ids, sampled_ids and logprobs"
+        )
+    return said[field]
+
+
+def _name(said: dict[str, Any], field: str, *types: type) -> Any:
+    value = _given(said, field)
+    if type(value) not in types or value == "":
+        raise Refused(
+            f"{field} is {_shown(value)}: give a"
+            f" string{' or a whole number' if float not in types else ' or a number'}"
+        )
+    return value
+
+
+def _version(said: dict[str, Any]) -> str | None:
+    """Weights are named as SGLang does, by a string; a number is its digits."""
+    value = said.get("weight_version")
+    if value is not None and type(value) not in (str, int):
+        raise Refused(f"weight_version is {_shown(value)}: give a string or a whole number, or leave it out")
+    return None if value is None or value == "" else str(value)
+
+
+def _ids(said: dict[str, Any], field: str, *, maybe_bool: bool) -> "array[int]":
+    values = _list(said, field, "token ids")
+    try:
+        found = ids(values)
+    except (TypeError, OverflowError):
+        raise Refused(_which_id(field, values)) from None
+    negative = bool(found) and int(numpy.frombuffer(found, dtype=numpy.int32).min()) < 0
+    if negative or (maybe_bool and _has_bool(values)):
+        raise Refused(_which_id(field, values))
+    return found
+
+
+def _which_id(field: str, values: list[Any]) -> str:
+    place = next(
+        place for place, value in enumerate(values) if type(value) is not int or not 0 <= value <= LARGEST_ID
+    )
+    return f"{field}[{place}] is {_shown(values[place])}: a token id is a whole number from 0 to {LARGEST_ID}"
+
+
+def _logprobs(said: dict[str, Any], sampled: int, *, maybe_bool: bool) -> "array[float]":
+    values = _list(said, "logprobs", "numbers, one a sampled id")
+    if len(values) != sampled:
+        raise Refused(
+            f"logprobs has {len(values)} numbers for {sampled} sampled_ids: give the engine's logprob of each"
+            " sampled id"
+        )
+    try:
+        found = floats(values)
+    except TypeError:
+        raise Refused(_which_logprob(values)) from None
+    if not isfinite(sum(found)) or (maybe_bool and _has_bool(values)):
+        raise Refused(_which_logprob(values))
+    return found
+
+
+def _which_logprob(values: list[Any]) -> str:
+    place = next(
+        place
+        for place, value in enumerate(values)
+        if type(value) not in (int, float) or not isfinite(floats([value])[0])
+    )
+    return f"logprobs[{place}] is {_shown(values[place])}: a logprob is a finite float32"
+
+
+def _list(said: dict[str, Any], field: str, of: str) -> list[Any]:
+    values = _given(said, field)
+    if not isinstance(values, list):
+        raise Refused(f"{field} is {_shown(values)}: give a list of {of}")
+    return values
+
+
+def _has_bool(values: list[Any]) -> bool:
+    """JSON's true is Python's 1, and no id."""
+    return any(type(value) is bool for value in values)
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+        case _:
+            text = orjson.dumps(value).decode()
+            return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+# ── forest ────────────────────────────────────────────────────────────
+
+# What a call did to the rows: it went on in one, or began one, as the first of its session, as a repeated
+# prompt, or because its prompt did not hold the reply that came before.
+Began = Literal["none", "first", "retry", "broken"]
+
+_UNSAID: Final = Sampling()
+_UNCOUNTED: Final = Usage()
+Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
+
+
+@define(eq=False)
+class Hasher:
+    """Hashes of every beginning of some ids, in one pass. The same for all sessions; 64 bits, position by
+    position.
+    """
+
+    _weights: Words = field(factory=lambda: _mixed(1024))
+
+    def of(self, text: "array[int]") -> Words:
+        """uint64[len + 1]: at n the hash of the first n ids."""
+        if len(text) > len(self._weights):
+            self._weights = _mixed(2 * len(text))
+        found = numpy.zeros(len(text) + 1, dtype=numpy.uint64)
+        numpy.cumsum(
+            (numpy.frombuffer(text, dtype=numpy.int32).astype(numpy.uint64) + _ONE)
+            * self._weights[: len(text)],
+            out=found[1:],
+        )
+        return found
+
+
+_ONE: Final = numpy.uint64(1)
+
+
+def _mixed(count: int) -> Words:
+    """splitmix64 of 0, 1, 2 …, made odd so that no difference of two ids vanishes."""
+    z = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> numpy.uint64(31))) | _ONE
+
+
+@define(eq=False)
+class _Line:
+    """Ids one behind the other, the first at `start`; what lies before them is `before`'s, up to there."""
+
+    number: int
+    before: "_Line | None"
+    start: int
+    tokens: "array[int]"
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def begins(self, text: bytes, end: int) -> bool:
+        """Whether the ids up to `end` are the first of `text`."""
+        line: _Line | None = self
+        while line is not None:
+            with memoryview(line.tokens) as held, held[: end - line.start] as part:
+                if not text.startswith(part, 4 * line.start):
+                    return False
+            end = line.start
+            line = line.before
+        return True
+
+
+@frozen(kw_only=True)
+class _Placed:
+    """A call and where its ids lie in its line: new ones from `start`, the sample from `prompt_length` to
+    `end`.
+    """
+
+    index: int
+    turn_id: Name
+    parent: int | None
+    kind: TurnKind
+    line: _Line
+    start: int
+    prompt_length: int
+    end: int
+    logprobs: "array[float]"
+    version: str | None
+
+
+@define(eq=False)
+class Forest:
+    """One session's calls, in the order they came."""
+
+    hasher: Hasher
+    _placed: list[_Placed] = field(factory=list)
+    _lines: int = 0
+    _lengths: "array[int]" = field(factory=ids)  # at which turns end, ascending, each once
+    _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns by the key of their text, the latest last
+    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn that was asked a prompt, by its key
+
+    @property
+    def turn_ids(self) -> list[Name]:
+        """The calls' own names, by turn index."""
+        return [placed.turn_id for placed in self._placed]
+
+    def add(self, call: Call) -> Began:
+        """Take a call that sampled something. O(ids of the call)."""
+        whole = call.prompt + call.sampled
+        text, hashes, length = whole.tobytes(), self.hasher.of(whole), len(call.prompt)
+        parent = self._extended(text, hashes, length)
+        start = 0 if parent is None else parent.end
+        goes_on = parent is not None and parent.end == parent.line.end
+        prompt_key, before = _key(length, int(hashes[length])), parent.line if parent is not None else None
+        began = "none" if goes_on else self._why(prompt_key, text, length)
+        placed = _Placed(
+            index=len(self._placed),
+            turn_id=call.turn_id,
+            parent=None if parent is None else parent.index,
+            kind="root" if parent is None else "extend" if goes_on else "branch",
+            line=parent.line if parent is not None and goes_on else self._begin(before, start),
+            start=start,
+            prompt_length=length,
+            end=len(whole),
+            logprobs=call.logprobs,
+            version=call.version,
+        )
+        placed.line.tokens.frombytes(text[4 * start :])
+        self._keep(placed, prompt_key, _key(len(whole), int(hashes[-1])))
+        return began
+
+    def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
+        """The turn that a prompt of this length extends: the longest. O(length): turns end at no more than
+        that many lengths.
+        """
+        known = self._lengths[: bisect_right(self._lengths, length)]
+        found: list[int] = hashes[numpy.frombuffer(known, dtype=numpy.int32)].tolist() if known else []
+        for end, hashed in zip(reversed(known), reversed(found), strict=True):
+            twins = self._ends.get(_key(end, hashed))
+            if twins and twins[-1].line.begins(text, end):
+                # Of turns with the same text each is extended once, the latest first; the last one left takes
+                # all that comes.
+                return twins.pop() if len(twins) > 1 else twins[0]
+        return None
+
+    def _why(self, prompt_key: int, text: bytes, length: int) -> Began:
+        """Why a row begins here."""
+        if not self._placed:
+            return "first"
+        asked = self._prompts.get(prompt_key)
+        return "retry" if asked is not None and asked.line.begins(text, length) else "broken"
+
+    def _begin(self, before: _Line | None, start: int) -> _Line:
+        self._lines += 1
+        return _Line(number=self._lines - 1, before=before, start=start, tokens=ids())
+
+    def _keep(self, placed: _Placed, prompt_key: int, end_key: int) -> None:
+        self._placed.append(placed)
+        self._prompts.setdefault(prompt_key, placed)
+        place = bisect_right(self._lengths, placed.end)
+        if not place or self._lengths[place - 1] != placed.end:
+            self._lengths.insert(place, placed.end)
+        # Of two texts with one length and one hash the later is found first and proven false: that costs a
+        # row and breaks no law.
+        self._ends.setdefault(end_key, []).append(placed)
+
+    def turns(self, session_id: str) -> Iterator[Turn]:
+        """The calls as turns of our own. A turn that named no weights has the version ""."""
+        for placed in self._placed:
+            line, held = placed.line, placed.line.tokens
+            sampled = held[placed.prompt_length - line.start : placed.end - line.start]
+            yield Turn(
+                session_id=session_id,
+                index=placed.index,
+                provider="tokens",
+                lineage=line.number,
+                parent=placed.parent,
+                kind=placed.kind,
+                reason="tokens",
+                prompt_delta=held[placed.start - line.start : placed.prompt_length - line.start],
+                prompt_length=placed.prompt_length,
+                sampled=sampled,
+                logprobs=placed.logprobs,
+                version_spans=(VersionSpan(version=placed.version or "", start=0, end=len(sampled)),),
+                asked=_UNSAID,
+                used=_UNSAID,
+                usage=_UNCOUNTED,
+            )
+
+
+def _key(length: int, hashed: int) -> int:
+    return length << 64 | hashed

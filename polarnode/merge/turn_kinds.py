@@ -1,0 +1,155 @@
+"""Who stands beside whom: every turn of a session that was asked, ended or under way, and what a new one is
+called for it.
+
+Words only: nothing here decides which tokens a prompt has. Whoever edits this keeps it rebuildable from the
+turns alone, because a session is restored from them; and cheap, because it is asked with every request.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from attrs import define, field, frozen
+
+from polarnode.core.conversation import Conversation
+from polarnode.core.trajectory import Turn, TurnKind
+from polarnode.merge.attach import CHOICE, RESUMED, THINKING_TEMPLATE, Attached, Plan
+from polarnode.merge.ledger import Ledger
+from polarnode.merge.roles import Heads
+
+# Every reason a turn may have: a fixed set, because reports and metrics count by it.
+REASONS: Final = frozenset(
+    (
+        # of roots, from `Heads.why_root`
+        *("first", "compaction", "tools", "thinking", "system", "rewrite", "conversation"),
+        *("appended", "sibling", "volatile", "cut_answer", "same_request", "same_path"),
+        *(THINKING_TEMPLATE, RESUMED, CHOICE),
+    )
+)
+
+
+@frozen(kw_only=True)
+class Named:
+    """What a plan is called, and the line of turns it belongs to."""
+
+    kind: TurnKind
+    reason: str
+    lineage: int
+
+
+@define(eq=False)
+class FamilyTree:
+    """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` were never
+    used.
+    """
+
+    ledger: Ledger
+    plans: dict[int, Plan] = field(factory=dict)
+    next_index: int = 0
+    next_lineage: int = 0
+    _children: dict[int | None, list[int]] = field(factory=dict)
+
+    def enter(self, asked: Plan | Turn) -> None:
+        """A turn was asked."""
+        self._children.setdefault(asked.parent, []).append(asked.index)
+        self.next_index = max(self.next_index, asked.index + 1)
+        self.next_lineage = max(self.next_lineage, asked.lineage + 1)
+
+    def drop(self, plan: Plan) -> None:
+        """A plan came to nothing. Its numbers are not used again."""
+        del self.plans[plan.index]
+        self._children[plan.parent].remove(plan.index)
+
+    def asked(self) -> Iterator[Plan | Turn]:
+        """All that was asked, in that order."""
+        return (self._asked(index) for index in sorted(self.plans.keys() | self.ledger.turns.keys()))
+
+    def name(self, found: Attached, conversation: Conversation, request_key: str, heads: Heads) -> Named:
+        """What the next request is called, found to attach so."""
+        again = self._again(found, request_key)
+        if again is not None:
+            return again
+        if found.follows is not None and self._is_last(found.follows):
+            return Named(kind="branch", reason="volatile", lineage=self.ledger.turns[found.follows].lineage)
+        if found.anew is not None:
+            lineage = (
+                self.ledger.turns[found.anew].lineage if self._is_last(found.anew) else self.next_lineage
+            )
+            return Named(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
+        if found.parent is None:
+            return Named(
+                kind="root",
+                reason=heads.why_root(found.path, conversation.messages),
+                lineage=self.next_lineage,
+            )
+        return self._under(found.parent, found, conversation)
+
+    def can_go_on(self, turn: Turn) -> bool:
+        """It was cut, there is something to go on from and room to go on, and nothing else went on
+        from it.
+        """
+        room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
+        untouched = all(
+            child in self.ledger.turns and not self.ledger.turns[child].sampled
+            for child in self._living(turn.index)
+        )
+        return turn.state == "partial" and bool(turn.sampled) and room and untouched
+
+    def _under(self, parent: int, found: Attached, conversation: Conversation) -> Named:
+        taken = bool(self._living(parent))
+        lineage = self.next_lineage if taken else self.ledger.turns[parent].lineage
+        new = conversation.messages[found.matched :]
+        if not new:
+            return Named(kind="continue", reason="cut_answer", lineage=lineage)
+        if taken and any(message.role == "assistant" for message in new):
+            return Named(kind="branch", reason="rewrite", lineage=lineage)
+        return (
+            Named(kind="branch", reason="sibling", lineage=lineage)
+            if taken
+            else Named(kind="extend", reason="appended", lineage=lineage)
+        )
+
+    def _again(self, found: Attached, request_key: str) -> Named | None:
+        """The retry this request is, if it is one: the same body again, or the same path as a turn that did
+        not end well (or not yet).
+        """
+        for index in reversed(self._children.get(found.parent, [])):
+            asked = self._asked(index)
+            same_body = bool(request_key) and asked.request_key == request_key
+            if same_body or (asked.before_key == found.path.text and not self._complete(index)):
+                lineage = asked.lineage if self._replaceable(index) else self.next_lineage
+                return Named(
+                    kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage
+                )
+        return None
+
+    def _is_last(self, index: int) -> bool:
+        """Whether nothing came after a turn in its lineage; the engine's failures are nothing."""
+        lineage, ended = self.ledger.turns[index].lineage, self.ledger.turns
+        under_way = any(plan.lineage == lineage and plan.index > index for plan in self.plans.values())
+        return not under_way and not any(
+            turn.lineage == lineage and turn.index > index and turn.state != "failed"
+            for turn in ended.values()
+        )
+
+    def _asked(self, index: int) -> Plan | Turn:
+        return self.plans.get(index) or self.ledger.turns[index]
+
+    def _complete(self, index: int) -> bool:
+        """Whether a turn came to its end, or one that resumed it did."""
+        turns = self.ledger.turns
+        while index in turns and turns[index].state != "complete":
+            index = next((child for child in self._living(index) if self._asked(child).reason == RESUMED), -1)
+        return index in turns
+
+    def _replaceable(self, index: int) -> bool:
+        """Whether a retry takes the place of this turn: it ended, not well, and nothing extends it."""
+        return index in self.ledger.turns and not self._complete(index) and not self._living(index)
+
+    def _living(self, parent: int) -> list[int]:
+        """The turns that extend this one, or may yet; the engine's failures extend nothing."""
+        turns = self.ledger.turns
+        return [
+            child
+            for child in self._children.get(parent, [])
+            if child not in turns or turns[child].state != "failed"
+        ]

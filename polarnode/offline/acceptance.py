@@ -1,0 +1,413 @@
+"""A small expression over named columns: read with `ast`, nothing in it but a whitelist, and evaluated
+without ever raising.
+
+Three-valued, as in SQL: what is said of a value that is missing is neither true nor false but `Unknown`, with
+the reason; `and` and `or` pass over it where the other side decides, and an Unknown at the end accepts
+nothing. The rule for whoever edits it: no attribute, no call but of FUNCTIONS, no name but a column, and no
+operator whose cost is not bounded by its operands.
+
+What an acceptance expression may speak of: the columns of a trajectory, by name.
+
+The rule for whoever edits it: a column that is added gets a line in COLUMNS and one in docs/offline-data.md;
+what a trajectory does not have is None, never a made-up 0.
+
+Which sessions are data: an expression of the person who generates, and for every other session the reason it
+is none.
+
+The rule for whoever edits it: one reason a session, from a closed list, so that a table of reasons adds up;
+the sentence beside it says more.
+"""
+
+import ast
+import difflib
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Literal
+
+from attrs import frozen
+
+from polarnode.core.conversation import Json, Part, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+
+# ── expression ────────────────────────────────────────────────────────────
+
+# characters: what a person writes on a command line; a parser's recursion stays far away
+LONGEST: Final = 1000
+_TYPES: Final = (type(None), bool, int, float, str)
+
+
+@frozen
+class Unknown:
+    """What can not be said, and why."""
+
+    reason: str
+
+
+FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {"len": len, "min": min, "max": max, "abs": abs}
+_ARITHMETIC: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda one, other: one in other,
+    ast.NotIn: lambda one, other: one not in other,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_SAME: Final = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)
+
+
+# ── reading ───────────────────────────────────────────────────────────────────
+
+
+def read_expression(text: str, columns: Collection[str]) -> ast.expr:
+    """The tree of an expression in which everything is known. Refused with one sentence that names what is
+    not.
+    """
+    if len(text) > LONGEST:
+        raise Refused(f"the expression has {len(text)} characters: {LONGEST} are enough")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f" at column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
+        raise Refused(f"{text.strip()!r} is no expression{where}: write one such as reward >= 1") from error
+    _check(tree, columns)
+    return tree
+
+
+def _check(node: ast.expr, columns: Collection[str]) -> None:
+    match node:
+        case ast.Constant(value=value) if isinstance(value, _TYPES):
+            return
+        case ast.Name(id=name):
+            _known(name, columns, node)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if args:
+            if name not in FUNCTIONS:
+                raise Refused(
+                    f"{name}() at column {node.col_offset + 1} is not known: known are {', '.join(FUNCTIONS)}"
+                )
+            _check_all(args, columns)
+        case ast.BoolOp(values=values):
+            _check_all(values, columns)
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.UAdd(), operand=operand):
+            _check(operand, columns)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            _check_all([left, right], columns)
+        case ast.Compare(left=left, comparators=others):
+            _check_all([left, *others], columns)
+        case ast.Subscript(value=value, slice=ast.Constant()):
+            _check(value, columns)
+        case ast.List(elts=elts) | ast.Tuple(elts=elts):
+            _check_all(elts, columns)
+        case _:
+            raise Refused(
+                f"{ast.unparse(node)!r} at column {node.col_offset + 1} can not be said here: compare columns"
+                " with values, and, or, not"
+            )
+
+
+def _check_all(nodes: list[ast.expr], columns: Collection[str]) -> None:
+    for node in nodes:
+        _check(node, columns)
+
+
+def _known(name: str, columns: Collection[str], node: ast.expr) -> None:
+    if name in columns:
+        return
+    near = difflib.get_close_matches(name, columns, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(columns)}"
+    raise Refused(f"{name} at column {node.col_offset + 1} is not a column: {remedy}")
+
+
+# ── evaluating ────────────────────────────────────────────────────────────────
+
+
+def evaluate(node: ast.expr, facts: Mapping[str, Json]) -> Any:
+    """What an expression that was read says of these facts; Unknown where it can not be said. Never
+    raises.
+    """
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return facts.get(name)
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return _applied(node, FUNCTIONS[name], [evaluate(each, facts) for each in args])
+        case ast.BoolOp(op=op, values=values):
+            return _joined(isinstance(op, ast.And), values, facts)
+        case ast.UnaryOp(op=op, operand=operand):
+            return _unary(node, op, evaluate(operand, facts))
+        case ast.BinOp(left=left, op=op, right=right):
+            return _arithmetic(node, op, evaluate(left, facts), evaluate(right, facts))
+        case ast.Compare():
+            return _compared(node, facts)
+        case ast.Subscript(value=value, slice=ast.Constant(value=key)):
+            return _member(evaluate(value, facts), key)
+        case ast.List(elts=elts) | ast.Tuple(elts=elts):
+            return _listed([evaluate(each, facts) for each in elts])
+    return Unknown(f"{ast.unparse(node)} can not be evaluated")
+
+
+def _listed(values: list[Any]) -> Any:
+    return next((each for each in values if isinstance(each, Unknown)), values)
+
+
+def _member(whole: Any, key: Any) -> Any:
+    """A member that is not there is missing, like a column that has no value."""
+    if isinstance(whole, Unknown):
+        return whole
+    if isinstance(whole, dict):
+        return whole.get(key)
+    if isinstance(whole, list | str) and isinstance(key, int) and -len(whole) <= key < len(whole):
+        return whole[key]
+    return None
+
+
+def _joined(all_of: bool, values: list[ast.expr], facts: Mapping[str, Json]) -> Any:
+    """Kleene's and, or: one side that decides is enough."""
+    unknown: Unknown | None = None
+    for each in values:
+        found = truth(evaluate(each, facts))
+        if isinstance(found, Unknown):
+            unknown = unknown or found
+        elif found is not all_of:
+            return found
+    return unknown if unknown is not None else all_of
+
+
+def truth(value: Any) -> bool | Unknown:
+    """Whether a value holds; a missing one does neither."""
+    return (
+        value
+        if isinstance(value, Unknown)
+        else Unknown("a value is missing")
+        if value is None
+        else bool(value)
+    )
+
+
+def _unary(node: ast.expr, op: ast.unaryop, value: Any) -> Any:
+    if isinstance(op, ast.Not):
+        found = truth(value)
+        return found if isinstance(found, Unknown) else not found
+    return _applied(node, operator.neg if isinstance(op, ast.USub) else operator.pos, [value])
+
+
+def _arithmetic(node: ast.expr, op: ast.operator, left: Any, right: Any) -> Any:
+    unknown = next((each for each in (left, right) if isinstance(each, Unknown)), None)
+    if unknown is None and (left is None or right is None):
+        return Unknown(f"{ast.unparse(node)}: a value is missing")
+    if unknown is None and not all(isinstance(each, int | float) for each in (left, right)):
+        # 'a' * 10**9 is not tried
+        return Unknown(f"{ast.unparse(node)} needs two numbers, not {_shown(left)} and {_shown(right)}")
+    return unknown or _applied(node, _ARITHMETIC[type(op)], [left, right])
+
+
+def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) -> Any:
+    unknown = _listed(values)
+    if isinstance(unknown, Unknown):
+        return unknown
+    if any(value is None for value in values):
+        return Unknown(f"{ast.unparse(node)} has a part that is missing")
+    try:
+        return function(*values)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        return Unknown(f"{ast.unparse(node)} can not be reckoned: {error}")
+
+
+def _compared(node: ast.Compare, facts: Mapping[str, Json]) -> Any:
+    left = evaluate(node.left, facts)
+    for op, other in zip(node.ops, node.comparators, strict=True):
+        right = evaluate(other, facts)
+        found = _pair(
+            op, left, right, asked_of_nothing=_is_none(node.left) or _is_none(other), shown=ast.unparse(node)
+        )
+        if found is not True:
+            return found
+        left = right
+    return True
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _pair(op: ast.cmpop, left: Any, right: Any, *, asked_of_nothing: bool, shown: str) -> Any:
+    for each in (left, right):
+        if isinstance(each, Unknown):
+            return each
+    if (left is None or right is None) and not (asked_of_nothing and isinstance(op, _SAME)):
+        return Unknown(f"{shown}: a value is missing")
+    # by value: "is True" means it, and identity of numbers means nothing
+    if isinstance(op, ast.Is | ast.IsNot):
+        return (left == right) is isinstance(op, ast.Is)
+    try:
+        return bool(_COMPARE[type(op)](left, right))
+    except TypeError:
+        return Unknown(f"{shown}: {_shown(left)} and {_shown(right)} can not be compared")
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+# ── facts ────────────────────────────────────────────────────────────
+
+COLUMNS: Final[Mapping[str, str]] = {
+    "reward": "the evaluator's, or None",
+    "outcome": "completed, timeout, failed, error, cancelled or interrupted",
+    "status": "another word for outcome",
+    "clock": "which budget fired, or None",
+    "boundary": "whose fault an error was, or None",
+    "exit_code": "the harness's, or None",
+    "turns": "model calls that ended",
+    "traces": "training sequences",
+    "lineages": "different lines of conversation",
+    "sampled_tokens": "tokens the model sampled",
+    "trainable_tokens": "tokens that carry loss, over all traces",
+    "longest": "tokens of the longest training sequence",
+    "run_s": "seconds the harness ran",
+    "harness": "its name",
+    "model": "its name",
+    "task_id": "the task's name in its source",
+    "group_id": "the group's",
+    "sample": "which of the task's samples, from 0",
+    "metadata": "the task's own, as metadata['repo']",
+    "metrics": "the session's, as metrics['refusals']; what the evaluator said is in metrics['evaluation']",
+}
+
+
+def facts_of(trajectory: Trajectory) -> dict[str, Json]:
+    """The columns of one trajectory."""
+    outcome = trajectory.outcome
+    return {
+        "reward": trajectory.reward,
+        "outcome": outcome.status,
+        "status": outcome.status,
+        "clock": outcome.clock,
+        "boundary": outcome.boundary,
+        "exit_code": outcome.exit_code,
+        "turns": len(trajectory.turns),
+        "traces": len(trajectory.traces),
+        "lineages": len({turn.lineage for turn in trajectory.turns}),
+        "sampled_tokens": trajectory.sampled_tokens,
+        "trainable_tokens": trajectory.trainable_tokens,
+        "longest": max((len(trace.token_ids) for trace in trajectory.traces), default=0),
+        "run_s": trajectory.timing.run_s,
+        "harness": trajectory.harness,
+        "model": trajectory.model,
+        "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
+        "sample": trajectory.sample_index,
+        "metadata": dict(trajectory.metadata),
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+# ── accept ────────────────────────────────────────────────────────────
+
+Reason = Literal[
+    "accepted",
+    "reward",
+    "expression",
+    "timeout",
+    "failed",
+    "error",
+    "empty",
+    "no trace",
+    "cancelled",
+    "interrupted",
+]
+REASONS: Final[tuple[Reason, ...]] = (
+    "accepted", "reward", "expression", "timeout", "failed", "error", "empty", "no trace",
+    "cancelled", "interrupted",
+)  # fmt: skip
+
+
+@frozen(kw_only=True)
+class Acceptance:
+    """What a session must be to be data, as it was written and as it was read."""
+
+    text: str
+    tree: ast.expr
+
+
+@frozen(kw_only=True)
+class Judged:
+    """Whether a session is data; `reason` is one of REASONS, `because` a sentence."""
+
+    reason: Reason
+    because: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return self.reason == "accepted"
+
+
+def parse_acceptance(text: str) -> Acceptance:
+    """Refused with a sentence for what is no expression over COLUMNS."""
+    return Acceptance(text=text.strip(), tree=read_expression(text, tuple(COLUMNS)))
+
+
+def is_empty(trajectory: Trajectory) -> bool:
+    """Whether nothing was generated: no turn, or none whose answer has a call, or a text or thought with a
+    letter in it.
+    """
+    return not any(
+        _says(part) for turn in trajectory.turns if turn.answer is not None for part in turn.answer.parts
+    )
+
+
+def _says(part: Part) -> bool:
+    return isinstance(part, ToolCall) or bool(part.text.strip())
+
+
+def judge(acceptance: Acceptance, trajectory: Trajectory) -> Judged:
+    """Never raises. An empty session and one without a trace have nothing to train on, whatever the
+    expression says.
+    """
+    if trajectory.outcome.status in ("cancelled", "interrupted"):  # it was not let come to its end
+        return Judged(reason=trajectory.outcome.status, because=_why(trajectory))
+    if is_empty(trajectory):
+        return Judged(reason="empty", because="no turn of it has an answer")
+    facts = facts_of(trajectory)
+    if truth(evaluate(acceptance.tree, facts)) is not True:
+        return _refused(acceptance, trajectory, facts)
+    if not trajectory.traces:
+        return Judged(reason="no trace", because="its builder made no training sequence")
+    return Judged(reason="accepted")
+
+
+def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str, Json]) -> Judged:
+    status, clause = trajectory.outcome.status, _clause(acceptance.tree, facts)
+    found = truth(evaluate(clause, facts))
+    said = found.reason if isinstance(found, Unknown) else f"{ast.unparse(clause)} does not hold"
+    if status in ("timeout", "failed", "error"):
+        return Judged(reason=status, because=f"{_why(trajectory)}; {said}")
+    of_reward = any(isinstance(node, ast.Name) and node.id == "reward" for node in ast.walk(clause))
+    named = f"{said} (reward is {trajectory.reward})" if of_reward else said
+    return Judged(reason="reward" if of_reward else "expression", because=named)
+
+
+def _clause(tree: ast.expr, facts: Mapping[str, Json]) -> ast.expr:
+    """The first part of a conjunction that does not hold; the whole where it is none."""
+    if not (isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)):
+        return tree
+    return next((each for each in tree.values if truth(evaluate(each, facts)) is not True), tree)
+
+
+def _why(trajectory: Trajectory) -> str:
+    outcome = trajectory.outcome
+    whose = outcome.boundary or outcome.clock
+    return f"{outcome.status}{f' ({whose})' if whose else ''}: {outcome.reason or 'no reason was given'}"

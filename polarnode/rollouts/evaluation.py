@@ -1,0 +1,235 @@
+"""How a run ended: one Outcome from all that is known of it.
+
+The rule for whoever edits it: the first cause counts, and a machine's fault is never called the agent's,
+because the one is tried again and the other is what a trainer learns from.
+
+POST: what a harness left behind is judged, on a clock of its own.
+
+An evaluator may be anybody's code. The rules for whoever edits it: whatever it returns, raises or hangs in
+becomes this session's outcome, and its turns are not touched; and it never runs beside a process of the
+agent's. Nothing here is shielded: a trainer's cancel does not reach it, and a node that is left by force does
+not wait for it.
+"""
+
+import logging
+from contextlib import AsyncExitStack
+from functools import partial
+from os import SEEK_END
+from pathlib import Path
+
+import trio
+from attrs import evolve, frozen
+
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.core.errors import EvaluatorError, PolarnodeError, RuntimeFault
+from polarnode.core.trajectory import Clock, Outcome, Turn, Verdict
+from polarnode.evaluators.contract import Finished
+from polarnode.harnesses.harness import exit_outcome
+from polarnode.merge.trajectory import Result
+from polarnode.rollouts import session_containers
+from polarnode.rollouts.services import SessionOrder
+from polarnode.rollouts.session_containers import Beforehand, Containers
+
+# ── endings ────────────────────────────────────────────────────────────
+
+LOG_TAIL = 2000  # characters of a harness's log shown in the outcome: a traceback's end
+
+
+@frozen(kw_only=True)
+class Ending:
+    """What is known when a harness's run is over. `ended`: its exit code, what failed instead, or None where
+    its time was over.
+
+    `cancelled`: the word for why it was, where it was.
+
+    `because`: why the node ended all that ran in its container; `for_room`: because the machine had no room,
+    and not for the session's own limit. `oom_kills`: how many of its programs the kernel ended for want of
+    memory.
+    """
+
+    ended: int | PolarnodeError | None
+    cancelled: str | None = None
+    spent_clock: Clock | None = None
+    because: str | None = None
+    for_room: bool = False
+    oom_kills: int = 0
+    turns: tuple[Turn, ...] = ()
+    log_tail: str | None = None
+
+
+def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
+    """The outcome of a run."""
+    exit_code = ending.ended if isinstance(ending.ended, int) else None
+    if ending.cancelled is not None:
+        return Outcome(
+            status="cancelled",
+            exit_code=exit_code,
+            reason=f"{ending.cancelled} in run",
+            log_tail=ending.log_tail,
+        )
+    if ending.because is not None and ending.for_room:
+        return evolve(fault_outcome(RuntimeFault(ending.because)), log_tail=ending.log_tail)
+    if ending.because is not None:
+        return Outcome(status="failed", exit_code=exit_code, reason=ending.because, log_tail=ending.log_tail)
+    # the kernel took the container's first process too: still the agent's doing
+    if isinstance(ending.ended, RuntimeFault) and ending.oom_kills:
+        return _short_of_memory(
+            Outcome(status="failed", reason=str(ending.ended), log_tail=ending.log_tail),
+            order,
+            ending.oom_kills,
+        )
+    if isinstance(ending.ended, PolarnodeError):
+        return evolve(fault_outcome(ending.ended), log_tail=ending.log_tail)
+    if ending.spent_clock is not None:
+        return Outcome(
+            status="timeout",
+            clock=ending.spent_clock,
+            exit_code=exit_code,
+            reason="its budget is spent",
+            log_tail=ending.log_tail,
+        )
+    if exit_code is None:
+        reason = f"the harness ran {order.spec.budgets.run_s:g} s and was ended"
+        return Outcome(status="timeout", clock="run", reason=reason, log_tail=ending.log_tail)
+    judged = exit_outcome(order.harness, exit_code, ending.turns)
+    log_tail = None if judged == Outcome(status="completed", exit_code=0) else ending.log_tail
+    return evolve(_short_of_memory(judged, order, ending.oom_kills), log_tail=log_tail)
+
+
+def fault_outcome(error: PolarnodeError) -> Outcome:
+    """A session that an error of the house's ended."""
+    return Outcome(status="error", boundary=error.boundary, reason=str(error))
+
+
+def _short_of_memory(outcome: Outcome, order: SessionOrder, kills: int) -> Outcome:
+    if not kills or outcome.status == "completed":
+        return outcome
+    said = f"the kernel ended {kills} of its programs: its {order.runtime.memory_mb} MiB of memory were spent"
+    return evolve(outcome, reason=f"{outcome.reason}; {said}" if outcome.reason else said)
+
+
+def tail(log: Path) -> str | None:
+    """The end of a harness's log, read at once: it is small and on local disk."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    return text[-LOG_TAIL:] or None
+
+
+# ── evaluation ────────────────────────────────────────────────────────────
+
+logger = logging.getLogger(__name__)
+
+
+async def evaluated(
+    containers: Containers,
+    runtime: PodmanRuntime,
+    outcome: Outcome,
+    turns: tuple[Turn, ...],
+    beforehand: Beforehand | None = None,
+) -> Result:
+    """The session's result with its verdict, or with what kept its evaluator from one. `beforehand` made the
+    evaluator's runtime, if it has one.
+    """
+    post_s = containers.order.spec.budgets.post_s
+    judged: Verdict | PolarnodeError | None = None
+    try:
+        with trio.CancelScope(deadline=trio.current_time() + post_s):
+            judged = await _judged(containers, runtime, outcome, turns, beforehand)
+    except PolarnodeError as error:
+        judged = error
+    if judged is None:
+        return _failed(
+            evolve(outcome, clock="post"), "evaluator", f"the evaluator ran {post_s:g} s and was ended"
+        )
+    if isinstance(judged, PolarnodeError):
+        return _failed(outcome, judged.boundary, str(judged))
+    return Result(outcome=outcome, verdict=judged)
+
+
+def _failed(outcome: Outcome, boundary: str, reason: str) -> Result:
+    """How the run ended stays readable beside it: its exit code, its clock, its log."""
+    return Result(outcome=evolve(outcome, status="error", boundary=boundary, reason=reason))
+
+
+async def _judged(
+    containers: Containers,
+    runtime: PodmanRuntime,
+    outcome: Outcome,
+    turns: tuple[Turn, ...],
+    beforehand: Beforehand | None,
+) -> Verdict | PolarnodeError:
+    order, spec = containers.order, containers.order.spec
+    await runtime.end_processes()
+    await containers.keep_artifacts(runtime)
+    await runtime.unseal()
+    async with AsyncExitStack() as stack:
+        judged = await _fresh(containers, runtime, beforehand, stack) if order.fresh else runtime
+        reach = await stack.enter_async_context(
+            containers.reaching(*((judged,) if judged is runtime else (judged, runtime)))
+        )
+        prepare = partial(session_containers.prepare_evaluation, judged, reach.told(spec.runtime))
+        there, left = reach.through(judged), reach.through(runtime)
+        finished = session_containers.finished(there, left, containers.house.judge, outcome, turns, spec)
+        # its tests come after the agent's work, which the evaluator itself puts there
+        if order.fresh and not order.evaluator.copies:
+            return await _asked(containers, evolve(finished, prepare=prepare), judged)
+        await prepare()
+        return await _asked(containers, finished, judged)
+
+
+async def _asked(
+    containers: Containers, finished: Finished, runtime: PodmanRuntime
+) -> Verdict | PolarnodeError:
+    """What the evaluator says; nothing, where the node ended what ran in its runtime meanwhile: what it says
+    then is worth nothing.
+    """
+    before = runtime.ended_because
+    said = await _said(containers, finished)
+    return (
+        said
+        if runtime.ended_because == before
+        else EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")
+    )
+
+
+async def _said(containers: Containers, finished: Finished) -> Verdict | PolarnodeError:
+    """What it says, whoever wrote it: as a value, because nurseries on the way out would wrap an error in
+    groups.
+    """
+    try:
+        return session_containers.checked(await containers.order.evaluator.evaluate(finished), finished.turns)
+    except PolarnodeError as error:
+        return error
+    except (Exception, SystemExit) as error:
+        # the user's code, named by import path: its bug is this session's data, its exit not the node's
+        return EvaluatorError(f"{type(error).__name__}: {error}")
+
+
+async def _fresh(
+    containers: Containers, runtime: PodmanRuntime, beforehand: Beforehand | None, stack: AsyncExitStack
+) -> PodmanRuntime:
+    """A clean runtime, prepared as the harness's own was; in its workdir lies what the harness left, unless
+    the evaluator takes what it wants.
+    """
+    clean = await beforehand.take() if beforehand is not None else None
+    if clean is None:
+        clean = await _opened(containers, stack)
+    if containers.order.evaluator.copies:
+        await runtime.copy_workdir(clean)
+    return clean
+
+
+async def _opened(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
+    try:
+        return await stack.enter_async_context(containers.open())
+    except RuntimeFault as fault:  # a whole rollout hangs on it: one more is tried, as in INIT
+        logger.warning(
+            "session %s: its evaluator's runtime failed, trying a fresh one: %s",
+            containers.order.identity.session_id,
+            fault,
+        )
+        return await stack.enter_async_context(containers.open())

@@ -1,0 +1,392 @@
+"""A question as the body of a Chat Completions request, and what an endpoint's answer says: a text, or why
+there is none.
+
+Pure. The rule for whoever edits it: whether asking again can help is decided here, from what the endpoint
+said, and nowhere else; a key never stands in a sentence.
+
+Judges over HTTP: `open_judges` gives the node's judges by their names, for as long as the block.
+
+The rule for whoever edits it: where a question goes and with which key is the node's config alone; a task
+says no more than a name. Every question ends: `answer_s` bounds one attempt, `attempts` their number, and the
+budget of POST all of it.
+"""
+
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+
+import httpx2
+import trio
+from attrs import define, field, frozen
+
+from polarnode.core import codec
+from polarnode.core.codec.tasks import is_loopback
+from polarnode.core.conversation import Json
+from polarnode.core.errors import ConfigError, EvaluatorError, PolarnodeError, Refused, boundary
+from polarnode.core.ports import Judge, Question
+from polarnode.evaluators.judging import JudgeConfig, unknown_judge
+
+# ── chat ────────────────────────────────────────────────────────────
+
+# besides 5xx: the endpoint says itself that the same request may do later
+PASSES = frozenset({408, 409, 425, 429})
+SAID = 300  # characters of an endpoint's own words in a sentence
+SCHEMA_NAME = "verdict"
+
+
+@frozen
+class Passes:
+    """No answer, for a reason that passes; `after_s` is how long the endpoint asks to be left alone."""
+
+    reason: str
+    after_s: float = 0.0
+
+
+@frozen(kw_only=True)
+class Reply:
+    """What came back over HTTP."""
+
+    status: int
+    headers: Mapping[str, str] = field(factory=dict)
+    body: bytes = b""
+
+
+def request_body(config: JudgeConfig, question: Question) -> bytes:
+    """The request as JSON. What the config's `body` says lies over it; null there takes a field out."""
+    body: dict[str, Json] = {
+        "model": config.model,
+        "messages": [dict(message) for message in question.messages],
+        "temperature": question.temperature,
+        "max_tokens": question.max_tokens,
+        "stream": False,
+    }
+    if question.schema is not None and config.structured != "text":
+        body["response_format"] = _response_format(config, question.schema)
+    return codec.dump_json(
+        {name: value for name, value in {**body, **config.body}.items() if value is not None}
+    )
+
+
+def _response_format(config: JudgeConfig, schema: Mapping[str, Json]) -> Json:
+    if config.structured == "object":
+        return {"type": "json_object"}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": SCHEMA_NAME, "strict": True, "schema": dict(schema)},
+    }
+
+
+def read_reply(reply: Reply, *, who: str, now: float, secret: str | None = None) -> str | Passes:
+    """The answer's text, or why there is none now. EvaluatorError where asking again would not help. `now` is
+    seconds since the epoch.
+    """
+    if reply.status == 200:
+        return _text(reply, who)
+    said = f"HTTP {reply.status}{_words(reply, secret)}"
+    if reply.status in PASSES or reply.status >= 500:
+        return Passes(said, after_s=_retry_after(reply, now))
+    raise EvaluatorError(f"{who} refused the question: {said}")
+
+
+# ── an answer ─────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class _Message:
+    content: str | None = None
+    refusal: str | None = None
+
+
+@frozen(kw_only=True)
+class _Choice:
+    message: _Message
+    finish_reason: str | None = None
+
+
+@frozen(kw_only=True)
+class _Completion:
+    choices: tuple[_Choice, ...]
+
+
+def _text(reply: Reply, who: str) -> str:
+    try:
+        completion = codec.structure(codec.read_json(reply.body), _Completion)
+    except Refused as refused:
+        raise EvaluatorError(f"{who} answered with what is no chat completion: {refused}") from refused
+    if not completion.choices:
+        raise EvaluatorError(f"{who} answered without a choice")
+    choice = completion.choices[0]
+    if choice.message.refusal:
+        raise EvaluatorError(f"{who} would not answer: {choice.message.refusal[:SAID]}")
+    if choice.finish_reason == "length":
+        raise EvaluatorError(f"{who} was cut at its token limit: raise the evaluator's max_tokens")
+    if not choice.message.content:
+        raise EvaluatorError(f"{who} answered without text (finish_reason {choice.finish_reason})")
+    return choice.message.content
+
+
+# ── a refusal ─────────────────────────────────────────────────────────────────
+
+
+def _words(reply: Reply, secret: str | None) -> str:
+    """What the endpoint says of itself, as OpenAI and its like spell it, or the beginning of its body."""
+    try:
+        value = codec.read_json(reply.body)
+    except Refused:
+        value = None
+    error = value.get("error", value) if isinstance(value, dict) else None
+    found = error.get("message") if isinstance(error, dict) else error
+    text = found if isinstance(found, str) else reply.body[: 4 * SAID].decode("utf-8", "replace")
+    text = " ".join(text.split())
+    if secret:
+        text = text.replace(secret, "…")
+    return f": {text[:SAID]}" if text else ""
+
+
+def _retry_after(reply: Reply, now: float) -> float:
+    """Seconds, or a date, as the header has it; 0 where there is none that can be read."""
+    said = reply.headers.get("retry-after", "").strip()
+    if said.replace(".", "", 1).isdecimal():
+        return float(said)
+    try:
+        found = parsedate_to_datetime(said) if said else None
+    except ValueError:
+        return 0.0
+    if found is None:
+        return 0.0
+    at: datetime = found if found.tzinfo else found.replace(tzinfo=timezone.utc)  # noqa: UP017
+    return max(0.0, at.timestamp() - now)
+
+
+# ── client ────────────────────────────────────────────────────────────
+
+logger = logging.getLogger(__name__)
+
+# of an answer, its reasons and a judge's thoughts included: a hundred times a long one
+ANSWER_BYTES = 4 << 20
+FIRST_PAUSE_S = 1.0  # before the second attempt; each later one waits twice as long
+LONGEST_PAUSE_S = 30.0  # a post budget is five minutes: several such pauses must fit in it
+# a judge that asks to be left alone for longer has no quota left, and the session is told at once
+LONGEST_WISH_S = 120.0
+JITTER = 0.25  # of a pause: sessions that were refused together must not come back together
+CLOSE_S = 5.0  # for closing idle connections
+
+
+@frozen(kw_only=True)
+class JudgeStatistics:
+    """Questions of one judge since the node's start: `asked` by evaluators, `again` after a reason that
+    passed, `failed` for good.
+    """
+
+    asked: int = 0
+    again: int = 0
+    failed: int = 0
+    under_way: int = 0
+    waiting: int = 0
+
+
+@define(eq=False, kw_only=True)
+class HttpJudge:
+    """`polarnode.core.ports.Judge` at one endpoint."""
+
+    name: str
+    config: JudgeConfig
+    client: httpx2.AsyncClient
+    now: Callable[[], float] = time.time  # what a Retry-After with a date is compared with
+    _secret: str | None = field(default=None, alias="secret", repr=False)
+    _places: trio.CapacityLimiter = field(init=False)
+    _asked: int = field(default=0, init=False)
+    _again: int = field(default=0, init=False)
+    _failed: int = field(default=0, init=False)
+
+    @_places.default
+    def _make_places(self) -> trio.CapacityLimiter:
+        return trio.CapacityLimiter(self.config.at_once)
+
+    async def ask(self, question: Question) -> str:
+        """The answer's text. Whoever has to wait before asking again keeps its place: others would meet the
+        same refusal.
+        """
+        self._asked += 1
+        try:
+            async with self._places_for_one():
+                return await self._answered(request_body(self.config, question))
+        except EvaluatorError:
+            self._failed += 1
+            raise
+
+    async def ask_each(self, questions: Sequence[Question]) -> list[str]:
+        """All of them at once, as far as there are places; answers in order. The first that fails ends the
+        others.
+        """
+        answers: list[str] = [""] * len(questions)
+        failed: list[PolarnodeError] = []
+        async with trio.open_nursery() as nursery:
+
+            async def one(place: int) -> None:
+                try:
+                    answers[place] = await self.ask(questions[place])
+                except PolarnodeError as error:  # as a value: raised, the nursery would wrap it in a group
+                    failed.append(error)
+                    nursery.cancel_scope.cancel()
+
+            for place in range(len(questions)):
+                nursery.start_soon(one, place)
+        if failed:
+            raise failed[0]
+        return answers
+
+    def statistics(self) -> JudgeStatistics:
+        """The counts now."""
+        places = self._places.statistics()
+        return JudgeStatistics(
+            asked=self._asked,
+            again=self._again,
+            failed=self._failed,
+            under_way=places.borrowed_tokens,
+            waiting=places.tasks_waiting,
+        )
+
+    @asynccontextmanager
+    async def _places_for_one(self) -> AsyncIterator[None]:
+        borrower = object()  # one evaluator may have several questions under way
+        await self._places.acquire_on_behalf_of(borrower)
+        try:
+            yield
+        finally:
+            self._places.release_on_behalf_of(borrower)
+
+    async def _answered(self, body: bytes) -> str:
+        said = await self._attempt(body)
+        for attempt in range(1, self.config.attempts):
+            if isinstance(said, str):
+                return said
+            pause = _pause(said, attempt)
+            if said.after_s > LONGEST_WISH_S:
+                raise EvaluatorError(
+                    f"judge {self.name} asks to be left alone for {said.after_s:.0f} s: {said.reason}"
+                )
+            logger.info("judge %s is asked again in %.1f s: %s", self.name, pause, said.reason)
+            self._again += 1
+            await trio.sleep(pause)
+            said = await self._attempt(body)
+        if isinstance(said, str):
+            return said
+        attempts = "one attempt" if self.config.attempts == 1 else f"{self.config.attempts} attempts"
+        raise EvaluatorError(f"judge {self.name} gave no answer in {attempts}: {said.reason}")
+
+    async def _attempt(self, body: bytes) -> str | Passes:
+        with trio.move_on_after(self.config.answer_s):
+            try:
+                with boundary(EvaluatorError, f"judge {self.name} could not be asked"):
+                    return read_reply(
+                        await self._sent(body), who=f"judge {self.name}", now=self.now(), secret=self._secret
+                    )
+            except EvaluatorError as error:
+                if isinstance(error.__cause__, httpx2.TransportError):
+                    return Passes(
+                        f"the connection failed ({error.__cause__ or type(error.__cause__).__name__})"
+                    )
+                raise
+        return Passes(f"no answer within {self.config.answer_s:g} s")
+
+    async def _sent(self, body: bytes) -> Reply:
+        received = bytearray()
+        # left so, and not by an error, the generators inside the response are closed from within
+        with trio.CancelScope() as enough:
+            async with self.client.stream("POST", "chat/completions", content=body) as response:
+                async for part in response.aiter_bytes():
+                    received += part
+                    if len(received) > ANSWER_BYTES:
+                        enough.cancel()
+        if enough.cancel_called:
+            raise EvaluatorError(f"judge {self.name} answered with more than {ANSWER_BYTES >> 20} MiB")
+        return Reply(
+            status=response.status_code,
+            headers={name.lower(): value for name, value in response.headers.items()},
+            body=bytes(received),
+        )
+
+
+def _pause(said: Passes, attempt: int) -> float:
+    usual = min(FIRST_PAUSE_S * float(2 ** (attempt - 1)), LONGEST_PAUSE_S)
+    return max(usual, said.after_s) * (1 + JITTER * random.random())
+
+
+@define(eq=False)
+class Judges:
+    """The node's judges. Called with a name it gives that one, and EvaluatorError for a name the node's
+    config does not know.
+    """
+
+    by_name: Mapping[str, HttpJudge]
+
+    def __call__(self, name: str) -> Judge:
+        found = self.by_name.get(name)
+        if found is None:
+            raise EvaluatorError(unknown_judge(name, self.names))
+        return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.by_name)
+
+    def statistics(self) -> dict[str, JudgeStatistics]:
+        """Each judge's counts."""
+        return {name: judge.statistics() for name, judge in self.by_name.items()}
+
+
+@asynccontextmanager
+async def open_judges(
+    configs: Mapping[str, JudgeConfig], environment: Mapping[str, str]
+) -> AsyncIterator[Judges]:
+    """The judges of these configs, their keys from `environment`. ConfigError when a key is not there."""
+    secrets = {name: _secret(name, config, environment) for name, config in configs.items()}
+    async with AsyncExitStack() as stack:
+        found: dict[str, HttpJudge] = {}
+        for name, config in configs.items():
+            client = await stack.enter_async_context(_open_client(config, secrets[name]))
+            found[name] = HttpJudge(name=name, config=config, client=client, secret=secrets[name])
+        yield Judges(found)
+
+
+def _secret(name: str, config: JudgeConfig, environment: Mapping[str, str]) -> str | None:
+    if config.key_env is None:
+        return None
+    found = environment.get(config.key_env, "").strip()
+    if not found:
+        raise ConfigError(
+            f"judges.{name}.key_env names {config.key_env}, which is not in the node's environment: set it,"
+            " or leave key_env out"
+        )
+    if not found.isascii() or not found.isprintable():
+        raise ConfigError(
+            f"the key in {config.key_env} (judges.{name}.key_env) has characters that no HTTP header takes"
+        )
+    return found
+
+
+@asynccontextmanager
+async def _open_client(config: JudgeConfig, secret: str | None) -> AsyncIterator[httpx2.AsyncClient]:
+    base = httpx2.URL(config.base_url.rstrip("/") + "/")
+    # packed, a small answer could be a huge one
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if secret is not None:
+        headers["authorization"] = f"Bearer {secret}"
+    limits = httpx2.Limits(max_connections=config.at_once, max_keepalive_connections=config.at_once)
+    # No proxy of the environment reaches this machine.
+    client = httpx2.AsyncClient(
+        base_url=base, headers=headers, timeout=None, limits=limits, trust_env=not is_loopback(base.host)
+    )
+    try:
+        yield client
+    finally:
+        with (
+            trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S),
+            suppress(httpx2.HTTPError, OSError, trio.BusyResourceError),
+        ):
+            await client.aclose()

@@ -1,0 +1,344 @@
+"""One rollout, phase by phase: INIT, READY, RUN, POST, teardown.
+
+Each phase has its own clock, and what ends one phase never ends the next: a harness out of time goes on to
+POST with every turn it made, and a trainer's cancel reaches all but POST. Nothing leaves `run_recorded`: a
+bad session is data, and a bug in one is no other's. Rule for whoever edits this file: the last act is the
+synchronous `publish`, so that there is no moment in which a finished rollout can be lost.
+"""
+
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
+from pathlib import Path
+from typing import Literal
+
+import trio
+from attrs import define, evolve, field
+
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.core.errors import PolarnodeError, RuntimeFault
+from polarnode.core.ports import Endpoint, Launch
+from polarnode.core.trajectory import Outcome, Timing, Trajectory
+from polarnode.gateway.live_sessions import LiveSession
+from polarnode.groups.group import stamped
+from polarnode.merge.trajectory import Result, assemble, without_traces
+from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
+from polarnode.rollouts.services import House, SessionOrder, harness_order
+from polarnode.rollouts.session_containers import Beforehand, Containers, open_beforehand
+from polarnode.support.semaphore import Gate
+
+logger = logging.getLogger(__name__)
+
+INIT_ATTEMPTS = 2  # a container that fails twice in a row fails for a reason that a third would meet again
+# seconds a harness has to end by itself once its budget is refused: mini retries a refusal for minutes
+SPENT_GRACE = 10.0
+LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
+
+Phase = Literal["init", "ready", "run", "post", "ended"]
+
+
+@define(eq=False)
+class Session:
+    """A session on its way. `phase` is where it is; `cancel` ends what can be ended and leaves POST alone."""
+
+    order: SessionOrder
+    live: LiveSession
+    house: House
+    # told of each new phase, and of the trajectory at the end
+    on_phase: "Callable[[Session, Trajectory | None], None]"
+    phase: Phase = field(default="init", init=False)
+    cancelled: str | None = field(default=None, init=False)  # the word for why
+    _stoppable: trio.CancelScope | None = field(default=None, init=False)
+    _timing: Timing = field(factory=Timing, init=False)
+    _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
+    _containers: Containers = field(init=False)
+
+    @_containers.default
+    def _make_containers(self) -> Containers:
+        return Containers(self.order, self.house)
+
+    @property
+    def to_come(self) -> int:
+        """How many containers it will yet take."""
+        evaluators = int(
+            self.order.fresh and not self._evaluator_served and self.phase in ("init", "ready", "run")
+        )
+        return evaluators + int(self.phase == "init")
+
+    def cancel(self, word: str = "cancelled") -> None:
+        """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run
+        is over is judged as ever.
+
+        The first word stands.
+        """
+        self.cancelled = self.cancelled or word
+        if self._stoppable is not None:
+            self._stoppable.cancel()
+
+    async def run_recorded(self) -> None:
+        """The whole rollout. Whatever happened is published; a bug of ours is logged besides, and reaches no
+        sibling.
+        """
+        try:
+            result = await self._result()
+        except PolarnodeError as error:
+            result = Result(outcome=fault_outcome(error))
+        except Exception as error:
+            # the isolation edge of trio.md P7: one session's bug never cancels its siblings
+            result = self._bug(error)
+        await self.live.close()
+        try:
+            self._publish(result)
+        except Exception as error:
+            # the same edge: what can not be built or packed costs its traces, not the record
+            self._hand_over(
+                without_traces(
+                    self.order.identity, self.order.spec, self.live.lineages.turns, self._bug(error)
+                )
+            )
+
+    def _bug(self, error: Exception) -> Result:
+        logger.exception("session %s met a bug", self.order.identity.session_id)
+        return Result(
+            outcome=Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}"),
+            timing=self._timing,
+        )
+
+    def _publish(self, result: Result) -> None:
+        timed = evolve(
+            result,
+            timing=self._timing,
+            metrics={**result.metrics, **self._containers.metrics, **self.live.metrics()},
+        )
+        turns, allowed = self.live.lineages.turns, self.house.allowed_imports
+        self._hand_over(assemble(self.order.identity, self.order.spec, turns, timed, allowed_imports=allowed))
+
+    def _hand_over(self, trajectory: Trajectory) -> None:
+        trajectory = stamped(trajectory, self.house.versions())
+        self.house.publish(trajectory)
+        self._enter("ended", trajectory)
+
+    def _enter(self, phase: Phase, trajectory: Trajectory | None = None) -> None:
+        self.phase = phase
+        self.on_phase(self, trajectory)
+
+    async def _result(self) -> Result:
+        result: Result | None = None
+        with self._stoppable_scope() as scope:
+            await self.house.ensure_image(self.order.runtime.image)
+            async with self._slot(self.house.stages.live):
+                result = await self._attempts(scope)
+        return result or Result(outcome=self._stopped())
+
+    def _stopped(self) -> Outcome:
+        if self.cancelled is not None:
+            return Outcome(status="cancelled", reason=f"{self.cancelled} in {self.phase}")
+        return Outcome(
+            status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s:g} s"
+        )
+
+    # ── INIT and READY ────────────────────────────────────────────────────────
+
+    async def _attempts(self, scope: trio.CancelScope) -> Result:
+        ended = await self._in_runtime(scope)
+        for _ in range(INIT_ATTEMPTS - 1):
+            if not isinstance(ended, RuntimeFault) or self.phase not in ("init", "ready"):
+                break
+            logger.warning(
+                "session %s: its runtime failed, trying a fresh one: %s",
+                self.order.identity.session_id,
+                ended,
+            )
+            self._enter("init")
+            ended = await self._in_runtime(scope)
+        return Result(outcome=fault_outcome(ended)) if isinstance(ended, PolarnodeError) else ended
+
+    async def _in_runtime(self, scope: trio.CancelScope) -> Result | PolarnodeError:
+        """One runtime from start to removal. Errors come out as values: raised, the nurseries on the way
+        would wrap them in groups.
+        """
+        async with AsyncExitStack() as init:
+            await self._enter_init(init, scope)
+            expires = trio.current_time() + self._containers.lifetime_s()
+            try:
+                async with self._containers.open() as runtime, self._evaluators_runtime() as beforehand:
+                    return await self._inside(runtime, init, expires, beforehand)
+            except PolarnodeError as error:
+                return error
+
+    async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
+        """A place in INIT, but not to sit in it and wait for what a sibling prepares."""
+        await init.enter_async_context(self._init_stage(scope))
+        while self._containers.preparing():
+            await init.aclose()
+            await self._containers.wait_prepared()
+            await init.enter_async_context(self._init_stage(scope))
+
+    @asynccontextmanager
+    async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
+        """A place in INIT with its budget running: one budget for all attempts; waiting for the place is
+        free.
+        """
+        async with self._slot(self.house.stages.init):
+            scope.deadline = trio.current_time() + self.order.spec.budgets.init_s - self._timing.init_s
+            try:
+                with self._timed("init_s"):
+                    yield
+            finally:
+                scope.deadline = math.inf
+
+    def _evaluators_runtime(self) -> AbstractAsyncContextManager[Beforehand | None]:
+        if not self.order.fresh:
+            return nullcontext()
+
+        def settled() -> None:
+            self._evaluator_served = True
+            self.on_phase(self, None)
+
+        return open_beforehand(
+            self._containers.open,
+            self.house.stages.init,
+            budget_s=self.order.spec.budgets.init_s,
+            on_settled=settled,
+        )
+
+    async def _inside(
+        self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float, beforehand: Beforehand | None
+    ) -> Result | PolarnodeError:
+        try:
+            launch = await self._furnished(runtime)
+            async with self.house.serve_door(self.order.identity.session_id, runtime.door):
+                await init.aclose()
+                ran = await self._ready_and_run(runtime, launch, expires, beforehand)
+        except PolarnodeError as error:
+            return error
+        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, beforehand)
+
+    async def _furnished(self, runtime: PodmanRuntime) -> Launch:
+        """All that a harness needs is in its place, and nothing but its workspace can be written any more."""
+        endpoint = Endpoint(
+            base_url=runtime.base_url,
+            key=self.live.key,
+            context_length=self.house.context_length,
+            model=self.order.identity.model,
+        )
+        launch = self.order.harness.launch(
+            harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
+        )
+        await runtime.put(launch.files)
+        await runtime.seal(self.order.runtime)
+        return launch
+
+    async def _ready_and_run(
+        self, runtime: PodmanRuntime, launch: Launch, expires: float, beforehand: Beforehand | None
+    ) -> Outcome | PolarnodeError:
+        self._enter("ready")
+        async with AsyncExitStack() as run:
+            with self._timed("ready_s"):
+                await run.enter_async_context(self._slot(self.house.stages.run))
+            if not runtime.alive or trio.current_time() + self._containers.needed_s() > expires:
+                return RuntimeFault(
+                    "the container ended, or grew too old for a whole run, while its session waited for a"
+                    " place to run"
+                )
+            self._enter("run")
+            if beforehand is not None:
+                beforehand.begin()
+            with self._timed("run_s"):
+                return await self._run(runtime, launch)
+
+    # ── RUN and POST ──────────────────────────────────────────────────────────
+
+    async def _run(self, runtime: PodmanRuntime, launch: Launch) -> Outcome:
+        log = self.house.log_dir / f"{self.order.identity.session_id}.log"
+        ended: int | PolarnodeError | None = None
+        with self._stoppable_scope() as clock:
+            clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
+            self.live.on_spent = lambda: _soon(clock)
+            ended = await self._harness_ended(runtime, launch, log)
+        word = self.cancelled  # from here on a cancel comes too late: the run is over
+        await self.live.close()
+        return self._outcome(runtime, ended, log, word)
+
+    async def _harness_ended(self, runtime: PodmanRuntime, launch: Launch, log: Path) -> int | PolarnodeError:
+        """The harness's exit code. What fails meanwhile fails the run and not its turns, so it is a value."""
+        try:
+            async with self._containers.reaching(runtime) as reach:
+                env = {**reach.env, **launch.env}
+                return await runtime.run_logged(
+                    launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
+                )
+        except PolarnodeError as error:
+            return error
+
+    def _outcome(
+        self, runtime: PodmanRuntime, ended: int | PolarnodeError | None, log: Path, cancelled: str | None
+    ) -> Outcome:
+        ending = Ending(
+            ended=ended,
+            cancelled=cancelled,
+            spent_clock=self.live.spent_clock,
+            because=runtime.ended_because,
+            for_room=runtime.ended_for_room,
+            oom_kills=self._containers.note_kills(runtime),
+            turns=self.live.lineages.turns,
+            log_tail=tail(log),
+        )
+        return run_outcome(self.order, ending)
+
+    async def _post(self, runtime: PodmanRuntime, outcome: Outcome, beforehand: Beforehand | None) -> Result:
+        if outcome.status in ("cancelled", "error"):
+            return Result(outcome=outcome)
+        self._enter("post")
+        try:
+            # now, and not when there is a place: what a harness left running takes from those that still run
+            await runtime.end_processes()
+        except RuntimeFault as fault:
+            return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
+        async with self._slot(self.house.stages.post):
+            with self._timed("post_s"):
+                return await evaluated(
+                    self._containers, runtime, outcome, self.live.lineages.turns, beforehand
+                )
+
+    # ── its scopes, places and times ──────────────────────────────────────────
+
+    def _slot(self, stage: Gate) -> AbstractAsyncContextManager[None]:
+        return stage.slot(priority=self.order.spec.priority)
+
+    @contextmanager
+    def _timed(self, phase: Literal["init_s", "ready_s", "run_s", "post_s"]) -> Iterator[None]:
+        started = trio.current_time()
+        try:
+            yield
+        finally:
+            spent: float = getattr(self._timing, phase) + trio.current_time() - started
+            self._timing = evolve(self._timing, **{phase: spent})
+
+    @contextmanager
+    def _stoppable_scope(self) -> Iterator[trio.CancelScope]:
+        """A scope `cancel` reaches until it is left, or another one is entered in it: then it reaches neither
+        when that is left.
+        """
+        with trio.CancelScope() as scope:
+            self._stoppable = scope
+            if self.cancelled is not None:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._stoppable = None
+
+
+def _soon(clock: trio.CancelScope) -> None:
+    """A harness whose budget of turns or tokens is spent is refused; one that does not end for it is
+    ended.
+    """
+    clock.deadline = min(clock.deadline, trio.current_time() + SPENT_GRACE)

@@ -1,0 +1,378 @@
+"""What lies in a runtime before the harness and before the evaluator, the task's files and steps; and what
+the evaluator sees and may say.
+
+The rule for whoever edits it: what a task's own steps do wrong is told apart from a runtime that fails, which
+is worth another try.
+
+A runtime that is made while something else goes on: an evaluator's, while the harness runs.
+
+It takes a place in INIT when no session wants it. The rules for whoever edits it: whoever wants the runtime
+never waits behind others for one that was not begun, but makes its own; and what was made is gone when the
+block is left, in whatever way.
+
+A session's containers: opened with the task's workspace in them, given what they may reach of the world,
+cleared of what the harness left.
+
+The rule for whoever edits it: the harness, the task's steps and its evaluator reach the same names, and none
+of them reaches more.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.containers.files import artifacts_path
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError, PolarnodeError, Refused, RuntimeFault, boundary
+from polarnode.core.ports import Ended, Judge, Runtime
+from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.core.trajectory import Outcome, Turn, Verdict
+from polarnode.evaluators.contract import Finished, checked_rewards, finite, last_words
+from polarnode.merge.roles import recast
+from polarnode.rollouts.services import House, SessionOrder
+from polarnode.support.semaphore import Gate
+
+# ── workspace ────────────────────────────────────────────────────────────
+
+
+async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
+    """Place the task's files and run its prepare steps. A step that fails is Refused with its last words: it
+    would fail again.
+    """
+    for file in spec.files:
+        await runtime.put(
+            {codec.in_workdir(file.path, runtime.workdir): codec.file_bytes(file)}, mode=file.mode
+        )
+    for index, step in enumerate(spec.prepare):
+        said = await _step(runtime, step, spec)
+        if said is not None:
+            raise Refused(said, path=f"$.runtime.prepare[{index}]")
+
+
+async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
+    """Run the steps only an evaluator needs (a test suite the harness must not have seen). One that fails is
+    an EvaluatorError.
+    """
+    for step in spec.eval_prepare:
+        said = await _step(runtime, step, spec)
+        if said is not None:
+            raise EvaluatorError(said)
+
+
+def finished(
+    runtime: Runtime,
+    left: Runtime,
+    judge: Callable[[str], Judge],
+    outcome: Outcome,
+    turns: tuple[Turn, ...],
+    spec: TaskSpec,
+) -> Finished:
+    """The session as its evaluator sees it; its turns have the roles that the whole session tells."""
+    return Finished(
+        runtime=runtime,
+        left=left,
+        judge=judge,
+        outcome=outcome,
+        turns=recast(turns),
+        instruction=spec.instruction,
+        config=spec.evaluator.config,
+        metadata=spec.metadata,
+    )
+
+
+def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
+    """A verdict that can be kept: finite rewards, of turns and lineages there are, and metrics as the JSON
+    they make. It may be anybody's code.
+    """
+    if not isinstance(verdict, Verdict):
+        raise EvaluatorError(
+            f"the evaluator returned {type(verdict).__name__}: return a polarnode.records.Verdict"
+        )
+    with boundary(EvaluatorError, "the evaluator's metrics are not JSON"):
+        metrics = codec.read_json(codec.dump_json(dict(verdict.metrics)))
+    reward = finite(verdict.reward, "its reward")
+    lineages, of_turns = checked_rewards(verdict, turns)
+    return Verdict(
+        reward=reward, metrics=cast(dict[str, Json], metrics), lineage_rewards=lineages, turn_rewards=of_turns
+    )
+
+
+async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str | None:
+    """Run a step; what to say of it when it failed."""
+    ended = await runtime.run(step.argv, user=step.user, env=spec.env)
+    if ended.exit_code == 0:
+        return None
+    return (
+        f"prepare step {' '.join(step.argv)!r} ended with exit code {ended.exit_code}:"
+        f" {last_words(ended.stderr or ended.stdout)}"
+    )
+
+
+# ── beforehand ────────────────────────────────────────────────────────────
+
+LAST = -1  # priority of its place: a session's is 0 to 100
+
+logger = logging.getLogger(__name__)
+
+
+@define(eq=False, kw_only=True)
+class Beforehand:
+    """`begin` says that it may be made now, `take` gives it to the one who needs it."""
+
+    open: Callable[[], AbstractAsyncContextManager[PodmanRuntime]]
+    gate: Gate
+    budget_s: float
+    on_settled: Callable[[], None]  # told once, when it is made or will never be
+    _may_begin: trio.Event = field(factory=trio.Event, init=False)
+    _waiting: trio.CancelScope = field(factory=trio.CancelScope, init=False)
+    _begun: bool = field(default=False, init=False)
+    _settled: trio.Event = field(factory=trio.Event, init=False)
+    _runtime: PodmanRuntime | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Make it as soon as there is a place that no session wants."""
+        self._may_begin.set()
+
+    async def take(self) -> PodmanRuntime | None:
+        """The runtime, for once; None where it was not begun, failed, or ended since."""
+        if not self._begun:
+            self._waiting.cancel()
+        await self._settled.wait()
+        taken, self._runtime = self._runtime, None
+        return taken if taken is not None and taken.alive else None
+
+    async def run(self) -> None:
+        """Make it, and hold it until cancelled."""
+        async with AsyncExitStack() as stack:
+            try:
+                self._runtime = await self._made(stack)
+            except PolarnodeError as error:
+                logger.warning("a runtime that was made beforehand failed: %s", error)
+            self._settled.set()
+            self.on_settled()
+            await trio.sleep_forever()
+
+    async def _made(self, stack: AsyncExitStack) -> PodmanRuntime | None:
+        with self._waiting:
+            await self._may_begin.wait()
+            async with self.gate.slot(priority=LAST):
+                self._begun = True
+                with trio.move_on_after(self.budget_s):
+                    return await stack.enter_async_context(self.open())
+        return None
+
+
+@asynccontextmanager
+async def open_beforehand(
+    open_runtime: Callable[[], AbstractAsyncContextManager[PodmanRuntime]],
+    gate: Gate,
+    *,
+    budget_s: float,
+    on_settled: Callable[[], None],
+) -> AsyncIterator[Beforehand]:
+    """Something that makes a runtime behind the block. An error of the block comes out as itself, not as a
+    group of one.
+    """
+    beforehand = Beforehand(open=open_runtime, gate=gate, budget_s=budget_s, on_settled=on_settled)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(beforehand.run)
+            yield beforehand
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        sole = _sole(group)
+        if sole is None:
+            raise
+        raise sole from group
+
+
+def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """The error, if the group holds one and no more."""
+    found = group.exceptions[0]
+    return found if len(group.exceptions) == 1 and not isinstance(found, BaseExceptionGroup) else None
+
+
+# ── containers ────────────────────────────────────────────────────────────
+
+# of a container's life for waiting in READY: several whole run budgets; one that waited longer gives way to a
+# fresh one
+READY_S = 6 * 3600.0
+TEARDOWN_S = 60.0  # what the dead-man switch of a container is given beyond all budgets
+
+
+@define(eq=False)
+class Containers:
+    """What one session has made for it. `metrics` is what its containers tell of it."""
+
+    order: SessionOrder
+    house: House
+    metrics: dict[str, Json] = field(factory=dict, init=False)
+
+    def open(self) -> AbstractAsyncContextManager[PodmanRuntime]:
+        """A container with the task's workspace in it. Raises RuntimeFault when none starts, Refused when a
+        step of the task fails.
+        """
+        shared = self.order.spec.num_samples > 1 or self.order.fresh
+        return self.house.runtimes.open_prepared(
+            self.order.runtime,
+            session_id=self.order.identity.session_id,
+            lifetime_s=self.lifetime_s(),
+            prepare=self._prepare,
+            shared=shared,
+        )
+
+    def preparing(self) -> bool:
+        """Whether a sibling just prepares the same, so that to wait for it is quicker."""
+        return self.house.runtimes.preparing(self.order.runtime)
+
+    async def wait_prepared(self) -> None:
+        """Wait until no sibling does."""
+        await self.house.runtimes.wait_prepared(self.order.runtime)
+
+    def lifetime_s(self) -> float:
+        """When the dead-man switch ends a container that everybody forgot."""
+        return self.order.spec.budgets.init_s + READY_S + self.needed_s()
+
+    def needed_s(self) -> float:
+        """What a container must still live for when its run begins."""
+        return self.order.spec.budgets.run_s + 2 * self.order.spec.budgets.post_s + TEARDOWN_S
+
+    async def _prepare(self, runtime: PodmanRuntime) -> None:
+        async with self.reaching(runtime) as reach:
+            try:
+                await prepare(runtime, reach.told(self.order.runtime))
+            except Refused as refused:
+                raise _because(runtime, refused) from refused
+
+    @asynccontextmanager
+    async def reaching(self, *runtimes: PodmanRuntime) -> AsyncIterator["Reach"]:
+        """While the block lasts, programs in these containers reach what the task asked for and the node
+        allows.
+        """
+        if not self.order.runtime.egress:
+            yield Reach()
+            return
+        async with AsyncExitStack() as stack:
+            opened = [
+                await stack.enter_async_context(
+                    self.house.egress.open(each.network, self.order.runtime.egress)
+                )
+                for each in runtimes
+            ]
+            try:
+                yield Reach(env=dict(opened[0].env))
+            finally:
+                self.metrics["egress"] = _added(
+                    self.metrics.get("egress"), [each.figures() for each in opened]
+                )
+
+    async def keep_artifacts(self, runtime: PodmanRuntime) -> None:
+        """Keep what the task wants kept of what a harness left. What can not be kept costs no verdict, and is
+        said.
+        """
+        if not self.order.runtime.artifacts:
+            return
+        to = artifacts_path(self.house.log_dir, self.order.identity.session_id)
+        self.metrics["artifacts"] = await _kept(runtime, self.order.runtime.artifacts, to)
+
+    def note_kills(self, runtime: PodmanRuntime) -> int:
+        """How many of the harness's programs the kernel ended for want of memory."""
+        if kills := runtime.oom_kills():
+            self.metrics["oom_kills"] = kills
+        return kills
+
+
+def _because(runtime: PodmanRuntime, refused: Refused) -> Refused:
+    """A step that the node ended says more than its exit code does."""
+    return (
+        Refused(f"{refused} ({runtime.ended_because})", path=refused.path)
+        if runtime.ended_because
+        else refused
+    )
+
+
+async def _kept(runtime: PodmanRuntime, paths: Sequence[str], to: Path) -> dict[str, Json]:
+    try:
+        return (await runtime.collect(paths, to)).metrics()
+    except RuntimeFault as fault:
+        logger.warning("%s", fault)
+        return {"failed": str(fault)}
+
+
+def _added(before: Json, figures: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Counts of several proxies as one: numbers and tables of numbers are added up, anything else is the last
+    one's.
+    """
+    total: dict[str, Json] = dict(before) if isinstance(before, dict) else {}
+    for told in figures:
+        for name, value in told.items():
+            total[name] = _sum(total.get(name), value)
+    return total
+
+
+def _sum(one: Json, other: Json) -> Json:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return one + other
+    return one if other is None else other
+
+
+@frozen(kw_only=True)
+class Reach:
+    """What programs in a container are told so that they reach what they may."""
+
+    env: Mapping[str, str] = field(factory=dict)
+
+    def told(self, spec: RuntimeSpec) -> RuntimeSpec:
+        """The task's runtime as its steps see it: what the task itself says counts more."""
+        return evolve(spec, env={**self.env, **spec.env}) if self.env else spec
+
+    def through(self, runtime: PodmanRuntime) -> Runtime:
+        """The runtime as an evaluator uses it."""
+        return _Reaching(runtime=runtime, told=self.env) if self.env else runtime
+
+
+@frozen(kw_only=True)
+class _Reaching:
+    """A runtime whose programs are told more than they are given."""
+
+    runtime: Runtime
+    told: Mapping[str, str]
+
+    @property
+    def id(self) -> str:
+        return self.runtime.id
+
+    @property
+    def workdir(self) -> str:
+        return self.runtime.workdir
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> Ended:
+        return await self.runtime.run(
+            argv, env={**self.told, **(env or {})}, user=user, workdir=workdir, stdin=stdin
+        )
+
+    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
+        await self.runtime.put(files, user=user, mode=mode)
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        return await self.runtime.read(path, limit=limit)
+
+    async def end_processes(self) -> None:
+        await self.runtime.end_processes()

@@ -1,0 +1,122 @@
+"""What a source gives: tasks with their origin and notes, what could not be read, and what a user lays over
+them. Pure values.
+
+A user's words over a source's: partial TaskSpecs as JSON, laid one over the other. Pure.
+
+The rule for whoever edits it: an object that has a name (harness, builder, evaluator) is a program with its
+settings. Another name is another program, so that the settings of the first are not given to it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from attrs import field, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.task import TaskSpec
+
+# ── shapes ────────────────────────────────────────────────────────────
+
+Kind = Literal["task", "jsonl", "harbor", "terminal_bench", "swe", "polar"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@frozen(kw_only=True)
+class Build:
+    """An image to be built from a folder, on the machine whose node is to run the task. `image` is what it
+    will be called.
+    """
+
+    folder: Path
+    containerfile: str
+    image: str
+    limit_s: float
+
+
+@frozen(kw_only=True)
+class Overrides:
+    """What a user says for every task of a source.
+
+    `over` is a partial TaskSpec as JSON. `harness` and `samples` weigh more than it. `only` is a pattern of
+    names (`django__*`), `limit` counts the tasks it lets through. `image_template` and `instruction_template`
+    are for datasets whose rows have no image and a bare problem; `split` names one of a dataset's splits.
+    """
+
+    harness: str | None = None
+    samples: int | None = None
+    over: Mapping[str, Json] = field(factory=dict)
+    only: str | None = None
+    limit: int | None = None
+    image_template: str | None = None
+    instruction_template: str | None = None
+    split: str | None = None
+
+
+@frozen(kw_only=True)
+class Found:
+    """One task of a source before anything is laid over it: a TaskSpec as JSON, perhaps still without a
+    harness.
+
+    `foreign`: its image is the task's own, so that the harness must be put on top of it.
+    """
+
+    name: str
+    origin: str
+    value: dict[str, Json]
+    notes: tuple[str, ...] = ()
+    build: Build | None = None
+    foreign: bool = False
+
+
+@frozen(kw_only=True)
+class SourcedTask:
+    """A task, where it came from, and what its source said that has no meaning here. With `build`, its image
+    is to be built first.
+    """
+
+    spec: TaskSpec
+    name: str
+    origin: str
+    notes: tuple[str, ...] = ()
+    build: Build | None = None
+
+
+@frozen(kw_only=True)
+class Unread:
+    """A task of a source that could not be read; `refused` says why, and names its origin and the field."""
+
+    name: str
+    origin: str
+    refused: Refused
+
+
+# ── overlay ────────────────────────────────────────────────────────────
+
+PROGRAMS = ("harness", "builder", "evaluator")
+WHO = ("name", "import_path", "parts")
+
+
+def laid_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
+    """`over` upon `value`: objects are merged, all else is replaced."""
+    merged: dict[str, Json] = dict(value)
+    for key, new in over.items():
+        old = merged.get(key)
+        replaces = (
+            key in PROGRAMS
+            and isinstance(new, Mapping)
+            and isinstance(old, Mapping)
+            and _is_another(old, new)
+        )
+        merged[key] = (
+            laid_over(old, new)
+            if isinstance(old, Mapping) and isinstance(new, Mapping) and not replaces
+            else new
+        )
+    return merged
+
+
+def _is_another(old: Mapping[str, Json], new: Mapping[str, Json]) -> bool:
+    """Settings that say no name yet are of whatever program is named later."""
+    return any(key in old for key in WHO) and any(key in new and new[key] != old.get(key) for key in WHO)

@@ -1,0 +1,195 @@
+"""How late the event loop is: a task that sleeps a moment, again and again, and notes by how much it
+overslept.
+
+What a step of the loop takes, every session waits for, so this one figure says whether a node has room. The
+rule for whoever edits it: it costs a wake-up a TICK_S and a few kilobytes, and never more.
+
+How many files and sockets this process may have open: as many as the machine lets it.
+
+The usual soft limit of 1,024 is that of programs which use select(), and a node is none: a container takes
+seven descriptors, its door up to 256 connections, its proxy 64 times two. Whoever is out of descriptors can
+neither take a connection nor start a container, for any session.
+
+What a node's sessions did since it started: numbers that only grow, for whoever watches the node from
+outside.
+
+The rule for whoever edits it: counting is an increment in a dictionary, on the path of every turn, and
+nothing else; and every label has a fixed set of values, because each combination is kept for ever. What is
+not in its set is counted as `other`.
+"""
+
+import resource
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import copy
+from typing import Final, get_args
+
+import trio
+from attrs import define, field, fields, frozen
+
+from polarnode.core.trajectory import Outcome, Status, Trajectory, Turn, TurnRole
+from polarnode.groups.group import EARLY_STOP, STALE, Member
+from polarnode.merge import figures
+from polarnode.merge.turn_kinds import REASONS
+from polarnode.providers.contract import Fault
+
+# ── lag ────────────────────────────────────────────────────────────
+
+# 20 looks a second: a step of 50 ms is seen each time, and the looking is 0.1 % of a core
+TICK_S: Final = 0.05
+KEPT: Final = 1200  # looks, a minute of them: longer hides what happens now
+
+
+@frozen(kw_only=True)
+class LagStatistics:
+    """Seconds the loop was late within the last minute, at most half, 99 of 100 and all of the times it was
+    looked at.
+    """
+
+    p50: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+
+@define(eq=False)
+class LoopLag:
+    """The last looks, as a ring."""
+
+    _late: "array[float]" = field(factory=lambda: array("d"))
+    _next: int = 0
+
+    def note(self, seconds: float) -> None:
+        """The loop was so late."""
+        if len(self._late) < KEPT:
+            self._late.append(seconds)
+        else:
+            self._late[self._next] = seconds
+            self._next = (self._next + 1) % KEPT
+
+    def statistics(self) -> LagStatistics:
+        """Of the last minute; zeros before the first look."""
+        late = sorted(self._late)
+        if not late:
+            return LagStatistics()
+        return LagStatistics(
+            p50=late[len(late) // 2], p99=late[min(len(late) - 1, len(late) * 99 // 100)], max=late[-1]
+        )
+
+
+@asynccontextmanager
+async def open_lag() -> AsyncIterator[LoopLag]:
+    """Looks at the loop for as long as the block."""
+    lag = LoopLag()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_look, lag)
+        yield lag
+        nursery.cancel_scope.cancel()
+
+
+async def _look(lag: LoopLag) -> None:
+    while True:
+        meant = trio.current_time() + TICK_S
+        await trio.sleep_until(meant)
+        lag.note(max(0.0, trio.current_time() - meant))
+
+
+# ── descriptors ────────────────────────────────────────────────────────────
+
+
+def lift_descriptor_limit() -> int:
+    """Raise the soft limit to the hard one, for this process and those it starts; what it is then."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+# ── tally ────────────────────────────────────────────────────────────
+
+OTHER: Final = "other"
+# Why built-in builders leave turns out, and whose fault it is where there are no traces; builders of one's
+# own say what they like.
+LEFT_OUT: Final = frozenset(
+    (
+        *("failed", "empty", "superseded", "partial", "length", *get_args(TurnRole)),
+        *(
+            "node",
+            "client",
+            "config",
+            "model",
+            "engine",
+            "runtime",
+            "harness",
+            "evaluator",
+            "journal",
+            "laws",
+            *get_args(Status),
+        ),
+    )
+)
+
+
+@define(eq=False)
+class Tally:
+    """Counts by their labels. One a node; a session counts into its node's."""
+
+    # provider, kind, reason, role, state
+    turns: "Counter[tuple[str, str, str, str, str]]" = field(factory=Counter)
+    sampled_tokens: "Counter[str]" = field(factory=Counter)  # by role
+    prompt_tokens: "Counter[str]" = field(factory=Counter)  # reused: the extended turn had them; new
+    notes: "Counter[str]" = field(factory=Counter)  # by the word they begin with
+    malformed_calls: int = 0
+    refusals: "Counter[str]" = field(factory=Counter)  # by the fault's kind
+    sessions: "Counter[str]" = field(factory=Counter)  # ended, by status; not those that lost their place
+    # sessions that lost their place to a fresh one, by whose fault
+    replaced: "Counter[str]" = field(factory=Counter)
+    traces: int = 0
+    trainable_tokens: int = 0
+    left_out_turns: "Counter[str]" = field(factory=Counter)  # by reason
+    left_out_tokens: "Counter[str]" = field(factory=Counter)
+    groups: "Counter[str]" = field(factory=Counter)  # over, by state
+    stopped_early: int = 0  # sessions that were ended, or not begun, because their group had enough
+    # sessions further behind than their task wants, by what it does with them
+    stale: "Counter[str]" = field(factory=Counter)
+
+    def copied(self) -> "Tally":
+        """These numbers as they are now, for a reader in another thread."""
+        return Tally(**{each.name: copy(getattr(self, each.name)) for each in fields(Tally)})
+
+    def turn(self, turn: Turn) -> None:
+        """A turn was kept."""
+        reason = turn.reason if turn.reason in REASONS else OTHER
+        self.turns[turn.provider, turn.kind, reason, turn.role, turn.state] += 1
+        self.sampled_tokens[turn.role] += len(turn.sampled)
+        self.prompt_tokens["new"] += len(turn.prompt_delta)
+        self.prompt_tokens["reused"] += turn.prompt_length - len(turn.prompt_delta)
+        self.malformed_calls += 0 if turn.answer is None else turn.answer.malformed_calls
+        if turn.notes:
+            self.notes.update(figures.counted(turn.notes))
+
+    def refused(self, fault: Fault) -> None:
+        """A call was not answered."""
+        self.refusals[fault.kind] += 1
+
+    def lost(self, outcome: Outcome) -> None:
+        """A session lost its place to a fresh one. Its rows are nobody's data, and are not counted."""
+        self.replaced[outcome.boundary or OTHER] += 1
+
+    def place(self, member: Member) -> None:
+        """A place of a group is over."""
+        self.stopped_early += member.why == EARLY_STOP
+        # not one that is unusable for another reason
+        if member.stale and (member.usable or str(member.why).startswith(STALE)):
+            self.stale["mark" if member.usable else "drop"] += 1
+
+    def published(self, trajectory: Trajectory) -> None:
+        """A session is over."""
+        self.sessions[trajectory.outcome.status] += 1
+        self.traces += len(trajectory.traces)
+        self.trainable_tokens += trajectory.trainable_tokens
+        sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}
+        for left in trajectory.left_out:
+            reason = left.reason if left.reason in LEFT_OUT else OTHER
+            self.left_out_turns[reason] += 1
+            self.left_out_tokens[reason] += sampled.get(left.turn, 0)

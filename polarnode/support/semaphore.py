@@ -1,0 +1,88 @@
+"""Stage limits: how many sessions may be in a stage at once, the more urgent first.
+
+A `Gate` is a semaphore that wakes its waiters by priority, then by age. Trio's own limiters are first come,
+first served, and a trainer that raises the priority of a task expects its sessions to pass the waiting ones.
+A limit may change at any time: who is inside stays inside.
+"""
+
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+import trio
+from attrs import define, field, frozen
+
+
+@frozen(kw_only=True)
+class GateStatistics:
+    """`inside` of at most `limit` sessions are in the stage; `waiting` are before it. `held_back`: why fewer
+    are let in than could be.
+    """
+
+    limit: int
+    inside: int
+    waiting: int
+    held_back: str | None = None
+
+
+@define(eq=False)
+class Gate:
+    """At most `limit` holders; waiters enter by priority (0-100, higher first), then in the order
+    they came.
+    """
+
+    limit: int
+    held_back: str | None = field(default=None, init=False)
+    _inside: int = field(default=0, init=False)
+    _waiting: list[tuple[int, int, trio.Event]] = field(factory=list, init=False)
+    _order: "count[int]" = field(factory=count, init=False)
+
+    @asynccontextmanager
+    async def slot(self, *, priority: int) -> AsyncIterator[None]:
+        """Wait for a place in the stage and hold it for the block."""
+        await self._enter(priority)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def adjust(self, limit: int, held_back: str | None = None) -> None:
+        """Let more in, or fewer from now on; `held_back` says why it is fewer."""
+        self.limit, self.held_back = limit, held_back
+        while self._waiting and self._inside < self.limit:
+            self._inside += 1
+            heapq.heappop(self._waiting)[2].set()
+
+    async def _enter(self, priority: int) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._inside < self.limit and not self._waiting:
+            self._inside += 1
+            return
+        turn = (-priority, next(self._order), trio.Event())
+        heapq.heappush(self._waiting, turn)
+        try:
+            await turn[2].wait()
+        except trio.Cancelled:
+            self._give_up(turn)
+            raise
+
+    def _give_up(self, turn: tuple[int, int, trio.Event]) -> None:
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+            heapq.heapify(self._waiting)
+        else:  # the place was handed over in the very tick we were cancelled
+            self._leave()
+
+    def _leave(self) -> None:
+        """Hand the place to the next waiter, or free it where nobody waits or there are too many."""
+        if self._waiting and self._inside <= self.limit:
+            heapq.heappop(self._waiting)[2].set()
+        else:
+            self._inside -= 1
+
+    def statistics(self) -> GateStatistics:
+        """How full the stage is."""
+        return GateStatistics(
+            limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back
+        )

@@ -1,0 +1,435 @@
+"""Visible text, thinking and calls in the order they come, and how much of them may be shown already.
+
+Two rules live here and nowhere else. Newlines at the edges of a part are separators the template taught, not
+text: leading ones are dropped, trailing ones wait for what follows, and are shown if the same part goes on. A
+stop string is looked for in visible text only. The parts of an answer are folded from the very deltas given
+out, so that a stream can not differ from the whole. Where logprobs are asked for, each text comes with those
+of the tokens that wrote it, and they are shown, held back and dropped with it.
+
+What a sample's text and marks make of it: visible text, thoughts and calls, and what is held back until it is
+known which.
+
+The rule for whoever edits it: what is held back comes out as what it turned out to be, letter for letter, or
+was a separator; and nothing here depends on how the text was cut into pieces. `parse.py` finds the marks
+among the ids, `flow.py` says what of it may be shown.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, assert_never
+
+from attrs import Factory, define, field
+
+from polarnode.core.conversation import (
+    Delta,
+    Part,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingPart,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+)
+from polarnode.core.ports import Tokenizer
+from polarnode.tokens.families import Family, HarmonyMarks, Mode
+from polarnode.tokens.syntax import READERS, harmony
+from polarnode.tokens.syntax.body import Body, Region
+from polarnode.tokens.syntax.json_calls import Begun
+from polarnode.tokens.tool_calls import SPACE, ReadCall
+
+# ── flow ────────────────────────────────────────────────────────────
+
+Kind = Literal["text", "thinking"]
+Told = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where nobody asks for them
+
+
+@define(eq=False)
+class _Writers:
+    """Whose text is held: stretches of it from the left, each with the tokens that wrote it. A token belongs
+    to its text's first letter shown.
+    """
+
+    _stretches: list[tuple[int, Told]] = field(factory=list)
+
+    def add(self, length: int, told: Told) -> None:
+        if told or self._stretches:
+            self._stretches.append((length, told))
+
+    def take(self, length: int) -> Told:
+        """The tokens of the first letters, which leave."""
+        taken: list[TokenLogprob] = []
+        while length > 0 and self._stretches:
+            size, told = self._stretches.pop(0)
+            taken += told
+            if size > length:
+                self._stretches.insert(0, (size - length, ()))
+            length -= size
+        return tuple(taken)
+
+    def clear(self) -> None:
+        self._stretches.clear()
+
+
+@define(eq=False)
+class Flow:
+    """What was written so far. `stopped` is the stop string that was hit: nothing is taken after it."""
+
+    _stop: tuple[str, ...] = ()
+    stopped: str | None = field(default=None, init=False)
+    _kind: Kind | None = field(default=None, init=False)
+    _held: str = field(default="", init=False)
+    _writers: _Writers = field(factory=_Writers, init=False)
+    _ready: list[Delta] = field(default=Factory(list), init=False)
+    _taken: list[Delta] = field(default=Factory(list), init=False)
+
+    def write(self, kind: Kind, text: str, told: Told = ()) -> None:
+        """More of one kind; shown when it can not be a separator or the start of a stop string any more."""
+        if self.stopped is not None:
+            return
+        if kind != self._kind:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self.release()
+            self._kind = kind
+        self._held += text
+        self._writers.add(len(text), told)
+        if kind == "text":
+            self._watch()
+        self._show(self._sure())
+
+    def call(self, call: ToolCall) -> None:
+        """A whole call; what was held before it is a separator."""
+        if self.stopped is None:
+            self.release()
+            self._ready.append(call)
+
+    def release(self, *, exactly: bool = False) -> None:
+        """End the part being written: what a stop string held back is text, trailing newlines are not, but
+        for text that must stay as it was.
+        """
+        self._show(len(self._held if exactly else self._held.rstrip("\n")))
+        self._kind, self._held = None, ""
+        self._writers.clear()
+
+    def take(self) -> list[Delta]:
+        """Everything that became sure since the last time."""
+        ready, self._ready = joined(self._ready), []
+        self._taken += ready
+        return ready
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all that was taken, neighbours of one kind joined."""
+        return fold(self._taken)
+
+    @property
+    def told(self) -> Told:
+        """The tokens of all visible text that was taken."""
+        return tuple(
+            token for delta in self._taken if isinstance(delta, TextDelta) for token in delta.logprobs
+        )
+
+    def _watch(self) -> None:
+        """Cut at the stop string that is complete first (the longest of those), as a watcher of single
+        characters would.
+        """
+        found = [
+            (at + len(stop), -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0
+        ]
+        if found:
+            end, length, self.stopped = min(found)
+            self._held = self._held[: end + length].rstrip("\n")
+
+    def _sure(self) -> int:
+        """How much of what is held can be shown."""
+        watched = self._kind == "text" and self.stopped is None
+        end = len(self._held) - (
+            max((_begun(self._held, stop) for stop in self._stop), default=0) if watched else 0
+        )
+        return len(self._held[:end].rstrip("\n"))
+
+    def _show(self, length: int) -> None:
+        text, self._held = self._held[:length], self._held[length:]
+        if not text or self._kind is None:
+            return
+        told = self._writers.take(length)
+        self._ready.append(TextDelta(text, told) if self._kind == "text" else ThinkingDelta(text))
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text could be the start of a stop string."""
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas, neighbours of one kind as one: each costs an event of a stream."""
+    out: list[Delta] = []
+    for delta in deltas:
+        last = out[-1] if out else None
+        if isinstance(last, TextDelta) and isinstance(delta, TextDelta):
+            out[-1] = TextDelta(last.text + delta.text, last.logprobs + delta.logprobs)
+        elif isinstance(last, ThinkingDelta) and isinstance(delta, ThinkingDelta):
+            out[-1] = ThinkingDelta(last.text + delta.text)
+        else:
+            out.append(delta)
+    return out
+
+
+def fold(deltas: list[Delta]) -> tuple[Part, ...]:
+    """The parts that deltas add up to."""
+    parts: list[Part] = []
+    run: list[str] = []
+    for place, delta in enumerate(deltas):
+        if isinstance(delta, ToolCall):
+            parts.append(delta)
+            continue
+        run.append(delta.text)
+        if place + 1 == len(deltas) or type(deltas[place + 1]) is not type(delta):
+            parts.append(_part(delta, "".join(run)))
+            run = []
+    return tuple(parts)
+
+
+def _part(delta: TextDelta | ThinkingDelta, text: str) -> Part:
+    match delta:
+        case TextDelta():
+            return TextPart(text)
+        case ThinkingDelta():
+            return ThinkingPart(text)
+        case _:
+            assert_never(delta)
+
+
+# ── writing ────────────────────────────────────────────────────────────
+
+_Told = list[TokenLogprob]
+
+
+@define(eq=False, kw_only=True)
+class Writing:
+    """What is being written. `mode` changes with marks, and where a header turns out to be none; `spoken_ids`
+    are the model's names for calls.
+    """
+
+    family: Family
+    mode: Mode
+    flow: Flow
+    calls: int = field(default=0, init=False)
+    malformed_calls: int = field(default=0, init=False)
+    spoken_ids: list[str] = field(factory=list, init=False)
+    _tokenizer: Tokenizer
+    _tools: tuple[Tool, ...]
+    _call_id: Callable[[int], str]
+    # what is held back: a call, a header, blanks between calls, a thought's label
+    _region: Region = field(factory=Region, init=False)
+    _body_at: int = field(default=0, init=False)  # where in it the call's body begins
+    _label: str = field(default="", init=False)  # what may stand at the thought's head and is none of it
+    # whether the next text or thought is of another message than the one before
+    _new_message: bool = field(default=False, init=False)
+    _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
+
+    def _beginning(self) -> Begun | None:
+        """What watches an answer that may still be a call without marks."""
+        return Begun() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
+
+    def go_on(self, before: "Writing") -> None:
+        """Begin where another ended, which was the prompt's: in the middle of a header, as a rule."""
+        self.mode, self._region = before.mode, before._region
+        self._region.hide()
+        if self.mode == "call":  # its beginning is not of this sample, and the rest alone is no call
+            self._region.clear()
+            self.mode = "text"
+
+    def text(self, text: str, told: _Told) -> None:
+        """More text, and the tokens that wrote it."""
+        match self.mode:
+            case "call":
+                self._region.add(text, told)
+            case "header":
+                self._region.add(text, told)
+                if not harmony.may_be_header(self._body(0)):
+                    self.mode = "text"
+                    self._show_region()
+            case "between":
+                self._write_between(text, told)
+            case "thinking" if self._label:
+                self._write_label(text)
+            case "text" if self._begun is not None:
+                self._region.add(text, told)
+                if not self._begun.goes_on(text):
+                    self._let_go()
+            case "text" | "thinking" as kind:
+                self._say(kind, text, told)
+
+    def mark(self, token: int, told: _Told) -> None:
+        """A token that is no text where it stands: from one mode to another, or told apart inside a call or a
+        header.
+        """
+        text = self._tokenizer.token_bytes(token).decode(errors="replace")
+        if self.family.harmony is not None:
+            self._mark_of_harmony(token, text, told, self.family.harmony)
+        elif self.family.after(self.mode, token) == self.mode:
+            self._region.add(text, told, mark=True)
+        else:
+            self._change(self.family.after(self.mode, token), text, told)
+
+    def close(self, *, clean: bool) -> bool:
+        """End what is being written; whether that ended with text that must stay as it was sampled. `clean`:
+        the model ended it itself.
+        """
+        match self.mode:
+            case "call":
+                if clean and (self.family.harmony is not None or self.family.call_close is None):
+                    return not self._end_call("", [])
+                self._give_back()
+                return True
+            case "header" if not harmony.says_nothing(self._region.text):
+                self._show_header()
+                return True
+            case "text" if self._begun is not None and clean and (read := self._read_calls(0)) is not None:
+                self._show_calls(read)
+            case _:
+                self._let_go()
+        return False
+
+    # ── marks ──
+
+    def _change(self, after: Mode, mark: str, told: _Told) -> None:
+        """From one mode to another, in families other than Harmony."""
+        if self.mode == "call":
+            self._end_call(mark, told)
+        else:
+            self._let_go()
+        self.mode = after
+        if after == "call":
+            self._region.add(mark, told, mark=True)
+            self._body_at = len(mark)
+        elif after == "thinking":
+            self._label = self.family.think_label
+
+    def _mark_of_harmony(self, token: int, text: str, told: _Told, marks: HarmonyMarks) -> None:
+        match self.mode:
+            case "header" if token in (marks.start, marks.end):  # the message ends before it began
+                if token == marks.end:
+                    self._region.add(text, told, mark=True)
+                self._show_header()
+                self._open_header(text, told, to="header" if token == marks.start else "between")
+            case "header":
+                self._region.add(text, told, mark=True)
+                if token == marks.message:
+                    self._enter()
+            case "between":
+                self._region.clear()
+                self._open_header(text, told, to="header")
+            case "call" if token != marks.end:
+                self._region.add(text, told, mark=True)
+            case "call":
+                self._end_call(text, told)
+                self.mode, self._new_message = "between", True
+            case _:
+                self.mode, self._new_message = "between", True
+
+    def _open_header(self, mark: str, told: _Told, *, to: Mode) -> None:
+        self.mode = to
+        if to == "header":
+            self._region.add(mark, told, mark=True)
+
+    def _enter(self) -> None:
+        """A header is whole: go on to what it says, or show it."""
+        header = harmony.read_header(self._body(0))
+        if header is None:
+            self._show_header()
+            return
+        self.mode, self._body_at = header.mode, 0
+        if header.mode != "call":
+            self._region.clear()
+
+    # ── what is held back ──
+
+    def _body(self, start: int) -> Body:
+        separator = (
+            b"" if self.family.separator is None else self._tokenizer.token_bytes(self.family.separator)
+        )
+        return self._region.body(
+            control=self._tokenizer.control, separator=separator.decode(errors="replace"), start=start
+        )
+
+    def _read_calls(self, start: int) -> tuple[ReadCall, ...] | None:
+        return READERS[self.family.call_syntax](self._body(start), self._tools)
+
+    def _end_call(self, close: str, told: _Told) -> bool:
+        """Read the call that is held back; one that can not be read becomes the visible text it was sampled
+        as.
+        """
+        read = self._read_calls(self._body_at)
+        if read is None:
+            self._region.add(close, told)
+            self._give_back()
+            return False
+        self._show_calls(read)
+        return True
+
+    def _show_calls(self, read: tuple[ReadCall, ...]) -> None:
+        for call in read:
+            self.flow.call(ToolCall(id=self._call_id(self.calls), name=call.name, arguments=call.arguments))
+            self.calls += 1
+            self.spoken_ids += [] if call.spoken_id is None else [call.spoken_id]
+        self._region.clear()
+
+    def _give_back(self) -> None:
+        self.malformed_calls += 1
+        self._show_region()
+
+    def _show_header(self) -> None:
+        """A header that is none, or stands before nothing, is text; one that speaks to a tool was meant as a
+        call.
+        """
+        self.malformed_calls += harmony.speaks_to(self._region.text)
+        self.mode = "text"
+        self._show_region()
+
+    def _show_region(self) -> None:
+        text, told = self._region.shown, self._region.told
+        self._region.clear()
+        self._say("text", text, told)
+
+    def _let_go(self) -> None:
+        """What might have been something else, is what it seems; blanks between calls were separators."""
+        if self.mode == "thinking" and self._label:
+            label, self._label = self._label, ""
+            if self._region.text != label.rstrip(SPACE):
+                self._say("thinking", self._region.text, [])
+        elif self.mode == "text" and self._begun is not None:
+            self.malformed_calls += self._begun.called
+            self._begun = None
+            self._show_region()
+        self._region.clear()
+
+    # ── text ──
+
+    def _write_between(self, text: str, told: _Told) -> None:
+        """Real text is shown wherever it stands; blanks at its edges are not."""
+        size = len(text.rstrip(SPACE))
+        self._region.add(text[:size], told)
+        if size:
+            self._show_region()
+        self._region.add(text[size:], [])
+
+    def _write_label(self, text: str) -> None:
+        self._region.add(text, [])
+        held = self._region.text
+        if self._label.startswith(held) and held != self._label:
+            return
+        self._region.clear()
+        label, self._label = self._label, ""
+        self._say("thinking", held.removeprefix(label), [])
+
+    def _say(self, kind: Kind, text: str, told: _Told) -> None:
+        """Show it; a blank line parts two messages of one kind."""
+        if text and self._new_message:
+            text, self._new_message = f"\n\n{text}", False
+        if text:
+            self.flow.write(kind, text, tuple(told) if kind == "text" else ())

@@ -1,0 +1,207 @@
+"""Calls between marks as one JSON object of `name` and `arguments`: Hermes, Qwen3, SmolLM3 and many more.
+
+The rule for whoever edits it: exactly those two members, and the arguments' text as it was written.
+
+DeepSeek V3's and R1's calls: `function`, the separator, the name, and the arguments in a fence of json.
+
+The rule for whoever edits it: the fence is the template's, letter for letter; what is in it is strict JSON.
+
+DeepSeek V3.1's calls: the name, the separator, the arguments.
+
+The rule for whoever edits it: what is behind the separator is one strict JSON object and nothing else.
+
+Kimi K2's calls: an id that holds the name and a number, `functions.name:0`, then the arguments.
+
+The rule for whoever edits it: the id is the model's own word for its call, and its result is shown to it
+under that id. Kimi counts through the whole conversation, so the number says nothing about the place among an
+answer's calls.
+
+Llama 3's calls: an answer that is one JSON object of `name` and `parameters`, or several with semicolons
+between them, without marks.
+
+The rule for whoever edits it: such an answer can only be known at its end, so it is held back while it may
+still be a call. `Begun` gives up at the first letter that no call has, because an answer that merely is JSON
+must be streamed like any other.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from attrs import define, field
+
+from polarnode.core.conversation import Json, Tool
+from polarnode.tokens.syntax.body import Body, Cursor
+from polarnode.tokens.syntax.tag_calls import is_name
+from polarnode.tokens.tool_calls import SPACE, ReadCall, arguments_of, read_first, read_object
+
+# ── json ────────────────────────────────────────────────────────────
+
+
+def read_json(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call between a call's marks, None if it is malformed."""
+    value = read_object(body.text)
+    if value is None or value.keys() != {"name", "arguments"}:
+        return None
+    name, arguments = value["name"], arguments_of(value, body.text, "arguments")
+    if not isinstance(name, str) or not name or arguments is None:
+        return None
+    return (ReadCall(name, arguments),)
+
+
+# ── fenced ────────────────────────────────────────────────────────────
+
+_OPEN: Final = "\n```json\n"
+_CLOSE: Final = "\n```"
+
+
+def read_fenced(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call between a call's marks, None if it is malformed."""
+    cursor = Cursor(body)
+    kind = cursor.until(body.separator)
+    name = cursor.until(_OPEN)
+    if kind is None or kind.strip(SPACE) != "function" or name is None or not is_name(name):
+        return None
+    written = cursor.rest.rstrip(SPACE)
+    arguments = written.removesuffix(_CLOSE)
+    if arguments == written or read_object(arguments) is None:
+        return None
+    return (ReadCall(name, arguments.strip(SPACE)),)
+
+
+# ── separated ────────────────────────────────────────────────────────────
+
+
+def read_separated(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call between a call's marks, None if it is malformed."""
+    parted = head_and_arguments(body)
+    if parted is None or not is_name(parted[0]):
+        return None
+    return (ReadCall(*parted),)
+
+
+def head_and_arguments(body: Body) -> tuple[str, str] | None:
+    """What stands before the separator and the arguments' text behind it; None if they are no object."""
+    cursor = Cursor(body)
+    head = cursor.until(body.separator)
+    if head is None or read_object(cursor.rest) is None:
+        return None
+    return head.strip(SPACE), cursor.rest.strip(SPACE)
+
+
+# ── numbered ────────────────────────────────────────────────────────────
+
+
+def read_numbered(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The call between a call's marks, None if it is malformed: an id without a name is, because which tool
+    is meant would be a guess.
+    """
+    parted = head_and_arguments(body)
+    if parted is None:
+        return None
+    spoken, arguments = parted
+    name, colon, number = spoken.removeprefix("functions.").rpartition(":")
+    if not colon or not (number.isascii() and number.isdigit()) or not is_name(name):
+        return None
+    return (ReadCall(name, arguments, spoken),)
+
+
+# ── bare json ────────────────────────────────────────────────────────────
+
+_ARGUMENTS: Final = ("parameters", "arguments")
+# Llama shows tools with `"type": "function"`, and at times repeats it in a call
+_KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
+
+
+def read_bare_json(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+    """The calls that an answer is, None if it is anything else."""
+    cursor, calls = Cursor(body), []
+    while True:
+        cursor.skip()
+        first = read_first(body.text, cursor.at)
+        call = None if first is None else _call(first[0], body.text[cursor.at : first[1]])
+        if first is None or call is None:
+            return None
+        calls.append(call)
+        cursor.at = first[1]
+        cursor.skip()
+        if cursor.over:
+            return tuple(calls)
+        if not cursor.take(";"):
+            return None
+
+
+def _call(value: dict[str, Json], text: str) -> ReadCall | None:
+    name, keys = value.get("name"), [key for key in _ARGUMENTS if key in value]
+    if not isinstance(name, str) or not name or len(keys) != 1 or value.get("type", "function") != "function":
+        return None
+    arguments = arguments_of(value, text, keys[0])
+    return None if arguments is None or not value.keys() <= _KEYS else ReadCall(name, arguments)
+
+
+@define(eq=False)
+class Begun:
+    """Whether a text, letter by letter, may still be the beginning of such an answer."""
+
+    _keys: set[str] = field(factory=set, init=False)
+    _depth: int = field(default=0, init=False)
+    _string: bool = field(default=False, init=False)
+    _escaped: bool = field(default=False, init=False)
+    _key: str | None = field(default=None, init=False)  # the key being written
+    # what stands outside of strings next: an object, its end, a key, a colon or a value
+    _between: str = field(default="object", init=False)
+
+    @property
+    def called(self) -> bool:
+        """Whether so much was written that it can only have been meant as a call."""
+        return "name" in self._keys and not self._keys.isdisjoint(_ARGUMENTS)
+
+    def goes_on(self, text: str) -> bool:
+        """Read more; whether it may still be a call."""
+        return all(self._quoted(letter) if self._string else self._plain(letter) for letter in text)
+
+    def _quoted(self, letter: str) -> bool:
+        if self._escaped or letter == "\\":
+            self._escaped = not self._escaped
+            return self._key is None  # no call's key is written with an escape
+        if letter != '"':
+            self._key = None if self._key is None else self._key + letter
+            return True
+        self._string = False
+        if self._key is None:
+            return True
+        self._keys.add(self._key)
+        known, self._key, self._between = self._key in _KEYS, None, "colon"
+        return known
+
+    def _plain(self, letter: str) -> bool:
+        if letter in SPACE:
+            return True
+        if self._depth == 0:
+            return self._outside(letter)
+        if letter == '"':
+            self._string = True
+            self._key = "" if self._depth == 1 and self._between == "key" else None
+            return True
+        if self._depth == 1 and self._between == "key":
+            return False
+        self._inside(letter)
+        return True
+
+    def _outside(self, letter: str) -> bool:
+        """Before an object, or behind one."""
+        if self._between == "object" and letter == "{":
+            self._depth, self._between = 1, "key"
+            return True
+        if self._between == "end" and letter == ";":
+            self._between = "object"
+            return True
+        return False
+
+    def _inside(self, letter: str) -> None:
+        if letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            self._between = "end" if self._depth == 0 else self._between
+        elif letter in ",:" and self._depth == 1:
+            self._between = "key" if letter == "," else "value"

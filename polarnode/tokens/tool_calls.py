@@ -1,0 +1,122 @@
+"""Strict JSON for tool calls: what a call is once it is read, and the exact text of what was written.
+
+Strict, because a repaired call is one the model never made: one object, no duplicate keys, no NaN or
+infinity, no half of a surrogate pair. Whoever edits this changes what counts as malformed in every syntax,
+and so what is trained as a call; keep the tests' list of refusals.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Final, NoReturn
+
+from attrs import frozen
+
+from polarnode.core.conversation import Json
+
+SPACE: Final = " \t\n\r"  # JSON's own; str.strip() would take more
+
+
+@frozen
+class ReadCall:
+    """A call as sampled: the name, the text of the arguments object, and the id the model itself gave it,
+    where its syntax has one.
+    """
+
+    name: str
+    arguments: str
+    spoken_id: str | None = None
+
+
+def read_value(text: str) -> Json:
+    """The JSON value a text is, keys in their order. ValueError for anything that is not strict."""
+    try:
+        value: Json = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    _check(value, text)
+    return value
+
+
+def read_object(text: str) -> dict[str, Json] | None:
+    """The JSON object a text is, keys in their order; None for anything else, or anything not strict."""
+    try:
+        value = read_value(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
+    """The JSON object that begins at a place of a text, and where it ends; None if none does, or not a strict
+    one.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+        _check(value, text[at:end])
+    except (ValueError, RecursionError):
+        return None
+    return (value, end) if isinstance(value, dict) else None
+
+
+def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
+    """The source of a call's arguments, the member `key` of the object that `text` is; None if they are no
+    object.
+
+    Arguments written as a string that itself is an object (models trained on doubly encoded calls do that)
+    are taken as that object's text: the harness would parse it so anyway.
+    """
+    match value[key]:
+        case dict():
+            return _source(text, key)
+        case str() as inner if read_object(inner) is not None:
+            return inner.strip(SPACE)
+        case _:
+            return None
+
+
+def _check(value: Json, text: str) -> None:
+    if "\\u" in text:
+        # half a surrogate pair can be written in JSON, and is no text
+        json.dumps(value, ensure_ascii=False).encode()
+
+
+def _source(text: str, name: str) -> str:
+    """The exact text of one member's value in an object already known to be well formed."""
+    at = text.index("{") + 1
+    while True:
+        key, at = _DECODER.raw_decode(text, _skip(text, at))
+        start = _skip(text, _skip(text, at) + 1)  # over the colon
+        _, end = _DECODER.raw_decode(text, start)
+        if key == name:
+            return text[start:end]
+        at = _skip(text, end) + 1  # over the comma
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in SPACE:
+        at += 1
+    return at
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is written twice")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is beyond a float's range")
+    return number
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
+)

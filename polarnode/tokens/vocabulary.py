@@ -1,0 +1,289 @@
+"""Which of a tokenizer's added tokens are control tokens, and whether they can be kept apart from text.
+
+A control token is one that a text can not become: it stands in a prompt only where the template wrote it.
+Some tokenizers also list ordinary text as added tokens (Gemma: runs of newlines, HTML tags), which mean
+nothing and must be found in a client's text as in any other. Whoever edits this: when in doubt a token is a
+control token, for then no client can write it.
+
+The exact bytes of a vocabulary's tokens, for the two ways in which vocabularies spell bytes.
+
+Byte-level ones have a letter for each byte. SentencePiece's write U+2581 for a space and have a token
+`<0xAB>` for each byte that no other token spells. Whoever adds a third way proves it as these are: every byte
+has a token, so no text of a client is ever lost.
+
+A tokenizer from `tiktoken.model` (Kimi): ranks of byte strings, and a pattern that stands in the checkpoint's
+own code.
+
+That code is read and never run: its pattern is a constant, and what it does to a prompt must be what is known
+here. Whoever edits this keeps that: what can not be read with certainty is refused, because a wrong pattern
+cuts texts wrongly and nothing would show it.
+"""
+
+import ast
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from attrs import frozen
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from polarnode.core.errors import ModelError, boundary
+
+# ── added ────────────────────────────────────────────────────────────
+
+
+def ordinary(
+    vocabulary: Mapping[str, int], added: Mapping[int, AddedToken], template: str
+) -> dict[int, AddedToken]:
+    """Those that are text: of the vocabulary itself, and neither called special nor named by the template
+    (which any newline is).
+    """
+    return {
+        number: token
+        for number, token in added.items()
+        if not token.special
+        and vocabulary.get(token.content) == number
+        and (token.content.isspace() or token.content not in template)
+    }
+
+
+def check_flags(control: Mapping[int, AddedToken], normalizer: Any, written: str) -> None:
+    """Control strings must mean exactly themselves in what a template writes, or a render could not be split
+    on them.
+
+    `written` is all that is known of it: the template's source and what it renders. A flag of a token that is
+    never there does nothing.
+    """
+    for token in control.values():
+        swallows = token.lstrip or token.rstrip or token.single_word
+        if (swallows and token.content in written) or (
+            token.normalized and not _stays(token.content, normalizer)
+        ):
+            raise ModelError(
+                f"its control token {token.content!r} swallows or changes text beside it: such tokenizers are"
+                " not supported"
+            )
+
+
+def _stays(text: str, normalizer: Any) -> bool:
+    return normalizer is None or normalizer.normalize_str(f"a{text}a") == f"a{text}a"
+
+
+# ── spelling ────────────────────────────────────────────────────────────
+
+Kind = Literal["byte-level", "SentencePiece"]
+
+SPACE: Final = "\u2581"  # what SentencePiece writes for a space
+_BYTE_TOKENS: Final = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+_SPELLING_DECODER: Final = [
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+# of a text's first space, which the token has all the same
+_STRIP: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def kind_of(backend: Tokenizer) -> Kind:
+    """How a tokenizer's vocabulary spells bytes, from what undoes it. ModelError for one whose tokens' bytes
+    are not known.
+    """
+    decoder = {} if backend.decoder is None else state(backend.decoder)
+    if decoder.get("type") == "ByteLevel":
+        return "byte-level"
+    parts = [part for part in decoder.get("decoders", ()) if part != _STRIP]
+    if parts == _SPELLING_DECODER and _falls_back(backend.model):
+        return "SentencePiece"
+    raise ModelError(
+        "it is neither a byte-level one nor SentencePiece with byte fallback: its tokens' exact bytes are not"
+        " known"
+    )
+
+
+def _falls_back(model: Any) -> bool:
+    """Whether what a model has no token for is spelled in byte tokens."""
+    match model:
+        case models.BPE():
+            return bool(model.byte_fallback)
+        case models.Unigram():
+            return bool(state(model)["byte_fallback"])
+        case _:
+            return False
+
+
+def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    """The bytes of every token. ModelError where one spells no bytes, or a byte has no token."""
+    spelled = _lettered(vocabulary) if kind == "byte-level" else _pieced(vocabulary)
+    known = (
+        set(spelled.values()) if kind == "byte-level" else {_BYTE_TOKENS.get(token) for token in vocabulary}
+    )
+    missing = [byte for byte in range(256) if bytes([byte]) not in known]
+    if missing:
+        raise ModelError(f"it has no token for the byte 0x{missing[0]:02X}: texts that hold it would lose it")
+    return spelled
+
+
+def state(part: Any) -> dict[str, Any]:
+    """A tokenizer's part as its JSON; the whole tokenizer's would be megabytes."""
+    value: dict[str, Any] = json.loads(part.__getstate__())
+    return value
+
+
+def _lettered(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    known = {letter: byte for byte, letter in byte_letters().items()}
+    try:
+        return {number: bytes(known[letter] for letter in token) for token, number in vocabulary.items()}
+    except KeyError as unknown:
+        raise ModelError(
+            f"its vocabulary holds the letter {unknown}, which stands for no byte: it is not a byte-level one"
+        ) from unknown
+
+
+def _pieced(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    return {
+        number: _BYTE_TOKENS.get(token) or token.replace(SPACE, " ").encode()
+        for token, number in vocabulary.items()
+    }
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter of each byte in a byte-level vocabulary: printable ones for themselves, the others from
+    U+0100 on, in order.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+# ── ranks ────────────────────────────────────────────────────────────
+
+RANKS: Final = "tiktoken.model"
+_REMEDY: Final = (
+    "load it once with transformers (trust_remote_code=True) and save it as tokenizer.json into the folder"
+)
+_RENDERS: Final = "tools = deep_sort_dict(tools)"  # all that Kimi K2's own code does before the template
+
+
+@frozen(kw_only=True)
+class Ranked:
+    """A converted tokenizer; `sorts_tools`: the checkpoint's code sorts the keys of tools before the template
+    sees them.
+    """
+
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    sorts_tools: bool
+
+
+def read_ranks(path: Path) -> Ranked:
+    """The tokenizer of a folder with `tiktoken.model`. ModelError for one whose code says what we do not
+    understand.
+    """
+    with boundary(ModelError, f"the tokenizer of {RANKS} can not be read; {_REMEDY}"):
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        ranks = _ranks((path / RANKS).read_bytes())
+        code = ast.parse((path / _code_of(config)).read_text())
+        added = {int(number): told["content"] for number, told in config["added_tokens_decoder"].items()}
+    return Ranked(
+        tokenizer=_converted(ranks, _pattern(code), added), config=config, sorts_tools=_sorts_tools(code)
+    )
+
+
+def _ranks(text: bytes) -> dict[bytes, int]:
+    pairs = (line.split() for line in text.splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+
+
+def _code_of(config: dict[str, Any]) -> str:
+    """The module that `auto_map` names, beside the config: `tokenization_kimi.TikTokenTokenizer`."""
+    module = config["auto_map"]["AutoTokenizer"][0].split(".")[0]
+    if not module.isidentifier():
+        raise ValueError(f"{module!r} is no module beside it")
+    return f"{module}.py"
+
+
+def _pattern(code: ast.Module) -> str:
+    """The one pattern assigned to `pat_str`, written as a constant or as constants joined by `|`."""
+    found = [
+        node.value
+        for node in ast.walk(code)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pat_str"
+    ]
+    match found:
+        case [ast.Constant(value=str() as pattern)]:
+            return pattern
+        case [
+            ast.Call(
+                func=ast.Attribute(value=ast.Constant(value="|"), attr="join"), args=[ast.List(elts=parts)]
+            )
+        ]:
+            pieces = [
+                part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            ]
+            if len(pieces) == len(parts):
+                return "|".join(pieces)
+    raise ModelError(f"the pattern of {RANKS} can not be read from the checkpoint's code; {_REMEDY}")
+
+
+def _sorts_tools(code: ast.Module) -> bool:
+    """Whether its code sorts tools; ModelError where it does anything else before a prompt is rendered."""
+    functions = [
+        node
+        for node in ast.walk(code)
+        if isinstance(node, ast.FunctionDef) and node.name == "apply_chat_template"
+    ]
+    if not functions:
+        return False
+    match functions:
+        case [ast.FunctionDef(body=[first, ast.Return(value=ast.Call(func=func))])]:
+            if ast.unparse(first) == _RENDERS and ast.unparse(func) == "super().apply_chat_template":
+                return True
+    raise ModelError(
+        "this checkpoint's own code makes its prompts (apply_chat_template), which is not run: its prompts"
+        " would be others than the model's"
+    )
+
+
+def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> Tokenizer:
+    letters = byte_letters()
+    lettered = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
+    merges = [(lettered[left], lettered[right]) for left, right in _merges(ranks)]
+    tokenizer = Tokenizer(
+        models.BPE({lettered[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    # as the checkpoint's code does
+    names = [
+        added.get(number, f"<|reserved_token_{number}|>") for number in range(len(ranks), max(added) + 1)
+    ]
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=True) for name in names])
+    _check_ids(tokenizer, added)
+    return tokenizer
+
+
+def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Every way to make a token of two, in the tokens' order: tiktoken merges whatever two neighbours make
+    one.
+    """
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        yield from sorted(
+            (pair for pair in halves if pair[0] in ranks and pair[1] in ranks),
+            key=lambda pair: (ranks[pair[0]], ranks[pair[1]]),
+        )
+
+
+def _check_ids(tokenizer: Tokenizer, added: dict[int, str]) -> None:
+    wrong = [name for number, name in added.items() if tokenizer.token_to_id(name) != number]
+    if wrong:
+        raise ModelError(
+            f"the control token {wrong[0]!r} would get another id than the checkpoint gives it; {_REMEDY}"
+        )

@@ -1,0 +1,322 @@
+"""Callbacks against receivers on this machine that fail, hang, die and come back: each event is taken, in the
+order of its task.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import polar_client as polar
+import pytest
+import trio
+from attrs import define, evolve
+from callback_kit import Receiver, open_receiver
+from journal_samples import make_identity, make_spec, make_trajectory
+
+from polarnode.api import callbacks
+from polarnode.api import callbacks as module
+from polarnode.api.callbacks import Callbacks, open_callbacks, shown
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.values import Retention
+from polarnode.trainers.polar import Origin, with_origin
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same waits, shorter: none of them is what is tested."""
+    monkeypatch.setattr(callbacks, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(callbacks, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(module, "SETTLE_S", 0.5)
+
+
+@define(eq=False)
+class Node:
+    """What of a node a callback needs."""
+
+    journal: Journal
+    callbacks: Callbacks
+
+    def task(self, task_id: str, url: str, *, samples: int = 1, form: Any = "event") -> list[str]:
+        spec = make_spec(
+            callback_url=url,
+            callback_format=form,
+            num_samples=samples,
+            metadata=with_origin({}, Origin(task_id=f"their {task_id}")),
+        )
+        ids = [f"{task_id}-{index}" for index in range(samples)]
+        self.journal.task_submitted(spec, task_id=task_id, session_ids=tuple(ids), idempotency_key=None)
+        return ids
+
+    def over(self, task_id: str, session_id: str, index: int = 0, **more: Any) -> None:
+        made = make_trajectory(session_id, task_id=task_id, group_id=task_id, sample_index=index)
+        for turn in made.turns:
+            self.journal.turn(turn)
+        self.journal.publish(
+            evolve(made, metadata=with_origin({}, Origin(task_id=f"their {task_id}")), **more)
+        )
+
+    def whole(self, task_id: str, url: str, **more: Any) -> None:
+        for index, session_id in enumerate(self.task(task_id, url, **more)):
+            self.over(task_id, session_id, index)
+
+    async def settled(self) -> None:
+        """Until nothing is owed."""
+        with trio.fail_after(120):
+            while await self.journal.owed_count():  # noqa: ASYNC110 (what another task writes has no event here)
+                await trio.sleep(0.02)
+
+
+@asynccontextmanager
+async def open_node(path: Path) -> AsyncIterator[Node]:
+    async with (
+        open_journal(path / "journal.sqlite", now=lambda: 1000.0) as journal,
+        open_callbacks(journal, node="n0") as callbacks,
+    ):
+        yield Node(journal, callbacks)
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    async with open_node(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with open_receiver() as opened:
+        yield opened
+
+
+def of(task_id: str, samples: int = 1) -> list[str]:
+    return [
+        *(f"trajectory:{task_id}-{index}" for index in range(samples)),
+        f"group:{task_id}",
+        f"task:{task_id}",
+    ]
+
+
+# ── what is told ──────────────────────────────────────────────────────────────
+
+
+async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiver: Receiver) -> None:
+    node.whole("t", receiver.url, samples=2)
+    await receiver.until(4)
+    await node.settled()
+    assert receiver.keys == of("t", 2)
+    first = receiver.got[0][1]
+    assert (first["key"], first["trajectory"]["session_id"], set(first)) == (
+        "trajectory:t-0",
+        "t-0",
+        {"seq", "key", "trajectory"},
+    )
+    assert receiver.got[2][1]["group"]["task_id"] == "t"
+    head = receiver.heads[0]
+    assert (head["content-type"], head["polarnode-event"], head["polarnode-seq"]) == (
+        "application/json",
+        "trajectory",
+        "1",
+    )
+    assert (node.callbacks.statistics().taken, node.callbacks.statistics().failed) == (4, 0)
+
+
+async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
+    node.journal.task_submitted(make_spec(), task_id="t", session_ids=("t-0",), idempotency_key=None)
+    node.over("t", "t-0")
+    await node.journal.flushed()
+    assert await node.journal.owed_count() == 0
+
+
+async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver) -> None:
+    node.task("t", receiver.url)
+    lost = evolve(make_trajectory("t-0", task_id="t"), retried_as="t-1")
+    node.journal.replaced(lost, evolve(make_identity("t-1", task_id="t"), attempt=1))
+    node.over("t", "t-1")
+    await receiver.until(3)
+    assert receiver.keys == ["trajectory:t-1", "group:t", "task:t"]
+
+
+async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: Receiver) -> None:
+    node.whole("t", receiver.url, samples=3, form="polar_task")
+    await receiver.until(1)
+    await node.settled()
+    assert receiver.keys == ["task:t"]
+    result = polar.read(receiver.got[0][1], polar.TaskResult)
+    assert (result.task_id, result.status, [each.session_id for each in result.results]) == (
+        "their t",
+        "completed",
+        ["t-0", "t-1", "t-2"],
+    )
+
+
+async def test_polars_session_is_told_of_each_end(node: Node, receiver: Receiver) -> None:
+    node.whole("t", receiver.url, form="polar_session")
+    await receiver.until(1)
+    await node.settled()
+    (key, body), *rest = receiver.got
+    assert (key, rest) == ("trajectory:t-0", [])
+    assert polar.read(body, polar.SessionResult).task_id == "their t"
+
+
+async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
+    node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.whole("held", receiver.url, samples=3, form="polar_task")
+    await receiver.until(1)
+    monkeypatch.setattr(callbacks, "HELD_BYTES", 100)
+    node.whole("made", receiver.url, samples=3, form="polar_task")
+    await receiver.until(2)
+    held, made = (json.dumps(body).replace("held", "").replace("made", "") for _, body in receiver.got)
+    assert held == made
+    assert all("content-length" in head and "transfer-encoding" not in head for head in receiver.heads)
+
+
+# ── until it is taken ─────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("manner", ["refuse", "redirect", "cut"])
+async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: Receiver, manner: str) -> None:
+    receiver.manner = manner
+    node.whole("t", receiver.url)
+    await receiver.until_asked(4)
+    assert receiver.got == []
+    assert await node.journal.owed_count() == 3
+    assert list(node.callbacks.statistics().trouble) == [receiver.url]
+    receiver.manner = "take"
+    await receiver.until(3)
+    await node.settled()
+    assert receiver.keys == of("t")
+    assert node.callbacks.statistics().failed >= 3
+    assert node.callbacks.statistics().trouble == {}
+
+
+async def test_who_hangs_is_left_and_asked_again(
+    node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
+    receiver.manner = "hang"
+    node.whole("t", receiver.url)
+    await receiver.until_asked(2)
+    assert "no answer within" in node.callbacks.statistics().trouble[receiver.url]
+    receiver.manner = "take"
+    await receiver.until(3)
+    await node.settled()
+    assert receiver.keys == of("t")
+
+
+async def test_who_is_not_there_is_told_when_it_comes(node: Node) -> None:
+    async with open_receiver() as gone:
+        url = gone.url
+    node.whole("t", url)
+    with trio.fail_after(60):
+        while not node.callbacks.statistics().failed:  # noqa: ASYNC110 (a count has no event)
+            await trio.sleep(0.02)
+    async with open_receiver(port=int(url.split(":")[2].split("/")[0])) as back:
+        await back.until(3)
+        assert back.keys == of("t")
+
+
+async def test_one_dead_url_holds_up_no_other(node: Node, receiver: Receiver) -> None:
+    """Though it has more to be told than there are places, and answers none of it for as long as it may."""
+    async with open_receiver() as dead:
+        dead.manner = "hang"
+        for index in range(3 * module.AT_ONCE):
+            node.whole(f"dead{index}", dead.url)
+        await dead.until_asked(module.AT_ONE_URL)
+        node.whole("t", receiver.url)
+        await receiver.until(3)
+        assert receiver.keys == of("t")
+        assert dead.asked == module.AT_ONE_URL
+
+
+async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None:
+    """One receiver that refuses one task for ever, and takes the others."""
+    async with open_receiver() as picky:
+        node.whole("bad", picky.url)
+        picky.manner = "refuse"
+        await picky.until_asked(1)
+        picky.manner = "take"
+        for name in ("a", "b", "c"):
+            node.whole(name, picky.url)
+        await picky.until(12)
+        assert {
+            name: [key for key in picky.keys if key.endswith(f":{name}") or f":{name}-" in key]
+            for name in ("a", "b", "c", "bad")
+        } == {name: of(name) for name in ("a", "b", "c", "bad")}
+
+
+async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path: Path) -> None:
+    """The journal's own pruning: with nothing kept, each event goes with the next commit."""
+    async with open_receiver() as receiver:
+        receiver.manner = "refuse"
+        nothing = Retention(acknowledged=0, everything=1)
+        async with (
+            open_journal(tmp_path / "journal", now=lambda: 1000.0, retention=nothing) as journal,
+            open_callbacks(journal, node="n0") as callbacks,
+        ):
+            node = Node(journal, callbacks)
+            for index in range(5):
+                node.whole(f"t{index}", receiver.url)
+                await journal.flushed()
+            node.task("last", receiver.url)
+            with trio.fail_after(60):
+                while callbacks.statistics().expired < 12:
+                    node.over("none", "none")
+                    await trio.sleep(0.05)
+            assert await journal.owed_count() < 4
+            assert receiver.got == []
+        async with open_journal(tmp_path / "journal", now=lambda: 1000.0) as journal:
+            assert await journal.owed_expired() >= 12
+
+
+# ── over the node's death ─────────────────────────────────────────────────────
+
+
+async def test_what_is_owed_outlives_the_node(tmp_path: Path) -> None:
+    async with open_receiver() as receiver:
+        receiver.manner = "hang"
+        async with open_node(tmp_path) as first:
+            for index in range(5):
+                first.whole(f"t{index}", receiver.url)
+            await receiver.until_asked(1)
+        receiver.manner = "take"
+        async with open_node(tmp_path) as second:
+            await receiver.until(15)
+            await second.settled()
+    assert receiver.counts == dict.fromkeys([key for index in range(5) for key in of(f"t{index}")], 1)
+
+
+async def test_a_node_that_ends_tells_what_its_last_sessions_owe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 60.0)
+    async with open_receiver() as receiver, open_receiver() as dead:
+        dead.manner = "refuse"
+        async with open_node(tmp_path) as node:
+            node.whole("t", receiver.url, samples=3)
+            node.whole("d", dead.url)
+        assert receiver.keys == of("t", 3)
+        assert dead.asked  # and is not waited for
+
+
+async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the_same_key(
+    tmp_path: Path,
+) -> None:
+    async with open_receiver() as receiver:
+        for _ in range(3):
+            async with open_node(tmp_path) as life:
+                if await life.journal.task("t") is None:
+                    life.whole("t", receiver.url, samples=4)
+                await receiver.until(1 + len(set(receiver.keys)) if len(set(receiver.keys)) < 6 else 6)
+        async with open_node(tmp_path) as last:
+            await receiver.until(6)
+            await last.settled()
+    assert set(receiver.keys) == set(of("t", 4))
+    firsts = list(dict.fromkeys(receiver.keys))
+    assert firsts == of("t", 4)
+
+
+def test_a_query_is_not_shown() -> None:
+    assert shown("http://host:80/done?token=secret") == "http://host:80/done"

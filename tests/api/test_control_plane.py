@@ -1,0 +1,521 @@
+"""The trainer's routes over a real socket: tasks, the numbered stream, refusals."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from control_plane_parts import Answer, Caller, Plane, open_plane
+from journal_samples import make_identity, make_trajectory, make_turn
+
+from polarnode.api import app, routes, service, streams
+from polarnode.api.query import last_event_id, read_query
+from polarnode.containers.files import artifacts_path
+from polarnode.core.codec import read_trajectory
+from polarnode.core.errors import Busy, DiskFull, EngineError, Refused
+from polarnode.journal.values import Retention
+
+Started = Callable[..., AbstractAsyncContextManager[tuple[Plane, Caller]]]
+TASK = {"instruction": "do it", "harness": {"name": "pi"}}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Started:
+    @asynccontextmanager
+    async def starter(**more: Any) -> AsyncIterator[tuple[Plane, Caller]]:
+        async with open_plane(tmp_path / "journal.sqlite", **more) as plane:
+            yield plane, Caller(url=plane.url)
+
+    return starter
+
+
+def error_of(response: Answer) -> tuple[int, str, str, str | None]:
+    said = response.json()["error"]
+    return response.status, said["type"], said["message"], said.get("path")
+
+
+async def publish(plane: Plane, session_id: str, **more: Any) -> None:
+    trajectory = make_trajectory(session_id, **more)
+    for turn in trajectory.turns:
+        plane.journal.turn(turn)
+    plane.journal.publish(trajectory)
+    await plane.journal.flushed()
+
+
+# ── the door ──────────────────────────────────────────────────────────────────
+
+
+async def test_only_probes_come_in_without_the_token(started: Started) -> None:
+    async with started() as (plane, client):
+        for method, path in (
+            ("GET", "/v1/status"),
+            ("POST", "/v1/tasks"),
+            ("GET", "/v1/trajectories/stream"),
+            ("GET", "/nowhere"),
+        ):
+            for authorization in ("", "Bearer wrong", "Bearer secret2", "secret", "Bearer sécret"):
+                response = await client.call(method, path, headers={"Authorization": authorization})
+                assert error_of(response)[:2] == (401, "unauthorized")
+                assert response.headers["www-authenticate"] == "Bearer"
+        bare = {"Authorization": ""}
+        assert (await client.call("GET", "/healthz", headers=bare)).status == 200
+        assert (await client.call("GET", "/readyz", headers=bare)).json() == {"ready": True}
+        plane.service.is_ready = False
+        assert (await client.call("GET", "/readyz", headers=bare)).status == 503
+
+
+async def test_without_a_token_everyone_is_let_in(started: Started) -> None:
+    async with started(token=None) as (_, client):
+        assert (await client.call("GET", "/v1/tasks", headers={"Authorization": ""})).json() == {"tasks": []}
+
+
+async def test_what_is_not_there_is_a_sentence(started: Started) -> None:
+    async with started() as (_, client):
+        assert error_of(await client.get("/v1/weights"))[:2] == (404, "not_found")
+        assert error_of(await client.call("PUT", "/v1/tasks"))[:2] == (405, "method_not_allowed")
+        assert error_of(await client.get("/v1/tasks/none"))[1:3] == (
+            "not_found",
+            "no task 'none' is in this node's journal: look at GET /v1/tasks",
+        )
+        assert error_of(await client.call("DELETE", "/v1/tasks/none"))[0] == 404
+        assert error_of(await client.get("/v1/trajectories/none"))[0] == 404
+        assert error_of(await client.get("/v1/sessions/none"))[0] == 404
+
+
+async def test_too_large_a_body_is_refused(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_BYTES", 1000)
+    async with started() as (_, client):
+        assert error_of(await client.call("POST", "/v1/tasks", body=b" " * 2000))[:2] == (413, "too_large")
+
+
+async def test_a_bug_says_only_that_it_is_one(started: Started) -> None:
+    async with started() as (plane, client):
+        plane.service.has_a_bug = True
+        assert error_of(await client.get("/v1/status")) == (
+            500,
+            "internal",
+            "this is a bug of polarnode: its log has the details",
+            None,
+        )
+
+
+# ── tasks ─────────────────────────────────────────────────────────────────────
+
+
+async def test_a_task_is_taken_and_seen(started: Started) -> None:
+    async with started() as (plane, client):
+        taken = await client.post("/v1/tasks", {**TASK, "task_id": "t", "num_samples": 2})
+        assert (taken.status, taken.json()) == (
+            202,
+            {"task_id": "t", "session_ids": ["t-0", "t-1"], "created": True},
+        )
+        await publish(plane, "t-0", task_id="t")
+        seen = (await client.get("/v1/tasks/t")).json()
+        assert (seen["counts"], seen["finished"], seen["spec"]["num_samples"]) == (
+            {"completed": 1, "pending": 1},
+            False,
+            2,
+        )
+        assert [
+            (one["session_id"], one["status"], one["reward"], one["turns"], one["sampled_tokens"])
+            for one in seen["sessions"]
+        ] == [
+            ("t-0", "completed", 1.0, 1, 3),
+            ("t-1", "pending", None, 0, 0),
+        ]
+        assert "token_ids" not in json.dumps(seen)
+        (listed,) = (await client.get("/v1/tasks", limit=5)).json()["tasks"]
+        assert listed == {key: value for key, value in seen.items() if key != "spec"}
+
+
+async def test_the_same_task_again_is_answered_the_same(started: Started) -> None:
+    async with started() as (_, client):
+        first = (await client.post("/v1/tasks", TASK, Idempotency_Key="k")).json()
+        again = (await client.post("/v1/tasks", TASK, Idempotency_Key="k")).json()
+        assert again == {**first, "created": False}
+        other = await client.post("/v1/tasks", {**TASK, "priority": 3}, Idempotency_Key="k")
+        assert error_of(other)[:2] == (409, "conflict")
+        assert len((await client.get("/v1/tasks")).json()["tasks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "words"),
+    [
+        (b"", None, "empty"),
+        (b"{", None, "line 1"),
+        (b"[]", "$", "the body must be an object"),
+        (json.dumps({**TASK, "nun_samples": 1}).encode(), "$.nun_samples", "did you mean num_samples?"),
+        (json.dumps({**TASK, "budgets": {"run_s": "long"}}).encode(), "$.budgets.run_s", "must be a number"),
+        (json.dumps({"instruction": "x"}).encode(), "$.harness", "is missing"),
+    ],
+)
+async def test_a_task_that_is_none_is_refused_with_its_path(
+    started: Started, body: bytes, path: str | None, words: str
+) -> None:
+    async with started() as (_, client):
+        status, kind, message, where = error_of(await client.call("POST", "/v1/tasks", body=body))
+        assert (status, kind, where) == (400, "invalid_request", path)
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind"),
+    [
+        (Refused("no such harness", path="$.harness.name"), 400, "invalid_request"),
+        (Busy("the queue is full: try again later", retry_after=2.5), 429, "busy"),
+        (DiskFull("make room"), 507, "disk_full"),
+        (EngineError("the engine died"), 500, "engine"),
+    ],
+)
+async def test_how_the_node_says_no(started: Started, refusal: Any, status: int, kind: str) -> None:
+    async with started() as (plane, client):
+        plane.service.refuses = refusal
+        response = await client.post("/v1/tasks", TASK)
+        assert error_of(response)[:3] == (status, kind, str(refusal))
+        assert response.headers.get("retry-after") == ("3" if kind == "busy" else None)
+
+
+async def test_a_full_disk_takes_no_new_task(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started() as (_, client):
+        known = (await client.post("/v1/tasks", {**TASK, "task_id": "known"})).json()
+        monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
+        assert error_of(await client.post("/v1/tasks", TASK))[:2] == (507, "disk_full")
+        again = await client.post("/v1/tasks", {**TASK, "task_id": "known"})
+        assert (again.status, again.json()) == (
+            202,
+            {**known, "created": False},
+        ), "what was taken before is answered again"
+        assert "make room" in (await client.get("/v1/status")).json()["journal"]["warning"]
+
+
+async def test_a_task_is_cancelled_once(started: Started) -> None:
+    async with started() as (_, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        assert (await client.call("DELETE", "/v1/tasks/t")).json() == {"task_id": "t", "cancelled": True}
+        assert (await client.call("DELETE", "/v1/tasks/t")).json() == {"task_id": "t", "cancelled": False}
+
+
+# ── the stream ────────────────────────────────────────────────────────────────
+
+
+async def test_events_come_as_they_happen_and_resume_exactly(started: Started) -> None:
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t", "num_samples": 2, "group_id": "g"})
+        await publish(plane, "t-0", task_id="t")
+        async with client.stream() as stream:
+            first = await stream.event()
+            assert (first["id"], first["event"], first["data"]["key"]) == (
+                "1",
+                "trajectory",
+                "trajectory:t-0",
+            )
+            assert (
+                read_trajectory(first["data"]["trajectory"]).traces
+                == make_trajectory("t-0", task_id="t").traces
+            )
+            await publish(plane, "t-1", task_id="t", sample_index=1)
+            found = [await stream.event() for _ in range(3)]
+            assert [(one["id"], one["event"]) for one in found] == [
+                ("2", "trajectory"),
+                ("3", "group"),
+                ("4", "task"),
+            ]
+            assert found[1]["data"]["group"]["rewards"] == [1.0, 1.0]
+        for after in range(5):
+            keys = ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"][after:]
+            async with client.stream(after=after, follow="false") as stream:
+                assert await stream.rest() == keys
+            async with client.stream({"Last-Event-ID": str(after)}, after=0, follow="false") as stream:
+                assert await stream.rest() == keys
+
+
+async def test_two_consumers_have_their_own_places(started: Started) -> None:
+    async with started() as (plane, client):
+        for number in range(3):
+            await publish(plane, f"s{number}", task_id="x")
+
+        async def ack(consumer: str, seq: int) -> int:
+            response = await client.post("/v1/trajectories/ack", {"consumer": consumer, "seq": seq})
+            assert response.json()["consumer"] == consumer
+            return int(response.json()["position"])
+
+        async def read(consumer: str) -> list[str]:
+            async with client.stream(consumer=consumer, follow="false") as stream:
+                return await stream.rest()
+
+        assert await read("one") == await read("two") == ["trajectory:s0", "trajectory:s1", "trajectory:s2"]
+        assert (await client.get("/v1/status")).json()["journal"]["positions"] == {"one": 0, "two": 0}
+        assert (await ack("one", 2), await ack("one", 1), await ack("two", 1), await ack("two", 99)) == (
+            2,
+            2,
+            1,
+            3,
+        )
+        assert (await read("one"), await read("two")) == (["trajectory:s2"], [])
+        async with client.stream(consumer="two", after=1, follow="false") as stream:
+            assert await stream.rest() == ["trajectory:s1", "trajectory:s2"]
+
+
+async def test_a_stream_is_filtered(started: Started) -> None:
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t", "group_id": "g"})
+        await publish(plane, "other", task_id="x", group_id="h", status="failed", reward=0.0)
+        await publish(plane, "t-0", task_id="t")
+        for params, keys in (
+            ({"task_id": "t"}, ["trajectory:t-0", "group:t", "task:t"]),
+            ({"group_id": "h"}, ["trajectory:other"]),
+            ({"outcome": "failed"}, ["trajectory:other", "group:t", "task:t"]),
+            ({"min_reward": "0.5"}, ["trajectory:t-0", "group:t", "task:t"]),
+        ):
+            async with client.stream(follow="false", **params) as stream:
+                assert await stream.rest() == keys
+
+
+async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> None:
+    """Sessions that lost their place come to nobody who did not ask; they are read by their id like any
+    other.
+    """
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        lost = attrs.evolve(
+            make_trajectory("t-0", task_id="t", status="interrupted", reward=None), retried_as="again"
+        )
+        for turn in lost.turns:
+            plane.journal.turn(turn)
+        plane.journal.replaced(lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
+        await publish(plane, "again", task_id="t")
+        for kinds, keys in (
+            (None, ["trajectory:again", "group:t", "task:t"]),
+            ("attempt", ["attempt:t-0"]),
+            ("attempt,trajectory", ["attempt:t-0", "trajectory:again"]),
+            ("group", ["group:t"]),
+        ):
+            async with client.stream(follow="false", **({} if kinds is None else {"kinds": kinds})) as stream:
+                assert await stream.rest() == keys
+        task = (await client.get("/v1/tasks/t")).json()
+        assert [(one["session_id"], one["attempt"]) for one in task["sessions"]] == [("again", 1)]
+        assert (await client.get("/v1/trajectories/t-0")).json()["retried_as"] == "again"
+        assert (await client.get("/v1/sessions/t-0")).json()["session"]["retried_as"] == "again"
+        status, _, _, path = error_of(await client.get("/v1/trajectories/stream", kinds="attempts"))
+        assert (status, path) == (400, "?kinds")
+
+
+async def test_without_follow_a_tasks_stream_ends_with_the_task(started: Started) -> None:
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        async with client.stream(task_id="t", follow="false") as stream, trio.open_nursery() as nursery:
+            assert "comment" in await stream.block()
+            nursery.start_soon(partial(publish, plane, "noise", task_id="x"))
+            with trio.move_on_after(0.3) as waiting:
+                await stream.event()
+            assert waiting.cancelled_caught, "it does not end while the task runs"
+        async with client.stream(task_id="t", follow="false") as stream:
+            await publish(plane, "t-0", task_id="t")
+            assert await stream.rest() == ["trajectory:t-0", "group:t", "task:t"]
+
+
+async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+    async with started() as (plane, client), client.stream(task_id="t") as stream:
+        assert (await stream.block())["comment"] == "polarnode"
+        assert (await stream.block())["comment"] == "keep-alive"
+        for number in range(5):  # events that its filter passes over are no excuse for silence
+            await publish(plane, f"s{number}", task_id="x")
+        assert (await stream.block())["comment"] == "keep-alive"
+        await publish(plane, "mine", task_id="t")
+        assert (await stream.event())["data"]["key"] == "trajectory:mine"
+
+
+async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
+    async with started(retention=Retention(acknowledged=1 << 19, everything=1 << 19)) as (plane, client):
+        for number in range(80):
+            await publish(plane, f"s{number}", task_id="x", sampled=2000)
+        oldest = plane.journal.first_seq
+        assert oldest > 1
+        async with client.stream(after=0, follow="false") as stream:
+            gap = await stream.event()
+            assert (gap["event"], gap["id"]) == ("gap", str(oldest - 1))
+            assert gap["data"] == {
+                "seq": oldest - 1,
+                "key": f"gap:0-{oldest}",
+                "gap": {"after": 0, "oldest": oldest},
+            }
+            assert len(await stream.rest()) == 81 - oldest
+
+
+async def test_a_number_of_another_journal_begins_again_with_a_gap(started: Started) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a", task_id="x")
+        async with client.stream(after=1000, follow="false") as stream:
+            assert (await stream.event())["data"]["gap"] == {"after": 1000, "oldest": 1}
+            assert await stream.rest() == ["trajectory:a"]
+
+
+async def test_trouble_in_the_middle_is_an_event(started: Started) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a", task_id="x")
+        plane.journal._writer.db.execute("PRAGMA wal_checkpoint")
+        async with client.stream() as stream:
+            assert (await stream.event())["data"]["key"] == "trajectory:a"
+            await publish(plane, "b", task_id="x")
+            assert (await stream.event())["data"]["key"] == "trajectory:b"
+            damaged = make_trajectory("c", task_id="x")
+            plane.journal.publish(damaged)  # its trace refers to a turn that was never written
+            await plane.journal.flushed()
+            trouble = await stream.event()
+            assert (trouble["event"], trouble["data"]["error"]["type"]) == ("error", "journal")
+            assert await stream.block() == {}
+
+
+# ── one trajectory, one session, all of them ──────────────────────────────────
+
+
+async def test_one_trajectory_in_either_spelling(started: Started) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a", turns=3)
+        expected = make_trajectory("a", turns=3)
+        for arrays in ("json", "base64"):
+            full = (await client.get("/v1/trajectories/a", arrays=arrays, turns="full")).json()
+            assert full["arrays"] == arrays
+            assert read_trajectory(full) == expected
+        table = (await client.get("/v1/trajectories/a")).json()
+        assert [row["sampled_length"] for row in table["turns"]] == [3, 3, 3]
+        assert "sampled" not in table["turns"][0]
+
+
+async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
+    async with started() as (plane, client):
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        plane.journal.turn(make_turn("t-0"))
+        await plane.journal.flushed()
+        assert "is not over yet" in error_of(await client.get("/v1/trajectories/t-0"))[2]
+        seen = (await client.get("/v1/sessions/t-0")).json()
+        assert (seen["session"]["status"], seen["trajectory"]) == ("pending", None)
+        assert seen["turns"][0]["sampled"] == [1000, 1001, 1002]
+        await publish(plane, "t-0", task_id="t")
+        seen = (await client.get("/v1/sessions/t-0", arrays="base64")).json()
+        assert (seen["session"]["status"], seen["trajectory"]["reward"], seen["trajectory"]["turns"]) == (
+            "completed",
+            1.0,
+            [],
+        )
+
+
+async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_path: Path) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        kept = b"not really a tar " * 200_000
+        artifacts_path(tmp_path, "a").write_bytes(kept)
+        found = await client.get("/v1/sessions/a/artifacts")
+        assert (found.status, found.headers["content-type"], found.headers["content-length"]) == (
+            200,
+            "application/x-tar",
+            str(len(kept)),
+        )
+        assert found.text.encode() == kept
+        assert error_of(await client.get("/v1/sessions/a/artifacts", arrays="json"))[0] == 400
+
+
+async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_path: Path) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        (tmp_path / "secret.artifacts.tar").write_bytes(b"of nobody")
+        assert error_of(await client.get("/v1/sessions/a/artifacts"))[:3:2] == (
+            404,
+            (
+                "session 'a' has no artifacts: its task names none in runtime.artifacts, or its harness has"
+                " not ended"
+            ),
+        )
+        for unknown in ("secret", "..%2Fjournal", "none"):
+            assert (await client.get(f"/v1/sessions/{unknown}/artifacts")).status == 404
+
+
+async def test_the_export_is_every_trajectory_a_line(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polarnode.journal.queries.PAGE_BYTES", 2000)
+    async with started() as (plane, client):
+        assert (await client.get("/v1/export")).text == ""
+        await client.post("/v1/tasks", {**TASK, "task_id": "t"})
+        for number in range(5):
+            await publish(
+                plane,
+                f"s{number}",
+                task_id="x",
+                reward=number / 4,
+                status="failed" if number == 2 else "completed",
+            )
+        await publish(plane, "t-0", task_id="t")
+        lines = (await client.get("/v1/export", turns="full")).text.splitlines()
+        assert [read_trajectory(json.loads(line)).session_id for line in lines] == [
+            "s0",
+            "s1",
+            "s2",
+            "s3",
+            "s4",
+            "t-0",
+        ]
+        assert read_trajectory(json.loads(lines[5])) == make_trajectory("t-0", task_id="t")
+        some = (
+            await client.get("/v1/export", min_reward=0.5, outcome="completed", task_id="x")
+        ).text.splitlines()
+        assert [json.loads(line)["session_id"] for line in some] == ["s3", "s4"]
+
+
+# ── parameters ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "where", "words"),
+    [
+        ("/v1/trajectories/stream", {"aftr": "1"}, "?aftr", "it takes consumer, after"),
+        ("/v1/trajectories/stream", {"after": "-1"}, "?after", "must be a whole number"),
+        ("/v1/trajectories/stream", {"after": "1" * 30}, "?after", "must be a whole number"),
+        ("/v1/trajectories/stream", {"follow": "1"}, "?follow", "true or false"),
+        ("/v1/trajectories/stream", {"outcome": "won"}, "?outcome", "one of completed"),
+        ("/v1/trajectories/stream", {"consumer": ""}, "$.consumer", "1 to 128"),
+        ("/v1/trajectories/x", {"arrays": "xml"}, "?arrays", "one of json, base64"),
+        ("/v1/export", {"min_reward": "nan"}, "?min_reward", "must be a number"),
+        ("/v1/export", {"turns": "none"}, "?turns", "one of table, full"),
+        ("/v1/tasks", {"limit": "0"}, "?limit", "1 to 1000"),
+        ("/v1/tasks/x", {"a": "b"}, "?a", "takes none"),
+    ],
+)
+async def test_a_parameter_that_can_not_be_is_refused(
+    started: Started, path: str, params: dict[str, str], where: str, words: str
+) -> None:
+    async with started() as (_, client):
+        status, kind, message, at = error_of(await client.get(path, **params))
+        assert (status, kind, at) == (400, "invalid_request", where)
+        assert words in message
+
+
+async def test_an_acknowledgement_is_read_strictly(started: Started) -> None:
+    async with started() as (_, client):
+        for body, path in (
+            ({"consumer": "a"}, "$.seq"),
+            ({"consumer": "a", "seq": 1, "x": 1}, "$.x"),
+            ({"consumer": "", "seq": 1}, "$.consumer"),
+        ):
+            assert error_of(await client.post("/v1/trajectories/ack", body))[3] == path
+
+
+def test_a_browsers_header_is_a_number_or_nothing() -> None:
+    assert (last_event_id(None), last_event_id(""), last_event_id("12")) == (None, None, 12)
+    with pytest.raises(Refused, match="Last-Event-ID must be a whole number"):
+        last_event_id("x")
+    assert read_query({}).follow
+
+
+def test_the_rooms_beside_the_routes_are_small() -> None:
+    """What the tests above drive, named where it is a value: open paths, sentences, bodies, answers."""
+    assert set(app.OPEN_PATHS) == {"/healthz", "/readyz"}
+    assert all("see docs/api.md" in service.SENTENCES[code][1] for code in (404, 405))
+    assert routes.Ack(consumer="a", seq=1).seq == 1
+    assert service.Submitted(task_id="t", session_ids=()).created

@@ -1,0 +1,172 @@
+"""GET /metrics: what Prometheus's own parser reads from it, behind the token as every other route."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from control_plane_parts import Caller, open_plane
+from journal_samples import make_trajectory, make_turn
+from prometheus_client.parser import text_string_to_metric_families
+
+from polarnode.api.metrics import CONTENT_TYPE, Figures, exposition
+from polarnode.containers.pool import RuntimesStatistics
+from polarnode.engine.routing import EngineStatistics, HostStatistics
+from polarnode.support.metrics import LagStatistics, Tally
+from polarnode.support.semaphore import GateStatistics
+
+HOST = HostStatistics(
+    index=0,
+    state="ready",
+    pid=1,
+    gpus=(0,),
+    in_flight=3,
+    running=2,
+    waiting=1,
+    token_usage=0.25,
+    restarts=4,
+    weight_version="7",
+    last_error=None,
+)
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(text: str) -> Samples:
+    """Every sample by name and labels, each of which stands there once."""
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    by_labels = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
+    assert len(by_labels) == len(found)
+    return by_labels
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def figures(tally: Tally) -> Figures:
+    hosts = (HOST, evolve(HOST, index=1, state="dead"))
+    engine = EngineStatistics(
+        hosts=hosts, vocab_size=10, context_length=10, weight_version="7", paused="for weights"
+    )
+    stages = {
+        "run": GateStatistics(limit=8, inside=5, waiting=2),
+        "init": GateStatistics(limit=0, inside=0, waiting=1, held_back="memory"),
+    }
+    runtimes = RuntimesStatistics(
+        live=4,
+        warm=3,
+        started=9,
+        served_warm=6,
+        failed=1,
+        swept=0,
+        service_restarts=0,
+        prepared=2,
+        copied=2,
+        reused=5,
+    )
+    return Figures(
+        tally=tally,
+        engine=engine,
+        stages=stages,
+        live=7,
+        journal_bytes=100,
+        journal_backlog=9,
+        pass_s=0.5,
+        runtimes=runtimes,
+    )
+
+
+def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
+    found = samples(exposition(figures(Tally())).decode())
+    assert [value(found, "polarnode_stage_held_back", stage=stage) for stage in ("run", "init")] == [0, 1]
+    names = ("started_total", "served_warm_total", "reused_total", "failed_total", "live", "warm", "prepared")
+    assert [value(found, f"polarnode_runtimes_{name}") for name in names] == [9, 6, 5, 1, 4, 3, 2]
+
+
+def test_how_late_the_loop_was() -> None:
+    found = samples(
+        exposition(evolve(figures(Tally()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))).decode()
+    )
+    assert [
+        value(found, "polarnode_event_loop_lag_seconds", quantile=quantile)
+        for quantile in ("0.5", "0.99", "1")
+    ] == [0.001, 0.04, 0.2]
+
+
+def busy() -> Tally:
+    tally = Tally()
+    turn = evolve(make_turn("s"), reason="first")
+    for number in range(3):
+        tally.turn(evolve(turn, index=number, notes=("edited: something",)))
+    tally.published(make_trajectory("s"))
+    tally.malformed_calls = 2
+    tally.refusals = Counter(budget_spent=2)
+    return tally
+
+
+def test_every_number_is_there_with_its_labels() -> None:
+    found = samples(exposition(figures(busy())).decode())
+    assert (
+        value(
+            found,
+            "polarnode_turns_total",
+            provider="anthropic",
+            kind="root",
+            reason="first",
+            role="main",
+            state="complete",
+        )
+        == 3
+    )
+    assert value(found, "polarnode_sampled_tokens_total", role="main") == 9
+    assert value(found, "polarnode_prompt_tokens_total", source="new") == 12
+    assert value(found, "polarnode_turn_notes_total", word="edited") == 3
+    assert value(found, "polarnode_malformed_calls_total") == 2
+    assert value(found, "polarnode_refusals_total", kind="budget_spent") == 2
+    assert value(found, "polarnode_sessions_total", status="completed") == 1
+    assert value(found, "polarnode_rows_total") == 1
+    assert value(found, "polarnode_trainable_tokens_total") == 3
+    assert value(found, "polarnode_engine_ready", host="0") == 1
+    assert value(found, "polarnode_engine_ready", host="1") == 0
+    assert value(found, "polarnode_engine_token_usage", host="0") == 0.25
+    assert value(found, "polarnode_engine_restarts_total", host="0") == 4
+    assert value(found, "polarnode_engine_paused") == 1
+    assert value(found, "polarnode_stage_sessions", stage="run", place="waiting") == 2
+    assert value(found, "polarnode_live_sessions") == 7
+    assert value(found, "polarnode_event_loop_pass_seconds") == 0.5
+
+
+def test_a_node_that_did_nothing_has_its_families_all_the_same() -> None:
+    names = {family.name for family in text_string_to_metric_families(exposition(figures(Tally())).decode())}
+    assert {
+        "polarnode_turns",
+        "polarnode_sessions",
+        "polarnode_left_out_turns",
+        "polarnode_malformed_calls",
+    } <= names
+
+
+async def test_it_is_served_behind_the_token_and_counts_go_on(tmp_path: Path) -> None:
+    async with open_plane(tmp_path / "journal.sqlite") as plane:
+        client = Caller(url=plane.url)
+        refused = await client.call("GET", "/metrics", headers={"Authorization": ""})
+        assert refused.status == 401
+        first = await client.get("/metrics")
+        assert (first.status, first.headers["content-type"]) == (200, CONTENT_TYPE)
+        assert ("polarnode_sessions_total", frozenset({("status", "completed")})) not in samples(first.text)
+        plane.service.tally.published(make_trajectory("s"))
+        assert (
+            value(
+                samples((await client.get("/metrics")).text), "polarnode_sessions_total", status="completed"
+            )
+            == 1
+        )
+        strange = await client.get("/metrics", name="polarnode_turns")
+        assert strange.status == 400
+
+
+@pytest.mark.parametrize("hostile", ['a"b', "a\nb", "a\\b"])
+def test_a_label_can_not_break_the_text(hostile: str) -> None:
+    tally = Tally()
+    tally.refusals[hostile] = 1
+    assert value(samples(exposition(figures(tally)).decode()), "polarnode_refusals_total", kind=hostile) == 1

@@ -1,0 +1,31 @@
+"""The benchmark of the model plane runs: its smallest loads. Its figures are for people to judge."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "model_plane.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (
+            ["cost", "--agents", "2", "--turns", "3", "--chunks", "--api", "anthropic", "openai_responses"],
+            ["anthropic", "openai_responses"],
+        ),
+        (["paced", "--agents", "1", "--turns", "2", "--api", "google"], ["google", "google, streamed"]),
+    ],
+)
+def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(BENCHMARK), *arguments], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [line.strip("| ").split(" | ") for line in ran.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [cells[0] for cells in rows] == names
+    if arguments[0] == "cost":
+        # all turns but a session's first extend the one before
+        assert {cells[8] for cells in rows} == {"67%"}

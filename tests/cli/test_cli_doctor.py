@@ -1,0 +1,244 @@
+"""doctor: what is there, what is not, what to do. The real machine's findings, and machines that lack one
+thing.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokens_kit as kit
+import trio
+from attrs import evolve
+from click.testing import CliRunner
+from family_fixtures import family_folder
+from judge_kit import Endpoint, error, says, serving
+from rich.table import Table
+
+from polarnode.cli import doctor
+from polarnode.cli.main import main as command
+from polarnode.containers.probe import Finding
+from polarnode.containers.probe import probe as probe_machine
+from polarnode.containers.recipes import RuntimesSettings
+from polarnode.evaluators.judging import JudgeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.tokens import template
+
+CPU = NodeConfig(cpu=True)
+probing: Any = importlib.import_module("polarnode.containers.probe")
+
+
+def examined(config: NodeConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = doctor.examine(config)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = examined(CPU, capsys)
+    found = [line for line in lines if line[:2] in ("✓ ", "✗ ")]
+    names = [line[2:].partition(":")[0] for line in found]
+    for name in ("podman", "container runtime", "storage", "disk", "runtimes", "sglang", "gpus", "model"):
+        assert name in names
+    assert code == int(any(line.startswith("✗") for line in found))
+    for line, after in pairwise(lines):
+        assert not line.startswith("✗") or after.startswith("  → ")
+
+
+def test_a_machine_without_podman_is_told_which_packages_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(probing, "SERVICE_PATH", str(tmp_path))
+    monkeypatch.setattr(probing, "INIT_PLACES", ())
+    code, lines = examined(CPU, capsys)
+    assert code == 1
+    for package in ("podman", "runc", "catatonit", "mmdebstrap"):
+        assert any(line.startswith("  → apt-get install") and package in line for line in lines), package
+    assert "in the way" in lines[-1]
+
+
+def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*oks: bool) -> Callable[[NodeConfig], Any]:
+        return lambda config: iter(
+            Finding(name=f"f{number}", ok=ok, what="x [/y]", remedy="do it") for number, ok in enumerate(oks)
+        )
+
+    monkeypatch.setattr(doctor, "findings", found(True, True))
+    fine = CliRunner().invoke(command, ["doctor", "--cpu"])
+    assert fine.exit_code == 0
+    assert fine.output.startswith("✓ f0: x [/y]\n  → do it\n✓ f1")
+    assert "a node starts here; try: polarnode run --cpu" in fine.output
+    monkeypatch.setattr(doctor, "findings", found(True, False, False))
+    poor = CliRunner().invoke(command, ["doctor"])
+    assert poor.exit_code == 1
+    assert "✗ f1: x [/y]\n  → do it" in poor.output
+    assert "2 of these in the way" in poor.output
+
+
+# ── one thing at a time ───────────────────────────────────────────────────────
+
+
+def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 30))
+    finding = doctor.disk(tmp_path / "not" / "there" / "yet")
+    assert not finding.ok
+    assert finding.what == f"3 GiB free for images and containers at {tmp_path}"
+    assert "POLARNODE_PODMAN_DIR" in finding.remedy
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=30 << 30))
+    assert doctor.disk(tmp_path).ok
+
+
+def test_the_recipes_are_named_with_the_harnesses_they_carry(tmp_path: Path) -> None:
+    finding = doctor.recipes(CPU)
+    assert finding.ok
+    assert "pi (for pi)" in finding.what
+    missing = doctor.recipes(NodeConfig(runtimes_dir=str(tmp_path)))
+    assert not missing.ok
+    assert "no runtime.toml" in missing.what
+    assert "POLARNODE_RUNTIMES_DIR" in missing.remedy
+
+
+def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.gpus(CPU) == Finding(name="gpus", ok=True, what="none: use --cpu")
+    assert not doctor.gpus(NodeConfig(gpus=(0,))).ok
+    nvidia_smi(tmp_path, "for i in 0 1; do echo GPU $i: H200; done")
+    assert doctor.gpus(CPU).what == "2: use --gpus 0-1"
+    assert doctor.gpus(NodeConfig(gpus=(0, 1))).ok
+    finding = doctor.gpus(NodeConfig(gpus=(1, 2, 3)))
+    assert (finding.ok, finding.what, finding.remedy) == (
+        False,
+        "2 are there, and not 2, 3",
+        "use --gpus 0-1",
+    )
+
+
+def test_a_driver_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, "read -r never < /dev/zero")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "NVIDIA_SMI_S", 0.2)
+    assert doctor.gpus(CPU).what == "nvidia-smi does not answer"
+
+
+def nvidia_smi(folder: Path, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"sglang", "sgl_kernel"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.5.23")
+    assert doctor.sglang(NodeConfig(gpus=(0,))) == Finding(
+        name="sglang", ok=True, what="0.5.23, full: serves on GPUs"
+    )
+    there.discard("sgl_kernel")
+    assert doctor.sglang(CPU).ok
+    slim = doctor.sglang(NodeConfig(gpus=(0,)))
+    assert not slim.ok
+    assert "polarnode[gpu]" in slim.remedy
+    there.clear()
+    assert "make setup" in doctor.sglang(CPU).remedy
+
+
+async def test_a_judge_is_asked_one_word_in_its_form() -> None:
+    async with serving(
+        Endpoint([says('{"ready": true}'), says("Yes, I am."), error(401, "wrong key")])
+    ) as url:
+        told = JudgeConfig(base_url=url, model="strict", key_env="JUDGE_KEY")
+        found = [await doctor.judge("j", told, {"JUDGE_KEY": "sk-123"}) for _ in range(3)]
+    assert found[0] == Finding(name="judge j", ok=True, what=f"strict at {url} answers")
+    assert found[1].what.startswith("gives no answer in its form: the body is not JSON")
+    assert found[2].what.endswith("judge j refused the question: HTTP 401: wrong key")
+    assert [each.ok for each in found] == [True] * 3, "a node starts without an answer of its judges"
+    assert "`structured`" in found[1].remedy
+
+
+def test_a_judge_without_its_key_keeps_a_node_from_starting() -> None:
+    config = NodeConfig(
+        cpu=True, judges={"j": JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", key_env="JUDGE_KEY")}
+    )
+    (found,) = doctor.judges(config, {})
+    assert not found.ok
+    assert "JUDGE_KEY, which is not in the node's environment" in found.what
+    assert list(doctor.judges(CPU, {})) == []
+
+
+def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding, table = doctor.model(TINY_MODEL)
+    assert isinstance(finding, Finding)
+    assert finding.ok
+    assert finding.what.startswith("polarnode-tiny, embedded: family qwen3, ")
+    assert isinstance(table, Table)
+    loaded = template.load_model(TINY_MODEL)
+    monkeypatch.setattr(
+        doctor, "load_model", lambda path: evolve(loaded, notes=("it drops thinking from earlier turns",))
+    )
+    told = [each.what for each in doctor.model(tmp_path) if isinstance(each, Finding)]
+    assert told[1:] == ["it drops thinking from earlier turns"]
+
+
+def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
+    (finding,) = doctor.model(tmp_path)
+    assert isinstance(finding, Finding)
+    assert not finding.ok
+    assert "config.json can not be read" in finding.what
+    assert "--model" in finding.remedy
+
+
+def test_what_a_model_speaks_stands_in_a_table_behind_the_machines_findings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, lines = examined(evolve(CPU, model=str(family_folder("glm4"))), capsys)
+    told = dict(
+        re.split(r"  +", line.strip(), maxsplit=1)
+        for line in lines
+        if line.startswith("  ") and "→" not in line and "  " in line.strip()
+    )
+    assert told["family"] == "glm4"
+    assert told["ends a turn"].startswith("<|user|> (")
+    assert told["calls"].startswith("name<arg_key>")
+    assert next(place for place, line in enumerate(lines) if "family glm4" in line) < next(
+        place for place, line in enumerate(lines) if "<arg_key>" in line
+    )
+
+
+def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = kit.variant(
+        tmp_path, template=lambda text: text.replace("'\\n<tool_response>\\n' +", "loop.index ~")
+    )
+    shutil.copy(kit.TINY / "config.json", folder)
+    code, lines = examined(evolve(CPU, model=str(folder)), capsys)
+    assert code == 1
+    place = next(place for place, line in enumerate(lines) if line.startswith("✗ model: "))
+    assert "depending on what came before" in lines[place]
+    assert lines[place + 1].startswith("  → give --model another folder")
+
+
+def test_the_simulated_engine_can_not_speak_every_family() -> None:
+    (finding,) = doctor.model(family_folder("gptoss"), simulated=True)
+    assert isinstance(finding, Finding)
+    assert not finding.ok
+    assert "writes them otherwise (harmony)" in finding.what
+
+
+def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
+    settings = RuntimesSettings(state_dir=tmp_path, node_id="n", warm=0)
+    assert trio.run(probe_machine, settings.state_dir).findings
+    found = doctor.findings(NodeConfig(cpu=True, podman_dir=str(tmp_path / "podman")))
+    names = [each.name for each in found if isinstance(each, Finding)]
+    assert names.index("disk") < names.index("model")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,72 @@
+"""What a model speaks, in words: one line a thing, for families that differ in it."""
+
+from typing import get_args
+
+import pytest
+from family_fixtures import FAMILIES, family_folder
+from rich.console import Console
+
+from polarnode.cli.doctor import _SYNTAXES, language, rows
+from polarnode.tokens.families import CallSyntax
+from polarnode.tokens.template import load_model
+
+
+def told(name: str) -> dict[str, str]:
+    return dict(rows(load_model(family_folder(name))))
+
+
+def test_every_call_syntax_has_its_words() -> None:
+    assert set(_SYNTAXES) == set(get_args(CallSyntax))
+
+
+def test_a_model_that_takes_everything() -> None:
+    said = told("qwen3")
+    assert list(said) == [
+        "family",
+        "vocabulary",
+        "ends a turn",
+        "calls",
+        "thinking",
+        "earlier thinking",
+        "refuses",
+    ]
+    assert said["family"] == "qwen3"
+    assert "ids, 13 of them control tokens; byte-level BPE" in said["vocabulary"]
+    assert said["ends a turn"].startswith("<|im_end|> (")
+    assert said["calls"] == 'JSON, {"name": …, "arguments": {…}}, after <tool_call>'
+    assert said["thinking"] == "<think> to </think>; the model opens it"
+    assert said["earlier thinking"].startswith(
+        "left out by the template before user messages; sampled thoughts are kept"
+    )
+    assert said["refuses"].startswith("nothing")
+
+
+def test_a_thought_that_the_prompt_opens() -> None:
+    assert (
+        told("qwen3_6")["thinking"]
+        == "<think> to </think>; the prompt opens it, with thinking off it does not"
+    )
+
+
+def test_a_turn_without_a_mark_of_its_own_and_calls_of_several_marks() -> None:
+    assert "the next header ends a turn" in told("glm4")[""]
+    assert told("kimi_k2")["calls"].endswith("after <|tool_calls_section_begin|> <|tool_call_begin|>")
+
+
+def test_what_a_template_can_not_be_asked() -> None:
+    assert told("gptoss")["refuses"] == "results of several calls of one turn"
+    assert "system messages after the head" in told("gemma3")["refuses"]
+    plain = told("llama3")
+    assert plain["calls"] == "none: it has no way to call tools"
+    assert plain["thinking"] == "none: it has no marks for thoughts"
+    assert "earlier thinking" not in plain
+    assert plain["refuses"].startswith("tools, calls of tools")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in ("gemma4", "deepseek_v3")])
+def test_the_table_folds_in_a_narrow_terminal(name: str) -> None:
+    console = Console(width=60, record=True)
+    console.print(language(load_model(family_folder(name))))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert any(line.strip().startswith("family") for line in lines)

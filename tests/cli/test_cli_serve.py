@@ -1,0 +1,91 @@
+"""Signals as a request to stop, and a node that serves until it is asked to."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from polarnode.cli import serve
+from polarnode.cli.serve import Stop, stop_on_signals
+from polarnode.core.errors import ConfigError
+from polarnode.http.server import Address, listening_socket
+from polarnode.node.config import NodeConfig
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
+    asked = trio.Event()
+    stop = Stop(pytest.fail)
+    with pytest.RaisesGroup(KeyboardInterrupt):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(stop_on_signals, stop)
+            stop.act = asked.set
+            assert not stop.asked
+            os.kill(os.getpid(), number)
+            with trio.fail_after(60):
+                await asked.wait()
+            assert stop.asked
+            os.kill(os.getpid(), number)
+            await trio.sleep_forever()
+
+
+async def test_before_there_is_a_node_the_first_signal_gives_up() -> None:
+    async with trio.open_nursery() as nursery:
+        stop = Stop(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        await wait_all_tasks_blocked()
+        os.kill(os.getpid(), signal.SIGINT)
+        with trio.fail_after(60):
+            await trio.sleep_forever()
+    assert stop.asked
+
+
+def test_a_state_folder_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--state-dir .* can not be written"):
+        serve.serve(NodeConfig(cpu=True, state_dir=str(tmp_path / "file" / "state")))
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with (
+        listening_socket(Address(host="127.0.0.1", port=0)) as taken,
+        pytest.raises(ConfigError, match=r"can not listen on 127.0.0.1 port"),
+    ):
+        serve.serve(NodeConfig(cpu=True, port=taken.getsockname()[1], state_dir=str(tmp_path / "state")))
+    assert os.listdir(tmp_path / "state") == []
+
+
+@pytest.mark.engine
+@pytest.mark.podman
+def test_a_node_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "polarnode.cli"]
+    serving = [*argv, "--cpu", "--port", "0", "--state-dir", str(tmp_path / "state")]
+    with subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        try:
+            url = address(child)
+            asked = subprocess.run(
+                [*argv, "export", "--url", url], capture_output=True, text=True, check=False
+            )
+            child.send_signal(signal.SIGINT)
+            said = child.communicate()[0]
+        finally:
+            child.kill()
+    assert (asked.returncode, asked.stderr) == (0, "0 trajectories\n")
+    assert child.returncode == 0, said
+    assert "stopping: sessions end with what they have" in said
+
+
+def address(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    said = []
+    for line in child.stdout:
+        said.append(line)
+        if found := re.search(r"serving on (http://\S+)", line):
+            return found[1]
+    pytest.skip(f"no node can start here: {said[-1] if said else ''}")

@@ -1,0 +1,161 @@
+"""What the verbs print: whole at any width, harmless whatever a harness wrote."""
+
+import io
+
+import pytest
+from attrs import evolve
+from journal_samples import make_trajectory
+from rich.console import Console
+from rich.table import Table
+
+from polarnode.cli import output
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.rollouts.scheduler import SessionStatus
+
+
+def printed(table: Table, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(table)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue().splitlines()
+
+
+def some(count: int = 3) -> list[Trajectory]:
+    names = ("mini_swe_agent", "pi", "claude_code")
+    made = [
+        make_trajectory(f"{number:04d}f8e78004d8{number:02d}", turns=2, sampled=12345)
+        for number in range(count)
+    ]
+    return [evolve(each, harness=names[number % 3]) for number, each in enumerate(made)]
+
+
+def test_where_there_is_no_terminal_the_table_is_one_line_a_session() -> None:
+    lines = printed(output.result_table(some()), output.PLAIN_WIDTH)
+    assert lines[0].split("  ")[0] == "session"
+    for name in (
+        "session",
+        "harness",
+        "outcome",
+        "reward",
+        "turns",
+        "traces",
+        "sampled tokens",
+        "trainable",
+        "merged ratio",
+    ):
+        assert name in lines[0]
+    assert lines[1].split() == [
+        "0000f8e78004d800",
+        "mini_swe_agent",
+        "completed",
+        "1",
+        "2",
+        "1",
+        "24690",
+        "12345",
+        "1.0×",
+    ]
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("width", [72, 80, 100])
+def test_on_a_narrow_terminal_ids_shorten_and_figures_stay_whole(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    lines = printed(output.fitted(console, lambda narrow: output.result_table(some(), narrow=narrow)), width)
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert max(map(len, lines)) <= width
+    assert text.count("24690") == text.count("12345") == 3
+    assert {line.split()[0] for line in lines if "24690" in line} == {"0000f8e7", "0001f8e7", "0002f8e7"}
+
+
+def test_a_wide_terminal_gets_the_whole_table() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    assert "0000f8e78004d800" in "\n".join(
+        printed(output.fitted(console, lambda narrow: output.result_table(some(), narrow=narrow)), 140)
+    )
+
+
+def test_short_ids_are_as_long_as_they_must_be_to_differ() -> None:
+    alike = [evolve(each, session_id=f"abcdefghij{number}xyz") for number, each in enumerate(some())]
+    lines = printed(output.result_table(alike, narrow=True), 100)
+    assert [line.split()[0] for line in lines[2:]] == ["abcdefghij0", "abcdefghij1", "abcdefghij2"]
+
+
+def test_a_session_without_traces_or_reward_has_dashes() -> None:
+    bare = evolve(make_trajectory("s"), harness="pi", traces=(), reward=None)
+    row = printed(output.result_table([bare]), 200)[1].split()
+    assert row[3] == "–"
+    assert row[-1] == "–"
+    assert bare.trainable_tokens == 0
+    assert bare.sampled_tokens == 3
+
+
+def test_the_summary_counts_what_the_table_shows() -> None:
+    assert (
+        output.summary(some())
+        == "3 sessions, 3 rewarded; 6 turns in 3 training sequences; 37035 of 74070 sampled tokens trainable"
+    )
+    assert (
+        output.summary([])
+        == "0 sessions, 0 rewarded; 0 turns in 0 training sequences; 0 of 0 sampled tokens trainable"
+    )
+
+
+def test_each_ending_is_told_once_with_the_last_line_of_a_harness_that_failed() -> None:
+    failed = Outcome(
+        status="failed",
+        exit_code=2,
+        reason="the harness ended with exit code 2",
+        log_tail="Traceback\n\x1b[31mKeyError: 'x'\n",
+    )
+    spent = Outcome(status="timeout", clock="turns", reason="its budget is spent")
+    sessions = [evolve(each, outcome=failed) for each in some()] + [
+        evolve(make_trajectory("x"), outcome=spent),
+        make_trajectory("y"),
+    ]
+    said = [line.plain for line in output.endings(sessions)]
+    assert said == [
+        "3 × failed: the harness ended with exit code 2 · its last line: ␛[31mKeyError: 'x'",
+        "1 × timeout: (turns) its budget is spent",
+    ]
+
+
+def status(number: int, phase: str = "run", outcome: str | None = None) -> SessionStatus:
+    return SessionStatus(
+        session_id=f"s{number}",
+        task_id="t",
+        harness="pi",
+        phase=phase,
+        turns=1,
+        sampled_tokens=7,
+        outcome=outcome,
+        reward=None,
+    )
+
+
+def test_the_live_table_shows_those_that_run_first_and_counts_the_rest() -> None:
+    sessions = [
+        status(0, "ended", "completed"),
+        status(1, "init"),
+        status(2),
+        status(3),
+        status(4, "ended", "error"),
+    ]
+    lines = printed(output.live_table(sessions, rows=3), 80)
+    assert [line.split()[0] for line in lines[1:4]] == ["s2", "s3", "s1"]
+    assert lines[4].split() == ["…", "2", "more", "2", "of", "5", "over"]
+    assert len(printed(output.live_table(sessions, rows=5), 80)) == 6
+
+
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert output.harmless("a\tb\nc") == "a\tb\nc"
+    assert output.harmless("\x1b]0;title\x07\r\x7f\x9b31m") == "␛]0;title␇␍␡\ufffd31m"
+
+
+def test_a_console_reads_no_markup_and_folds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    output.open_console().print("no file [/work/x] :smile: [bold]" + "y" * 200)
+    assert capsys.readouterr().out == "no file [/work/x] :smile: [bold]" + "y" * 200 + "\n"
+    output.open_console(stderr=True).print("aside")
+    assert capsys.readouterr() == ("", "aside\n")

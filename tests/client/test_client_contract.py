@@ -1,0 +1,382 @@
+"""One contract for every client: the synchronous one, and the asynchronous one under Trio and under asyncio,
+over a real control plane.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from client_kit import (
+    KINDS,
+    Child,
+    Node,
+    answering,
+    chunked,
+    event,
+    free_port,
+    last_id,
+    open_client,
+    open_node,
+)
+from journal_samples import make_spec, make_trajectory
+from sources_kit import DATA
+
+from polarnode.client import AsyncPolarnodeClient, ClientError, PolarnodeClient, Unreachable
+from polarnode.containers.files import artifacts_path
+from polarnode.core.codec import read_json
+from polarnode.core.errors import Busy, DiskFull, Refused
+
+
+@attrs.define(eq=False)
+class Bench:
+    """A node and one kind of client of it."""
+
+    kind: str
+    node: Node
+    stack: ExitStack
+
+    def client(self, url: str | None = None, **said: Any) -> Any:
+        return self.stack.enter_context(
+            open_client(self.kind, url or self.node.url, **({"token": "secret"} | said))
+        )
+
+
+@pytest.fixture(params=KINDS)
+def bench(request: Any, tmp_path: Path) -> Iterator[Bench]:
+    with open_node(tmp_path / "journal.sqlite") as node, ExitStack() as stack:
+        yield Bench(request.param, node, stack)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+# ── the same methods ──────────────────────────────────────────────────────────
+
+
+def methods(cls: type) -> dict[str, list[inspect.Parameter]]:
+    found = {
+        name: each
+        for name, each in inspect.getmembers(cls, callable)
+        if not name.startswith("_") and name != "aclose"
+    }
+    return {name: list(inspect.signature(each).parameters.values()) for name, each in found.items()}
+
+
+def test_both_clients_have_the_same_methods_with_the_same_parameters() -> None:
+    assert methods(AsyncPolarnodeClient) == methods(PolarnodeClient)
+    assert [field.name for field in attrs.fields(AsyncPolarnodeClient) if field.init] == [
+        field.name for field in attrs.fields(PolarnodeClient)
+    ]
+
+
+# ── tasks ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_task_is_submitted_seen_and_cancelled(bench: Bench) -> None:
+    client = bench.client()
+    taken = client.submit(make_spec(task_id="mine-odd", num_samples=2))
+    assert (taken.task_id, taken.session_ids, taken.created) == (
+        "mine-odd",
+        ("mine-odd-0", "mine-odd-1"),
+        True,
+    )
+    again = client.submit({"instruction": "do it", "harness": {"name": "pi"}}, idempotency_key="k")
+    assert client.submit(
+        {"instruction": "do it", "harness": {"name": "pi"}}, idempotency_key="k"
+    ) == attrs.evolve(again, created=False)
+    status = client.task_status("mine-odd")
+    assert (status.counts, status.finished, [each.status for each in status.sessions]) == (
+        {"pending": 2},
+        False,
+        ["pending"] * 2,
+    )
+    assert client.task("mine-odd")["spec"]["num_samples"] == 2
+    assert [task["task_id"] for task in client.tasks(limit=1)] == [again.task_id]
+    assert [task["task_id"] for task in client.tasks(before=again.task_id)] == ["mine-odd"]
+    assert (client.cancel("mine-odd"), client.cancel("mine-odd")) == (True, False)
+    assert client.status()["journal"]["last_seq"] == 0
+    assert "polarnode_live_sessions" in client.metrics()
+    assert client.session("mine-odd-1")["session"]["status"] == "pending"
+
+
+def test_a_source_is_submitted_task_by_task(bench: Bench) -> None:
+    client = bench.client()
+    [submitted] = client.submit_source(
+        DATA / "polar" / "task.json", harness="pi", samples=3, over={"runtime": {"volumes": []}}
+    )
+    assert (submitted.task_id, len(submitted.session_ids)) == ("calc-7", 3)
+    with pytest.raises(Refused, match="no convention is known for somebody/else"):
+        client.submit_source(DATA / "swe" / "rows.jsonl", harness="codex")
+    assert len(client.tasks()) == 1, "nothing of a source that can not be read whole"
+
+
+def test_an_error_is_the_nodes_sentence(bench: Bench) -> None:
+    client = bench.client()
+    with pytest.raises(ClientError, match="did you mean num_samples") as caught:
+        client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
+    assert (caught.value.status, caught.value.type, caught.value.path) == (
+        400,
+        "invalid_request",
+        "$.nun_samples",
+    )
+    with pytest.raises(ClientError, match="no task 'none'") as missing:
+        client.task("none")
+    assert missing.value.status == 404
+    with pytest.raises(ClientError, match="token") as stranger:
+        next(bench.client(token="wrong").trajectories())
+    assert stranger.value.status == 401
+    with pytest.raises(Refused, match="ack needs a consumer"):
+        client.trajectories(ack=True)
+
+
+def test_a_full_node_is_waited_for_as_long_as_patience_lasts(bench: Bench) -> None:
+    service = bench.node.plane.service
+    service.refuses = Busy("64 tasks wait already", retry_after=7.0)
+    with pytest.raises(ClientError, match="64 tasks") as caught:
+        bench.client(patience_s=2.0).submit(make_spec())
+    assert (caught.value.passes, caught.value.retry_after) == (True, 7.0)
+    service.refuses = DiskFull("the disk is full: make room")
+    with pytest.raises(ClientError, match="make room") as full:
+        bench.client().submit(make_spec())  # would be waited for ten minutes, if it were
+    assert full.value.status == 507
+
+
+# ── trajectories ──────────────────────────────────────────────────────────────
+
+
+def test_trajectories_one_by_one_and_all(bench: Bench) -> None:
+    bench.node.publish("s0", "s1", "s2")
+    client = bench.client()
+    expected = [make_trajectory(f"s{number}", turns=2) for number in range(3)]
+    events = list(client.trajectories(follow=False, turns="full"))
+    assert [event.trajectory for event in events] == expected
+    assert [(event.seq, event.key) for event in events] == [
+        (1, "trajectory:s0"),
+        (2, "trajectory:s1"),
+        (3, "trajectory:s2"),
+    ]
+    assert client.trajectory("s1", turns="full") == expected[1]
+    assert client.trajectory("s1", arrays="json").traces == expected[1].traces
+    assert [line["session_id"] for line in client.export(min_reward=0.5)] == ["s0", "s1", "s2"]
+    assert list(client.export(outcome="failed")) == []
+
+
+def test_a_stream_waits_for_what_comes(bench: Bench) -> None:
+    stream = bench.client().trajectories()
+    for number in range(3):
+        bench.node.publish(f"s{number}")
+        assert next(stream).key == f"trajectory:s{number}"
+    stream.close()
+
+
+def test_what_was_worked_on_is_acknowledged_and_the_rest_comes_again(bench: Bench) -> None:
+    bench.node.publish(*(f"s{number}" for number in range(5)))
+    client = bench.client(ack_every_s=0.0)
+    stream = client.trajectories(consumer="trainer", ack=True, follow=False)
+    assert [next(stream).seq for _ in range(3)] == [1, 2, 3]
+    assert bench.node.position("trainer") == 2, "the third is still being worked on"
+    stream.close()
+    assert [event.seq for event in client.trajectories(consumer="trainer", ack=True, follow=False)] == [
+        3,
+        4,
+        5,
+    ]
+    assert bench.node.position("trainer") == 5
+    assert list(client.trajectories(consumer="trainer", ack=True, follow=False)) == []
+    assert client.acknowledge("trainer", 1) == 5
+    assert [event.seq for event in client.trajectories(consumer="trainer", after=3, follow=False)] == [4, 5]
+
+
+def test_artifacts_come_as_a_file(bench: Bench, tmp_path: Path) -> None:
+    bench.node.publish("s0")
+    kept, target = b"\0kept\xff" * 100_000, tmp_path / "here.tar"
+    artifacts_path(tmp_path, "s0").write_bytes(kept)
+    assert bench.client().artifacts("s0", target) == len(kept)
+    assert target.read_bytes() == kept
+    with pytest.raises(ClientError, match="no session") as missing:
+        bench.client().artifacts("none", tmp_path / "never.tar")
+    assert missing.value.status == 404
+    assert not (tmp_path / "never.tar").exists()
+
+
+def test_consumers_are_seen_and_forgotten(bench: Bench) -> None:
+    bench.node.publish("s0", "s1")
+    client = bench.client()
+    assert client.consumers() == ()
+    client.acknowledge("trainer", 1)
+    [found] = client.consumers()
+    assert (found.consumer, found.position, found.behind_events, found.holds) == ("trainer", 1, 1, True)
+    assert client.forget_consumer("trainer") is None
+    assert client.consumers() == ()
+    with pytest.raises(ClientError, match="no consumer"):
+        client.forget_consumer("trainer")
+
+
+def test_trajectories_come_in_a_trainers_format(bench: Bench) -> None:
+    bench.node.publish("s0")
+    client = bench.client()
+    one = client.formatted("s0", "slime", arrays="json")
+    assert (one["format"], one["session_id"], one["reward"]) == ("slime", "s0", 1.0)
+    [event] = client.trajectories(follow=False, format="slime", arrays="json")
+    assert (event.data, event.trajectory) == (one, None)
+    with pytest.raises(ClientError, match="format must be one of"):
+        client.formatted("s0", "nobodys")
+    pieces = client.export_bytes(format="slime", arrays="json")
+    assert next(pieces) == b""
+    assert [read_json(line) for line in b"".join(pieces).splitlines()] == [one]
+
+
+# ── groups ────────────────────────────────────────────────────────────────────
+
+
+def test_groups_come_whole_and_are_acknowledged_when_nothing_of_them_is_needed(bench: Bench) -> None:
+    client = bench.client(ack_every_s=0.0)
+    for task_id in "ab":
+        client.submit(make_spec(task_id=task_id, num_samples=2))
+    bench.node.publish("a-0", task_id="a")
+    bench.node.publish("b-0", "b-1", task_id="b")  # and its group's end, while a goes on
+    groups = client.groups(consumer="trainer", ack=True)
+    first = next(groups)
+    assert [one.session_id for one in first.trajectories] == ["b-0", "b-1"]
+    assert (first.task_id, [member.session_id for member in first.members]) == ("b", ["b-0", "b-1"])
+    bench.node.publish("a-1", task_id="a")
+    assert [one.session_id for one in next(groups).trajectories] == ["a-0", "a-1"]
+    assert bench.node.position("trainer") == 0, "a is being worked on, and it began before all of b"
+    groups.close()
+    assert [
+        group.task_id for group in client.groups(consumer="trainer", ack=True, follow=False, skip={"b"})
+    ] == ["a"]
+    assert bench.node.position("trainer") > 6
+    assert list(client.groups(consumer="trainer", ack=True, follow=False)) == []
+
+
+def test_what_was_not_kept_of_a_group_is_fetched_again(bench: Bench) -> None:
+    client = bench.client()
+    client.submit(make_spec(task_id="a", num_samples=3))
+    bench.node.publish("a-0", "a-1", "a-2", task_id="a", turns=3)
+    kept = list(client.groups(follow=False, turns="full"))
+    fetched = list(client.groups(follow=False, turns="full", kept_bytes=0))
+    late = list(client.groups(follow=False, turns="full", after=2))
+    assert kept == fetched == late
+    assert [len(one.turns) for one in kept[0].trajectories] == [3, 3, 3]
+
+
+# ── a node that goes and comes ────────────────────────────────────────────────
+
+
+def test_a_node_that_is_not_there_is_said(bench: Bench) -> None:
+    client = bench.client(f"http://127.0.0.1:{free_port()}", patience_s=0.3)
+    for ask in (
+        client.status,
+        lambda: next(client.trajectories()),
+        lambda: next(client.groups()),
+        lambda: client.submit(make_spec()),
+    ):
+        with pytest.raises(Unreachable, match="is the node running"):
+            ask()
+
+
+def test_a_stream_goes_on_over_the_nodes_death(kind: str, tmp_path: Path) -> None:
+    """Killed in mid-stream; each event comes once, in order. Many deaths at random moments are in
+    test_client.py.
+    """
+    node = Child(tmp_path / "journal.sqlite", free_port())
+    node.start(sessions=10)
+    try:
+        with open_client(kind, node.url, token="secret") as client:
+            stream = client.trajectories()
+            found = [next(stream) for _ in range(7)]
+            node.kill()
+            node.start(sessions=20)
+            found += [next(stream) for _ in range(13)]
+            stream.close()
+    finally:
+        node.kill()
+    assert [event.key for event in found] == [f"trajectory:s{number}" for number in range(20)]
+
+
+def test_a_cut_in_the_middle_of_an_event_is_asked_for_again(kind: str) -> None:
+    answers = (
+        chunked(b": hello\n\n", event(1), event(2)[:25]),  # cut within an event
+        chunked(event(2)[:7], event(2)[7:]) + b"fff",  # cut within a chunk's size
+        b"",  # nothing at all
+        # a node that is starting
+        b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n",
+        chunked(b'event: error\ndata: {"error":{"message":"damaged"}}\n\n', end=True),
+        chunked(b": hello\n\n", event(2), event(3), end=True),  # what was had already, too
+    )
+    asked: list[int] = []
+
+    def answer(request: bytes, number: int) -> bytes:
+        asked.append(last_id(request))
+        return answers[number]
+
+    with answering(answer) as url, open_client(kind, url) as client:
+        found = list(client.trajectories(follow=False))
+    assert [(one.seq, one.key, one.data) for one in found] == [(n, f"task:{n}", {"n": n}) for n in (1, 2, 3)]
+    assert asked == [0, 1, 2, 2, 2, 2]
+
+
+GARBAGE = {
+    "no SSE at all": b"<html>busy</html>\n\n" * 50,
+    "no number": b'event: task\ndata: {"task":{}}\n\n',
+    "a number that is none": b'event: task\nid: x\ndata: {"task":{}}\n\n',
+    "no JSON": b"event: task\nid: 1\ndata: {{{\n\n",
+    "not an object": b"event: task\nid: 1\ndata: 7\n\n",
+    "another kind's body": b'event: task\nid: 1\ndata: {"group":{}}\n\n',
+    "bytes": bytes(range(256)) * 20,
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_given_up_in_time_and_said(kind: str, name: str) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(
+            answering(lambda request, number: chunked(b": hello\n\n", GARBAGE[name], end=True))
+        )
+        client = stack.enter_context(open_client(kind, url, patience_s=0.3))
+        with pytest.raises(Unreachable):
+            list(client.trajectories())
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\n<html", "502 Bad Gateway"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<html", "not one of a polarnode"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "not an object"),
+        (b'HTTP/1.1 400 Bad\r\nContent-Length: 13\r\n\r\n{"error":"no"}'[:-1], "400 Bad"),
+    ],
+)
+def test_an_answer_that_is_no_polarnodes_is_said_so(kind: str, answer: bytes, sentence: str) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(answering(lambda request, number: answer))
+        client = stack.enter_context(open_client(kind, url + "/prefix/"))
+        with pytest.raises(ClientError, match=sentence):
+            client.status()
+
+
+def test_a_page_in_the_place_of_a_stream_is_said_at_once(kind: str) -> None:
+    page = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
+    with ExitStack() as stack:
+        client = stack.enter_context(
+            open_client(kind, stack.enter_context(answering(lambda request, number: page)))
+        )
+        with pytest.raises(ClientError, match="text/html, not the stream of a polarnode"):
+            next(client.trajectories())
+
+
+def test_a_file_that_is_cut_is_no_file(kind: str, tmp_path: Path) -> None:
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nonly this"
+    with (
+        answering(lambda request, number: cut) as url,
+        open_client(kind, url) as client,
+        pytest.raises(Unreachable),
+    ):
+        client.artifacts("s", tmp_path / "cut.tar")

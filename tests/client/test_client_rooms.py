@@ -1,0 +1,149 @@
+"""Weights and captures through every client: the same contract as test_client_contract.py, over their own
+rooms of the node.
+"""
+
+import pickle
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from captures_kit import open_desk
+from client_kit import KINDS, here, open_client
+from fakes_engine import ScriptedEngine
+from plane_kit import CONTEXT, answers
+from weights_kit import open_weights_plane
+
+from polarnode.client import ClientError
+from polarnode.engine.protocol import Simulation
+from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.node.config import TINY_MODEL
+from polarnode.node.opening import simulated_marks
+from polarnode.tokens.template import load_model
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+# ── weights ───────────────────────────────────────────────────────────────────
+
+
+def simulated(folder: Path) -> EngineSettings:
+    model = load_model(TINY_MODEL)
+    fast = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)
+    engine = Simulated(
+        simulation=fast, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
+    )
+    return EngineSettings(model_path=TINY_MODEL, device="cpu", gpus=(0,), state_dir=folder, simulated=engine)
+
+
+def test_weights_are_given_and_generation_is_held(kind: str, tmp_path: Path) -> None:
+    with here() as node, ExitStack() as stack:
+        plane = node.open(open_weights_plane(simulated(tmp_path), tmp_path / "weights.sqlite"))
+        client = stack.enter_context(open_client(kind, plane.node.url, token="secret", patience_s=5.0))
+        assert (client.weights().version, client.weights().history) == ("0", ())
+        report = client.update_weights("1", path=TINY_MODEL)
+        assert (report.version, report.mode, report.created, [host.ok for host in report.hosts]) == (
+            "1",
+            "in_place",
+            True,
+            [True],
+        )
+        assert client.update_weights("1", path=TINY_MODEL).created is False
+        with pytest.raises(ClientError) as other:
+            client.update_weights("1", path=tmp_path)
+        assert other.value.status == 409
+        assert client.pause("retract").paused == "retract"
+        # which a simulated engine says, where a real one gives it
+        with pytest.raises(ClientError, match="no memory to give back"):
+            client.release_memory(["kv_cache"])
+        assert client.resume().paused is None
+        assert [(each.version, each.source["kind"]) for each in client.weights().history] == [("1", "disk")]
+
+
+def test_weights_in_buckets_are_one_version_or_none(kind: str, tmp_path: Path) -> None:
+    bucket = {"payloads": [b64encode(pickle.dumps([])).decode()]}
+
+    def breaking() -> "Iterator[dict[str, Any]]":
+        yield bucket
+        raise ZeroDivisionError("of the trainer")
+
+    with here() as node, ExitStack() as stack:
+        plane = node.open(open_weights_plane(simulated(tmp_path), tmp_path / "weights.sqlite"))
+        client = stack.enter_context(open_client(kind, plane.node.url, token="secret", patience_s=5.0))
+        report = client.push_weights("1", iter([bucket, bucket]), mode="retract")
+        assert (report.version, report.source, report.created) == (
+            "1",
+            {"kind": "tensor", "buckets": "2"},
+            True,
+        )
+        with pytest.raises(ZeroDivisionError, match="of the trainer"):
+            client.push_weights("2", breaking())
+        assert (client.weights().version, client.weights().updating) == ("1", None)
+        with pytest.raises(ClientError, match="payload"):
+            client.push_weights("2", [{"payloads": ["no base64!"]}])
+        with pytest.raises(ClientError, match="group"):
+            client.push_weights("2", [], kind="distributed", group="nobodys")
+        with pytest.raises(ClientError, match="group"):
+            client.leave_weights_group()
+        assert client.push_weights("2", [bucket]).version == "2", (
+            "what failed is given up, and in nobody's way"
+        )
+
+
+# ── captures ──────────────────────────────────────────────────────────────────
+
+
+def scripted() -> ScriptedEngine:
+    return ScriptedEngine(reply=answers("Bread.", "Loaf."), vocab_size=4096, context_length=CONTEXT)
+
+
+def test_an_agent_of_ones_own_is_captured_and_ends_as_it_ends(kind: str, tmp_path: Path) -> None:
+    with here() as node, ExitStack() as stack:
+        desk = node.open(open_desk(tmp_path, scripted()))
+        client = stack.enter_context(open_client(kind, desk.caller.url, token="secret"))
+        with client.capture(task_id="mine", metadata={"row": 7}) as session:
+            with openai.OpenAI(base_url=session.openai_base_url, api_key=session.key, max_retries=0) as agent:
+                agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            session.reward, session.metrics["tests"], session.turn_rewards[0] = 0.5, 3, 0.25
+        assert session.key not in repr(session)
+        assert (session.result.reward, session.result.turns, session.result.outcome.status) == (
+            0.5,
+            1,
+            "completed",
+        )
+        found = client.trajectory(session.session_id)
+        assert (found.task_id, found.reward, found.metadata, found.metrics["evaluation"]) == (
+            "mine",
+            0.5,
+            {"row": 7},
+            {"tests": 3},
+        )
+        [group] = client.groups(task_id="mine")
+        assert [one.session_id for one in group.usable] == [session.session_id]
+        with pytest.raises(ZeroDivisionError), client.capture() as broken:
+            raise ZeroDivisionError("of the agent")
+        assert (broken.result.outcome.status, broken.result.outcome.reason) == (
+            "failed",
+            "ZeroDivisionError: of the agent",
+        )
+        with pytest.raises(KeyboardInterrupt), client.capture() as left:
+            raise KeyboardInterrupt
+        assert left.result.outcome.status == "cancelled"
+        assert node.do(desk.events)[-1].startswith("task:")
+
+
+def test_a_node_that_is_gone_does_not_hide_what_went_wrong(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with here() as node, ExitStack() as stack:
+        desk = node.open(open_desk(tmp_path, scripted()))
+        client = stack.enter_context(open_client(kind, desk.caller.url, token="secret", patience_s=0.2))
+        with pytest.raises(ZeroDivisionError), client.capture():
+            _ = (node.stack.close(), 1 / 0)
+    assert "was not told" in caplog.text

@@ -1,0 +1,605 @@
+"""The client's scripts without a network: told what came, they say what to do. Cut anywhere, nothing is
+missed and nothing comes twice.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from journal_samples import make_trajectory
+
+from polarnode.client import ClientError, Event, Unreachable
+from polarnode.client.api import Api, Reading, named
+from polarnode.client.requests import (
+    Ask,
+    Close,
+    Give,
+    Open,
+    Read,
+    Running,
+    Script,
+    Sleep,
+    query_string,
+    submit,
+)
+from polarnode.client.scripts import (
+    FIRST_PAUSE_S,
+    LIFE,
+    LONGEST_PAUSE_S,
+    Block,
+    Decoder,
+    Follower,
+    Following,
+    Life,
+    Patience,
+    patiently,
+    read_event,
+)
+from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, events
+from polarnode.client.values import Submitted, read_error
+from polarnode.client.weights import join, leave
+from polarnode.core.codec import dump_json, trajectory_json
+from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.task import CaptureSpec
+from polarnode.groups import Group
+
+GREETING = b": polarnode\n\n"
+
+
+def wire(seq: int, kind: str, key: str, body: Any) -> bytes:
+    data = dump_json({"seq": seq, "key": key, kind: body})
+    return b"event: %b\nid: %d\ndata: %b\n\n" % (kind.encode(), seq, data)
+
+
+def task_event(seq: int) -> bytes:
+    return wire(seq, "task", f"task:{seq}", {"n": seq})
+
+
+@attrs.define(eq=False)
+class World:
+    """A node that holds a log of events, as a script sees it: its streams are cut after so many bytes, its
+    clock goes with what is slept.
+    """
+
+    log: "list[tuple[int, bytes]]"  # number, bytes
+    cuts: "list[int]" = attrs.Factory(list)  # bytes a connection lasts, in turn; then they last for ever
+    piece: int = 7
+    now_s: float = 0.0
+    position: int = 0
+    closed: int = 0
+    acked: "list[int]" = attrs.Factory(list)
+    asked: "list[str]" = attrs.Factory(list)
+    answers: "dict[str, Any]" = attrs.Factory(dict)  # what else it is asked for, by path
+    slept: "list[float]" = attrs.Factory(list)
+    # in the place of the next answers; None lets one through
+    faults: "list[PolarnodeError | None]" = attrs.Factory(list)
+    keys: "list[str]" = attrs.Factory(list)
+    _body: bytes = b""
+    _left: "int | None" = None
+
+    def now(self) -> float:
+        return self.now_s
+
+    def obey(self, command: Any) -> Any:
+        match command:
+            case Open(request):
+                after = int(request.headers.get("Last-Event-ID", self.position))
+                self._body = GREETING + b"".join(body for seq, body in self.log if seq > after)
+                self._left = self.cuts.pop(0) if self.cuts else None
+                return "text/event-stream"
+            case Read():
+                return self._read()
+            case Ask(request):
+                return self._ask(request)
+            case Sleep(seconds):
+                self.slept.append(seconds)
+                self.now_s += seconds
+                assert self.now_s < 86_400, "it never gives up"
+            case Close():
+                self.closed += 1
+        return None
+
+    def _read(self) -> bytes:
+        count = self.piece if self._left is None else min(self.piece, self._left)
+        data, self._body = self._body[:count], self._body[count:]
+        if self._left is not None:
+            self._left -= len(data)
+            if not data:
+                raise Unreachable("cut")
+        return data
+
+    def _ask(self, request: Any) -> bytes:
+        self.asked.append(f"{request.method} {request.path}")
+        self.keys.append(request.headers.get("Idempotency-Key", ""))
+        if self.faults and (fault := self.faults.pop(0)) is not None:
+            raise fault
+        if request.path == "/v1/trajectories/ack":
+            self.position = max(self.position, json.loads(request.body)["seq"])
+            self.acked.append(self.position)
+            return dump_json({"position": self.position})
+        found = self.answers.get(request.path.partition("?")[0])
+        if found is None:
+            raise ClientError("no such thing", status=404, type="not_found")
+        if isinstance(found, PolarnodeError):
+            raise found
+        return dump_json(found)
+
+
+def gives(script: Script[None], world: World) -> Iterator[Any]:
+    """What a script gives, in this world."""
+    running = Running(script)
+    while (command := running.next()) is not None:
+        if isinstance(command, Give):
+            running.answered(None)
+            yield command.value
+            continue
+        try:
+            running.answered(world.obey(command))
+        except PolarnodeError as error:
+            running.failed(error)
+
+
+def returned(script: Script[Any], world: World) -> Any:
+    """What a script returns."""
+
+    def given() -> Script[None]:
+        yield Give((yield from script))
+
+    [found] = gives(given(), world)
+    return found
+
+
+def reading(**said: Any) -> Reading:
+    usual: dict[str, Any] = dict.fromkeys(("consumer", "after", "task_id", "group_id"))
+    return Reading(**(usual | {"follow": False, "ack": False, "arrays": "base64", "turns": "table"} | said))
+
+
+def api(world: World, **said: Any) -> Api:
+    return Api(patience_s=600.0, now=world.now, **({"ack_every_s": 0.0} | said))
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────
+
+blocks = st.lists(
+    st.sampled_from(
+        [b": life\n\n", task_event(1), task_event(20), wire(3, "gap", "gap", {"after": 1, "oldest": 4})]
+    ),
+    max_size=6,
+)
+
+
+@given(blocks, st.lists(st.integers(1, 40), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
+def test_events_are_the_same_however_their_bytes_are_cut(
+    parts: "list[bytes]", sizes: "list[int]", end: bytes
+) -> None:
+    body = b"".join(parts).replace(b"\n", end)
+    whole, piecewise, rest = list(Decoder().feed(body)), [], body
+    decoder = Decoder()
+    for size in (*sizes, len(body)):
+        piecewise += list(decoder.feed(rest[:size]))
+        rest = rest[size:]
+    assert [attrs.asdict(one) if isinstance(one, Block) else one for one in piecewise] == [
+        attrs.asdict(one) if isinstance(one, Block) else one for one in whole
+    ]
+    assert len(whole) == len(parts)
+
+
+def test_a_block_may_have_several_lines_of_data_and_fields_nobody_knows() -> None:
+    [found] = Decoder().feed(b'retry: 5\nevent: task\ndata: {"task":\ndata: 1}\nid: 9\n\n')
+    assert found == Block(kind="task", id="9", data=b'{"task":\n1}')
+    assert read_event(found) == Event(seq=9, kind="task", key="task", data=1)
+    assert list(Decoder().feed(b"event: task\n\n\n\n")) == [], "a block without data is none"
+
+
+def test_an_event_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polarnode.client.scripts.MOST_BYTES", 100)
+    decoder = Decoder()
+    with pytest.raises(Unreachable, match="larger than"):
+        _ = [list(decoder.feed(b"data: x\n")) for _ in range(50)]
+
+
+@given(st.binary(max_size=300))
+def test_whatever_comes_is_an_event_a_sign_of_life_or_no_polarnodes(data: bytes) -> None:
+    for found in Decoder().feed(data + b"\n\n"):
+        if isinstance(found, Life):
+            assert found is LIFE
+        else:
+            try:
+                read_event(found)
+            except Unreachable:
+                continue
+
+
+# ── one stream through cuts ───────────────────────────────────────────────────
+
+
+@given(
+    st.integers(0, 30),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.integers(1, 90),
+    st.sets(st.integers(1, 30), max_size=8),
+)
+def test_nothing_is_missed_and_nothing_comes_twice_wherever_it_is_cut(
+    count: int, cuts: "list[int]", piece: int, filtered: "set[int]"
+) -> None:
+    numbers = [seq for seq in range(1, count + 1) if seq not in filtered]  # a filter leaves numbers out
+    world = World([(seq, task_event(seq)) for seq in numbers], cuts=cuts, piece=piece)
+    found = list(gives(api(world).trajectories(reading(), ()), world))
+    assert [event.seq for event in found] == numbers
+    assert [event.key for event in found] == [f"task:{seq}" for seq in numbers]
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.integers(1, 90),
+    st.lists(st.integers(1, 6), max_size=6),
+)
+def test_a_reader_that_dies_reads_again_only_what_it_was_still_working_on(
+    count: int, cuts: "list[int]", piece: int, lives: "list[int]"
+) -> None:
+    world = World([(seq, task_event(seq)) for seq in range(1, count + 1)], cuts=cuts, piece=piece)
+    finished: list[int] = []
+    for length in (*lives, count + 1):
+        stream = gives(api(world).trajectories(reading(consumer="c", ack=True), ()), world)
+        taken = list(itertools.islice(stream, length))
+        whole = taken if len(taken) < length else taken[:-1]  # it dies while it works on its last
+        assert [event.seq for event in taken] == list(
+            range(len(finished) + 1, len(finished) + 1 + len(taken))
+        )
+        finished += [event.seq for event in whole]
+        assert world.position == len(finished)
+    assert finished == list(range(1, count + 1))
+
+
+def test_a_node_that_greets_and_fails_is_given_up() -> None:
+    """A damaged event of the journal fails at every attempt, behind a greeting that says nothing."""
+    failing = b'event: error\ndata: {"error":{"message":"damaged"}}\n\n'
+    world = World([(1, task_event(1)), (2, failing)], piece=1000)
+    stream = gives(api(world).trajectories(reading(follow=True), ()), world)
+    assert next(stream).seq == 1
+    with pytest.raises(Unreachable, match="damaged"):
+        next(stream)
+    assert 500 < world.now_s <= 600
+    assert world.slept[:4] == [FIRST_PAUSE_S, 0.2, 0.4, 0.8]
+    assert max(world.slept) == LONGEST_PAUSE_S
+
+
+def test_time_that_a_trainer_works_is_no_silence_of_the_node() -> None:
+    world = World([(1, task_event(1)), (2, task_event(2))], cuts=[len(GREETING + task_event(1))])
+    stream = gives(api(world).trajectories(reading(), ()), world)
+    assert next(stream).seq == 1
+    world.now_s += 3600.0  # a long step, in which the node was restarted
+    assert next(stream).seq == 2
+
+
+def test_a_gap_is_told_and_numbers_that_began_anew_are_followed() -> None:
+    gap = wire(0, "gap", "gap", {"after": 90, "oldest": 1})
+    world = World([(100, gap), (101, task_event(1)), (102, task_event(2))], piece=1000)
+    found = list(gives(api(world).trajectories(reading(after=90), ()), world))
+    assert [(event.kind, event.seq) for event in found] == [("gap", 0), ("task", 1), ("task", 2)]
+
+
+def test_what_a_node_sends_twice_is_given_once() -> None:
+    world = World([(seq, task_event(seq)) for seq in (1, 1, 2, 1, 2, 3)], piece=1000)
+    assert [event.seq for event in gives(api(world).trajectories(reading(), ()), world)] == [1, 2, 3]
+
+
+def test_an_acknowledgement_that_does_not_arrive_is_said_later_and_ends_nothing() -> None:
+    world = World([(seq, task_event(seq)) for seq in range(1, 4)], piece=1000)
+    world.faults = [Unreachable("away"), ClientError("full", status=503, type="busy")]
+    found = list(gives(api(world).trajectories(reading(consumer="c", ack=True), ()), world))
+    assert [event.seq for event in found] == [1, 2, 3]
+    assert world.acked == [2, 3], "two were lost, and nothing with them"
+
+
+def test_acknowledgements_are_said_once_a_second_and_at_the_end() -> None:
+    world = World([(seq, task_event(seq)) for seq in range(1, 21)], piece=1000)
+    for _ in gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world):
+        world.now_s += 0.3
+    assert world.acked == [4, 8, 12, 16, 20]
+
+
+# ── patience ──────────────────────────────────────────────────────────────────
+
+
+def test_what_does_not_pass_is_not_waited_for() -> None:
+    patience = Patience(600.0, lambda: 0.0)
+    for status in (400, 401, 404, 409, 500, 507):
+        with pytest.raises(ClientError):
+            patience.pause(ClientError("no", status=status, type="x"))
+    assert patience.pause(ClientError("full", status=429, type="busy", retry_after=30.0)) == 30.0
+    with pytest.raises(ClientError, match="full"):
+        patience.pause(ClientError("full", status=503, type="busy", retry_after=601.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("12", 12.0), ("", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("-3", None)]
+)
+def test_when_to_ask_again_is_read(said: str, seconds: "float | None") -> None:
+    error = read_error(503, "Service Unavailable", {"retry-after": said}, b"")
+    assert (error.retry_after, error.passes) == (seconds, True)
+
+
+def test_a_submission_is_sent_again_under_one_key() -> None:
+    world = World([], answers={"/v1/tasks": {"task_id": "t", "session_ids": ["s"], "created": True}})
+    world.faults = [Unreachable("cut"), ClientError("full", status=429, type="busy", retry_after=3.0)]
+    script = patiently(submit({}, idempotency_key="k"), Patience(60.0, world.now))
+    assert returned(script, world) == Submitted(task_id="t", session_ids=("s",), created=True)
+    assert (world.keys, world.slept) == (["k"] * 3, [FIRST_PAUSE_S, 3.0])
+
+
+def test_what_can_not_be_asked_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(Refused, match="ack needs a consumer"):
+        api(World([])).groups(reading(ack=True), (), 0)
+    for said in ({"path": None, "source": None}, {"path": "/a", "source": {}}):
+        with pytest.raises(Refused, match="weights come from one place"):
+            api(World([])).update_weights("1", mode="in_place", **said)  # type: ignore[arg-type]
+    assert query_string(a=None, b=False, c="x y") == "?b=false&c=x+y"
+    assert named(CaptureSpec(task_id="t"), sample_index=3) == CaptureSpec(task_id="t", sample_index=3)
+    assert str(named(None).task_id).startswith("capture-")
+
+
+# ── weights in buckets ────────────────────────────────────────────────────────
+
+UPDATE = "/v1/weights/updates"
+SERVED = {
+    "version": "7",
+    "mode": "in_place",
+    "source": {"kind": "tensor", "buckets": "2"},
+    "seconds": 1.0,
+    "hosts": [],
+}
+BUCKETS = ({"payloads": ["a"]}, {"payloads": ["b"]})
+
+
+def push_world(**more: Any) -> World:
+    return World(
+        [],
+        answers={UPDATE: {"update_id": "u"}, f"{UPDATE}/u/buckets": {}, f"{UPDATE}/u/commit": SERVED, **more},
+    )
+
+
+def test_a_push_is_begun_filled_and_committed() -> None:
+    world = push_world()
+    report = returned(api(world).push_weights("7", iter(BUCKETS), "tensor", None, "in_place"), world)
+    assert (report.version, report.created) == ("7", True)
+    assert world.asked == [
+        f"POST {UPDATE}",
+        f"POST {UPDATE}/u/buckets",
+        f"POST {UPDATE}/u/buckets",
+        f"POST {UPDATE}/u/commit",
+    ]
+
+
+def test_a_commit_whose_answer_was_lost_is_asked_for_again() -> None:
+    world = push_world()
+    world.faults = [None, None, None, Unreachable("cut")]
+    assert (
+        returned(api(world).push_weights("7", iter(BUCKETS), "tensor", None, "in_place"), world).version
+        == "7"
+    )
+    assert world.asked[-2:] == [f"POST {UPDATE}/u/commit"] * 2
+
+
+@pytest.mark.parametrize(("end", "said"), [({}, False), (None, False), (Unreachable("away"), True)])
+def test_a_bucket_that_fails_gives_the_update_up(
+    end: Any, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the node has given it up by itself (404), and where it is not there to be told."""
+    world = push_world(**({} if end is None else {f"{UPDATE}/u": end}))
+    world.faults = [None, ClientError("has shape [3, 3]", status=400, type="invalid_request")]
+    with pytest.raises(ClientError, match="has shape"):
+        returned(api(world).push_weights("7", iter(BUCKETS), "tensor", None, "in_place"), world)
+    assert world.asked == [f"POST {UPDATE}", f"POST {UPDATE}/u/buckets", f"DELETE {UPDATE}/u"]
+    assert ("was not told" in caplog.text) is said
+
+
+def test_a_group_is_named_where_it_is_broadcast_over() -> None:
+    assert leave("w/w").path == "/v1/weights/groups/w%2Fw"
+    body = json.loads(join("weights", "10.0.0.1", 29600, 9, 1, "nccl").body or b"")
+    assert body == {
+        "name": "weights",
+        "address": "10.0.0.1",
+        "port": 29600,
+        "world_size": 9,
+        "rank_offset": 1,
+        "backend": "nccl",
+    }
+
+
+# ── groups ────────────────────────────────────────────────────────────────────
+
+
+def session_event(seq: int, task_id: str, index: int) -> bytes:
+    trajectory = make_trajectory(f"{task_id}-{index}", task_id=task_id, sample_index=index)
+    return wire(
+        seq, "trajectory", f"trajectory:{task_id}-{index}", trajectory_json(trajectory, arrays="base64")
+    )
+
+
+def group_event(seq: int, task_id: str, size: int) -> bytes:
+    sessions = [
+        {
+            "session_id": f"{task_id}-{index}",
+            "sample_index": index,
+            "status": "completed",
+            "reward": 1.0,
+            "usable": True,
+        }
+        for index in range(size)
+    ]
+    return wire(
+        seq,
+        "group",
+        f"group:{task_id}",
+        {"task_id": task_id, "group_id": task_id, "sessions": sessions, "state": "complete", "reason": None},
+    )
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> "list[tuple[int, bytes]]":
+    """Tasks whose sessions lie between one another's; some never end."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    places = [task for task, size in enumerate(sizes) for _ in range(size)]
+    order, counts, log = draw(st.permutations(places)), dict.fromkeys(range(len(sizes)), 0), []
+    endless = draw(st.sets(st.integers(0, len(sizes) - 1), max_size=1))
+    numbers = itertools.count(1)
+    for task in order:
+        log.append((seq := next(numbers), session_event(seq, f"t{task}", counts[task])))
+        counts[task] += 1
+        if counts[task] == sizes[task] and task not in endless:
+            log.append((seq := next(numbers), group_event(seq, f"t{task}", sizes[task])))
+    return log
+
+
+def world_of(log: "Sequence[tuple[int, bytes]]", **said: Any) -> World:
+    """Every trajectory of the log can be asked for by its id, too."""
+    answers = {}
+    for _, body in log:
+        [block] = [each for each in Decoder().feed(body) if isinstance(each, Block)]
+        event = read_event(block)
+        if event.kind == "trajectory":
+            answers[f"/v1/trajectories/{event.data['session_id']}"] = event.data
+    return World(list(log), answers=answers, piece=4096, **said)
+
+
+def whole(group: Group) -> bool:
+    return [each.session_id for each in group.trajectories] == [member.session_id for member in group.members]
+
+
+@given(
+    interleaved(),
+    st.lists(st.integers(1, 3), max_size=6),
+    st.sampled_from([0, 700, 1 << 30]),
+    st.lists(st.integers(0, 3000), max_size=4),
+)
+def test_every_group_is_worked_on_whole_however_often_its_trainer_dies(
+    log: "list[tuple[int, bytes]]", lives: "list[int]", kept_bytes: int, cuts: "list[int]"
+) -> None:
+    """The position never passes what an unfinished group needs; what was finished and comes again is known by
+    its task.
+    """
+    world, finished = world_of(log, cuts=cuts), []
+    ends = [seq for seq, body in log if body.startswith(b"event: group")]
+    for length in (*lives, len(log)):
+        stream = gives(
+            api(world).groups(reading(consumer="c", ack=True), frozenset(finished), kept_bytes), world
+        )
+        taken = list(itertools.islice(stream, length))
+        assert all(whole(group) for group in taken)
+        finished += [group.task_id for group in (taken if len(taken) < length else taken[:-1])]
+        needed = [seq for seq, body in log for event in [body] if _task_of(event) not in finished]
+        assert world.position < min(needed, default=len(log) + 1), "what is not finished comes again"
+    assert len(finished) == len(set(finished)) == len(ends)
+
+
+def _task_of(body: bytes) -> str:
+    data = json.loads(body.partition(b"data: ")[2])
+    return str(next(value["task_id"] for name, value in data.items() if name in ("trajectory", "group")))
+
+
+@given(interleaved())
+def test_without_skip_a_finished_group_comes_again_only_behind_one_that_is_not(
+    log: "list[tuple[int, bytes]]",
+) -> None:
+    world = world_of(log)
+    first = list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0), world))
+    again = list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0), world))
+    behind = [
+        group
+        for group in first
+        if any(seq > world.position and f"group:{group.task_id}".encode() in body for seq, body in log)
+    ]
+    assert again == behind
+
+
+def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -> Groups:
+    follower = Follower(Following(path="/s", after=None, goes_on=False), Patience(60.0, world.now))
+    return Groups(
+        follower,
+        Acks(consumer, 60.0, world.now, 0.0),
+        Collector(kept_bytes=kept_bytes),
+        patience_s=60.0,
+        now=world.now,
+    )
+
+
+def test_no_more_is_kept_than_was_said_and_the_rest_is_asked_for() -> None:
+    log = [(index + 1, session_event(index + 1, "t", index)) for index in range(4)] + [
+        (5, group_event(5, "t", 4))
+    ]
+    size = len(session_event(1, "t", 0))
+    world = world_of(log)
+    [group] = gives(groups_of(world, kept_bytes=2 * size).script(), world)
+    assert whole(group)
+    assert [path.partition("?")[0] for path in world.asked if "ack" not in path] == [
+        "GET /v1/trajectories/t-2",
+        "GET /v1/trajectories/t-3",
+    ]
+
+
+def test_a_session_that_is_nowhere_any_more_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    world = World([(2, session_event(2, "t", 1)), (3, group_event(3, "t", 2))], piece=1000)
+    [group] = gives(groups_of(world).script(), world)
+    assert [each.session_id for each in group.trajectories] == ["t-1"]
+    assert "no trajectory of session t-0" in caplog.text
+
+
+def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:
+    log = [
+        (1, session_event(1, "lost", 0)),
+        *((seq, session_event(seq, "t", seq)) for seq in range(2, 5)),
+        (5, group_event(5, "t", 1)),
+    ]
+    world = world_of(log)
+    stream = gives(groups_of(world).script(), world)
+    assert next(stream).task_id == "t"
+    world.now_s += LOOK_AFTER_S
+    assert list(stream) == []
+    assert "GET /v1/tasks/lost" in world.asked
+    assert world.position == 5
+
+
+def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
+    collector = Collector()
+    events_ = [
+        Event(
+            seq=1,
+            kind="group",
+            key="group:t",
+            data={"task_id": "t", "group_id": "t", "sessions": [], "state": "complete"},
+        )
+    ]
+    gathered = collector.hear(events_[0])
+    assert gathered is not None
+    collector.done(gathered.whole(()))
+    assert collector.hear(attrs.evolve(events_[0], seq=2)) is None
+    assert collector.position == 2
+
+
+def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
+    collector = Collector()
+    value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
+    collector.hear(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
+    assert (collector.oldest, collector.position) == ("a", 39)
+    collector.hear(Event(seq=0, kind="gap", key="gap", data={"after": 40, "oldest": 1}))
+    assert (collector.oldest, collector.position) == (None, 0)
+
+
+def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
+    world = World([(1, task_event(1))], piece=1000)
+    script = events(
+        Follower(Following(path="/s", after=None, goes_on=True), Patience(0.0, world.now)),
+        Acks(None, 0.0, world.now),
+    )
+    found = gives(script, world)
+    assert next(found).seq == 1
+    with pytest.raises(Unreachable, match="keeps ending"):
+        next(found)
+    assert world.closed == 1

@@ -1,0 +1,158 @@
+"""A door in a network namespace: reached from inside, by nobody else, gone with its closing. A bare namespace
+stands for a container.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import trio
+
+from polarnode.containers import endpoint
+from polarnode.containers.endpoint import DOOR_HOST, DOOR_PORT, EGRESS_PORT, open_door, open_listener
+from polarnode.core.errors import RuntimeFault
+
+ASK = f"""
+import socket
+with socket.create_connection(({DOOR_HOST!r}, {DOOR_PORT}), 20) as asking:
+    asking.sendall(b'ping')
+    print(asking.recv(100).decode())
+"""
+
+
+@pytest.fixture
+def namespace() -> Iterator[int]:
+    """A process in a network namespace of its own, in which even `lo` is down."""
+    process = subprocess.Popen(["unshare", "--net", "sleep", "1000"])
+    mine = os.stat("/proc/self/ns/net").st_ino
+    try:
+        while process.poll() is None and os.stat(f"/proc/{process.pid}/ns/net").st_ino == mine:
+            """It is still on its way into its namespace."""
+        if process.poll() is not None:
+            pytest.skip("this user may not make network namespaces")
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def ask_inside(pid: int) -> str:
+    """What a client in the namespace is answered."""
+    argv = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", sys.executable, "-c", ASK]
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
+
+
+async def answer_once(door: socket.socket) -> None:
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(door))
+    async with await listener.accept() as stream:
+        assert await stream.receive_some(100) == b"ping"
+        await stream.send_all(b"pong")
+
+
+async def test_a_client_inside_reaches_the_node(namespace: int) -> None:
+    door = await open_door(namespace)
+    answers: list[str] = []
+
+    async def ask() -> None:
+        answers.append(await trio.to_thread.run_sync(ask_inside, namespace))
+
+    with door:
+        assert not door.getblocking()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer_once, door)
+            nursery.start_soon(ask)
+    assert answers == ["pong"]
+
+
+async def test_the_machine_itself_does_not_get_the_port(namespace: int) -> None:
+    with await open_door(namespace) as first:
+        assert first.getsockname() == (DOOR_HOST, DOOR_PORT)
+        inode = os.fstat(first.fileno()).st_ino
+        assert f" {inode} " not in await trio.Path("/proc/self/net/tcp").read_text()
+        inside = await trio.Path(f"/proc/{namespace}/net/tcp").read_text()
+        assert f" {inode} " in inside
+
+
+async def test_it_is_closed_when_it_is_closed(namespace: int) -> None:
+    (await open_door(namespace)).close()
+    assert await trio.to_thread.run_sync(ask_inside, namespace) == ""
+    with await open_door(namespace) as again:
+        assert again.fileno() > 0
+
+
+async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
+    mine = os.stat("/proc/self/ns/net").st_ino
+    with await open_door(namespace):
+        for _ in range(20):
+            seen = await trio.to_thread.run_sync(
+                lambda: os.stat(f"/proc/self/task/{threading.get_native_id()}/ns/net").st_ino
+            )
+            assert seen == mine
+    assert all(
+        os.stat(f"/proc/self/task/{task}/ns/net").st_ino == mine for task in os.listdir("/proc/self/task")
+    )
+
+
+async def test_a_slow_reader_is_cut_in_the_end(namespace: int) -> None:
+    with await open_door(namespace) as door:
+        assert door.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == endpoint.UNREAD_MS
+
+
+async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> None:
+    os.kill(namespace, signal.SIGKILL)
+    with pytest.raises(RuntimeFault, match="shares this machine's network"):
+        await open_door(os.getpid())
+    with pytest.raises(RuntimeFault, match="no door"):
+        await open_door(2**22 + 1)
+
+
+async def test_a_port_that_is_taken_is_refused(namespace: int) -> None:
+    with await open_door(namespace), pytest.raises(RuntimeFault, match="in use"):
+        await open_door(namespace)
+
+
+# ── another beside it ─────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def network(namespace: int) -> Iterator[int]:
+    """The namespace, open."""
+    opened = os.open(f"/proc/{namespace}/ns/net", os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+async def test_another_listens_beside_it_in_the_same_namespace(namespace: int, network: int) -> None:
+    with await open_door(namespace), await open_listener(network, EGRESS_PORT) as other:
+        assert other.getsockname() == (DOOR_HOST, EGRESS_PORT)
+        assert not other.getblocking()
+        inside = await trio.Path(f"/proc/{namespace}/net/tcp").read_text()
+        assert f" {os.fstat(other.fileno()).st_ino} " in inside
+        with pytest.raises(RuntimeFault, match="in use"):
+            await open_listener(network, DOOR_PORT)
+
+
+async def test_it_is_in_that_namespace_though_its_process_is_gone(namespace: int, network: int) -> None:
+    """The id of a container's first process may be somebody else's by then."""
+    os.kill(namespace, signal.SIGKILL)
+    with await open_listener(network, EGRESS_PORT) as other:
+        assert f" {os.fstat(other.fileno()).st_ino} " not in await trio.Path("/proc/self/net/tcp").read_text()
+
+
+async def test_there_is_none_in_this_machines_own() -> None:
+    ours = os.open("/proc/self/ns/net", os.O_RDONLY)
+    with pytest.raises(RuntimeFault, match="shares this machine's network"):
+        await open_listener(ours, EGRESS_PORT)
+    os.close(ours)
+
+
+async def test_no_descriptor_is_left_of_making_one(network: int) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        (await open_listener(network, EGRESS_PORT)).close()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,462 @@
+"""Images: a recipe's digest changes with all it stands on, what is missing is built once, and what can not be
+built says why.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+import trio
+from podman_parts import LIFETIME_S, settings, tools
+
+from polarnode.containers.images import BELOW_LABEL, RECIPE_LABEL, Images, build_task_images, ensure_images
+from polarnode.containers.probe import default_state_dir
+from polarnode.containers.recipes import (
+    BUILT,
+    Recipes,
+    RuntimesSettings,
+    archive_lines,
+    default_runtimes_dir,
+    on_top,
+    read_recipes,
+)
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.core.codec.tasks import IMAGE
+from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault
+from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
+from polarnode.evaluators import command
+from polarnode.harnesses.registry import HARNESSES
+from polarnode.merge.trajectory import Identity
+from polarnode.rollouts.services import SessionOrder
+from polarnode.sources.reading import build_of
+from polarnode.sources.values import Build
+
+
+def write_recipe(folder: Path, name: str, *, toml: str = "", containerfile: str = "FROM x\n") -> None:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "runtime.toml").write_text(toml)
+    (folder / name / "Containerfile").write_text(containerfile)
+
+
+# ── recipes ───────────────────────────────────────────────────────────────────
+
+
+def test_our_own_recipes_carry_the_harnesses_at_their_versions() -> None:
+    recipes = read_recipes(default_runtimes_dir())
+    for harness in HARNESSES.values():
+        if harness.version is None:
+            continue
+        assert recipes.image_for(harness.name) == harness.image
+        containerfile = (default_runtimes_dir() / harness.image / "Containerfile").read_text()
+        assert f"_VERSION={harness.version}\n" in containerfile, (
+            "the image pins what the harness module was measured with"
+        )
+        assert f"LABEL polarnode.harness.{harness.name}=" in containerfile
+    assert recipes.image_for("shell") == "base"
+    assert recipes.image("agent") == recipes.image("base") == "localhost/polarnode/base:latest"
+    assert recipes.image("quay.example/own:1") == "quay.example/own:1"
+
+
+def test_no_recipe_holds_python_or_a_host() -> None:
+    for path in default_runtimes_dir().rglob("*"):
+        assert path.suffix != ".py"
+        assert not path.is_file() or "http" not in path.read_text()
+
+
+def test_a_digest_covers_all_that_makes_an_image(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "below")
+    write_recipe(tmp_path, "above", toml='base = "below"\n')
+    first = read_recipes(tmp_path)
+    assert read_recipes(tmp_path) == first
+    write_recipe(tmp_path, "above", toml='# words\nbase = "below"\nharnesses = ["x"]\n')
+    assert _digests(read_recipes(tmp_path)) == _digests(first), "words make no other image"
+    assert _digests(read_recipes(tmp_path, base="ubuntu"))["below"] != _digests(first)["below"]
+    (tmp_path / "below" / "extra.txt").write_text("x")
+    second = _digests(read_recipes(tmp_path))
+    assert second["below"] != _digests(first)["below"]
+    assert second["above"] != _digests(first)["above"], "what stands on it is another too"
+
+
+def _digests(recipes: Recipes) -> dict[str, str]:
+    return {name: recipe.digest for name, recipe in recipes.by_name.items()}
+
+
+def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "a", toml='base = "b"\n')
+    write_recipe(tmp_path, "b", toml='base = "c"\n')
+    write_recipe(tmp_path, "c", toml='aliases = ["see"]\n')
+    recipes = read_recipes(tmp_path)
+    assert [each.name for each in recipes.with_bases(["a", "b", "see", "foreign"])] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "told"),
+    [
+        ('base = "none"', "a/runtime.toml: base none is no recipe"),
+        ('base = "a"', "a/runtime.toml: base a is its own base"),
+        ("bse = 1", "a/runtime.toml: .*bse"),
+        ("base = [", "a/runtime.toml: "),
+        ("harnesses = 3", "a/runtime.toml: "),
+    ],
+)
+def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, told: str) -> None:
+    write_recipe(tmp_path, "a", toml=toml)
+    with pytest.raises(ConfigError, match=told):
+        read_recipes(tmp_path)
+
+
+def test_no_recipes_and_no_carrier_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set runtimes_dir"):
+        read_recipes(tmp_path)
+    with pytest.raises(HarnessError, match="no runtime carries the harness none_such"):
+        read_recipes(default_runtimes_dir()).image_for("none_such")
+
+
+def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
+    told = "http://a/debian/|bookworm|main\nhttp://b/x|nodistro|main\nhttp://a/debian/|bookworm-updates|main\nhttp://a/debian/|bookworm|main\n"
+    assert archive_lines(told, "bookworm") == [
+        "deb http://a/debian/ bookworm main",
+        "deb http://a/debian/ bookworm-updates main",
+    ]
+
+
+# ── a harness on top of a task's own image ────────────────────────────────────
+
+
+def test_a_harness_stands_on_a_tasks_image_by_its_own_recipes() -> None:
+    recipes = read_recipes(default_runtimes_dir())
+    stages = recipes.stages(on_top("pi", "tasks/one:1"))
+    assert [stage.recipe.name for stage in stages] == [
+        "onto",
+        "node",
+        "pi",
+    ], "what is installed for all tasks gives way to what is missing"
+    assert [stage.below for stage in stages] == ["tasks/one:1", stages[0].image, stages[1].image]
+    assert recipes.image(on_top("pi", "tasks/one:1")) == stages[-1].image
+    assert stages[-1].image.startswith("localhost/polarnode/pi-on:")
+    assert all(IMAGE.fullmatch(stage.image) for stage in stages)
+    assert IMAGE.fullmatch(on_top("pi", "tasks/one:1")) is None, "no task can ask for it by name"
+
+
+def test_a_session_starts_from_its_tasks_image_with_the_harness_on_top() -> None:
+    identity = Identity(
+        session_id="s",
+        task_id="t",
+        group_id="t",
+        sample_index=0,
+        harness="pi",
+        harness_version=None,
+        model="m",
+        node="n",
+    )
+    for runtime, image in (
+        (RuntimeSpec(), "pi"),
+        (RuntimeSpec(add_harness=True), "pi"),
+        (RuntimeSpec(image="mine:1"), "mine:1"),
+        (RuntimeSpec(image="mine:1", add_harness=True), on_top("pi", "mine:1")),
+    ):
+        spec = TaskSpec(instruction="x", harness=HarnessSpec(name="pi"), runtime=runtime)
+        order = SessionOrder(
+            identity=identity, spec=spec, harness=HARNESSES["pi"], evaluator=command.SESSION_COMPLETED
+        )
+        assert order.runtime.image == image
+
+
+def test_images_of_harnesses_on_images_are_told_apart(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "below")
+    write_recipe(tmp_path, "one", toml='base = "below"\n')
+    write_recipe(tmp_path, "two", toml='base = "below"\n')
+    recipes = read_recipes(tmp_path)
+    names = {recipes.image(on_top(harness, image)) for harness in ("one", "two") for image in ("a:1", "a:2")}
+    assert len(names) == 4
+    assert recipes.stages(on_top("one", "a:1"))[0] == recipes.stages(on_top("two", "a:1"))[0], (
+        "what they share is built once"
+    )
+    (tmp_path / "below" / "more").write_text("x")
+    assert recipes.image(on_top("one", "a:1")) != read_recipes(tmp_path).image(on_top("one", "a:1"))
+    assert recipes.stages(on_top("one", "below"))[0].below == "localhost/polarnode/below:latest", (
+        "a task's image may be a recipe's"
+    )
+
+
+def test_only_a_recipe_can_be_put_on_top() -> None:
+    with pytest.raises(Refused, match=r"quay\.example/x is no recipe") as refused:
+        read_recipes(default_runtimes_dir()).stages(on_top("quay.example/x", "a:1"))
+    assert refused.value.path == "$.runtime.add_harness"
+
+
+# ── builds ────────────────────────────────────────────────────────────────────
+
+# this run's own: a run that was killed leaves its image in the store, built already
+TEST_IMAGE = f"polarnode-test-{token_hex(4)}"
+
+
+@pytest.fixture
+def recipes_dir(tmp_path: Path, podman: None) -> Path:
+    """A copy of our base recipe, already built, and a small one upon it."""
+    shutil.copytree(default_runtimes_dir() / "base", tmp_path / "runtimes" / "base")
+    write_recipe(
+        tmp_path / "runtimes",
+        TEST_IMAGE,
+        toml='base = "base"\n',
+        containerfile="ARG BASE\nFROM ${BASE}\nRUN echo first > /tmp/made\n",
+    )
+    return tmp_path / "runtimes"
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def images_of(recipes_dir: Path, log: Path, told: list[str]) -> Images:
+    own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
+    return Images(settings=own, log=log, say=told.append)
+
+
+@pytest.mark.podman
+async def test_what_is_missing_is_built_once_and_again_when_it_changed(
+    recipes_dir: Path, tmp_path: Path, told: list[str]
+) -> None:
+    log = tmp_path / "log" / "images.log"
+    images = images_of(recipes_dir, log, told)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(images.ensure, TEST_IMAGE)
+    built = [each for each in told if each.startswith("built runtime")]
+    assert len(built) == 1, told
+    assert "base" not in built[0], "its base was there"
+    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
+    assert len([each for each in told if each.startswith("built")]) == 1
+    await _assert_made(recipes_dir, b"first\n")
+    write_recipe(
+        recipes_dir,
+        TEST_IMAGE,
+        toml='base = "base"\n',
+        containerfile="ARG BASE\nFROM ${BASE}\nRUN echo second > /tmp/made\n",
+    )
+    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
+    await _assert_made(recipes_dir, b"second\n")
+    shown = json.loads(await tools(log).ask("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
+    assert shown[0]["Labels"][RECIPE_LABEL] == read_recipes(recipes_dir).by_name[TEST_IMAGE].digest
+    assert b"STEP" in log.read_bytes()
+    await tools(log).ask("rmi", "--force", f"localhost/polarnode/{TEST_IMAGE}:latest")
+
+
+async def _assert_made(recipes_dir: Path, content: bytes) -> None:
+    own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
+    async with (
+        open_runtimes(own) as runtimes,
+        runtimes.open(RuntimeSpec(image=TEST_IMAGE), session_id="made", lifetime_s=LIFETIME_S) as runtime,
+    ):
+        assert await runtime.read("/tmp/made") == content
+        assert await runtime.read("/etc/ssl/certs/ca-certificates.crt"), "the image has certificates"
+
+
+@pytest.mark.podman
+async def test_a_build_that_fails_says_its_last_words(
+    recipes_dir: Path, tmp_path: Path, told: list[str]
+) -> None:
+    write_recipe(
+        recipes_dir,
+        "broken",
+        toml='base = "base"\n',
+        containerfile="ARG BASE\nFROM ${BASE}\nRUN echo the reason; exit 7\n",
+    )
+    with pytest.raises(
+        RuntimeFault, match=r"(?s)building runtime broken failed with exit code 7, see .*the reason"
+    ):
+        await images_of(recipes_dir, tmp_path / "log", told).ensure("broken")
+
+
+@pytest.mark.podman
+async def test_a_cancelled_build_ends_and_frees_the_lock(
+    recipes_dir: Path, tmp_path: Path, told: list[str]
+) -> None:
+    write_recipe(
+        recipes_dir,
+        "slow",
+        toml='base = "base"\n',
+        containerfile="ARG BASE\nFROM ${BASE}\nRUN sleep 5151515\n",
+    )
+    images = images_of(recipes_dir, tmp_path / "log", told)
+    with trio.move_on_after(6) as scope:
+        await images.ensure("slow")
+    assert scope.cancelled_caught
+    with trio.fail_after(120):
+        await images.ensure("base")
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and "5151515" in _command(pid)]
+    write_recipe(recipes_dir, "quick", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\n")
+    await images_of(recipes_dir, tmp_path / "log", told).ensure("quick")
+    listed = json.loads(await tools(tmp_path / "log").ask("ps", "--all", "--external", "--format", "json"))
+    assert not [each for each in listed if each["State"] == "storage"], (
+        "the next build removes what a killed one left"
+    )
+    await tools(tmp_path / "log").ask("rmi", "--force", "localhost/polarnode/quick:latest")
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.podman
+async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, told: list[str]) -> None:
+    images = Images(settings=settings(), log=tmp_path / "log", say=told.append)
+    with pytest.raises(
+        Refused, match=r"no image is called localhost/none/such; there are recipes for .*podman pull"
+    ) as refused:
+        await images.ensure("localhost/none/such")
+    assert refused.value.path == "$.runtime.image"
+    await images.ensure("localhost/polarnode/base:latest")
+
+
+@pytest.mark.podman
+async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
+    found = await tools(tmp_path / "log").ask("images", "--format", "{{.Repository}}:{{.Tag}}")
+    assert BUILT in found or "debian:" in found
+
+
+@pytest.mark.podman
+async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, told: list[str]) -> None:
+    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", say=told.append)
+    assert told == []
+
+
+# ── tasks' own images, and harnesses on them ──────────────────────────────────
+
+OWNED = """\
+FROM localhost/polarnode/base
+USER root
+RUN userdel --remove agent && useradd --uid 1000 --create-home owner && install --directory --owner owner /testbed
+RUN echo {what} > /testbed/what
+USER owner
+WORKDIR /testbed
+"""
+
+
+def without_waits(told: list[str]) -> list[str]:
+    """What was said but of others on the same store: who holds its lock, and who removes images while old
+    ones are looked for.
+    """
+    return [each for each in told if not each.startswith(("waiting", "old layers stay"))]
+
+
+def environment(folder: Path, what: str) -> Build:
+    """A task's environment that nobody else has."""
+    folder.mkdir(exist_ok=True)
+    (folder / "Dockerfile").write_text(OWNED.format(what=what))
+    return build_of(folder, "Dockerfile", limit_s=600.0)
+
+
+@pytest.fixture
+def onto_dir(recipes_dir: Path) -> Path:
+    """Recipes for a harness that is small, on a base that a task's image has already."""
+    shutil.copytree(default_runtimes_dir() / "onto", recipes_dir / "onto")
+    write_recipe(
+        recipes_dir,
+        "tool",
+        toml='base = "base"\n',
+        containerfile="ARG BASE\nFROM ${BASE}\nUSER root\nRUN echo 1 > /usr/local/tool\nUSER agent\n",
+    )
+    return recipes_dir
+
+
+@pytest.mark.podman
+async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
+    podman: None, tmp_path: Path, told: list[str]
+) -> None:
+    build = environment(tmp_path / "environment", token_hex(4))
+    await build_task_images(settings(), [build, build], log=tmp_path / "log", say=told.append)
+    await build_task_images(settings(), [build], log=tmp_path / "log", say=told.append)
+    assert without_waits(told) == [f"building {build.image} from {build.folder}"]
+    assert environment(tmp_path / "environment", token_hex(4)).image != build.image
+    await tools(tmp_path / "log").ask("rmi", "--force", build.image)
+
+
+@pytest.mark.podman
+async def test_a_tasks_folder_that_does_not_build_says_why(
+    podman: None, tmp_path: Path, told: list[str]
+) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN echo the reason; exit 9\n")
+    build = build_of(tmp_path, "Dockerfile", limit_s=600.0)
+    with pytest.raises(RuntimeFault, match=r"(?s)failed with exit code 9, see .*the reason"):
+        await build_task_images(settings(), [build], log=tmp_path / "log" / "log", say=told.append)
+    (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN sleep 600\n")
+    slow = build_of(tmp_path, "Dockerfile", limit_s=5.0)
+    with pytest.raises(RuntimeFault, match="did not end within its 5 s"):
+        await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", say=told.append)
+
+
+@pytest.mark.podman
+async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_changed(
+    onto_dir: Path, tmp_path: Path, told: list[str]
+) -> None:
+    build, log = environment(tmp_path / "environment", "first"), tmp_path / "log"
+    name = f"localhost/polarnode-test/{token_hex(4)}:latest"
+    own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=onto_dir)
+    await build_task_images(own, [build], log=log, say=lambda text: None)
+    await tools(log).ask("tag", build.image, name)
+    images = images_of(onto_dir, log, told)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(images.ensure, on_top("tool", name))
+    assert [each.split(" in ")[0] for each in told if each.startswith("built")] == [
+        f"built onto on {name}",
+        f"built tool on {name}",
+    ]
+    await images_of(onto_dir, log, told).ensure(on_top("tool", name))
+    assert len(without_waits(told)) == 4, "another node finds it there"
+    await _assert_owned(own, on_top("tool", name), b"first\n")
+    second = environment(tmp_path / "environment", "second")
+    await build_task_images(own, [second], log=log, say=lambda text: None)
+    await tools(log).ask("tag", second.image, name)
+    await images_of(onto_dir, log, told).ensure(on_top("tool", name))
+    await _assert_owned(own, on_top("tool", name), b"second\n")
+    made = [stage.image for stage in read_recipes(onto_dir).stages(on_top("tool", name))]
+    shown = json.loads(await tools(log).ask("image", "inspect", made[0]))
+    below = json.loads(await tools(log).ask("image", "inspect", second.image))
+    assert shown[0]["Labels"][BELOW_LABEL] == below[0]["Id"]
+    await tools(log).ask("rmi", "--force", *reversed(made), name, build.image, second.image)
+
+
+async def _assert_owned(own: RuntimesSettings, image: str, what: bytes) -> None:
+    """The task's own users, files and environment stay; the harness's user is another."""
+    spec = RuntimeSpec(image=image, workdir="/testbed", user="owner")
+    async with (
+        open_runtimes(own) as runtimes,
+        runtimes.open(spec, session_id="owned", lifetime_s=LIFETIME_S) as runtime,
+    ):
+        assert await runtime.read("/testbed/what") == what
+        assert await runtime.read("/usr/local/tool") == b"1\n"
+        ids = await runtime.run(
+            ["sh", "-c", "id -u owner; id -un; id -u agent; touch /testbed/mine && echo wrote"]
+        )
+    lines = ids.stdout.decode().split()
+    assert lines[:2] == ["1000", "owner"]
+    assert lines[2] != "1000"
+    assert lines[3] == "wrote"
+
+
+@pytest.mark.podman
+async def test_a_harness_on_an_image_that_is_not_there_is_refused(
+    onto_dir: Path, tmp_path: Path, told: list[str]
+) -> None:
+    with pytest.raises(Refused, match="no image is called localhost/none/such"):
+        await images_of(onto_dir, tmp_path / "log", told).ensure(on_top("tool", "localhost/none/such"))
+
+
+@pytest.mark.podman
+async def test_root_may_write_to_the_top_of_its_container_and_another_may_not(runtimes: Runtimes) -> None:
+    """As in any other runtime: tasks that are run as root make folders there."""
+    script = ["sh", "-c", "stat -c %a /; mkdir /made && echo made"]
+    for user, told in (("root", "755\nmade\n"), ("agent", "755\n")):
+        async with runtimes.open(
+            RuntimeSpec(image="base", user=user, read_only=False), session_id="top", lifetime_s=LIFETIME_S
+        ) as runtime:
+            assert (await runtime.run(script)).stdout.decode() == told

@@ -1,0 +1,62 @@
+"""Control groups as they are laid out by cgroups v1, v2 and both at once, by runc and by crun, with and
+without systemd.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from polarnode.containers.inside import Group, group_of
+
+ID = "0d4f"
+V1 = f"5:pids:/libpod_parent/libpod-{ID}\n4:memory:/libpod_parent/libpod-{ID}\n1:name=systemd:/libpod_parent/libpod-{ID}\n"
+HYBRID = V1 + f"0::/libpod_parent/libpod-{ID}\n"
+LAYOUTS = {
+    "v1": (V1, f"memory/libpod_parent/libpod-{ID}"),
+    "hybrid": (HYBRID, f"memory/libpod_parent/libpod-{ID}"),
+    "v2, runc": (f"0::/libpod_parent/libpod-{ID}\n", f"libpod_parent/libpod-{ID}"),
+    "v2, crun": (f"0::/libpod_parent/libpod-{ID}/container\n", f"libpod_parent/libpod-{ID}"),
+    "v2, crun, systemd": (
+        f"0::/machine.slice/libpod-{ID}.scope/container\n",
+        f"machine.slice/libpod-{ID}.scope",
+    ),
+    "v2, renamed": ("0::/somewhere/else\n", "somewhere/else"),
+}
+
+
+def told(proc: Path, text: str) -> Path:
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "cgroup").write_text(text)
+    return proc
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
+    text, folder = LAYOUTS[layout]
+    assert group_of(7, root=tmp_path, proc=told(tmp_path / "proc", text)) == Group(tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 12\noom 4\noom_kill 3\noom_group_kill 0\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
+    ],
+)
+def test_what_the_kernel_ended_is_counted(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert Group(tmp_path).oom_kills() == 3
+
+
+def test_an_old_kernel_counts_nothing_and_a_group_that_is_gone_neither(tmp_path: Path) -> None:
+    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\n")
+    assert Group(tmp_path).oom_kills() == 0
+    gone = Group(tmp_path / "gone")
+    assert (gone.oom_kills(), gone.processes()) == (0, [])
+
+
+def test_processes_in_groups_below_are_the_containers_too(tmp_path: Path) -> None:
+    (tmp_path / "container").mkdir()
+    (tmp_path / "cgroup.procs").write_text("")
+    (tmp_path / "container" / "cgroup.procs").write_text("12\n13\n")
+    assert Group(tmp_path).processes() == [12, 13]

@@ -1,0 +1,142 @@
+"""Programs in a container: however one ends, is ended, floods or is fed, its exit code is its own and nothing
+of it stays.
+"""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+from podman_parts import LIFETIME_S, SMALL, cancelled_at
+
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import Runtimes
+from polarnode.core.errors import RuntimeFault
+
+pytestmark = pytest.mark.podman
+
+CODES = [
+    (["true"], 0),
+    (["sh", "-c", "exit 255"], 255),
+    (["no-such-program"], 127),
+    ([""], 127),
+    (["/work/not-executable"], 126),
+    (["/work"], 126),
+    (["sh", "-c", "kill -TERM $$"], 128 + signal.SIGTERM),
+    (["sh", "-c", "kill -KILL $$"], 128 + signal.SIGKILL),
+    (["sh", "-c", "kill -SEGV $$"], 128 + signal.SIGSEGV),
+]
+
+
+async def running(runtime: PodmanRuntime) -> list[str]:
+    """What runs in a container besides its first process and who looks."""
+    told = (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.decode().split()
+    for own in ("polarnode-init", "sh", "cat"):
+        if own in told:
+            told.remove(own)
+    return told
+
+
+async def test_exit_codes_are_the_programs_own(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="codes", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.put({"/work/not-executable": b"#!/bin/sh\n"})
+        for argv, code in CODES:
+            ended = await runtime.run(argv)
+            assert ended.exit_code == code, (argv, ended)
+            assert bool(ended.stderr) == (code in (126, 127)), "what could not be started says why"
+        assert (await runtime.run(["true"], workdir="/not/there")).exit_code == 127
+        assert (await runtime.run(["true"], env={"LONG": "x" * 200_000})).exit_code != 0
+
+
+async def test_a_hundred_megabytes_go_in_as_fast_as_they_are_read(runtimes: Runtimes) -> None:
+    data = os.urandom(1 << 20) * 100
+    async with runtimes.open(SMALL, session_id="stdin", lifetime_s=LIFETIME_S) as runtime:
+        slowly = "head -c 1000 >/dev/null; sleep 1; wc -c"
+        assert int((await runtime.run(["sh", "-c", slowly], stdin=data)).stdout) == len(data) - 1000
+        assert (await runtime.run(["sh", "-c", "exec 0<&-; exit 4"], stdin=data)).exit_code == 4, (
+            "it may hang up on us"
+        )
+
+
+async def test_a_flood_of_output_costs_no_memory_and_is_stopped(runtimes: Runtimes, tmp_path: Path) -> None:
+    log = tmp_path / "flood.log"
+    async with runtimes.open(SMALL, session_id="flood", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.run(["true"])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with trio.move_on_after(4) as scope:
+            await runtime.run_logged(
+                ["sh", "-c", "yes & yes >&2 & yes 'a longer line of nothing but words'"],
+                env={},
+                log=log,
+                limit=100_000,
+            )
+        assert scope.cancelled_caught
+        assert log.stat().st_size < 101_000
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        assert grown < 100, f"{grown} MB"
+        assert await running(runtime) == []
+
+
+async def test_a_deadline_is_the_callers_and_term_comes_before_kill(runtimes: Runtimes) -> None:
+    """`run` ends the program it started; what that left behind is ended by `end_processes`."""
+    stubborn = (
+        "trap 'echo asked >> /work/asked' TERM; (setsid sh -c 'touch /work/up; exec sleep 1000' &); while :;"
+        " do sleep 0.1; done"
+    )
+    async with runtimes.open(SMALL, session_id="deadline", lifetime_s=LIFETIME_S) as runtime:
+        assert await cancelled_at(runtime, "/work/up", lambda: runtime.run(["sh", "-c", stubborn]))
+        assert await runtime.read("/work/asked") == b"asked\n"
+        assert await running(runtime) == ["sleep"]
+        await runtime.end_processes()
+        assert await running(runtime) == []
+
+
+async def test_daemons_of_daemons_end_with_the_rest(runtimes: Runtimes) -> None:
+    daemon = (
+        "import os, time\nfor _ in range(20):\n    if os.fork():\n        os._exit(0)\n   "
+        " os.setsid()\ntime.sleep(1000)"
+    )
+    async with runtimes.open(SMALL, session_id="daemons", lifetime_s=LIFETIME_S) as runtime:
+        assert (await runtime.run(["python3", "-c", daemon])).exit_code == 0
+        assert await running(runtime) == ["python3"]
+        await runtime.end_processes()
+        assert await running(runtime) == []
+
+
+@pytest.mark.parametrize("fed", [b"", bytes(40 << 20)], ids=["reading", "being fed"])
+async def test_the_service_dies_in_the_middle(runtimes: Runtimes, fed: bytes) -> None:
+    """Whoever waits hears of it, the program is ended with the rest, and the container goes on."""
+    async with runtimes.open(SMALL, session_id="dies", lifetime_s=LIFETIME_S) as runtime:
+        outcome: list[object] = []
+
+        async def program() -> None:
+            try:
+                outcome.append(
+                    await runtime.run(["sh", "-c", "echo begun > begun; sleep 5; wc -c"], stdin=fed)
+                )
+            except RuntimeFault as fault:
+                outcome.append(fault)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(program)
+            while await runtime.read("/work/begun") is None:  # noqa: ASYNC110 (a container has no events)
+                await trio.sleep(0.1)
+            service = runtimes._service.pid
+            assert service is not None
+            os.killpg(service, signal.SIGKILL)
+        (ended,) = outcome
+        assert isinstance(ended, RuntimeFault) or ended.exit_code != 0 or not fed, ended  # type: ignore[attr-defined]
+        await runtime.end_processes()
+        assert await running(runtime) == []
+
+
+async def test_memory_that_is_spent_is_told(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="oom", lifetime_s=LIFETIME_S) as runtime:
+        assert runtime.oom_kills() == 0
+        assert (await runtime.run(["python3", "-c", "x = bytearray(400 << 20)"])).exit_code == 137
+        assert runtime.oom_kills() == 1
+        assert (await runtime.run(["sh", "-c", "kill -9 $$"])).exit_code == 137
+        assert runtime.oom_kills() == 1, "a kill is not the kernel's"
+    assert runtime.oom_kills() == 0, "asked too late, there is nothing to tell"

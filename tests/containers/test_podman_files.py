@@ -1,0 +1,139 @@
+"""A container's files from outside, on a folder that stands for its root: no link leads out of it, nor
+anywhere.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polarnode.containers.files import Account, Rooted
+from polarnode.core.errors import RuntimeFault
+
+ME = Account(uid=os.geteuid(), gid=os.getegid(), home="/")
+PASSWD = (
+    "root:x:0:0:root:/root:/bin/bash\nbroken line\nagent:x:1000:1001::/home/agent:/bin/sh\nbare:x:7:7:::\n"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    (folder / "etc").mkdir(parents=True)
+    (folder / "etc" / "passwd").write_text(PASSWD)
+    (tmp_path / "outside").write_text("outside")
+    return folder
+
+
+@pytest.fixture
+def files(root: Path) -> Iterator[Rooted]:
+    opened = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    yield Rooted(root=opened, shift=0)
+    os.close(opened)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_is_written_with_its_folders_and_mode(files: Rooted, root: Path) -> None:
+    files.write("/work/a/b.sh", b"one", ME, 0o750)
+    assert (root / "work/a/b.sh").read_bytes() == b"one"
+    assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o750
+    assert stat.S_IMODE((root / "work/a").stat().st_mode) == 0o755
+    files.write("/work/a/b.sh", b"2", ME, 0o600)
+    assert (root / "work/a/b.sh").read_bytes() == b"2"
+    assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_ids_are_moved_by_the_namespaces_shift(root: Path) -> None:
+    opened = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    Rooted(root=opened, shift=100_000).write("/new/file", b"", Account(uid=1000, gid=1001, home="/"), 0o644)
+    os.close(opened)
+    for path in (root / "new", root / "new/file"):
+        assert (path.stat().st_uid, path.stat().st_gid) == (101_000, 101_001)
+
+
+def test_a_second_name_of_a_file_is_not_written_through(files: Rooted, root: Path) -> None:
+    (root / "work").mkdir()
+    os.link(root / "etc/passwd", root / "work/mine")
+    files.write("/work/mine", b"new", ME, 0o644)
+    assert (root / "etc/passwd").read_text() == PASSWD
+    assert (root / "work/mine").read_bytes() == b"new"
+
+
+LINKS = ["../outside", "/etc/passwd", "loop", "/proc/self/cwd"]
+
+
+@pytest.mark.parametrize("target", LINKS)
+def test_links_are_neither_read_nor_written(files: Rooted, root: Path, target: str) -> None:
+    (root / "loop").symlink_to(target)
+    assert files.read("/loop", 100) is None
+    assert files.read("/loop/passwd", 100) is None
+    with pytest.raises(RuntimeFault, match="no plain file"):
+        files.write("/loop", b"x", ME, 0o644)
+    with pytest.raises(RuntimeFault, match="link is in the way"):
+        files.write("/loop/x", b"x", ME, 0o644)
+    with pytest.raises(RuntimeFault, match="link is in the way"):
+        files.make_folder("/loop/deeper", ME)
+    assert (root.parent / "outside").read_text() == "outside"
+    assert (root / "etc/passwd").read_text() == PASSWD
+
+
+@pytest.mark.parametrize("path", ["", "/", "work", "./work", "/work/../../outside", "/.."])
+def test_odd_paths_are_refused(files: Rooted, path: str) -> None:
+    with pytest.raises(RuntimeFault, match="no path in a container"):
+        files.write(path, b"x", ME, 0o644)
+
+
+def test_reading_is_bounded_and_of_plain_files_alone(files: Rooted, root: Path) -> None:
+    (root / "large").write_bytes(b"x" * 5000)
+    os.mkfifo(root / "pipe")
+    assert files.read("/large", 10) == b"x" * 10
+    assert files.read("/large", 9000) == b"x" * 5000
+    assert files.read("/large", 0) == b""
+    for path in ("/pipe", "/etc", "/none", "/large/below", "/etc/passwd/", "/../outside"):
+        assert (
+            files.read(path, 10) in (None, b"root:x:0:0")
+            if path == "/etc/passwd/"
+            else files.read(path, 10) is None
+        ), path
+    with pytest.raises(RuntimeFault, match="no plain file"):
+        files.write("/pipe", b"x", ME, 0o644)
+
+
+def test_no_descriptor_stays_open(files: Rooted, root: Path) -> None:
+    (root / "link").symlink_to("/etc")
+    before = open_descriptors()
+    for _ in range(3):
+        files.write("/a/b/c", b"x", ME, 0o644)
+        for path in ("/a/b/c", "/a", "/link", "/none"):
+            files.read(path, 5)
+        for path in ("/link/x", "/a/b/c/d", "/a"):
+            with pytest.raises(RuntimeFault):
+                files.write(path, b"", ME, 0o644)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ("agent", Account(uid=1000, gid=1001, home="/home/agent")),
+        ("1000", Account(uid=1000, gid=1001, home="/home/agent")),
+        ("root", Account(uid=0, gid=0, home="/root")),
+        ("1000:5", Account(uid=1000, gid=5, home="/home/agent")),
+        ("4242", Account(uid=4242, gid=0, home="/")),
+        ("4242:43", Account(uid=4242, gid=43, home="/")),
+        ("bare", Account(uid=7, gid=7, home="/")),
+    ],
+)
+def test_users_are_found_by_name_and_number(files: Rooted, user: str, expected: Account) -> None:
+    assert files.account(user) == expected
+
+
+def test_an_unknown_user_is_refused_with_those_there_are(files: Rooted) -> None:
+    with pytest.raises(RuntimeFault, match="no user ghost: name one of root, agent, bare"):
+        files.account("ghost")

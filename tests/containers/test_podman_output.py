@@ -1,0 +1,91 @@
+"""Output of programs: frames cut from any stream of bytes, the end kept in memory, the beginning and the end
+kept in a file.
+"""
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.containers.exec import Frames, Tail
+from polarnode.core.errors import RuntimeFault
+from polarnode.support.bounded import BoundedLog, open_bounded_log
+
+PIECES = st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=40)), max_size=8)
+
+
+def framed(pieces: list[tuple[int, bytes]]) -> bytes:
+    return b"".join(
+        bytes([number, 0, 0, 0]) + len(content).to_bytes(4, "big") + content for number, content in pieces
+    )
+
+
+@given(pieces=PIECES, cuts=st.lists(st.integers(1, 30), max_size=30))
+def test_frames_come_out_whole_however_the_stream_is_cut(
+    pieces: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    stream, frames = framed(pieces), Frames()
+    kept = {"stdout": b"", "stderr": b""}
+    while stream:
+        size = cuts.pop() if cuts else len(stream)
+        for channel, piece in frames.feed(stream[:size]):
+            kept[channel] += piece
+        stream = stream[size:]
+    assert kept["stdout"] == b"".join(content for number, content in pieces if number == 1)
+    assert kept["stderr"] == b"".join(content for number, content in pieces if number == 2)
+
+
+def test_a_long_frame_is_given_on_as_it_comes() -> None:
+    frames = Frames()
+    assert list(frames.feed(bytes([1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]) + b"begin")) == [("stdout", b"begin")]
+    assert list(frames.feed(b"more")) == [("stdout", b"more")]
+
+
+def test_what_is_no_frame_is_a_fault() -> None:
+    with pytest.raises(RuntimeFault, match="kind 72"):
+        list(Frames().feed(b"HTTP/1.1 400"))
+
+
+@given(pieces=st.lists(st.binary(max_size=30), max_size=20), limit=st.integers(1, 50))
+def test_the_end_is_kept(pieces: list[bytes], limit: int) -> None:
+    tail, whole = Tail(limit), b"".join(pieces)
+    for piece in pieces:
+        tail.write(piece)
+    assert tail.value() == whole[-limit:]
+    assert tail.dropped == max(0, len(whole) - limit)
+    assert tail.value() == whole[-limit:], "asking twice changes nothing"
+
+
+@given(pieces=st.lists(st.binary(max_size=30), max_size=20), limit=st.integers(2, 60))
+def test_beginning_and_end_are_kept_in_a_file(pieces: list[bytes], limit: int) -> None:
+    sink, whole = io.BytesIO(), b"".join(pieces)
+    log = BoundedLog(sink, limit)
+    for piece in pieces:
+        log.write(piece)
+        assert len(sink.getvalue()) <= limit
+    log.finish()
+    if len(whole) <= limit:
+        assert sink.getvalue() == whole
+    else:
+        note = b"\n... %d bytes left out ...\n" % (len(whole) - limit)
+        assert sink.getvalue() == whole[: limit // 2] + note + whole[len(whole) - (limit - limit // 2) :]
+
+
+def test_what_was_written_is_on_disk_at_once_and_a_log_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "session.log"
+    with open_bounded_log(path, 100) as log:
+        log.write(b"so far")
+        assert path.read_bytes() == b"so far"
+    with open_bounded_log(path, 100) as log:
+        log.write(b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_log_is_put_in_order_also_when_its_program_failed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with pytest.raises(ZeroDivisionError), open_bounded_log(path, 10) as log:  # noqa: PT012
+        log.write(b"0123456789abcdefgh")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"01234\n... 8 bytes left out ...\ndefgh"

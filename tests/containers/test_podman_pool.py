@@ -1,0 +1,143 @@
+"""The warm pool: started runtimes are handed out once, replaced, and let go; what is asked for is kept, and
+no more.
+"""
+
+import pytest
+import trio
+from podman_parts import LIFETIME_S, SMALL, settings
+
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.core.task import RuntimeSpec
+
+pytestmark = pytest.mark.podman
+
+
+async def wait_warm(runtimes: Runtimes, count: int) -> None:
+    with trio.fail_after(120):
+        while runtimes.statistics().warm != count:  # noqa: ASYNC110 (seen from outside)
+            await trio.sleep(0.05)
+
+
+async def test_a_warm_one_is_given_once_and_replaced(podman: None) -> None:
+    async with open_runtimes(settings(warm=2)) as runtimes:
+        runtimes.want(SMALL, 5)
+        await wait_warm(runtimes, 1)
+        async with runtimes.open(SMALL, session_id="first", lifetime_s=LIFETIME_S) as first:
+            assert runtimes.statistics().served_warm == 1
+            await first.put({"/work/used": b"x"})
+            await wait_warm(runtimes, 1)
+        async with runtimes.open(SMALL, session_id="second", lifetime_s=LIFETIME_S) as second:
+            assert second.id != first.id, "a used runtime is never used again"
+            assert await second.read("/work/used") is None
+            assert (await second.run(["echo", "ready"])).stdout == b"ready\n"
+        assert runtimes.statistics().served_warm == 2
+
+
+async def test_more_are_kept_where_they_are_taken_faster_than_they_start(podman: None) -> None:
+    async with open_runtimes(settings(warm=3)) as runtimes:
+        # a very busy machine, so that what starts take here makes no difference
+        runtimes._pool._starts.took(300.0)
+        runtimes.want(SMALL, 10)
+        await wait_warm(runtimes, 1)
+        async with (
+            runtimes.open(SMALL, session_id="one", lifetime_s=LIFETIME_S),
+            runtimes.open(SMALL, session_id="two", lifetime_s=LIFETIME_S),
+        ):
+            await wait_warm(runtimes, 3)
+
+
+async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(SMALL, 1)
+        with trio.fail_after(120):
+            while not any(shelf.starting for shelf in runtimes._pool._shelves.values()):  # noqa: ASYNC110 (seen from outside)
+                await trio.sleep(0.001)
+        async with runtimes.open(SMALL, session_id="first", lifetime_s=LIFETIME_S) as runtime:
+            runtimes.want(SMALL, 0)
+            assert (await runtime.run(["true"])).exit_code == 0
+            assert (runtimes.statistics().served_warm, runtimes.statistics().live) == (1, 1)
+
+
+async def test_nothing_is_started_for_later_while_the_machine_is_short(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.hold(True)
+        runtimes.want(SMALL, 1)
+        await trio.sleep(0.5)
+        assert runtimes.statistics().started == 0
+        async with runtimes.open(SMALL, session_id="at once", lifetime_s=LIFETIME_S):
+            assert runtimes.statistics().warm == 0
+        runtimes.hold(False)
+        await wait_warm(runtimes, 1)
+
+
+async def test_a_warm_ones_door_is_ready(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(SMALL, 1)
+        await wait_warm(runtimes, 1)
+        async with runtimes.open(SMALL, session_id="door", lifetime_s=LIFETIME_S) as runtime:
+            ended = await runtime.run(
+                [
+                    "python3",
+                    "-c",
+                    "import socket; socket.create_connection(('127.0.0.1', 8080), 20); print('in')",
+                ]
+            )
+            assert ended.stdout == b"in\n"
+
+
+async def test_another_shape_gets_a_fresh_one(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(SMALL, 1)
+        await wait_warm(runtimes, 1)
+        other = RuntimeSpec(memory_mb=300, pids=64)
+        async with runtimes.open(other, session_id="other", lifetime_s=LIFETIME_S) as runtime:
+            assert runtime.alive
+        assert runtimes.statistics().served_warm == 0
+        assert runtimes.statistics().warm == 1
+
+
+async def test_files_and_environment_make_no_other_shape(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(RuntimeSpec(memory_mb=256, pids=64, env={"A": "b"}, image="agent"), 1)
+        await wait_warm(runtimes, 1)
+        async with runtimes.open(
+            RuntimeSpec(memory_mb=256, pids=64, image="base"), session_id="same", lifetime_s=LIFETIME_S
+        ):
+            assert runtimes.statistics().served_warm == 1, "`agent` is another name of `base`"
+
+
+async def test_one_that_would_not_live_long_enough_stays(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(SMALL, 1)
+        await wait_warm(runtimes, 1)
+        async with runtimes.open(SMALL, session_id="long", lifetime_s=10 * 86400.0) as runtime:
+            assert runtime.expires - trio.current_time() > 9 * 86400
+            assert runtimes.statistics().served_warm == 0
+
+
+async def test_a_dead_one_is_not_given(podman: None) -> None:
+    async with open_runtimes(settings(warm=1)) as runtimes:
+        runtimes.want(SMALL, 1)
+        await wait_warm(runtimes, 1)
+        (ready,) = next(iter(runtimes._pool._shelves.values())).ready
+        await runtimes._pool.starter.client.remove(ready.id)
+        async with runtimes.open(SMALL, session_id="fresh", lifetime_s=LIFETIME_S) as runtime:
+            assert runtime.id != ready.id
+            assert (await runtime.run(["true"])).exit_code == 0
+
+
+async def test_what_is_no_longer_wanted_goes(podman: None) -> None:
+    async with open_runtimes(settings()) as runtimes:
+        runtimes.want(SMALL, 2)
+        await wait_warm(runtimes, 1)
+        runtimes.want(SMALL, 0)
+        await wait_warm(runtimes, 0)
+        assert await runtimes.sweep() == 0, "and nothing of it is left"
+
+
+async def test_a_shape_that_can_not_start_does_not_stop_the_others(podman: None) -> None:
+    async with open_runtimes(settings(warm=1)) as runtimes:
+        runtimes.want(RuntimeSpec(image="localhost/none/such"), 1)
+        runtimes.want(SMALL, 1)
+        await wait_warm(runtimes, 1)
+        assert runtimes.statistics().failed == 1

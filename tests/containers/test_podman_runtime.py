@@ -1,0 +1,321 @@
+"""A real container as a session uses it: programs, files, limits, and an end that leaves nothing."""
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+from fakes_runtime import CONTRACT
+from podman_parts import LIFETIME_S, SMALL, cancelled_at
+
+from polarnode.containers.container import LABEL_OWNER, this_process
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import Runtimes
+from polarnode.core.errors import RuntimeFault
+from polarnode.core.task import RuntimeSpec
+
+pytestmark = pytest.mark.podman
+
+
+@pytest.mark.parametrize("assertions", CONTRACT, ids=lambda each: each.__name__.removeprefix("contract_"))
+async def test_a_container_keeps_the_contract(runtimes: Runtimes, assertions) -> None:  # type: ignore[no-untyped-def]
+    async with runtimes.open(SMALL, session_id="contract", lifetime_s=LIFETIME_S) as runtime:
+        await assertions(runtime)
+
+
+async def test_who_and_where_a_session_is(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="who", lifetime_s=LIFETIME_S) as runtime:
+        told = (
+            await runtime.run(
+                [
+                    "sh",
+                    "-c",
+                    "id -u; pwd; cat /proc/self/status; cat /proc/self/uid_map; cat /proc/1/comm; env",
+                ]
+            )
+        ).stdout.decode()
+        lines = told.splitlines()
+        assert lines[:2] == ["1000", "/work"]
+        assert runtime.home == "/home/agent"
+        assert "NoNewPrivs:\t1" in told
+        assert "Seccomp:\t2" in told
+        for kind in ("Eff", "Prm", "Bnd"):
+            assert f"Cap{kind}:\t0000000000000000" in told
+        if runtimes.findings.user_namespaces:
+            ids = next(line.split() for line in lines if line.endswith("65536"))
+            assert int(ids[1]) >= 0x7000_0000, "root in there is nobody here"
+        as_root = (
+            await runtime.run(["sh", "-c", "id -u; grep CapEff /proc/self/status"], user="root")
+        ).stdout.decode()
+        assert as_root == "0\nCapEff:\t0000000000000000\n"
+
+
+async def test_nothing_of_the_nodes_environment_goes_in(
+    runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_SECRET", "do-not-leak")
+    monkeypatch.setenv("HTTP_PROXY", "http://do-not-leak")
+    async with runtimes.open(SMALL, session_id="env", lifetime_s=LIFETIME_S) as runtime:
+        told = (await runtime.run(["env"])).stdout.decode()
+        assert "do-not-leak" not in told
+        assert {line.partition("=")[0] for line in told.splitlines()} <= {
+            "PATH",
+            "HOME",
+            "LANG",
+            "HOSTNAME",
+            "TERM",
+            "container",
+            "PWD",
+        }
+
+
+async def test_files_belong_to_whom_they_are_given(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="files", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.put({"/work/deep/er/run.sh": b"#!/bin/sh\necho ran\n"}, mode=0o755)
+        await runtime.put({"/srv/tests/hidden": b"x"}, user="root", mode=0o600)
+        told = (
+            await runtime.run(
+                ["stat", "-c", "%u:%g %a %n", "/work/deep", "/work/deep/er/run.sh", "/srv/tests/hidden"]
+            )
+        ).stdout.decode()
+        assert told.splitlines() == [
+            "1000:1000 755 /work/deep",
+            "1000:1000 755 /work/deep/er/run.sh",
+            "0:0 600 /srv/tests/hidden",
+        ]
+        assert (await runtime.run(["/work/deep/er/run.sh"])).stdout == b"ran\n"
+        assert (await runtime.run(["cat", "/srv/tests/hidden"])).exit_code != 0, (
+            "what is root's is closed to the agent"
+        )
+        assert await runtime.read("/srv/tests/hidden") == b"x"
+        with pytest.raises(RuntimeFault, match="no user nobody-here"):
+            await runtime.put({"/work/x": b""}, user="nobody-here")
+
+
+async def test_no_file_of_the_machine_can_be_reached_through_links(
+    runtimes: Runtimes, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the machine's")
+    async with runtimes.open(SMALL, session_id="links", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.run(
+            [
+                "sh",
+                "-c",
+                (
+                    f"ln -s {secret} direct; ln -s {tmp_path} folder; ln -s /proc/1/root/etc magic; mkfifo"
+                    " pipe; ln -s / up"
+                ),
+            ]
+        )
+        for path in (
+            "/work/direct",
+            "/work/folder/secret",
+            "/work/magic/passwd",
+            "/work/pipe",
+            f"/work/up{secret}",
+            "/dev/zero",
+            "/work",
+        ):
+            assert await runtime.read(path) is None, path
+        for path in ("/work/direct", "/work/folder/new", "/work/up/work/new", "/work/pipe"):
+            with pytest.raises(RuntimeFault):
+                await runtime.put({path: b"written"})
+    assert secret.read_text() == "the machine's"
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+async def test_a_large_output_is_bounded_and_its_end_is_kept(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="large", lifetime_s=LIFETIME_S) as runtime:
+        ended = await runtime.run(["sh", "-c", "head -c 50000000 /dev/zero; echo the end; echo short >&2"])
+        assert ended.truncated
+        assert ended.stdout.endswith(b"\0the end\n")
+        assert len(ended.stdout) == 32 << 20
+        assert ended.stderr == b"short\n"
+
+
+async def test_much_goes_through_stdin_and_back(runtimes: Runtimes) -> None:
+    data = bytes(range(256)) * 20_000
+    async with runtimes.open(SMALL, session_id="stdin", lifetime_s=LIFETIME_S) as runtime:
+        assert (await runtime.run(["cat"], stdin=data)).stdout == data
+        assert (await runtime.run(["true"], stdin=data)).exit_code == 0, (
+            "a program need not read what it is given"
+        )
+
+
+async def test_a_daemon_that_holds_stdout_does_not_hold_us(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="daemon", lifetime_s=LIFETIME_S) as runtime:
+        with trio.fail_after(60):
+            ended = await runtime.run(["sh", "-c", "sleep 1000 & setsid sleep 1000 & echo started"])
+        assert (ended.exit_code, ended.stdout) == (0, b"started\n")
+
+
+STUBBORN = """
+trap '' TERM
+(trap '' TERM; sleep 1000) &
+setsid sh -c "trap '' TERM; sleep 1000" &
+setsid sh -c "setsid sh -c 'nohup sleep 1000 >/dev/null 2>&1 &'" &
+python3 -c '
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+' &
+echo up
+sleep 1; touch /work/up
+sleep 1000
+"""
+
+
+async def test_ending_leaves_no_process_however_it_hides(runtimes: Runtimes, tmp_path: Path) -> None:
+    log = tmp_path / "harness.log"
+    async with runtimes.open(SMALL, session_id="stubborn", lifetime_s=LIFETIME_S) as runtime:
+        assert await cancelled_at(
+            runtime,
+            "/work/up",
+            lambda: runtime.run_logged(["sh", "-c", STUBBORN], env={}, log=log, limit=1000),
+        )
+        assert log.read_bytes() == b"up\n"
+        left = (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.decode().split()
+        assert left == ["polarnode-init", "sh"]
+
+
+async def test_a_harness_may_say_goodbye(runtimes: Runtimes, tmp_path: Path) -> None:
+    polite = "trap 'echo bye > /work/bye; exit 0' TERM; touch /work/up; while :; do sleep 0.1; done"
+    async with runtimes.open(SMALL, session_id="polite", lifetime_s=LIFETIME_S) as runtime:
+        assert await cancelled_at(
+            runtime,
+            "/work/up",
+            lambda: runtime.run_logged(["sh", "-c", polite], env={}, log=tmp_path / "log", limit=1000),
+        )
+        assert await runtime.read("/work/bye") == b"bye\n"
+
+
+async def test_a_harness_is_fed_its_stdin_and_its_log_is_bounded(runtimes: Runtimes, tmp_path: Path) -> None:
+    log = tmp_path / "harness.log"
+    async with runtimes.open(SMALL, session_id="log", lifetime_s=LIFETIME_S) as runtime:
+        code = await runtime.run_logged(
+            ["sh", "-c", "echo first; cat; seq 100000; echo $WORD >&2; exit 5"],
+            env={"WORD": "last"},
+            log=log,
+            limit=10_000,
+            stdin=b"fed\n",
+        )
+    assert code == 5
+    text = log.read_text()
+    assert text.startswith("first\nfed\n1\n2\n")
+    assert text.endswith("\n100000\nlast\n") or text.rstrip().endswith("100000")
+    assert len(text) < 10_100
+    assert "bytes left out" in text
+
+
+async def test_a_fork_bomb_stays_in_its_box(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="bomb", lifetime_s=LIFETIME_S) as runtime:
+        with trio.move_on_after(5):
+            await runtime.run(
+                ["python3", "-c", "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"]
+            )
+        with trio.fail_after(120):
+            await runtime.end_processes()
+        assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_memory_is_limited_and_the_container_survives(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="memory", lifetime_s=LIFETIME_S) as runtime:
+        ended = await runtime.run(["python3", "-c", "x = bytearray(400 << 20); print(len(x))"])
+        assert ended.exit_code == 137
+        assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_the_dead_mans_switch(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="switch", lifetime_s=4.0) as runtime:
+        with trio.fail_after(120):
+            with pytest.raises(RuntimeFault, match="ended"):
+                await runtime.run(["sleep", "1000"])
+        with pytest.raises(RuntimeFault, match="ended"):
+            await runtime.run(["true"])
+        assert not runtime.alive
+
+
+async def test_an_agent_can_not_end_its_own_container(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="suicide", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.run(["sh", "-c", "kill -9 -1; kill -9 1"])
+        await runtime.run(["sh", "-c", "kill -9 -1; kill -9 1"], user="root")
+        assert runtime.alive
+        assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_two_runtimes_see_nothing_of_each_other(runtimes: Runtimes) -> None:
+    async with (
+        runtimes.open(SMALL, session_id="one", lifetime_s=LIFETIME_S) as one,
+        runtimes.open(SMALL, session_id="two", lifetime_s=LIFETIME_S) as two,
+    ):
+        await one.put({"/work/mine": b"x"})
+        assert await two.read("/work/mine") is None
+        assert one.id != two.id
+        ids = [int((await each.run(["cat", "/proc/self/uid_map"])).stdout.split()[1]) for each in (one, two)]
+        assert not runtimes.findings.user_namespaces or ids[0] != ids[1]
+
+
+async def test_a_workdir_is_made_and_a_user_found(runtimes: Runtimes) -> None:
+    spec = RuntimeSpec(memory_mb=256, pids=64, workdir="/testbed/repo", user="root")
+    async with runtimes.open(spec, session_id="root", lifetime_s=LIFETIME_S) as runtime:
+        assert runtime.home == "/root"
+        ended = await runtime.run(["sh", "-c", "touch here && pwd && id -u && echo $HOME"])
+        assert ended.stdout.decode().split() == ["/testbed/repo", "0", "/root"]
+
+
+async def test_what_can_not_start_is_a_fault_and_leaves_nothing(runtimes: Runtimes) -> None:
+    for spec, told in (
+        (RuntimeSpec(image="localhost/none/such"), "no such image|not known"),
+        (RuntimeSpec(user="ghost"), "no user ghost"),
+    ):
+        with pytest.raises(RuntimeFault, match=told):
+            async with runtimes.open(spec, session_id="never", lifetime_s=LIFETIME_S):
+                pass
+    assert runtimes.statistics().failed == 2
+    assert await _containers(runtimes) == []
+
+
+async def test_a_cancelled_session_leaves_nothing(runtimes: Runtimes) -> None:
+    for patience in (0.0, 0.02, 0.1, 0.5):
+        with trio.move_on_after(patience):
+            async with runtimes.open(SMALL, session_id="cancelled", lifetime_s=LIFETIME_S) as runtime:
+                await runtime.run(["sleep", "1000"])
+    assert await _containers(runtimes) == []
+    assert runtimes.statistics().live == 0
+
+
+async def test_a_failing_session_leaves_nothing_and_keeps_its_error(runtimes: Runtimes) -> None:
+    seen: list[PodmanRuntime] = []
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012 (the block is the point)
+        async with runtimes.open(SMALL, session_id="failing", lifetime_s=LIFETIME_S) as runtime:
+            seen.append(runtime)
+            raise ZeroDivisionError
+    assert not seen[0].alive
+    await seen[0].close()
+    assert await _containers(runtimes) == []
+
+
+async def _containers(runtimes: Runtimes) -> list[str]:
+    """Names of the containers this test's node has, by asking Podman."""
+    listed = await runtimes._pool.starter.client.labelled(f"{LABEL_OWNER}={this_process().label()}")
+    return [each.names[0] for each in listed]
+
+
+async def test_a_container_that_goes_while_it_is_cleared_harms_nobody(runtimes: Runtimes) -> None:
+    """The watch over the disk ends programs of a container that its session may just remove: its descriptors
+    are somebody else's then.
+    """
+    sleeper = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 &"]
+    async with runtimes.open(SMALL, session_id="neighbour", lifetime_s=LIFETIME_S) as neighbour:
+        await neighbour.run(sleeper)
+        async with runtimes.open(SMALL, session_id="goes", lifetime_s=LIFETIME_S) as runtime:
+            await runtime.run(sleeper)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.end_processes)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(runtime.close)
+        await runtime.end_processes()
+        assert await neighbour.busy()

@@ -1,0 +1,218 @@
+"""Orphans: what a killed node leaves is gone when the next one has started; what a living node has is never
+touched.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+from podman_parts import LIFETIME_S, SMALL, settings
+
+from polarnode.containers.client import Listed
+from polarnode.containers.container import (
+    LABEL_NODE,
+    LABEL_OWNER,
+    LABEL_SESSION,
+    Owner,
+    read_owner,
+    this_process,
+)
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+
+pytestmark = pytest.mark.podman
+
+NODE = """
+import sys, trio
+from podman_parts import LIFETIME_S, SMALL, settings
+from polarnode.containers.runtimes import open_runtimes
+
+async def main():
+    async with open_runtimes(settings("victim")) as runtimes:
+        runtimes.want(SMALL, 1)
+        async with runtimes.open(SMALL, session_id="victim-1", lifetime_s=LIFETIME_S) as runtime:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.run, ["sleep", "424242"])
+                while runtimes.statistics().warm < 1:
+                    await trio.sleep(0.05)
+                print("up", runtimes._service.pid, flush=True)
+                await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@contextmanager
+def node() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Another node in a process of its own, with a session and a warm runtime; and its service's
+    process id.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(NODE)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1] / "kits",
+    )
+    try:
+        assert process.stdout is not None
+        up, service = process.stdout.readline().split()
+        assert up == "up"
+        yield process, int(service)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+async def of_node(runtimes: Runtimes, node_id: str) -> list[Listed]:
+    return list(await runtimes._pool.starter.client.labelled(f"{LABEL_NODE}={node_id}"))
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def sleepers() -> int:
+    """How many of the victim's programs run on this machine."""
+    return sum(
+        b"424242" in _command(pid) and b"sleep" in _command(pid)
+        for pid in os.listdir("/proc")
+        if pid.isdigit()
+    )
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None) -> None:
+    with node() as (process, service):
+        async with open_runtimes(settings("bystander")) as bystander:
+            theirs = await of_node(bystander, "victim")
+            assert len(theirs) == 2
+            assert {each.labels[LABEL_SESSION] for each in theirs} == {"victim-1", "warm"}
+            assert await bystander.sweep() == 0, "a living node's containers are not ours to remove"
+            assert len(await of_node(bystander, "victim")) == 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with trio.fail_after(60):
+            while running(service):  # noqa: ASYNC110 (another process)
+                await trio.sleep(0.05)
+    assert sleepers() == 1, "a killed node can not end its containers: this is what the sweeper is for"
+    async with open_runtimes(settings("successor")) as successor:
+        assert await of_node(successor, "victim") == []
+        assert successor.statistics().swept == 2
+    assert sleepers() == 0
+
+
+async def test_a_sweep_takes_what_a_removal_left(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="kept", lifetime_s=LIFETIME_S) as kept:
+        async with runtimes.open(SMALL, session_id="lost", lifetime_s=LIFETIME_S) as lost:
+            runtimes._pool.starter.alive.discard(lost.id)
+            assert await runtimes.sweep() == 0, "it may only just be on its way out: the first sweep suspects"
+            assert await runtimes.sweep() == 1
+            assert not lost.alive
+        assert kept.alive
+        assert runtimes.statistics().swept == 1
+
+
+WATCHES = (
+    "import subprocess, time; child = subprocess.Popen(['sleep', '434343']); print(child.pid, flush=True);"
+    " time.sleep(434343)"
+)
+
+
+@contextmanager
+def as_conmon(
+    folder: Path, storage: Path, container: str, unit: str | None = None
+) -> Iterator[tuple[int, int]]:
+    """A process that looks like the conmon of a container, and its child: what is left of a container whose
+    node was killed between two steps.
+    """
+    script = folder / f"{unit or container}.py"
+    script.write_text(WATCHES)
+    bundle = storage / "overlay-containers" / container / "userdata"
+    words = ["/usr/bin/conmon", str(script), "-c", container, "-u", unit or container, "-b", str(bundle)]
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}  # which it finds by its name otherwise
+    process = subprocess.Popen(
+        words, executable=sys.executable, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        yield process.pid, child
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_what_podman_has_forgotten_is_ended_and_nothing_else(
+    runtimes: Runtimes, tmp_path: Path
+) -> None:
+    storage = runtimes._service.store.storage
+    async with runtimes.open(SMALL, session_id="known", lifetime_s=LIFETIME_S) as known:
+        assert (await known.run(["true"])).exit_code == 0, "its exec has a conmon too"
+        (container,) = (each.id for each in await of_node(runtimes, "test") if known.id in each.names)
+        with (
+            as_conmon(tmp_path, storage, secrets.token_hex(32)) as forgotten,
+            as_conmon(tmp_path, storage, container, secrets.token_hex(32)) as of_an_exec,
+            as_conmon(tmp_path, tmp_path, secrets.token_hex(32)) as of_another_store,
+        ):
+            await runtimes.sweep()
+            with trio.fail_after(60):
+                while any(map(running, forgotten)):  # noqa: ASYNC110 (other processes)
+                    await trio.sleep(0.05)
+            assert all(map(running, (*of_an_exec, *of_another_store)))
+        assert known.alive
+        assert (await known.run(["echo", "still"])).stdout == b"still\n"
+
+
+async def test_labels_say_whose_it_is(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="s-17", lifetime_s=LIFETIME_S) as runtime:
+        # others of that name may share the store
+        (found,) = [each for each in await of_node(runtimes, "test") if each.names == (runtime.id,)]
+        assert found.labels[LABEL_SESSION] == "s-17"
+        assert read_owner(found.labels[LABEL_OWNER]) == this_process()
+
+
+def test_an_owner_is_told_from_any_other_process() -> None:
+    mine = this_process()
+    assert mine.lives()
+    assert read_owner(mine.label()) == mine
+    assert not Owner(pid=mine.pid, started=mine.started + 1, boot=mine.boot).lives(), "the same id, later"
+    assert not Owner(pid=mine.pid, started=mine.started, boot="another").lives(), (
+        "the same id, before the machine was started anew"
+    )
+    assert not Owner(pid=2**22 + 1, started=1, boot=mine.boot).lives()
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    zombie = Owner(
+        pid=child.pid,
+        started=int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]),
+        boot=mine.boot,
+    )
+    assert not zombie.lives(), "a dead node whose parent has not looked yet is dead"
+    child.wait()
+
+
+@pytest.mark.parametrize("label", ["", "x", "1", "1.2x", "a.b.c", ".."])
+def test_a_label_that_says_nothing_owns_nothing(label: str) -> None:
+    assert read_owner(label) is None

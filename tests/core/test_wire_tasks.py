@@ -1,0 +1,314 @@
+"""Tasks from JSON and TOML: what is read, what is refused and where."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.core.codec import dump_json, read_json
+from polarnode.core.codec.tasks import (
+    file_bytes,
+    first_broken,
+    read_task,
+    read_task_toml,
+    sampling_laws,
+    task_json,
+)
+from polarnode.core.conversation import Json, Sampling
+from polarnode.core.errors import Refused
+from polarnode.core.task import Budgets, CarrySpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+
+LEAST: dict[str, Json] = {"instruction": "fix the bug", "harness": {"name": "pi"}}
+
+
+def test_the_least_task_has_every_default() -> None:
+    assert read_task(LEAST) == TaskSpec(instruction="fix the bug", harness=HarnessSpec(name="pi"))
+
+
+def test_a_whole_task_is_read() -> None:
+    spec = read_task(
+        {
+            "task_id": "t-1",
+            "group_id": "g:1",
+            "instruction": "do it",
+            "num_samples": 8,
+            "priority": 100,
+            "harness": {
+                "name": "shell",
+                "command": ["sh", "-c", "true"],
+                "settings": {"deep": [{"x": None}]},
+                "env": {"A_B": ""},
+            },
+            "runtime": {
+                "image": "localhost/agent:1",
+                "files": [{"path": "a/b", "base64": "AAE=", "mode": 493}],
+                "prepare": [{"argv": ["ls"], "user": "root"}],
+                "cpus": 2,
+            },
+            "budgets": {"run_s": 5, "max_turns": 3},
+            "sampling": {"temperature": 1, "top_k": -1, "stop": ["END"]},
+            "evaluator": {"import_path": "my.module:judge", "fresh_runtime": True},
+            "metadata": {"anything": [1, {"b": True}]},
+        }
+    )
+    assert spec.harness.command == ("sh", "-c", "true")
+    assert spec.runtime == RuntimeSpec(
+        image="localhost/agent:1",
+        files=(FileSpec(path="a/b", base64="AAE=", mode=0o755),),
+        prepare=(PrepareStep(argv=("ls",), user="root"),),
+        cpus=2.0,
+    )
+    assert file_bytes(spec.runtime.files[0]) == b"\x00\x01"
+    assert spec.budgets == Budgets(run_s=5.0, max_turns=3)
+    assert spec.sampling == Sampling(temperature=1.0, top_k=-1, stop=("END",))
+    assert spec.metadata == {"anything": [1, {"b": True}]}
+
+
+def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
+    """`fields` with `value` at a dotted path, folders made on the way."""
+    head, _, rest = path.partition(".")
+    inner: Any = fields.get(head, {})
+    return {**fields, head: place(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "words"),
+    [
+        ("instruction", "  \n", "$.instruction", "say what the agent should do"),
+        ("instruction", "a\0b", "$.instruction", "NUL"),
+        ("num_samples", 0, "$.num_samples", "1 to 4096, not 0"),
+        ("num_samples", 4097, "$.num_samples", "1 to 4096"),
+        ("num_samples", 1.5, "$.num_samples", "whole number"),
+        ("priority", 101, "$.priority", "0 to 100"),
+        ("priority", -1, "$.priority", "0 to 100"),
+        ("task_id", "", "$.task_id", "letters"),
+        ("task_id", "a/b", "$.task_id", "letters"),
+        ("group_id", "-x", "$.group_id", "begin with"),
+        ("nun_samples", 3, "$.nun_samples", "did you mean num_samples?"),
+        ("budgets.run", 3, "$.budgets.run", "did you mean run_s?"),
+        ("harness.mcp_servers", {"a b": {"command": "x"}}, "$.harness.mcp_servers['a b']", "letters, digits"),
+        ("harness.mcp_servers", {"w": {}}, "$.harness.mcp_servers.w", "exactly one of command and url"),
+        (
+            "harness.mcp_servers",
+            {"w": {"command": "x", "url": "http://a"}},
+            "$.harness.mcp_servers.w",
+            "exactly one of command and url",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"url": "http://a", "args": ["x"]}},
+            "$.harness.mcp_servers.w",
+            "without a command",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"command": "x", "headers": {"a": "b"}}},
+            "$.harness.mcp_servers.w.headers",
+            "a server with a url",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"command": "x", "args": ["a\0"]}},
+            "$.harness.mcp_servers.w.command",
+            "NUL",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"command": "x", "env": {"1": ""}}},
+            "$.harness.mcp_servers.w.env['1']",
+            "variable's name",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"url": "ftp://a"}},
+            "$.harness.mcp_servers.w.url",
+            "must begin with http",
+        ),
+        (
+            "harness.mcp_servers",
+            {"w": {"comand": "x"}},
+            "$.harness.mcp_servers.w.comand",
+            "did you mean command?",
+        ),
+        ("harness.skills", {"../up": "text"}, "$.harness.skills['../up']", "letters, digits"),
+        ("harness.skills", {"kiwi": " "}, "$.harness.skills.kiwi", "SKILL.md"),
+        ("budgets.run_s", 0, "$.budgets.run_s", "more than 0 seconds"),
+        ("budgets.max_turns", 0, "$.budgets.max_turns", "1 or more"),
+        ("budgets.max_tokens", -5, "$.budgets.max_tokens", "1 or more"),
+        ("harness", {"name": "shell"}, "$.harness.command", "argv"),
+        ("harness", {"name": "shell", "command": []}, "$.harness.command", "is empty"),
+        (
+            "harness",
+            {"name": "shell", "command": "ls -l"},
+            "$.harness.command",
+            "must be a list or null, not a string",
+        ),
+        ("harness", {"name": ""}, "$.harness.name", "name a harness"),
+        ("harness.env", {"A-B": "1"}, "$.harness.env.A-B", "variable's name"),
+        ("harness.env", {"A": 1}, "$.harness.env.A", "must be a string"),
+        ("harness.import_path", "nope", "$.harness.import_path", "package.module:attribute"),
+        ("evaluator.import_path", "a.b:c d", "$.evaluator.import_path", "package.module:attribute"),
+        ("runtime.image", "--privileged", "$.runtime.image", "not an image's name"),
+        ("runtime.image", "../agent", "$.runtime.image", "not an image's name"),
+        ("runtime.workdir", "work", "$.runtime.workdir", "absolute"),
+        ("runtime.workdir", "/a/../b", "$.runtime.workdir", "'..'"),
+        ("runtime.user", "a b", "$.runtime.user", "user's name"),
+        ("runtime.cpus", 0, "$.runtime.cpus", "more than 0"),
+        ("runtime.memory_mb", 1, "$.runtime.memory_mb", "16 or more"),
+        ("runtime.pids", 0, "$.runtime.pids", "1 or more"),
+        ("runtime.network", "host", "$.runtime.network", "must be 'none', not 'host'"),
+        ("runtime.files", [{"path": "a"}], "$.runtime.files[0]", "exactly one of text and base64"),
+        ("runtime.files", [{"path": "a", "text": "", "base64": ""}], "$.runtime.files[0]", "exactly one"),
+        (
+            "runtime.files",
+            [{"path": "a", "text": ""}, {"path": "b", "base64": "?"}],
+            "$.runtime.files[1].base64",
+            "not base64",
+        ),
+        ("runtime.files", [{"path": "a/../../etc/passwd", "text": ""}], "$.runtime.files[0].path", "'..'"),
+        ("runtime.files", [{"path": "a/", "text": ""}], "$.runtime.files[0].path", "name a file"),
+        (
+            "runtime.files",
+            [{"path": "a", "text": "", "mode": 4096}],
+            "$.runtime.files[0].mode",
+            "permission bits",
+        ),
+        ("runtime.prepare", [{"argv": []}], "$.runtime.prepare[0].argv", "is empty"),
+        ("runtime.eval_prepare", [{"argv": ["a\0"]}], "$.runtime.eval_prepare[0].argv", "NUL"),
+        ("carry.top_logprobs", -1, "$.carry.top_logprobs", "0 to 20, not -1"),
+        ("carry.top_logprobs", 21, "$.carry.top_logprobs", "0 to 20, not 21"),
+        ("carry.routed_experts", 1, "$.carry.routed_experts", "true or false"),
+        ("carry.routed_expert", True, "$.carry.routed_expert", "did you mean routed_experts?"),
+        ("sampling.temperature", -0.1, "$.sampling.temperature", "0 to 100"),
+        ("sampling.top_p", 0, "$.sampling.top_p", "at most 1"),
+        ("sampling.top_k", 0, "$.sampling.top_k", "-1 for all"),
+        ("sampling.max_tokens", 0, "$.sampling.max_tokens", "1 or more"),
+        ("sampling.repetition_penalty", 0, "$.sampling.repetition_penalty", "more than 0"),
+        ("sampling.stop", [""], "$.sampling.stop", "empty string"),
+    ],
+)
+def test_what_can_not_be_is_refused_where_it_stands(at: str, value: Any, path: str, words: str) -> None:
+    with pytest.raises(Refused) as caught:
+        read_task(place(LEAST, at, value))
+    assert caught.value.path == path
+    assert words in str(caught.value)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,20}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip)
+FILES = st.builds(
+    FileSpec, path=st.just("a/b.txt"), text=st.text(st.characters(codec="utf-8")), mode=st.integers(0, 0o777)
+)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.none() | st.floats(0, 2),
+    top_k=st.none() | st.integers(1, 100),
+    stop=st.lists(TEXTS, max_size=2).map(tuple),
+)
+SPECS = st.builds(
+    TaskSpec,
+    instruction=TEXTS,
+    task_id=st.none() | NAMES,
+    num_samples=st.integers(1, 4096),
+    carry=st.builds(CarrySpec, top_logprobs=st.integers(0, 20), routed_experts=st.booleans()),
+    priority=st.integers(0, 100),
+    harness=st.builds(
+        HarnessSpec,
+        name=st.just("shell"),
+        command=st.lists(TEXTS, min_size=1, max_size=3).map(tuple),
+        env=st.dictionaries(st.just("A"), TEXTS),
+    ),
+    runtime=st.builds(RuntimeSpec, files=st.lists(FILES, max_size=2).map(tuple), cpus=st.floats(0.1, 64)),
+    sampling=SAMPLINGS,
+    metadata=st.dictionaries(TEXTS, st.none() | st.integers(-5, 5) | st.lists(TEXTS, max_size=2)),
+)
+
+
+@given(SPECS)
+def test_a_task_goes_round(spec: TaskSpec) -> None:
+    assert read_task(read_json(dump_json(task_json(spec)))) == spec
+
+
+def test_sampling_has_the_same_ranges_wherever_it_is_said() -> None:
+    assert first_broken(sampling_laws(Sampling(), "$")) is None
+    broken = first_broken(sampling_laws(Sampling(top_p=2.0), "$.generationConfig"))
+    assert broken is not None
+    assert broken.path == "$.generationConfig.top_p"
+
+
+TOML = """
+instruction_file = "task.md"
+num_samples = 4
+[harness]
+name = "pi"
+[budgets]
+run_s = 60
+[[runtime.files]]
+path = "tests/x.bin"
+source = "x.bin"
+mode = 0o755
+[[runtime.files]]
+path = "plain"
+text = "as it stands"
+"""
+
+
+def test_a_folder_is_a_task() -> None:
+    files = {"task.md": "füge hinzu".encode(), "x.bin": b"\x00\xff"}
+    spec = read_task_toml(TOML, read_file=files.__getitem__)
+    assert (spec.instruction, spec.num_samples, spec.budgets.run_s) == ("füge hinzu", 4, 60.0)
+    assert [file_bytes(file) for file in spec.runtime.files] == [b"\x00\xff", b"as it stands"]
+    assert spec.runtime.files[0].mode == 0o755
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("instruction = ", None, "not TOML"),
+        (
+            'instruction = "x"\nharness.name = "pi"\nmetadata.when = 2026-01-01',
+            "$.metadata.when",
+            "TOML date",
+        ),
+        (
+            'instruction = "x"\nharness.name = "pi"\nmetadata.when = [2026-01-01T00:00:00Z]',
+            "$.metadata.when[0]",
+            "TOML date",
+        ),
+        ('instruction_file = 3\nharness.name = "pi"', "$.instruction_file", "file's path"),
+        ('instruction_file = "bin"\nharness.name = "pi"', "$.instruction_file", "not UTF-8"),
+        (
+            'instruction = "x"\nharness.name = "pi"\nruntime.files = [{path = "a", source = 1}]',
+            "$.runtime.files[0].source",
+            "file's path",
+        ),
+    ],
+)
+def test_toml_that_is_no_task_is_refused(text: str, path: str | None, words: str) -> None:
+    with pytest.raises(Refused) as caught:
+        read_task_toml(text, read_file={"bin": b"\xff"}.__getitem__)
+    assert caught.value.path == path
+    assert words in str(caught.value)
+
+
+def test_without_a_reader_files_are_unknown_fields() -> None:
+    with pytest.raises(Refused, match="instruction_file is not a known field: did you mean instruction"):
+        read_task_toml(TOML)
+
+
+@pytest.mark.parametrize("policy", ["keep", "template"])
+def test_a_task_says_what_a_prompt_shows_of_thoughts(policy: str) -> None:
+    assert read_task(LEAST).thinking == "keep"
+    assert read_task({**LEAST, "thinking": policy}).thinking == policy
+    assert task_json(read_task({**LEAST, "thinking": policy}))["thinking"] == policy
+    assert (
+        read_task_toml(f'instruction = "x"\nthinking = "{policy}"\n[harness]\nname = "pi"').thinking == policy
+    )
+
+
+@pytest.mark.parametrize("policy", ["drop", "", None, True])
+def test_another_thinking_policy_is_refused_at_its_path(policy: Json) -> None:
+    with pytest.raises(Refused) as refused:
+        read_task({**LEAST, "thinking": policy})
+    assert refused.value.path == "$.thinking"

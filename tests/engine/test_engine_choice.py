@@ -1,0 +1,90 @@
+"""`--engine simulated`: chosen on purpose only, sized by its settings, and named in everything that comes of
+it.
+"""
+
+import gc
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from polarnode.cli.doctor import examine, findings
+from polarnode.cli.main import main
+from polarnode.cli.options import node_serving
+from polarnode.containers.probe import Finding
+from polarnode.core.errors import ConfigError
+from polarnode.engine.protocol import Simulation
+from polarnode.node.config import TINY_MODEL, NodeConfig, read_config
+from polarnode.node.opening import engine_settings, load_node_model, rare_collections
+
+ON = NodeConfig(
+    engine="simulated", simulated=Simulation(tokens_per_s=40), gpus=(0, 1, 2, 3), tp=2, context_length=9000
+)
+
+
+def test_it_is_no_default() -> None:
+    assert read_config().engine == "sglang"
+    assert read_config(environment={"POLARNODE_ENGINE": "simulated"}).engine == "simulated"
+
+
+def test_its_settings_are_a_table_of_the_file_or_of_the_environment() -> None:
+    file = 'engine = "simulated"\n[simulated]\ntokens_per_s = 120\nmax_running = 64\n'
+    assert read_config(toml=file).simulated == Simulation(tokens_per_s=120, max_running=64)
+    assert read_config(environment={"POLARNODE_SIMULATED": "{first_token_s = 0.5}"}).simulated == Simulation(
+        first_token_s=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("toml", "sentence"),
+    [
+        ('engine = "vllm"', "sglang"),
+        ("[simulated]\nmax_running = 0", "simulated.max_running must be at least 1"),
+        ("[simulated]\ntokens_per_s = -1", "simulated.tokens_per_s must be 0 or more"),
+        ("[simulated]\ntokens = 1", "tokens"),
+    ],
+)
+def test_settings_that_can_not_work_are_named(toml: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_config(toml=toml)
+
+
+def test_it_needs_no_word_on_where_the_model_runs() -> None:
+    assert node_serving({"engine": "simulated"}, hint="").engine == "simulated"
+    assert "RANDOM" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_its_model_bears_its_name_and_its_hosts_learn_the_language(tmp_path: Path) -> None:
+    model = load_node_model(ON)
+    assert model.name == "simulated:tiny"
+    assert model.path == TINY_MODEL
+    settings = engine_settings(ON, tmp_path, model)
+    assert settings.simulated is not None
+    assert settings.simulated.simulation.tokens_per_s == 40
+    assert settings.simulated.vocab_size == model.tokenizer.vocab_size
+    assert settings.simulated.marks.turn_end == model.family.turn_end
+    assert (settings.gpus, settings.tp, settings.context_length) == ((0, 1, 2, 3), 2, 9000)
+    assert load_node_model(NodeConfig(cpu=True)).name == "tiny"
+    assert engine_settings(NodeConfig(cpu=True), tmp_path, model).simulated is None
+
+
+def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = NodeConfig(engine="simulated", gpus=(0, 1, 2, 3), tp=2, podman_dir=str(tmp_path))
+    found = {finding.name: finding for finding in findings(config) if isinstance(finding, Finding)}
+    assert found["engine"].ok
+    assert (
+        found["engine"].what
+        == "simulated: EVERY ANSWER IS RANDOM, no model is loaded; 2 × 256 requests of 80 tokens/s"
+    )
+    assert not {"sglang", "gpus"} & found.keys()
+    examine(config)
+    assert "EVERY ANSWER IS RANDOM" in capsys.readouterr().out
+
+
+def test_the_collector_is_as_before_once_a_node_is_over() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_threshold() > before
+        assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,345 @@
+"""The lives and deaths of engine hosts, with a program in their place that speaks their protocol: what the
+node does, without SGLang's start-up.
+"""
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from fakes_engine import joined, order, sample
+
+from polarnode.core.errors import EngineError, Refused
+from polarnode.engine import host as host_module
+from polarnode.engine import routing
+from polarnode.engine import update as update_module
+from polarnode.engine.checkpoints import fingerprint
+from polarnode.engine.engines import Engines, open_hosts
+from polarnode.engine.host import Loaded
+from polarnode.engine.protocol import LoadTensors
+from polarnode.engine.routing import DEATHS
+from polarnode.engine.settings import EngineSettings
+from polarnode.engine.update import Make
+from polarnode.support.processes import group_members
+
+PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "kits" / "engine_program.py"))
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, script: str = "serve", *, hosts: int = 1) -> AsyncIterator[Engines]:
+    (tmp_path / "config.json").write_text("{}")
+    gpus = tuple(range(hosts))
+    extra = {"script": script, "counter": str(tmp_path / "counter")}
+    settings = EngineSettings(
+        model_path=tmp_path, device="cuda", gpus=gpus, state_dir=tmp_path / "state", extra=dict(extra)
+    )
+    with trio.fail_after(120):
+        async with open_hosts(settings, program=PROGRAM) as engines:
+            yield engines
+
+
+def pid_of(engines: Engines, index: int = 0) -> int:
+    pid = engines.statistics().hosts[index].pid
+    assert pid is not None
+    return pid
+
+
+async def until_state(engines: Engines, state: str, *, restarts: int = 0, index: int = 0) -> None:
+    def arrived() -> bool:
+        host = engines.statistics().hosts[index]
+        return host.state == state and host.restarts >= restarts
+
+    while not arrived():  # noqa: ASYNC110 - a test looks from outside
+        await trio.sleep(0.02)
+
+
+async def test_a_host_serves_and_is_asked_to_end(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+        statistics = engines.statistics()
+        pid = pid_of(engines)
+    assert (statistics.vocab_size, statistics.context_length, statistics.weight_version) == (100, 60, "0")
+    assert statistics.hosts[0].state == "ready"
+    assert "asked to end" in (tmp_path / "state/engine-0.log").read_text()
+    assert group_members(pid) == []
+
+
+async def test_a_first_start_that_fails_says_which_setting_to_change(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        async with opened(tmp_path, "always_fail"):
+            pytest.fail("it does not serve")
+    assert "--cpu" in str(caught.value)
+    assert "RuntimeError: No CUDA GPUs are available" in str(caught.value)
+    assert "engine-0.log" in str(caught.value)
+    assert (tmp_path / "counter").read_text() == "1"  # no setting was changed, so it was not tried again
+
+
+async def test_a_port_taken_meanwhile_is_tried_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, "port_once") as engines:
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+    assert (tmp_path / "counter").read_text() == "2"
+
+
+async def test_a_start_can_be_cancelled(tmp_path: Path) -> None:
+    with trio.move_on_after(2) as scope:
+        async with opened(tmp_path, "deaf"):
+            pytest.fail("it never serves")
+    assert scope.cancelled_caught
+
+
+async def test_a_bodys_own_error_comes_out_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with opened(tmp_path):
+            raise ZeroDivisionError
+
+
+async def test_a_dead_host_fails_its_calls_and_is_restarted_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        other = pid_of(engines, 1)
+        async with engines.generate(order([2])) as stream:
+            await stream.__anext__()
+            os.kill(pid_of(engines, 0), 9)
+            with pytest.raises(EngineError, match="engine host 0 died") as caught:
+                await stream.__anext__()
+            assert caught.value.retryable
+        assert joined(await sample(engines, order([1]))) == [7, 7]  # the other host has it
+        await until_state(engines, "ready", restarts=1)
+        assert pid_of(engines, 1) == other
+        assert [host.restarts for host in engines.statistics().hosts] == [1, 0]
+
+
+async def test_new_calls_wait_for_a_host_that_restarts(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        with pytest.raises(EngineError):
+            await sample(engines, order([3]))
+        assert engines.statistics().hosts[0].state != "ready"
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+
+
+async def test_a_host_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "FIRST_DELAY", 0.01)
+    async with opened(tmp_path) as engines:
+        for _ in range(DEATHS):
+            with pytest.raises(EngineError, match="died"):
+                await sample(engines, order([3]))
+        await until_state(engines, "failed")
+        with pytest.raises(EngineError, match="given up") as caught:
+            await sample(engines, order([1]))
+        assert not caught.value.retryable
+
+
+async def test_a_host_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        with pytest.raises(EngineError, match="FrameError"):
+            await sample(engines, order([4]))
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+
+
+async def test_leaving_the_block_is_told_to_the_host(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        async with engines.generate(order([2])) as stream:
+            await stream.__anext__()
+            assert engines.statistics().hosts[0].in_flight == 1
+        while engines.statistics().hosts[0].in_flight:  # noqa: ASYNC110 - until the host's last word of it
+            await trio.sleep(0.02)
+
+
+async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        await engines.update_weights_from_disk(Path("/weights/new"), "9", "retract")
+        await engines.pause("in_place")
+        os.kill(pid_of(engines), 9)
+        await until_state(engines, "ready", restarts=1)
+        assert engines.statistics().weight_version == engines.statistics().hosts[0].weight_version == "9"
+        assert engines.statistics().paused == "in_place"
+        assert (tmp_path / "state/engine-0.log").read_text().split("\n")[:2] == [
+            "update /weights/new",
+            "Pause",
+        ]
+        await engines.resume()
+        chunks = await sample(engines, order([1]))
+        assert chunks[-1].version_spans[0].version == "9"
+
+
+async def test_weights_that_do_not_load_are_refused_and_not_remembered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        with pytest.raises(Refused, match="those before are served: engine host 0: /weights/bad"):
+            await engines.update_weights_from_disk(Path("/weights/bad"), "9")
+        assert (tmp_path / "state/engine-0.log").read_text().split() == [
+            "Pause",
+            "BeginUpdate",
+            "update",
+            "/weights/bad",
+            "RollBack",
+            "Continue",
+        ]
+        os.kill(pid_of(engines), 9)
+        await until_state(engines, "ready", restarts=1)
+        assert engines.statistics().weight_version == "0"
+        with pytest.raises(Refused, match="absolute"):
+            await engines.update_weights_from_disk(Path("here"), "9")
+        assert engines.versions == ("0",)
+
+
+def sent(*words: str) -> Make:
+    """A payload for each host, which the program reads."""
+    return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
+
+
+async def test_one_host_that_takes_no_weights_leaves_all_with_the_old_ones(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        with pytest.raises(Refused, match="engine host 1: bad"):
+            async with engines.updating("retract") as update:
+                await update.load(sent("good", "bad"))
+        for index in range(2):
+            assert "RollBack\nContinue" in (tmp_path / f"state/engine-{index}.log").read_text()
+            assert engines.statistics().hosts[index].weight_version == "0"
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+
+
+async def test_a_host_that_dies_in_an_update_leaves_all_with_the_old_weights(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        await engines.update_weights_from_disk(Path("/weights/old"), "1")
+        with pytest.raises(EngineError, match="those before are served: engine host 1"):
+            async with engines.updating("retract") as update:
+                await update.load(sent("good", "deadly"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["1", "1"]
+        assert "update /weights/old" in (tmp_path / "state/engine-1.log").read_text()
+        assert "RollBack" in (tmp_path / "state/engine-0.log").read_text()
+
+
+async def test_a_host_that_dies_between_loading_and_serving_comes_back_with_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    """Past `check` the version is the node's."""
+    async with opened(tmp_path, hosts=2) as engines:
+        async with engines.updating("in_place") as update:
+            await update.load(sent("good", "good"))
+            await update.check()
+            os.kill(pid_of(engines, 1), 9)
+            await engines.commit(update, Loaded(version="2", path="/weights/two"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["2", "2"]
+        assert engines.versions == ("0", "2")
+
+
+async def test_a_host_that_says_nothing_in_an_update_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, hosts=2) as engines:
+        monkeypatch.setattr(update_module, "STEP_S", 0.5)
+        with pytest.raises(Refused, match="engine host 1: no answer"):
+            async with engines.updating("in_place") as update:
+                await update.load(sent("good", "endless"))
+        await until_state(engines, "ready", restarts=1, index=1)
+        assert [host.weight_version for host in engines.statistics().hosts] == ["0", "0"]
+
+
+async def test_weights_that_no_disk_has_are_waited_for(tmp_path: Path) -> None:
+    """A host that lost a trainer's tensors must not serve other weights under their name; the next update
+    brings it back.
+    """
+    async with opened(tmp_path, hosts=2) as engines:
+        async with engines.updating("in_place") as update:
+            await update.load(sent("good", "good"))
+            await update.check()
+            await engines.commit(update, Loaded(version="1"))
+        os.kill(pid_of(engines, 1), 9)
+        await until_state(engines, "stale", restarts=1, index=1)
+        assert "serves again with the next update" in str(engines.statistics().hosts[1].last_error)
+        for _ in range(4):
+            assert (await sample(engines, order([1])))[-1].version_spans[0].version == "1"
+        await engines.update_weights_from_disk(Path("/weights/two"), "2")
+        assert [(host.state, host.weight_version) for host in engines.statistics().hosts] == [
+            ("ready", "2")
+        ] * 2
+
+
+async def test_a_folder_that_was_written_over_is_not_loaded_again(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    async with opened(tmp_path) as engines:
+        await engines.update_weights_from_disk(folder, "1", files=fingerprint(folder))
+        (folder / "config.json").write_text("{ }")
+        os.kill(pid_of(engines), 9)
+        await until_state(engines, "stale", restarts=1)
+        assert "whose files have changed" in str(engines.statistics().hosts[0].last_error)
+
+
+async def test_new_calls_wait_for_an_update_and_others_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engines:
+        monkeypatch.setattr(update_module, "DRAIN_S", 0.3)
+        async with engines.generate(order([2])) as stream:  # it never ends, so it is retracted in the end
+            await stream.__anext__()
+            async with trio.open_nursery() as nursery:
+
+                async def late() -> None:
+                    assert (await sample(engines, order([1])))[-1].version_spans[-1].version == "1"
+
+                async with engines.updating("drain") as update:
+                    nursery.start_soon(late)
+                    await trio.testing.wait_all_tasks_blocked()
+                    assert engines.statistics().hosts[0].in_flight == 1
+                    await update.load(sent("good"))
+                    await update.check()
+                    await engines.commit(update, Loaded(version="1"))
+
+
+async def test_a_pause_of_before_outlasts_an_update(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        await engines.pause("retract")
+        await engines.update_weights_from_disk(Path("/weights/new"), "1", "drain")
+        assert engines.statistics().paused == "retract"
+        assert "Continue" not in (tmp_path / "state/engine-0.log").read_text()
+
+
+async def test_one_update_at_a_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, engines.updating("in_place"):
+        with pytest.raises(EngineError, match="one update at a time"):
+            await engines.update_weights_from_disk(Path("/weights/new"), "1")
+
+
+async def test_a_question_to_a_dying_host_is_answered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        os.kill(pid_of(engines), 19)  # SIGSTOP: it does not answer
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                with pytest.raises(EngineError, match="could not pause"):
+                    await engines.pause("abort")
+
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(pid_of(engines), 9)
+
+
+async def test_a_deaf_host_is_killed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "SHUTDOWN_GRACE", 0.5)
+    async with opened(tmp_path) as engines:
+        pid = pid_of(engines)
+        os.kill(pid, 19)
+    assert group_members(pid) == []
+
+
+async def test_one_request_id_can_not_be_used_twice_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        twice = order([2])
+        async with engines.generate(twice):
+            with pytest.raises(EngineError, match="in use"):
+                async with engines.generate(twice):
+                    pytest.fail("refused")
+
+
+async def test_sessions_stay_with_their_host(tmp_path: Path) -> None:
+    async with opened(tmp_path, hosts=2) as engines, AsyncExitStack() as calls:
+        for session in ("a", "b", "a", "a"):
+            await calls.enter_async_context(engines.generate(order([2], affinity=session)))
+        assert [host.in_flight for host in engines.statistics().hosts] == [3, 1]

@@ -1,0 +1,242 @@
+"""Frames between a node and its engine hosts: transcripts of bytes in and messages out, and every cut of them
+under Hypothesis.
+"""
+
+from array import array
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.engine.protocol import (
+    BYTES_A_FRAME,
+    CHUNKS_A_FRAME,
+    MAX_FRAME,
+    Abort,
+    BeginUpdate,
+    CheckUpdate,
+    CommitUpdate,
+    Continue,
+    Done,
+    Experts,
+    Failed,
+    Fatal,
+    FrameDecoder,
+    FrameError,
+    Generate,
+    JoinGroup,
+    LeaveGroup,
+    Load,
+    LoadBroadcast,
+    LoadDisk,
+    LoadTensors,
+    Memory,
+    Message,
+    Pause,
+    Piece,
+    Ready,
+    RollBack,
+    Routed,
+    Shutdown,
+    Start,
+    encode,
+    encode_all,
+)
+
+EVERY_KIND: list[Message] = [
+    Start(arguments={"model_path": "/m", "tp_size": 2, "context_length": None}),
+    Generate(
+        rid="0" * 32,
+        prompt=array("i", [1, 2, 70_000]).tobytes(),
+        sampling={"temperature": 0.7, "stop_token_ids": [5], "top_k": -1},
+    ),
+    Generate(
+        rid="3" * 32,
+        prompt=b"",
+        sampling={"json_schema": "{}"},
+        top_logprobs=3,
+        processor="{}",
+        constraint_after=7,
+        routed_from=5,
+    ),
+    Abort(rid="0" * 32),
+    Pause(call=1, mode="retract"),
+    Continue(call=2),
+    BeginUpdate(call=3, ranks=8),
+    LoadDisk(call=4, path="/w"),
+    LoadTensors(call=5, payloads=[b"\x80\x04", b""], layout="flattened_bucket"),
+    LoadBroadcast(
+        call=6, group="weights", names=["a", "b"], dtypes=["float32", "bfloat16"], shapes=[[2, 3], []]
+    ),
+    CheckUpdate(call=7, flush=True),
+    CommitUpdate(call=8, version="7"),
+    RollBack(call=9),
+    JoinGroup(call=10, name="weights", address="127.0.0.1", port=4000, rank=1, world_size=2, backend="gloo"),
+    LeaveGroup(call=11, name="weights"),
+    Memory(call=12, release=True, tags=["weights"]),
+    Shutdown(),
+    Ready(
+        vocab_size=9,
+        context_length=8,
+        capacity=7,
+        max_total_tokens=6,
+        weight_version="0",
+        sglang_version="0.5.23",
+    ),
+    Ready(
+        vocab_size=9,
+        context_length=8,
+        capacity=7,
+        max_total_tokens=6,
+        weight_version="0",
+        sglang_version="x",
+        experts=Experts(48, 8, 128),
+    ),
+    Routed(rid="1" * 32, start=7, layers=2, top_k=3, wide=True, data=bytes(12)),
+    Piece(rid="1" * 32, ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", version="0"),
+    Piece(
+        rid="1" * 32,
+        ids=b"",
+        logprobs=b"",
+        version="1",
+        finish="stop",
+        spans=(("0", 0, 4), ("1", 4, 9)),
+        cached_tokens=3,
+    ),
+    Piece(
+        rid="1" * 32,
+        ids=b"\1\0\0\0",
+        logprobs=b"\0\0\0\0",
+        version="0",
+        alternative_ids=b"\2\0\0\0",
+        alternative_logprobs=b"\0\0\0\0",
+    ),
+    Failed(rid="2" * 32, message="zu lang: äöü", retryable=False),
+    Done(call=3, ok=True, message="updated"),
+    Load(running=1, waiting=2, token_usage=0.25, weight_version="0"),
+    Fatal(message="gone"),
+]
+
+texts = st.text(max_size=20)
+counts = st.integers(0, 2**31 - 1)
+messages = st.one_of(
+    st.builds(
+        Generate,
+        rid=texts,
+        prompt=st.binary(max_size=64),
+        sampling=st.dictionaries(texts, st.none() | st.integers(-5, 5) | st.floats(allow_nan=False)),
+        top_logprobs=st.integers(0, 20),
+        processor=st.none() | texts,
+        constraint_after=st.none() | counts,
+        routed_from=st.none() | counts,
+    ),
+    st.builds(
+        Routed,
+        rid=texts,
+        start=counts,
+        layers=counts,
+        top_k=counts,
+        wide=st.booleans(),
+        data=st.binary(max_size=64),
+    ),
+    st.builds(Abort, rid=texts),
+    st.builds(Pause, call=counts, mode=st.sampled_from(["in_place", "retract", "abort"])),
+    st.builds(
+        Piece,
+        rid=texts,
+        ids=st.binary(max_size=64),
+        logprobs=st.binary(max_size=64),
+        version=texts,
+        finish=st.sampled_from([None, "stop", "length", "abort"]),
+        spans=st.lists(st.tuples(texts, counts, counts), max_size=3).map(tuple),
+        cached_tokens=counts,
+        alternative_ids=st.binary(max_size=64),
+        alternative_logprobs=st.binary(max_size=64),
+    ),
+    st.builds(Done, call=counts, ok=st.booleans(), message=texts),
+    st.just(Shutdown()),
+)
+
+
+@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda each: type(each).__name__)
+def test_every_message_comes_back_as_it_was(message: Message) -> None:
+    assert FrameDecoder().feed(encode(message)) == [message]
+
+
+def test_a_frame_carries_many_messages_in_order() -> None:
+    assert FrameDecoder().feed(encode(*EVERY_KIND)) == EVERY_KIND
+
+
+def test_bytes_may_come_one_by_one() -> None:
+    decoder = FrameDecoder()
+    frame = encode(*EVERY_KIND)
+    found = [decoder.feed(frame[place : place + 1]) for place in range(len(frame))]
+    assert found[:-1] == [[]] * (len(frame) - 1)
+    assert found[-1] == EVERY_KIND
+
+
+@given(st.lists(st.lists(messages, min_size=1, max_size=5), max_size=4), st.data())
+def test_frames_survive_every_cut(frames: list[list[Message]], data: st.DataObject) -> None:
+    wire = b"".join(encode(*each) for each in frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))
+    decoder = FrameDecoder()
+    found: list[Message] = []
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        found += decoder.feed(wire[start:end])
+    assert found == [message for each in frames for message in each]
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_garbage_is_refused_or_waited_for_but_never_anything_else(garbage: bytes) -> None:
+    try:
+        found = FrameDecoder().feed(garbage)
+    except FrameError:
+        return
+    assert all(isinstance(each, Message) for each in found)
+
+
+def test_many_messages_are_split_over_frames() -> None:
+    many = [Abort(rid=str(number)) for number in range(2 * CHUNKS_A_FRAME + 1)]
+    frames = list(encode_all(many))
+    assert len(frames) == 3
+    assert FrameDecoder().feed(b"".join(frames)) == many
+    assert list(encode_all([])) == []
+
+
+def test_large_messages_have_frames_of_their_own() -> None:
+    """A thousand prompts of a hundred thousand tokens are a frame each ten; all in one would end the host."""
+    rows = Routed(rid="1", start=0, layers=1, top_k=1, wide=False, data=bytes(BYTES_A_FRAME))
+    prompt = Generate(rid="2", prompt=bytes(400_000), sampling={})
+    many: list[Message] = [rows, *[prompt] * 25, Abort(rid="3"), rows, rows]
+    frames = list(encode_all(many))
+    assert max(map(len, frames)) < 3 * BYTES_A_FRAME < MAX_FRAME
+    assert len(frames) == 5
+    assert FrameDecoder().feed(b"".join(frames)) == many
+
+
+def test_a_message_too_large_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(FrameError, match="over the limit"):
+        encode(Generate(rid="0", prompt=bytes(MAX_FRAME + 1), sampling={}))
+
+
+def test_a_length_too_large_is_refused_before_it_is_buffered() -> None:
+    with pytest.raises(FrameError, match="over the limit"):
+        FrameDecoder().feed((MAX_FRAME + 1).to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\xc1", id="not msgpack"),
+        pytest.param(msgpack.packb(5), id="not a list"),
+        pytest.param(msgpack.packb([[99, "x"]]), id="unknown code"),
+        pytest.param(msgpack.packb([["a"]]), id="code is text"),
+        pytest.param(msgpack.packb([[2]]), id="a field is missing"),
+        pytest.param(msgpack.packb([[6, 1]]), id="a field too many"),
+        pytest.param(msgpack.packb([[]]), id="empty message"),
+    ],
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        FrameDecoder().feed(len(body).to_bytes(4, "big") + body)

@@ -1,0 +1,63 @@
+"""Which host serves a call, and whether a dead one is started again: tables of what was seen and what was
+chosen.
+"""
+
+from polarnode.engine.routing import DEATHS, FIRST_DELAY, REMEMBERED, SLACK, WINDOW, Deaths, Router
+
+
+def test_a_new_session_goes_where_the_fewest_calls_are() -> None:
+    router = Router()
+    assert router.choose("a", {0: 3, 1: 1, 2: 2}) == 1
+    assert router.choose("b", {0: 0, 1: 0}) == 0  # a tie: the first, so that it can be told beforehand
+
+
+def test_a_session_stays_with_its_host_even_when_others_are_idle() -> None:
+    router = Router()
+    assert router.choose("a", {0: 0, 1: 5}) == 0
+    assert router.choose("a", {0: SLACK, 1: 0}) == 0
+
+
+def test_an_overloaded_host_loses_the_session_for_good() -> None:
+    router = Router()
+    router.choose("a", {0: 0, 1: 5})
+    assert router.choose("a", {0: SLACK + 1, 1: 0}) == 1
+    assert router.choose("a", {0: 0, 1: 3}) == 1
+
+
+def test_a_session_leaves_a_host_that_does_not_serve() -> None:
+    router = Router()
+    router.choose("a", {0: 0, 1: 5})
+    assert router.choose("a", {1: 40}) == 1
+
+
+def test_calls_of_no_session_only_follow_the_load() -> None:
+    router = Router()
+    assert [router.choose("", {0: 0, 1: 1}), router.choose("", {0: 2, 1: 1})] == [0, 1]
+
+
+def test_old_sessions_are_forgotten_and_the_busy_ones_kept() -> None:
+    router = Router()
+    router.choose("old", {0: 0, 1: 9})
+    router.choose("kept", {0: 0, 1: 9})
+    for number in range(REMEMBERED - 1):
+        router.choose("kept", {0: 0, 1: 0})
+        router.choose(str(number), {0: 9, 1: 0})
+    assert router.choose("kept", {0: 1, 1: 0}) == 0
+    assert router.choose("old", {0: 1, 1: 0}) == 1
+
+
+def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
+    deaths = Deaths()
+    assert [deaths.note(float(second)) for second in range(DEATHS)] == [
+        0.0,
+        FIRST_DELAY,
+        2 * FIRST_DELAY,
+        4 * FIRST_DELAY,
+        None,
+    ]
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    deaths = Deaths()
+    for number in range(3 * DEATHS):
+        assert deaths.note(number * (WINDOW + 1)) == 0.0

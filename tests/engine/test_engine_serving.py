@@ -1,0 +1,254 @@
+"""What an engine host does besides SGLang: its chunks as messages, its leftovers, its stand-in for
+torchvision. The rest: test_engine_real.py.
+"""
+
+import subprocess
+import sys
+from array import array
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from attrs import evolve
+
+from polarnode.engine.embedded import building, control, lifeline
+from polarnode.engine.embedded.control import AFTER, IMPOSSIBLE, piece, request, routed
+from polarnode.engine.protocol import Experts, Failed, Generate, Piece, Routed
+
+RID = "0" * 32
+
+
+def meta(logprobs: list[float], finish: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """As SGLang 0.5.23 sends it, with what we do not read left out."""
+    return {
+        "weight_version": "v1",
+        "output_token_logprobs": [(each, 1, None) for each in logprobs],
+        "finish_reason": finish,
+        **more,
+    }
+
+
+def test_a_chunk_becomes_a_piece() -> None:
+    found = piece(RID, [5, 70_000], meta([-0.5, -0.25], cached_tokens=12))
+    assert found == Piece(
+        rid=RID,
+        ids=array("i", [5, 70_000]).tobytes(),
+        logprobs=array("f", [-0.5, -0.25]).tobytes(),
+        version="v1",
+        cached_tokens=12,
+    )
+
+
+def test_the_last_chunk_has_its_finish_and_its_spans() -> None:
+    spans = [{"version": "v0", "start": 0, "end": 7}, {"version": "v1", "start": 7, "end": 9}]
+    found = piece(RID, [5], meta([-0.5], {"type": "stop", "matched": 5}, weight_versions=spans))
+    assert isinstance(found, Piece)
+    assert found.finish == "stop"
+    assert found.spans == (("v0", 0, 7), ("v1", 7, 9))
+
+
+@pytest.mark.parametrize(
+    ("finish", "kind"),
+    [
+        ({"type": "length", "length": 1}, "length"),
+        ({"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}, "abort"),
+    ],
+)
+def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
+    found = piece(RID, [], meta([], finish))
+    assert isinstance(found, Piece)
+    assert found.finish == kind
+
+
+@pytest.mark.parametrize(
+    ("finish", "sentence", "retryable"),
+    [
+        ({"type": "stop", "matched": "NaN happened"}, "NaN logits", False),
+        ({"type": "abort", "message": "too long", "status_code": 400}, "too long", False),
+        (
+            {"type": "abort", "message": "Grammar accept_token failed: Tokens", "status_code": 500},
+            "nothing to sample",
+            False,
+        ),
+        ({"type": "abort", "message": "queue is full", "status_code": 503}, "queue is full", True),
+    ],
+)
+def test_an_end_that_is_none_of_ours_is_a_failure(
+    finish: dict[str, Any], sentence: str, retryable: bool
+) -> None:
+    found = piece(RID, [5], meta([-0.5], finish))
+    assert isinstance(found, Failed)
+    assert sentence in found.message
+    assert found.retryable is retryable
+
+
+def test_tokens_without_their_logprobs_are_a_failure() -> None:
+    found = piece(RID, [5, 6], meta([-0.5]))
+    assert isinstance(found, Failed)
+    assert "2 tokens with 1 logprobs" in found.message
+
+
+def test_alternatives_follow_their_tokens() -> None:
+    told = [[(-0.5, 5, None), (-3.4e38, 9, None)], [(-0.25, 6, None), (-2.0, 5, None)]]
+    found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
+    assert isinstance(found, Piece)
+    assert array("i", found.alternative_ids).tolist() == [5, 9, 6, 5]
+    assert array("f", found.alternative_logprobs).tolist() == [-0.5, IMPOSSIBLE, -0.25, -2.0]
+    assert piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told)) == piece(
+        RID, [5, 6], meta([-0.5, -0.25])
+    )
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, [None, None], [[(-0.5, 5, None)], [(-0.25, 6, None), (-2.0, 5, None)]], [[(-0.5, 5, None)] * 2]],
+)
+def test_alternatives_that_are_not_as_many_as_asked_for_are_a_failure(told: Any) -> None:
+    found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
+    assert isinstance(found, Failed)
+    assert "for 2 tokens of 2 each" in found.message
+
+
+def test_an_order_is_spelled_for_sglang() -> None:
+    order = Generate(
+        rid=RID,
+        prompt=array("i", [7, 8]).tobytes(),
+        sampling={"regex": "a", "top_k": -1},
+        top_logprobs=2,
+        processor="{}",
+    )
+    said = request(order)
+    assert (said["input_ids"], said["rid"], said["top_logprobs_num"], said["custom_logit_processor"]) == (
+        [7, 8],
+        RID,
+        2,
+        "{}",
+    )
+    assert said["sampling_params"] == {"regex": "a", "top_k": -1}
+    assert not said["require_reasoning"]
+    assert not said["return_routed_experts"]
+    carried = request(evolve(order, routed_from=1))
+    assert (carried["return_routed_experts"], carried["routed_experts_start_len"]) == (True, 1)
+    late = request(evolve(order, constraint_after=9))
+    assert late["sampling_params"]["custom_params"] == {AFTER: 9}
+    assert late["require_reasoning"]
+
+
+# ── routed experts, as SGLang 0.5.23 sends them: int32 in base64, [positions, layers, experts a token] ──
+
+MIXTURE = Experts(layers=3, top_k=2, number=8)
+CARRIED = Generate(rid=RID, prompt=array("i", range(5)).tobytes(), sampling={}, routed_from=3)
+# Recorded of a Qwen3-MoE of 3 layers and 8 experts, asked from position 3 on: positions 3 to 7.
+RECORDED = "AgAAAAcAAAAEAAAAAAAAAAEAAAAFAAAABAAAAAYAAAAFAAAAAQAAAAIAAAAFAAAABAAAAAcAAAABAAAABAAAAAYAAAACAAAAAAAAAAUAAAAFAAAAAAAAAAIAAAAGAAAABQAAAAAAAAAFAAAABAAAAAYAAAAFAAAA"
+
+
+def experts(rows: Any) -> dict[str, Any]:
+    return {"routed_experts": b64encode(numpy.array(rows, "<i4").tobytes()).decode()}
+
+
+def test_routed_experts_are_bytes_from_where_they_were_asked_for() -> None:
+    found = routed(CARRIED, MIXTURE, 9, {"routed_experts": RECORDED})
+    assert found == [
+        Routed(rid=RID, start=3, layers=3, top_k=2, wide=False, data=bytes([2, 7, 4, 0, 1, 5, 4, 6, 5, 1, 2, 5, 4, 7, 1, 4, 6, 2, 0, 5, 5, 0, 2, 6, 5, 0, 5, 4, 6, 5]))
+    ]  # fmt: skip
+
+
+def test_a_build_that_ignores_where_to_start_is_understood() -> None:
+    rows = [[[place % 8] * 2] * 3 for place in range(8)]
+    assert routed(CARRIED, MIXTURE, 9, experts(rows)) == routed(CARRIED, MIXTURE, 9, experts(rows[3:]))
+    whole = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
+    assert isinstance(whole, list)
+    assert (whole[0].start, len(whole[0].data)) == (0, 8 * 6)
+
+
+def test_many_experts_take_two_bytes() -> None:
+    found = routed(CARRIED, Experts(layers=1, top_k=2, number=384), 6, experts([[383, 2], [0, 256]]))
+    assert isinstance(found, list)
+    assert (found[0].wide, array("h", found[0].data).tolist()) == (True, [383, 2, 0, 256])
+
+
+@pytest.mark.parametrize(
+    ("meta", "sentence"),
+    [
+        ({}, "gave no routed experts"),
+        (experts([[[1, 2]] * 3] * 4), "24 numbers for 5 positions of 3 layers with 2 experts each"),
+        (experts([[[1, 2]] * 3] * 6), "36 numbers for 5 positions"),
+        (experts([1] * 29), "29 numbers for 5 positions"),
+        (experts([[[1, 8]] * 3] * 5), "experts from 1 to 8, this model has 0 to 7"),
+        (experts([[[-1, 2]] * 3] * 5), "experts from -1 to 2"),
+    ],
+)
+def test_experts_in_another_shape_are_a_failure_in_numbers(meta: dict[str, Any], sentence: str) -> None:
+    found = routed(CARRIED, MIXTURE, 9, meta)
+    assert isinstance(found, Failed)
+    assert sentence in found.message
+
+
+def test_many_rows_are_several_messages_cut_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SLAB", 14)
+    rows = [[[place % 8] * 2] * 3 for place in range(8)]
+    found = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
+    assert isinstance(found, list)
+    assert [(each.start, len(each.data)) for each in found] == [(0, 12), (2, 12), (4, 12), (6, 12)]
+    assert b"".join(each.data for each in found) == bytes(place for place in range(8) for _ in range(6))
+
+
+def test_a_sample_of_one_token_behind_a_whole_prompt_has_no_new_row() -> None:
+    found = routed(evolve(CARRIED, routed_from=5), MIXTURE, 6, experts([]))
+    assert found == [Routed(rid=RID, start=5, layers=3, top_k=2, wide=False, data=b"")]
+
+
+def test_leftovers_are_what_bears_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "SHARED_MEMORY", tmp_path / "shm")
+    for name in ("shm/sem.pnx-1", "shm/sglang_loads_pnx_2.shm", "shm/sem.other-1", "scratch/tmp1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    lifeline.remove_leftovers(tag="pnx", scratch=tmp_path / "scratch")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["sem.other-1", "shm"]
+
+
+TORCHVISION = """
+import torchvision, torchvision.transforms as T
+from torchvision.transforms.functional import InterpolationMode
+from torchvision.transforms.v2 import functional as tvF
+{InterpolationMode.NEAREST: 1}
+class Mine(T.Resize): pass
+for attempt in (lambda: T.Compose([]), lambda: tvF.resize(1), lambda: torchvision.__path_of_nothing__):
+    try:
+        attempt()
+    except (ImportError, AttributeError) as error:
+        print(error)
+"""
+
+
+def test_the_stand_in_for_torchvision_imports_and_refuses_to_work() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TORCHVISION],
+        env={"PYTHONPATH": str(building.STUBS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stderr == ""
+    assert "torchvision.transforms.Compose needs the real torchvision" in ran.stdout
+    assert "torchvision.transforms.v2.functional.resize needs" in ran.stdout
+
+
+def test_the_host_refuses_to_share_a_session() -> None:
+    """It ends with its whole session: in a shell's, that would be the shell."""
+    command = [
+        sys.executable,
+        "-m",
+        "polarnode.engine.embedded",
+        "--fd",
+        "0",
+        "--lifeline-fd",
+        "0",
+        "--tag",
+        "t",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "lead a session of its own" in ran.stderr

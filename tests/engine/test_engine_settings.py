@@ -1,0 +1,181 @@
+"""What the engines are told: arguments, environments, and the sentences for settings that can not work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarnode.core.errors import EngineError
+from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.settings import (
+    CPU_MAX_TOKENS,
+    CPU_MIN_TOKENS,
+    EngineSettings,
+    Simulated,
+    check,
+    cpu_tokens,
+    engine_arguments,
+    gpu_groups,
+    host_environment,
+)
+
+TINY = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    return tmp_path / "model"
+
+
+def make(model: Path, **changes: Any) -> EngineSettings:
+    return EngineSettings(
+        **{"model_path": model, "device": "cpu", "state_dir": model.parent / "state", **changes}
+    )
+
+
+def test_settings_that_work_are_not_refused(model: Path) -> None:
+    check(make(model))
+    check(make(model, device="cuda", gpus=(0, 1, 2, 3), tp=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"model_path": Path("/nowhere")}, "--model /nowhere"),
+        ({"extra": {"dp_size": 8, "stream_interval": 2}}, "dp_size"),
+        ({"gpus": (0,)}, "--cpu takes neither"),
+        ({"tp": 2}, "--cpu takes neither"),
+        ({"device": "cuda"}, "--gpus"),
+        ({"device": "cuda", "gpus": (0, 1, 2), "tp": 2}, "--tp 2"),
+        ({"device": "cuda", "gpus": (0,), "tp": 0}, "--tp 0"),
+    ],
+)
+def test_a_setting_that_can_not_work_is_named(model: Path, changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(EngineError, match=remedy) as caught:
+        check(make(model, **changes))
+    assert not caught.value.retryable
+
+
+MIXTURE = {**TINY, "num_experts": 128, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    "config", [MIXTURE, {**TINY, "n_routed_experts": 256}, {**TINY, "text_config": {"num_local_experts": 8}}]
+)
+def test_a_mixture_can_tell_its_experts(model: Path, config: dict[str, Any]) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    asked = make(model, routed_experts=True)
+    check(asked)
+    arguments = engine_arguments(asked, nccl_port=1)
+    assert arguments["enable_return_routed_experts"] is True
+    # a prompt in one pass still, but SGLang sizes its buffer by it
+    assert arguments["chunked_prefill_size"] == CPU_MAX_TOKENS
+    on_gpu = engine_arguments(make(model, routed_experts=True, device="cuda", gpus=(0,)), nccl_port=1)
+    assert on_gpu["enable_return_routed_experts"] is True
+    assert "chunked_prefill_size" not in on_gpu
+    assert "enable_return_routed_experts" not in engine_arguments(make(model), nccl_port=1)
+
+
+def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:
+    with pytest.raises(EngineError, match="--routed-experts: the model model is dense"):
+        check(make(model, routed_experts=True))
+    simulated = Simulated(simulation=Simulation(), marks=Marks(turn_end=1), vocab_size=9)
+    with pytest.raises(EngineError, match="--routed-experts: the simulated engine's answers are random"):
+        check(make(model, routed_experts=True, simulated=simulated))
+
+
+def test_one_host_per_gpu_or_per_tp_group(model: Path) -> None:
+    assert gpu_groups(make(model)) == ((),)
+    assert gpu_groups(make(model, device="cuda", gpus=(0, 1, 2, 3))) == ((0,), (1,), (2,), (3,))
+    assert gpu_groups(make(model, device="cuda", gpus=(0, 1, 4, 5), tp=2)) == ((0, 1), (4, 5))
+
+
+def test_a_cpu_engine_is_float32_and_torch_native(model: Path) -> None:
+    arguments = engine_arguments(make(model), nccl_port=22_001)
+    assert arguments["dtype"] == "float32"
+    assert arguments["attention_backend"] == "torch_native"
+    assert arguments["nccl_port"] == 22_001
+    assert arguments["skip_tokenizer_init"] is True
+    assert "context_length" not in arguments
+    assert engine_arguments(make(model, dtype="bfloat16"), nccl_port=1)["dtype"] == "bfloat16"
+
+
+def test_what_was_said_wins_over_what_we_choose_and_extra_over_all(model: Path) -> None:
+    said = make(
+        model,
+        context_length=512,
+        mem_fraction=0.5,
+        max_total_tokens=999,
+        max_running_requests=3,
+        extra={"stream_interval": 1},
+    )
+    arguments = engine_arguments(said, nccl_port=1)
+    picked = [
+        arguments[name]
+        for name in (
+            "context_length",
+            "mem_fraction_static",
+            "max_total_tokens",
+            "max_running_requests",
+            "stream_interval",
+        )
+    ]
+    assert picked == [512, 0.5, 999, 3, 1]
+
+
+def test_a_gpu_engine_leaves_memory_and_kernels_to_sglang(model: Path) -> None:
+    arguments = engine_arguments(make(model, device="cuda", gpus=(0, 1), tp=2), nccl_port=1)
+    assert arguments["tp_size"] == 2
+    assert not {"attention_backend", "max_total_tokens", "mem_fraction_static", "dp_size"} & set(arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (TINY, CPU_MAX_TOKENS),  # 2 KB a token: the cap
+        # SmolLM2-135M
+        (
+            {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+            (2 << 30) // 46_080,
+        ),
+        # no grouping: too large, the floor
+        ({"num_hidden_layers": 80, "num_attention_heads": 64, "head_dim": 128}, CPU_MIN_TOKENS),
+        ({}, CPU_MIN_TOKENS),  # a config that says nothing is taken for a 7B
+    ],
+)
+def test_the_cpu_cache_follows_the_model(config: dict[str, int], tokens: int) -> None:
+    assert cpu_tokens(config) == tokens
+
+
+def test_a_host_sees_only_its_own_gpus_and_folder(model: Path) -> None:
+    settings = make(model, device="cuda", gpus=(0, 1), tp=2)
+    environment = host_environment(
+        settings, gpus=(1, 0), scratch=Path("/tmp/s"), base={"PATH": "/bin", "SGLANG_PLATFORM": "x"}
+    )
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert environment["TMPDIR"] == "/tmp/s"
+    assert environment["PATH"] == "/bin"
+    assert "SGLANG_PLATFORM" not in environment
+
+
+def test_a_cpu_host_chooses_our_platform_and_sees_no_gpu(model: Path) -> None:
+    environment = host_environment(
+        make(model), gpus=(), scratch=Path("/tmp/s"), base={"CUDA_VISIBLE_DEVICES": "3"}
+    )
+    assert environment["SGLANG_PLATFORM"] == "polarnode_cpu"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpu_numbers_count_among_those_the_node_was_given(model: Path) -> None:
+    settings = make(model, device="cuda", gpus=(1,))
+    assert (
+        host_environment(settings, gpus=(1,), scratch=Path("/s"), base={"CUDA_VISIBLE_DEVICES": "4,GPU-abc"})[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == "GPU-abc"
+    )
+    with pytest.raises(EngineError, match="shows this node only 1"):
+        host_environment(settings, gpus=(1,), scratch=Path("/s"), base={"CUDA_VISIBLE_DEVICES": "4"})

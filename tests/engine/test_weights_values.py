@@ -1,0 +1,93 @@
+"""What a trainer says of weights: read strictly, refused with the field's path before anything is held; and
+the rows of the history.
+"""
+
+from typing import Any
+
+import pytest
+
+from polarnode.core import codec
+from polarnode.core.errors import Refused
+from polarnode.engine.weight_values import (
+    BroadcastBucket,
+    GroupOrder,
+    HostReport,
+    Served,
+    UpdateOrder,
+    broadcast,
+    check,
+    check_group,
+    digest,
+    loads,
+    told,
+)
+from polarnode.engine.weights import plain_of, served_of
+from polarnode.journal.entries import WeightsRow
+
+DISK = {"version": "1", "source": {"kind": "disk", "path": "/w"}}
+
+
+def order(body: dict[str, Any]) -> UpdateOrder:
+    return codec.structure(body, UpdateOrder, forbid_extra=True)
+
+
+def test_a_source_is_known_again_whatever_the_mode() -> None:
+    assert digest(order(DISK)) == digest(order(DISK | {"mode": "abort", "version": "2"}))
+    assert digest(order(DISK)) != digest(order(DISK | {"source": {"kind": "disk", "path": "/v"}}))
+
+
+def test_sources_are_told_in_short() -> None:
+    assert told(order(DISK), 1) == {"kind": "disk", "path": "/w"}
+    assert told(order({"version": "1", "source": {"kind": "tensor"}}), 3) == {
+        "kind": "tensor",
+        "buckets": "3",
+    }
+    assert told(order({"version": "1", "source": {"kind": "distributed", "group": "g"}}), 2) == {
+        "kind": "distributed",
+        "group": "g",
+        "buckets": "2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("bucket", "path"),
+    [
+        ({"names": ["a"], "dtypes": [], "shapes": [[1]]}, "$"),
+        ({"names": ["a"], "dtypes": ["float9"], "shapes": [[1]]}, "$.dtypes[0]"),
+        ({"names": ["a"], "dtypes": ["float32"], "shapes": [[1 << 30, 1 << 30]]}, "$.shapes[0]"),
+    ],
+)
+def test_a_broadcast_that_can_not_be_is_refused_before_it_is_sent(bucket: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refused) as caught:
+        broadcast(codec.structure(bucket, BroadcastBucket), "g")
+    assert caught.value.path == path
+
+
+def test_an_order_becomes_a_load_for_each_bucket() -> None:
+    check(order(DISK))
+    assert len(loads(order(DISK), hosts=2, ranks=1)) == 1
+    several = {"version": "1", "source": {"kind": "tensor", "buckets": [{"payloads": ["gAQ="]}] * 3}}
+    assert len(loads(order(several), hosts=2, ranks=1)) == 3
+
+
+def test_a_group_has_room_for_every_gpu() -> None:
+    said = GroupOrder(address="h", port=1, world_size=9)
+    check_group(said, 8)
+    with pytest.raises(Refused, match="world_size must be at least 10"):
+        check_group(said, 9)
+
+
+def test_a_row_of_the_history_there_and_back() -> None:
+    hosts = (HostReport(index=0, seconds=0.5),)
+    served = Served(
+        version="1",
+        mode="drain",
+        source={"kind": "disk", "path": "/w"},
+        seconds=1.5,
+        hosts=hosts,
+        digest="d",
+        model="/m",
+        files="f",
+    )
+    row = WeightsRow(version="1", at=7.0, body=plain_of(served))
+    assert served_of(row) == codec.structure({**plain_of(served), "at": 7.0}, Served)

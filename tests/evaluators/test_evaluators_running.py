@@ -1,0 +1,142 @@
+"""How evaluators read their config, run a test for so many seconds, and read the file it wrote."""
+
+from pathlib import Path
+
+import pytest
+import trio
+from attrs import frozen
+from shell_runtime import ShellRuntime
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.evaluators import command, contract
+from polarnode.evaluators.contract import run_script
+
+
+@frozen(kw_only=True)
+class Shape:
+    folder: str
+    seconds: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "said"),
+    [
+        ({}, "$.evaluator.config.folder", "missing"),
+        ({"folder": 1}, "$.evaluator.config.folder", "must be a string"),
+        ({"folder": "/", "secnds": 1}, "$.evaluator.config.secnds", "seconds"),
+    ],
+)
+def test_a_misfit_is_refused_with_the_tasks_own_path(config: dict[str, Json], path: str, said: str) -> None:
+    with pytest.raises(Refused, match=said) as refused:
+        contract.read(config, Shape)
+    assert refused.value.path == path
+
+
+@pytest.mark.parametrize("path", ["relative", "/a/../b", "", "/a\0b"])
+def test_a_path_is_absolute(path: str) -> None:
+    with pytest.raises(Refused, match="folder must be an absolute path"):
+        contract.absolute("folder", path)
+    contract.absolute("folder", "/a/..b/c d")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_seconds_are_a_time(value: float) -> None:
+    with pytest.raises(Refused, match="greater than 0"):
+        contract.seconds("seconds", value)
+    contract.seconds("seconds", 0.5)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "a\0b", "x" * 100_001])
+def test_a_command_is_one_a_shell_runs(text: str) -> None:
+    with pytest.raises(Refused, match="test_command"):
+        contract.command("test_command", text)
+    contract.command("test_command", None)
+    contract.command("test_command", "x" * 100_000)
+
+
+# ── running ───────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> ShellRuntime:
+    (tmp_path / "here").mkdir()
+    return ShellRuntime(folder=tmp_path / "here")
+
+
+async def test_both_streams_are_one_text_in_their_order(shell: ShellRuntime) -> None:
+    ran = await run_script(shell, "echo one; echo two >&2; printf '\\377'; exit 7", within_s=600)
+    assert (ran.exit_code, ran.output, ran.timed_out) == (7, "one\ntwo\n\ufffd", False)
+    assert ran.metrics == {"exit_code": 7, "output_tail": "one\ntwo\n\ufffd"}
+    assert shell.ended == 1
+
+
+async def test_of_a_flood_the_end_is_kept_and_it_is_said(shell: ShellRuntime) -> None:
+    ran = await run_script(shell, "head -c 5000000 /dev/zero | tr '\\0' x; echo end", within_s=600)
+    assert (len(ran.output), ran.output.endswith("xend\n"), ran.truncated) == (contract.LOG_BYTES, True, True)
+    assert (ran.metrics["output_cut"], len(str(ran.metrics["output_tail"]))) == (True, contract.TAIL)
+
+
+async def test_what_is_out_of_time_is_ended_with_all_it_started(shell: ShellRuntime) -> None:
+    ran = await run_script(
+        shell,
+        f"echo $$ > {shell.folder}/pid; (sleep 4202771 & echo $! > {shell.folder}/child; wait); sleep"
+        " 4202771",
+        within_s=1,
+    )
+    assert (ran.exit_code, ran.timed_out, ran.metrics["timed_out"]) == (124, True, True)
+    for name in ("pid", "child"):
+        while runs(int((shell.folder / name).read_text())):  # noqa: ASYNC110 - the kernel tells nobody
+            await trio.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("code", [124, 137])
+async def test_the_programs_own_code_is_not_taken_for_the_clocks(shell: ShellRuntime, code: int) -> None:
+    ran = await run_script(shell, f"echo timed out >&2; exit {code}", within_s=600)
+    assert (ran.exit_code, ran.timed_out) == (code, False)
+
+
+async def test_an_image_without_timeout_runs_it_all_the_same(shell: ShellRuntime, tmp_path: Path) -> None:
+    for name in ("sh", "bash", "cat"):
+        (tmp_path / name).symlink_to(f"/bin/{name}")
+    ended = await shell.run(
+        ["sh", "-c", contract.WITHIN, "sh", "5", "600", "echo $BASH_VERSION; cat /dev/null; exit 3"],
+        env={"PATH": str(tmp_path)},
+    )
+    assert ended.exit_code == 3
+    assert ended.stdout.strip(), "bash, where there is one"
+
+
+async def test_environment_and_place_are_what_was_said(shell: ShellRuntime) -> None:
+    ran = await run_script(shell, "echo $COLOUR; pwd", within_s=600, env={"COLOUR": "blue"})
+    assert ran.output.split() == ["blue", str(shell.folder)]
+
+
+# ── reward files ──────────────────────────────────────────────────────────────
+
+
+async def test_what_can_not_be_removed_is_an_error(shell: ShellRuntime) -> None:
+    with pytest.raises(EvaluatorError, match="judge in a fresh_runtime"):
+        await command.clear(shell, ["/proc/1/status"])
+    await command.clear(shell, [str(shell.folder / "nothing")])
+
+
+@pytest.mark.parametrize(("text", "value"), [(b"1", 1.0), (b" 0.5\n", 0.5), (b"-2e-3", -0.002)])
+def test_a_number_is_a_reward(text: bytes, value: float) -> None:
+    assert command.finite(command.parsed(text, "f"), "f", text) == value
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"one", b"null", b"true", b"[]", b"NaN", b"-Infinity", b"1" + b"0" * 400]
+)
+def test_what_is_no_number_is_none(text: bytes) -> None:
+    with pytest.raises(EvaluatorError):
+        command.finite(command.parsed(text, "f"), "f", text)

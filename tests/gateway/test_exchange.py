@@ -1,0 +1,397 @@
+"""The exchange, as transcripts: told this, it says that, in this order. No event loop, no clock, real
+dialects and a real parser.
+"""
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from attrs import evolve
+from exchange_kit import (
+    ANTHROPIC,
+    CALL,
+    CALLED,
+    CHAT,
+    END,
+    FAMILY,
+    REQUEST_ID,
+    Bytes,
+    Scene,
+    chunk,
+    order,
+    rendered,
+    says,
+)
+
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Conversation, Message, Sampling
+from polarnode.core.errors import EngineError, LawBroken, Refused
+from polarnode.core.ports import Chunk
+from polarnode.core.trajectory import VersionSpan
+from polarnode.gateway.call_events import (
+    Abandon,
+    Abort,
+    Answered,
+    Break,
+    ClientLeft,
+    Done,
+    EngineFailed,
+    Generate,
+    Produced,
+    Quiet,
+    Record,
+    Render,
+    Send,
+    SessionEnded,
+    Unrenderable,
+)
+from polarnode.gateway.machine import SESSION_OVER
+from polarnode.gateway.sample import Sample
+from polarnode.providers.contract import Dialect, Fault, Reply
+from polarnode.tokens.parser import Parser
+
+# ── a whole request ───────────────────────────────────────────────────────────
+
+
+def test_a_stream_from_its_question_to_its_end() -> None:
+    scene = Scene()
+    commands = scene.play(
+        (scene.asked, [Render(scene.plan)]),
+        (rendered(), [order(temperature=1.0, max_tokens=98)]),
+        (chunk("Hel", cached=2), [says('"role":"assistant"', '"content":"Hel"')]),
+        (
+            chunk("lo", "stop", end=True, start=3, at=12.5),
+            [Record, Answered, says('"content":"lo"', '"finish_reason":"stop"', "[DONE]"), Done()],
+        ),
+        (ClientLeft(at=13.0), []),
+    )
+    turn = scene.turn(commands)
+    assert bytes(list(turn.sampled[:-1])) == b"Hello"
+    assert turn.sampled[-1] == END
+    assert (turn.state, turn.finish_reason, turn.prompt_length) == ("complete", "stop", 2)
+    assert (turn.started, turn.first_token_s, turn.ended_s) == (1000.0, 1.0, 2.5)
+    assert turn.answer is not None
+    assert turn.answer.text == "Hello"
+    assert turn.version_spans == (VersionSpan(version="v1", start=0, end=6),)
+    assert (turn.usage.prompt_tokens, turn.usage.completion_tokens, turn.usage.cached_tokens) == (2, 6, 2)
+    assert turn.message_key == scene.plan.after(turn.answer)
+
+
+def test_a_whole_answer_is_one_reply_after_its_record() -> None:
+    scene = Scene(stream=False)
+    commands = scene.play(
+        (scene.asked, [Render]),
+        (Quiet(), []),  # nothing can keep it alive
+        (rendered(), [Generate]),
+        (chunk("Hi"), []),
+        (chunk("!", "stop", end=True, start=2), [Record, Answered, Reply]),
+    )
+    reply = commands[-1]
+    assert isinstance(reply, Reply)
+    assert reply.status == 200
+    assert json.loads(reply.body)["choices"][0]["message"]["content"] == "Hi!"
+
+
+def test_the_turn_is_recorded_before_the_last_bytes() -> None:
+    for stream in (True, False):
+        scene = Scene(ANTHROPIC, stream=stream)
+        scene.to_generation()
+        kinds = [type(command) for command in scene.exchange.receive(chunk("x", "stop", end=True))]
+        assert kinds == ([Record, Answered, Send, Done] if stream else [Record, Answered, Reply])
+
+
+def test_a_call_is_sent_whole() -> None:
+    scene = Scene()
+    scene.to_generation()
+    tokens = [CALL, *b'{"name": "go", "arguments": {"to": 1}}']
+    half = Produced(chunk=Chunk(ids=ids(tokens), logprobs=floats([-1] * len(tokens))), at=11)
+    rest = Produced(
+        chunk=Chunk(ids=ids([CALLED, END]), logprobs=floats([-1, -1]), finish_reason="stop"), at=12
+    )
+    commands = scene.play(
+        (half, [says('"role":"assistant"')]),
+        (
+            rest,
+            [Record, Answered, says('"name":"go"', '"id":"call_0_0"', '"finish_reason":"tool_calls"'), Done],
+        ),
+    )
+    assert scene.turn(commands).finish_reason == "tool_calls"
+
+
+def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
+    scene = Scene()
+    scene.to_generation()
+    scene.play((chunk("a\n\n"), [says('"content":"a"')]), (Quiet(), [says('"delta":{}')]))
+    assert (
+        scene.turn(
+            scene.play((chunk("", "stop", end=True, start=3), [Record, Answered, Send, Done]))
+        ).answer.text
+        == "a"
+    )  # type: ignore[union-attr]
+
+
+# ── signs of life ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("spoken", "sign"), [(CHAT, '"role":"assistant"'), (ANTHROPIC, "event: ping")])
+def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
+    spoken: Dialect, sign: str
+) -> None:
+    scene = Scene(spoken)
+    scene.play(
+        (scene.asked, [Render]),
+        (Quiet(), [says(sign)]),
+        (rendered(), [Generate]),
+        (Quiet(), [Send]),
+        (chunk("x"), [Send]),
+    )
+
+
+def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached_tokens() -> None:
+    scene = Scene(ANTHROPIC)
+    scene.to_generation(b"hello")
+    scene.play(
+        (Quiet(), [says("ping")]),
+        (chunk("x", cached=4), [says("message_start", '"cache_read_input_tokens":4', '"input_tokens":1')]),
+    )
+
+
+# ── sampling ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "room", "used"),
+    [
+        ({}, {}, None, {"temperature": 1.0, "max_tokens": 98}),
+        (
+            {"temperature": 0.5},
+            {"temperature": 0.0, "top_p": 0.9},
+            None,
+            {"temperature": 0.5, "top_p": 0.9, "max_tokens": 98},
+        ),
+        ({}, {"temperature": 0.0, "max_tokens": 7}, None, {"temperature": 0.0, "max_tokens": 7}),
+        ({}, {"max_tokens": 64_000}, None, {"temperature": 1.0, "max_tokens": 98}),
+        ({"max_tokens": 20}, {"max_tokens": 64_000}, 9, {"temperature": 1.0, "max_tokens": 9}),
+        ({"max_tokens": 20}, {"max_tokens": 5}, None, {"temperature": 1.0, "max_tokens": 20}),
+    ],
+)
+def test_the_tasks_sampling_wins_and_both_are_recorded(
+    task: dict[str, Any], asked: dict[str, Any], room: int | None, used: dict[str, Any]
+) -> None:
+    scene = Scene(task=Sampling(**task), token_room=room, **asked)
+    commands = scene.play(
+        (scene.asked, [Render]),
+        (rendered(), [order(**used)]),
+        (chunk("x", "length"), [Record, Answered, Send, Done]),
+    )
+    turn = scene.turn(commands)
+    assert turn.used == Sampling(**used)
+    assert turn.asked == Sampling(**asked)
+
+
+def test_a_reader_learns_what_was_not_obeyed() -> None:
+    conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
+    scene = Scene(conversation=conversation, ignored=("$.response_format",))
+    scene.play(
+        (scene.asked, [Render]),
+        (evolve(rendered(close_length=1), notes=("seam: it ends with another token",)), [Generate]),
+    )
+    notes = scene.turn(scene.play((chunk("x", "stop"), [Record, Answered, Send, Done]))).notes
+    assert [note.split(":")[0].split(" ")[0] for note in notes] == [
+        "closed",
+        "seam",
+        "tool_choice",
+        "ignored",
+    ]
+
+
+# ── stop strings ──────────────────────────────────────────────────────────────
+
+
+def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
+    scene = Scene(stop=("END",), stream=False)
+    scene.to_generation()
+    commands = scene.play(
+        (chunk("yes EN"), []), (chunk("D and more", start=6), [Abort(REQUEST_ID), Record, Answered, Reply])
+    )
+    turn = scene.turn(commands)
+    assert bytes(list(turn.sampled)) == b"yes END"  # what was sampled after it is no part of the turn
+    assert len(turn.logprobs) == 7
+    assert turn.version_spans == (VersionSpan(version="v1", start=0, end=7),)
+    assert (turn.finish_reason, turn.state) == ("stop_string", "complete")
+    assert turn.answer is not None
+    assert (turn.answer.text, turn.answer.stop_string) == ("yes ", "END")
+
+
+def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
+    scene = Scene(stop=("!",))
+    scene.to_generation()
+    scene.play((chunk("ha!", "length"), [Record, Answered, Send, Done]))
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("spoken", "words"),
+    [(CHAT, "maximum context length is 100"), (ANTHROPIC, "prompt is too long: 100 tokens > 100 maximum")],
+)
+def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dialect, words: str) -> None:
+    scene = Scene(spoken)
+    fault = Fault(
+        kind="context_too_long",
+        message="the prompt has 100 tokens and this model holds 100: shorten the conversation",
+        prompt_tokens=100,
+        limit=100,
+    )
+    commands = scene.play(
+        (scene.asked, [Render]), (rendered(b"x" * 100), [Abandon(scene.plan, fault), Reply])
+    )
+    reply = commands[-1]
+    assert isinstance(reply, Reply)
+    assert reply.status == 400
+    assert words in json.loads(reply.body)["error"]["message"]
+
+
+def test_a_refusal_after_a_sign_of_life_cuts_the_stream() -> None:
+    scene = Scene()
+    scene.play((scene.asked, [Render]), (Quiet(), [Send]), (rendered(b"x" * 100), [Abandon, Break]))
+
+
+def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
+    scene = Scene(ANTHROPIC)
+    commands = scene.play(
+        (scene.asked, [Render]),
+        (Unrenderable(error=Refused("no system here", path="$.messages")), [Abandon, Reply]),
+    )
+    assert json.loads(commands[-1].body)["error"] == {
+        "type": "invalid_request_error",
+        "message": "messages: no system here",
+    }  # type: ignore[union-attr]
+
+
+def test_a_refused_plan_leaves_no_turn() -> None:
+    scene = Scene()
+    commands = scene.play((scene.asked, [Render]), (rendered(b"x" * 100), [Abandon, Reply]))
+    assert isinstance(commands[1], Abandon)
+    scene.lineages.abandon(commands[1].plan)
+    assert scene.lineages.turns == ()
+
+
+# ── failures ──────────────────────────────────────────────────────────────────
+
+
+def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after() -> None:
+    scene = Scene()
+    scene.to_generation()
+    commands = scene.play((EngineFailed(error=EngineError("the host died"), at=12.0), [Record, Reply]))
+    reply, turn = commands[-1], scene.turn(commands)
+    assert isinstance(reply, Reply)
+    assert reply.status == 500
+    assert "retry-after" in dict(reply.headers)
+    assert (turn.state, turn.finish_reason, turn.answer, turn.message_key) == ("failed", "error", None, "")
+
+
+@pytest.mark.parametrize(("spoken", "words"), [(CHAT, []), (ANTHROPIC, [says("event: error", "api_error")])])
+def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialect, words: list[Any]) -> None:
+    scene = Scene(spoken)
+    scene.to_generation()
+    commands = scene.play(
+        (chunk("half"), [Send]), (EngineFailed(error=EngineError("gone"), at=12.0), [Record, *words, Break])
+    )
+    turn = scene.turn(commands)
+    assert bytes(list(turn.sampled)) == b"half"
+    assert turn.state == "failed"
+
+
+def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
+    scene = Scene()
+    scene.to_generation()
+    commands = scene.play(
+        (chunk("half"), [Send]), (ClientLeft(at=12.0), [Record, Abort(REQUEST_ID)]), (chunk("more"), [])
+    )
+    turn = scene.turn(commands)
+    assert (turn.state, turn.finish_reason, bytes(list(turn.sampled))) == ("partial", "abort", b"half")
+    assert turn.answer is not None
+    assert turn.answer.text == "half"
+
+
+def test_a_client_that_leaves_before_the_prompt_was_rendered_leaves_nothing() -> None:
+    scene = Scene()
+    scene.play((scene.asked, [Render]), (ClientLeft(at=12.0), [Abandon(scene.plan, None)]), (rendered(), []))
+    assert Scene().exchange.receive(ClientLeft(at=1.0)) == []
+
+
+def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
+    scene = Scene()
+    scene.to_generation()
+    turn = scene.turn(scene.play((ClientLeft(at=12.0), [Record, Abort])))
+    assert (turn.answer, turn.message_key, turn.first_token_s, len(turn.sampled)) == (None, "", None, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> None:
+    scene = Scene(stream=stream)
+    scene.to_generation()
+    commands = scene.play((SessionEnded(at=12.0), [Record, Abort, Reply]))
+    assert commands[-1] == CHAT.error(SESSION_OVER)
+    assert scene.turn(commands).state == "partial"
+
+
+def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
+    scene = Scene()
+    scene.to_generation()
+    scene.play((chunk("half"), [Send]), (SessionEnded(at=12.0), [Record, Abort, Break]))
+    scene = Scene()
+    scene.play((scene.asked, [Render]), (SessionEnded(at=12.0), [Abandon(scene.plan, SESSION_OVER), Reply]))
+
+
+def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again() -> None:
+    scene = Scene()
+    scene.to_generation()
+    commands = scene.play((chunk("half", "abort"), [Record, Reply]))
+    assert scene.turn(commands).state == "partial"
+    assert isinstance(commands[-1], Reply)
+    assert commands[-1].status == 503
+
+
+# ── what holds it together ────────────────────────────────────────────────────
+
+
+def test_a_machine_that_was_asked_nothing_refuses_to_go_on() -> None:
+    with pytest.raises(ValueError, match="begins with Asked"):
+        Scene().exchange.receive(rendered())
+    with pytest.raises(ValueError, match="rendered before"):
+        Scene().exchange.receive(chunk("x"))
+
+
+def test_the_turn_is_exactly_the_planned_one() -> None:
+    scene = Scene()
+    scene.to_generation()
+    (record, *_) = scene.exchange.receive(chunk("x", "stop"))
+    assert isinstance(record, Record)
+    with pytest.raises(LawBroken, match="lineage"):
+        scene.lineages.commit(evolve(record.turn, lineage=7))
+
+
+def test_spans_logprobs_and_ids_are_cut_together() -> None:
+    spans = (VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=5))
+    parser = Parser(tokenizer=Bytes(), family=FAMILY, call_id=str, opens_thinking=False, stop=("c",))
+    scene = Scene()
+    sample = Sample(
+        plan=scene.plan,
+        request_id=REQUEST_ID,
+        request=scene.request(),
+        rendered=rendered(),
+        used=Sampling(stop=("c",)),
+        parser=parser,
+        token_bytes=Bytes().token_bytes,
+    )
+    sample.take(Chunk(ids=ids(list(b"abcde")), logprobs=floats([1, 2, 3, 4, 5]), version_spans=spans), at=1.0)
+    assert sample.ids == array("i", list(b"abc"))
+    assert sample.logprobs == array("f", [1, 2, 3])
+    assert sample.spans == (
+        VersionSpan(version="1", start=0, end=2),
+        VersionSpan(version="2", start=2, end=3),
+    )

@@ -1,0 +1,171 @@
+"""What an exchange asks the engine for on its task's behalf, what its turn keeps of it, and that its client
+sees only what it asked for.
+"""
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from exchange_kit import CHAT, END, LINES, REQUEST_ID, Scene, sampled
+from fakes_engine import routes
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
+from polarnode.core.errors import EngineError
+from polarnode.core.ports import GenerateOrder
+from polarnode.core.trajectory import Turn
+from polarnode.gateway.call_events import (
+    Abort,
+    Answered,
+    ClientLeft,
+    Command,
+    Done,
+    EngineFailed,
+    Generate,
+    Record,
+    Send,
+)
+from polarnode.merge.token_extras import CUT, LIMIT, Carry, note
+
+PROMPT = 2  # tokens of "hi"
+
+
+def scene(carry: Carry, **said: Any) -> Scene:
+    """A scene whose turns carry."""
+    made = Scene(said.pop("spoken", LINES), **said)
+    made.terms = evolve(made.terms, carry=carry)
+    made.begin(made.plans)
+    return made
+
+
+def asked(commands: list[Command]) -> GenerateOrder:
+    (found,) = [command.order for command in commands if isinstance(command, Generate)]
+    return found
+
+
+def likely(tokens: list[int], k: int) -> TopLogprobs:
+    """The token itself and its neighbours."""
+    steps = range(k)
+    return TopLogprobs(
+        k=k,
+        ids=ids([token + step for token in tokens for step in steps]),
+        logprobs=floats([-1.0 - step for _ in tokens for step in steps]),
+    )
+
+
+def whole(made: Scene, tokens: list[int], *, k: int = 0, routed: RoutedExperts | None = None) -> Turn:
+    """The turn of a sample that ended by itself, in two chunks."""
+    half = len(tokens) // 2
+    for first, last, finish in ((0, half, None), (half, len(tokens), "stop")):
+        top = likely(tokens[first:last], k) if k else None
+        event = sampled(
+            tokens[first:last], finish, start=first, top_logprobs=top, routed=routed if finish else None
+        )
+        commands = made.exchange.receive(event)
+    return made.turn(commands)
+
+
+def test_nothing_is_asked_for_where_nothing_is_carried() -> None:
+    made = scene(Carry())
+    order = asked(made.to_generation())
+    assert (order.top_logprobs, order.routed_from) == (0, None)
+    turn = whole(made, [*b"abc", END])
+    assert (turn.top, turn.routed, turn.notes) == (None, None, ())
+
+
+def test_a_turn_keeps_what_its_task_asked_for() -> None:
+    made = scene(Carry(top_logprobs=2, routed_from=0, room=1000))
+    order = asked(made.to_generation())
+    assert (order.top_logprobs, order.routed_from) == (2, 0)
+    tokens = [*b"abc", END]
+    rows = routes(0, PROMPT + 3, layers=3)
+    turn = whole(made, tokens, k=2, routed=rows)
+    assert (turn.top, turn.routed, turn.notes) == (likely(tokens, 2), rows, ())
+
+
+@pytest.mark.parametrize(("client", "task"), [(3, 1), (1, 3), (2, 2), (0, 2), (2, 0)])
+def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_the_task(
+    client: int, task: int
+) -> None:
+    made = scene(Carry(top_logprobs=task, room=1000), logprobs=client)
+    most = max(client, task)
+    assert asked(made.to_generation()).top_logprobs == most
+    commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], most)))
+    (answered,) = [command for command in commands if isinstance(command, Answered)]
+    assert [[other.data for other in told.top] for told in answered.answers[0].logprobs] == [
+        [bytes([letter + step]) for step in range(client)] for letter in b"ab"
+    ]
+    assert made.turn(commands).top == (likely([*b"ab", END], task) if task else None)
+
+
+def test_a_client_that_asked_for_none_is_shown_none() -> None:
+    made = scene(Carry(top_logprobs=2, room=1000), spoken=CHAT)
+    made.to_generation()
+    commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], 2)))
+    sent = b"".join(command.data for command in commands if isinstance(command, Send))
+    assert b'"content":"ab"' in sent
+    assert b"logprob" not in sent.replace(b'"logprobs":null', b"")
+    assert made.turn(commands).top == likely([*b"ab", END], 2)
+
+
+def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_is_kept_and_no_experts() -> (
+    None
+):
+    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000), stop=("STOP",))
+    made.to_generation()
+    tokens = list(b"so STOP and more")
+    commands = made.play(
+        (sampled(tokens, top_logprobs=likely(tokens, 1)), [Abort(REQUEST_ID), Record, Answered, Send, Done])
+    )
+    turn = made.turn(commands)
+    assert turn.top == likely(tokens[:7], 1)
+    assert (turn.routed, turn.notes[-1]) == (None, note("routed_experts", CUT))
+
+
+def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> None:
+    made = scene(Carry(routed_from=1, room=1000), stop=("STOP",))
+    made.to_generation()
+    tokens = list(b"STOP more")
+    commands = made.play(
+        (sampled(tokens, "length", routed=routes(1, PROMPT + 8, layers=2)), [Record, Answered, Send, Done])
+    )
+    turn = made.turn(commands)
+    assert (len(turn.sampled), turn.routed, turn.notes) == (4, routes(1, PROMPT + 3, layers=2), ())
+
+
+def test_a_client_that_leaves_costs_the_experts_alone() -> None:
+    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000))
+    made.to_generation()
+    made.exchange.receive(sampled([*b"ab"], top_logprobs=likely([*b"ab"], 1)))
+    turn = made.turn(made.exchange.receive(ClientLeft(at=12.0)))
+    assert (turn.state, turn.top, turn.routed) == ("partial", likely([*b"ab"], 1), None)
+    assert turn.notes == (note("routed_experts", CUT),)
+
+
+def test_a_call_without_a_token_lacks_nothing() -> None:
+    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000))
+    made.to_generation()
+    turn = made.turn(made.exchange.receive(EngineFailed(error=EngineError("gone"), at=12.0)))
+    assert (turn.state, turn.top, turn.routed, turn.notes) == ("failed", None, None, ())
+
+
+def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
+    made = scene(Carry(top_logprobs=2, routed_from=0, room=40))
+    made.to_generation()
+    turn = whole(made, [*b"abc", END], k=2, routed=routes(0, PROMPT + 3, layers=3))
+    assert (turn.top, turn.routed) == (None, None)
+    assert turn.notes == (note("top_logprobs", LIMIT), note("routed_experts", LIMIT))
+    spent = scene(Carry(notes=(note("routed_experts", LIMIT),)))
+    assert asked(spent.to_generation()).routed_from is None
+    assert whole(spent, [*b"abc", END]).notes == (note("routed_experts", LIMIT),)
+
+
+def test_every_choice_of_a_call_carries_its_own() -> None:
+    made = scene(Carry(routed_from=0, room=1000), choices=2)
+    orders = [command.order for command in made.to_generation() if isinstance(command, Generate)]
+    assert [order.routed_from for order in orders] == [0, 0]
+    first = made.exchange.receive(sampled([*b"a", END], "stop", routed=routes(0, PROMPT + 1, layers=1)))
+    second = made.exchange.receive(
+        sampled([*b"bcd", END], "stop", routed=routes(0, PROMPT + 3, layers=1), choice=1)
+    )
+    kept = [turn.routed for turn in made.turns([*first, *second])]
+    assert [rows.end for rows in kept if rows is not None] == [PROMPT + 1, PROMPT + 3]

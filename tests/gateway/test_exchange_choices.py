@@ -1,0 +1,440 @@
+"""The exchange, as transcripts: several samples of one prompt, logprobs, one call an answer, constraints, and
+answers that need no engine.
+"""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from attrs import evolve
+from exchange_kit import (
+    CALL,
+    CALLED,
+    END,
+    HI,
+    LINES,
+    REQUEST_ID,
+    THOUGHT,
+    Bytes,
+    Scene,
+    chunk,
+    rendered,
+    sampled,
+    says,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from providers_kit import a_call
+
+from polarnode.core.arrays import TopLogprobs, floats, ids
+from polarnode.core.conversation import (
+    Alternative,
+    Answer,
+    Constraint,
+    Conversation,
+    Message,
+    Sampling,
+    TextPart,
+    ThinkingPart,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    Usage,
+)
+from polarnode.core.errors import EngineError, Refused
+from polarnode.core.task import BuilderSpec
+from polarnode.core.trajectory import VersionSpan
+from polarnode.gateway.call_events import (
+    Abandon,
+    Abort,
+    Answered,
+    Break,
+    ClientLeft,
+    Command,
+    Done,
+    EngineFailed,
+    Generate,
+    Record,
+    Render,
+    Send,
+    SessionEnded,
+    Unrenderable,
+)
+from polarnode.gateway.machine import CANCELLED, as_kept, silence, speak
+from polarnode.gateway.sample import request_ids
+from polarnode.merge.builders import build
+from polarnode.providers.contract import Reply
+
+BODY = b'{"name": "go", "arguments": {}}'
+GO = [CALL, *BODY, CALLED]
+TOOL = Tool(name="go")
+
+
+def orders(commands: list[Command]) -> list[Any]:
+    return [command.order for command in commands if isinstance(command, Generate)]
+
+
+# ── several samples of one prompt ─────────────────────────────────────────────
+
+
+def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() -> None:
+    scene = Scene(LINES, choices=3)
+    asked = orders(scene.to_generation())
+    assert len({order.request_id for order in asked}) == 3
+    assert asked[0].request_id == REQUEST_ID
+    assert {bytes(list(order.prompt)) for order in asked} == {b"hi"}
+    commands = scene.play(
+        (chunk("b", choice=1, cached=2), [says("start 2 2\n1: b\n")]),
+        (chunk("aa", "stop", end=True, choice=0), [Record, says("0: aa\n")]),
+        (chunk("late", choice=0), []),
+        (chunk("c", "length", choice=2), [Record, says("2: c\n")]),
+        (
+            chunk("B", "stop", end=True, choice=1, start=1),
+            [Record, Answered, says("1: B\nend stop stop length 2+7\n"), Done],
+        ),
+    )
+    turns = scene.turns(commands)
+    assert [(turn.index, bytes(token for token in turn.sampled if token < END)) for turn in turns] == [
+        (0, b"aa"),
+        (2, b"c"),
+        (1, b"bB"),
+    ]
+    assert [turn.usage.completion_tokens for turn in turns] == [3, 1, 3]
+
+
+def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
+    scene = Scene(choices=3)
+    first, second, third = scene.plans
+    assert [(plan.kind, plan.reason, plan.parent) for plan in scene.plans] == [
+        ("root", "first", None),
+        ("root", "choice", None),
+        ("root", "choice", None),
+    ]
+    assert len({plan.index for plan in scene.plans}) == len({plan.lineage for plan in scene.plans}) == 3
+    assert (first.request_key, second.request_key, third.request_key) == ("body", "body.1", "body.2")
+    assert scene.lineages.plan(HI, request_key="body").kind == "retry"
+
+
+def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
+    scene = Scene(LINES)
+    scene.to_generation()
+    scene.turn(scene.play((chunk("yes", "stop", end=True), [Record, Answered, Send, Done])))
+    more = Conversation(
+        messages=(*HI.messages, Message(role="assistant", text="yes"), Message(role="user", text="go on"))
+    )
+    plan = scene.lineages.plan(more, request_key="next")
+    twin = scene.lineages.also(plan, 1)[0]
+    assert [(each.kind, each.reason, each.parent) for each in (plan, twin)] == [
+        ("extend", "appended", 0),
+        ("branch", "choice", 0),
+    ]
+
+
+def test_one_seed_does_not_make_all_choices_one_answer_and_the_room_is_shared() -> None:
+    asked = orders(Scene(choices=2, seed=7, token_room=9).to_generation())
+    assert [order.sampling.seed for order in asked] == [7, 8]
+    assert [order.sampling.max_tokens for order in asked] == [4, 4]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stream: bool) -> None:
+    scene = Scene(LINES, choices=3, stream=stream)
+    names = [order.request_id for order in orders(scene.to_generation())]
+    scene.play(
+        (chunk("half", choice=2), [Send] * stream),
+        (chunk("whole", "stop", end=True, choice=0), [Record, *[Send] * stream]),
+    )
+    ending = [Record, Record, Abort(names[2])]
+    broken: list[Any] = [says("failed engine_failed"), Break] if stream else [Reply]
+    commands = scene.play(
+        (EngineFailed(error=EngineError("gone"), at=12.0, choice=1), [*ending, *broken]),
+        (chunk("x", choice=2), []),
+    )
+    assert [(turn.index, turn.state) for turn in scene.turns(commands)] == [(1, "failed"), (2, "partial")]
+
+
+def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
+    scene = Scene(choices=3)
+    names = [order.request_id for order in orders(scene.to_generation())]
+    scene.play((chunk("whole", "stop", end=True, choice=1), [Record, Send]))
+    commands = scene.play((ClientLeft(at=12.0), [Record, Abort(names[0]), Record, Abort(names[2])]))
+    assert [(turn.index, turn.state) for turn in scene.turns(commands)] == [(0, "partial"), (2, "partial")]
+
+
+def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() -> None:
+    scene = Scene(choices=2)
+    scene.to_generation()
+    for choice in range(2):
+        scene.exchange.receive(chunk("half", choice=choice))
+    scene.turns(scene.exchange.receive(ClientLeft(at=12.0)))
+    spec = BuilderSpec(name="prefix_merging")
+    assert build(spec, scene.lineages.turns).left_out == ()
+    plan = scene.lineages.plan(HI, request_key="body")
+    scene.begin((plan, *scene.lineages.also(plan, 1)))
+    scene.to_generation()
+    for choice in range(2):
+        scene.turns(scene.exchange.receive(chunk("whole", "stop", end=True, choice=choice)))
+    assert [(left.turn, left.reason) for left in build(spec, scene.lineages.turns).left_out] == [
+        (0, "superseded"),
+        (1, "superseded"),
+    ]
+
+
+def test_every_plan_of_a_refused_call_is_abandoned_and_the_refusal_counted_once() -> None:
+    for ending in (rendered(b"x" * 100), Unrenderable(error=Refused("no"))):
+        scene = Scene(choices=2)
+        commands = scene.play((scene.asked, [Render]), (ending, [Abandon, Abandon, Reply]))
+        assert [command.fault is None for command in commands if isinstance(command, Abandon)] == [
+            False,
+            True,
+        ]
+        for command in commands:
+            if isinstance(command, Abandon):
+                scene.lineages.abandon(command.plan)
+        assert scene.lineages.plan(HI).reason == "first"
+
+
+def test_names_of_samples_are_32_hex_digits_each() -> None:
+    names = list(request_ids(REQUEST_ID, 50))
+    assert len(set(names)) == 50
+    assert all(len(name) == 32 and int(name, 16) >= 0 for name in names)
+    assert names == list(request_ids(REQUEST_ID, 50))
+
+
+# ── logprobs ──────────────────────────────────────────────────────────────────
+
+
+def told(text: bytes, logprob: float = -0.5) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(data=bytes([letter]), logprob=logprob) for letter in text)
+
+
+def answered(commands: list[Command]) -> Answer:
+    (found,) = [command for command in commands if isinstance(command, Answered)]
+    return found.answers[0]
+
+
+def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
+    scene = Scene(LINES, logprobs=0)
+    assert orders(scene.to_generation())[0].top_logprobs == 0
+    tokens = [*b"\n\na", *GO, *b"b\n", END]
+    commands = scene.play((sampled(tokens, "stop"), [Record, Answered, Send, Done]))
+    assert answered(commands).parts == (
+        TextPart("a"),
+        ToolCall(id="call_0_0", name="go", arguments="{}"),
+        TextPart("b"),
+    )
+    assert answered(commands).logprobs == told(b"ab")
+    turn = scene.turn(commands)
+    assert turn.answer is not None
+    assert turn.answer.logprobs == ()  # the turn has every token's own
+    assert len(turn.logprobs) == len(tokens)
+
+
+def test_alternatives_are_bytes_likeliest_first() -> None:
+    scene = Scene(LINES, logprobs=2, stream=False)
+    assert orders(scene.to_generation())[0].top_logprobs == 2
+    top = TopLogprobs(k=2, ids=ids([ord("x"), CALL, END, 0]), logprobs=floats([-0.1, -2.5, -0.2, -9]))
+    commands = scene.play((sampled([ord("x"), END], "stop", top_logprobs=top), [Record, Answered, Reply]))
+    # float32, as everywhere
+    alternatives = (
+        Alternative(data=b"x", logprob=pytest.approx(-0.1)),
+        Alternative(data=b"<257>", logprob=-2.5),
+    )
+    assert answered(commands).logprobs == (TokenLogprob(data=b"x", logprob=-0.5, top=alternatives),)
+
+
+def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
+    scene = Scene(LINES, logprobs=0)
+    scene.to_generation()
+    answer = answered(
+        scene.play((sampled([CALL, *b"bad", CALLED, END], "stop"), [Record, Answered, Send, Done]))
+    )
+    assert answer.text == "<257>bad<258>"
+    assert b"".join(token.data for token in answer.logprobs) == b"<257>bad<258>"
+
+
+def test_nothing_is_told_where_nobody_asks() -> None:
+    scene = Scene(LINES)
+    asked = orders(scene.to_generation())[0]
+    assert asked.top_logprobs == 0
+    assert (
+        answered(scene.play((chunk("abc", "stop", end=True), [Record, Answered, Send, Done]))).logprobs == ()
+    )
+
+
+# ── one call an answer ────────────────────────────────────────────────────────
+
+
+def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_together() -> None:
+    scene = Scene(LINES, one_call=True, stream=False)
+    scene.to_generation()
+    tokens = [*b"so", *GO, *GO]
+    commands = scene.play(
+        (sampled(tokens), [Abort(REQUEST_ID), Record, Answered, Reply]), (chunk("more"), [])
+    )
+    turn = scene.turn(commands)
+    kept = 2 + len(GO)
+    assert list(turn.sampled) == tokens[:kept]
+    assert (len(turn.logprobs), turn.version_spans) == (kept, (VersionSpan(version="v1", start=0, end=kept),))
+    assert (turn.state, turn.finish_reason) == ("complete", "tool_calls")
+    assert answered(commands).calls == (ToolCall(id="call_0_0", name="go", arguments="{}"),)
+
+
+def test_the_engines_own_end_in_the_same_chunk_needs_no_abort() -> None:
+    scene = Scene(LINES, one_call=True, stream=False)
+    scene.to_generation()
+    turn = scene.turn(scene.play((sampled([*GO, END], "stop"), [Record, Answered, Reply])))
+    assert list(turn.sampled) == GO
+
+
+def test_a_malformed_call_does_not_end_it() -> None:
+    scene = Scene(LINES, one_call=True, stream=False)
+    scene.to_generation()
+    scene.play((sampled([CALL, *b"bad", CALLED]), []), (sampled(GO), [Abort, Record, Answered, Reply]))
+
+
+# ── constraints ───────────────────────────────────────────────────────────────
+
+SCHEMA = Constraint(kind="json_schema", text='{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("conversation", "kept", "thinking"),
+    [
+        (HI, True, False),
+        (evolve(HI, thinking=True), True, True),
+        (evolve(HI, tools=(TOOL,)), False, None),
+        (evolve(HI, tools=(TOOL,), tool_choice="required"), False, None),
+        (evolve(HI, tools=(TOOL,), tool_choice="none"), True, False),
+        (evolve(HI, tool_choice="required"), True, False),
+    ],
+)
+def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
+    conversation: Conversation, kept: bool, thinking: bool | None
+) -> None:
+    asked = as_kept(a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request)
+    assert asked.constraint == (SCHEMA if kept else None)
+    assert asked.conversation.thinking is thinking
+    assert asked.notes[0] == "before"
+    assert [note.split(":")[0] for note in asked.notes[1:]] == ([] if kept else ["constraint"])
+
+
+def test_a_constraint_would_forbid_the_headers_of_a_models_messages() -> None:
+    asked = as_kept(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
+    assert (asked.constraint, asked.conversation) == (None, HI)
+    assert "headers of their own" in asked.notes[-1]
+
+
+def test_a_request_without_constraint_is_left_as_it_is() -> None:
+    request = a_call(conversation=evolve(HI, tools=(TOOL,))).request
+    assert as_kept(request) is request
+
+
+def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
+    scene = Scene(constraint=SCHEMA, notes=("a grammar was asked",))
+    (order,) = orders(scene.to_generation())
+    assert (order.constraint, order.constraint_after) == (SCHEMA, None)
+    assert scene.turn(scene.play((chunk("{}", "stop"), [Record, Answered, Send, Done]))).notes == (
+        "a grammar was asked",
+    )
+
+
+def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end() -> None:
+    (order,) = orders(Scene(LINES, constraint=SCHEMA, opens_thinking=True).to_generation())
+    assert (order.constraint, order.constraint_after) == (SCHEMA, THOUGHT)
+
+
+# ── a generation that was ended from outside ──────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -> None:
+    scene = Scene(stream=stream)
+    scene.to_generation()
+    commands = scene.play((sampled([], "abort"), [Record, Reply]))
+    reply, turn = commands[-1], scene.turn(commands)
+    assert isinstance(reply, Reply)
+    assert (reply.status >= 429, "retry-after" in dict(reply.headers)) == (True, True)
+    assert CANCELLED.message in json.loads(reply.body)["error"]["message"]
+    assert (turn.state, turn.finish_reason, turn.answer) == ("failed", "abort", None)
+
+
+def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_it_were_whole() -> None:
+    scene = Scene(LINES)
+    scene.to_generation()
+    commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [Record, Send, Break]))
+    turn = scene.turn(commands)
+    assert (turn.state, len(turn.sampled)) == ("partial", 4)
+
+
+def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:
+    scene = Scene(LINES, choices=2, stream=False)
+    scene.to_generation()
+    scene.play((chunk("one", "stop", end=True, choice=0), [Record]))
+    commands = scene.play((SessionEnded(at=13.0), [Record, Abort, Reply]))
+    assert [turn.state for turn in scene.turns(commands)] == ["partial"]
+
+
+# ── answers that need no engine ───────────────────────────────────────────────
+
+PARTS = (ThinkingPart("hm"), TextPart("a"), ToolCall(id="c", name="go", arguments="{}"), TextPart("b"))
+
+
+def test_an_answer_is_said_again_part_for_part() -> None:
+    answer = Answer(parts=PARTS, finish_reason="tool_calls", logprobs=told(b"ab"))
+    usage = Usage(prompt_tokens=5, completion_tokens=9, cached_tokens=3)
+    (streamed, done) = speak(LINES, a_call(stream=True), [answer], usage)
+    assert isinstance(streamed, Send)
+    assert streamed.data == b"start 5 3\n0: hm\n0: a\n0: go({})\n0: b\nend tool_calls 5+9\n"
+    assert (streamed.content_type, done) == ("text/plain", Done())
+    (whole,) = speak(LINES, a_call(), [answer], usage)
+    assert isinstance(whole, Reply)
+    assert whole.body == LINES.whole(a_call(), [answer], usage)
+
+
+def test_the_empty_answer_has_as_many_choices_as_were_asked() -> None:
+    (streamed, _) = silence(LINES, a_call(stream=True, choices=2))
+    assert isinstance(streamed, Send)
+    assert streamed.data == b"start 0 0\nend stop stop 0+0\n"
+
+
+# ── streams and wholes ────────────────────────────────────────────────────────
+
+PIECES = st.lists(
+    st.sampled_from((b"a", b"\n", b"ST", b"OP", "\u00e9".encode(), b"\xf0", GO, [CALL, *b"bad", CALLED])),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=PIECES,
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+    stop=st.sampled_from(((), ("STOP",))),
+    one_call=st.booleans(),
+)
+def test_however_a_sample_is_cut_into_chunks_its_answer_and_turn_are_the_same(
+    pieces: list[Any], cuts: list[int], stop: tuple[str, ...], one_call: bool
+) -> None:
+    tokens = [token for piece in pieces for token in piece] + [END]
+    at = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
+    found = []
+    for bounds in ([0, len(tokens)], at, list(range(len(tokens) + 1))):
+        scene = Scene(LINES, stop=stop, one_call=one_call, logprobs=1, task=Sampling())
+        scene.to_generation(b"x")
+        commands: list[Command] = []
+        for start, end in pairwise(bounds):
+            logprobs = [-place / 8 for place in range(start, end)]
+            top = TopLogprobs(k=1, ids=ids(tokens[start:end]), logprobs=floats([-0.25] * (end - start)))
+            finish = "stop" if end == len(tokens) else None
+            commands += scene.exchange.receive(
+                sampled(tokens[start:end], finish, start=start, logprobs=logprobs, top_logprobs=top)
+            )
+        turn = scene.turn(commands)
+        found.append((answered(commands), list(turn.sampled), list(turn.logprobs), turn.version_spans))
+        written = b"".join(token.data for token in answered(commands).logprobs)
+        assert len(written) <= sum(len(Bytes().token_bytes(token)) for token in turn.sampled)
+        if not stop and b"\xf0" not in pieces and b"\n" not in pieces:
+            assert written.decode() == answered(commands).text
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,337 @@
+"""An answer that goes on where its client left: the machine, the lineages, the laws and the journal of such
+turns.
+"""
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from exchange_kit import CALL, CALLED, CHAT, END, HI, LINES, Scene, chunk, rendered, sampled, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarnode.core.arrays import ids
+from polarnode.core.codec.packing import pack_turn, unpack_turn
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.errors import EngineError
+from polarnode.core.task import BuilderSpec
+from polarnode.core.trajectory import Turn
+from polarnode.gateway.call_events import (
+    Abort,
+    Answered,
+    ClientLeft,
+    Done,
+    EngineFailed,
+    Generate,
+    Record,
+    Render,
+    Rendered,
+    Send,
+)
+from polarnode.merge.attach import Plan
+from polarnode.merge.builders import build, prompt_ids
+from polarnode.merge.invariants import check
+from polarnode.merge.lineage import Lineages
+from polarnode.providers.contract import Reply
+
+GO = [CALL, *b'{"name": "go", "arguments": {}}', CALLED]
+BUILDERS = [BuilderSpec(name="prefix_merging"), BuilderSpec(name="per_request")]
+
+
+def cut(scene: Scene, *pieces: Any, at: float = 12.0) -> Turn:
+    """The scene's call, whose client leaves after these pieces."""
+    scene.exchange.receive(scene.asked)
+    scene.exchange.receive(prompted(scene))
+    for piece in pieces:
+        scene.exchange.receive(piece)
+    return scene.turn(scene.exchange.receive(ClientLeft(at=at)))
+
+
+def prompted(scene: Scene) -> Rendered:
+    """The prompt of the scene's call, as the plane renders it."""
+    plan = scene.plans[0]
+    if plan.parent is None:
+        return rendered()
+    new = ids([ord("\n")] * len(plan.new))
+    return Rendered(prompt=scene.lineages.history(plan) + new, delta=new)
+
+
+def again(scene: Scene) -> Plan:
+    """The same request once more, as the plane plans it."""
+    last = scene.lineages.turns[-1]
+    resumed = scene.lineages.resume(last.index, total=1) or scene.lineages.plan(HI, request_key="body")
+    scene.begin((resumed,))
+    return resumed
+
+
+# ── the machine ───────────────────────────────────────────────────────────────
+
+
+def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> None:
+    scene = Scene(LINES, max_tokens=20)
+    first = cut(scene, chunk("Hel"))
+    plan = again(scene)
+    assert (plan.kind, plan.reason, plan.parent, plan.lineage, plan.new) == (
+        "continue",
+        "resumed",
+        0,
+        first.lineage,
+        (),
+    )
+    assert (plan.before_key, plan.request_key) == (first.before_key, first.request_key)
+    generate = scene.play((scene.asked, [Render(plan)]), (prompted(scene), [Generate]))[-1]
+    assert isinstance(generate, Generate)
+    assert bytes(list(generate.order.prompt)) == b"hiHel"
+    assert generate.order.sampling.max_tokens == 17
+    commands = scene.play(
+        (chunk("lo", cached=5), [says("start 2 2\n0: Hello\n")]),
+        (chunk("!", "stop", end=True, start=2), [Record, Answered, says("0: !\nend stop 2+7\n"), Done]),
+    )
+    turn = scene.turn(commands)
+    assert bytes(list(turn.sampled[:-1])) == b"lo!"
+    assert (list(turn.prompt_delta), turn.prompt_length, turn.close_length) == ([], 5, 0)
+    assert turn.answer is not None
+    assert turn.answer.text == "Hello!"
+    assert turn.message_key == plan.after(turn.answer)
+    assert (turn.usage.prompt_tokens, turn.usage.completion_tokens, turn.used.max_tokens) == (2, 7, 17)
+    assert turn.notes[0].startswith("resumed: turn 0's client left")
+
+
+def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None:
+    scene = Scene(LINES, stream=False)
+    cut(scene, sampled(GO[:10]))
+    again(scene)
+    commands = scene.play(
+        (scene.asked, [Render]),
+        (prompted(scene), [Generate]),
+        (sampled([*GO[10:], END], "stop"), [Record, Answered, Reply]),
+    )
+    turn = scene.turn(commands)
+    assert turn.answer is not None
+    assert [(call.id, call.name) for call in turn.answer.calls] == [("call_1_0", "go")]
+    assert turn.answer.malformed_calls == 0
+
+
+def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
+    scene = Scene(LINES, stop=("STOP",), stream=False)
+    cut(scene, chunk("one ST"))
+    again(scene)
+    commands = scene.play(
+        (scene.asked, [Render]),
+        (prompted(scene), [Generate]),
+        (chunk("OP!"), [Abort, Record, Answered, Reply]),
+    )
+    turn = scene.turn(commands)
+    assert turn.answer is not None
+    assert (turn.answer.text, turn.finish_reason, bytes(list(turn.sampled))) == ("one ", "stop_string", b"OP")
+
+
+def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> None:
+    scene = Scene(LINES)
+    cut(scene, chunk("a"))
+    for step, piece in enumerate("bcd", start=1):
+        assert again(scene).parent == step - 1
+        cut(scene, chunk(piece))
+    again(scene)
+    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    turn = scene.turn(
+        scene.play((chunk("e", "stop", end=True), [Record, Answered, says("0: abcde\n"), Done]))
+    )
+    assert turn.answer is not None
+    assert turn.answer.text == "abcde"
+    assert {each.lineage for each in scene.lineages.turns} == {0}
+
+
+def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_turn_to_go_on_from() -> None:
+    scene = Scene(LINES)
+    first = cut(scene, chunk("a"))
+    again(scene)
+    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    failed = scene.turn(scene.play((EngineFailed(error=EngineError("gone"), at=13.0), [Record, Reply])))
+    assert (failed.state, failed.answer) == ("failed", None)
+    for _ in range(2):
+        plan = scene.lineages.resume(first.index, total=1)
+        assert plan is not None
+        assert (plan.parent, plan.lineage) == (first.index, first.lineage)
+        scene.begin((plan,))
+        empty = cut(scene)
+        assert (empty.state, empty.answer, len(empty.sampled)) == ("partial", None, 0)
+
+
+# ── the lineages ──────────────────────────────────────────────────────────────
+
+
+def test_what_can_not_go_on_is_asked_anew() -> None:
+    empty = Scene()
+    assert empty.lineages.resume(cut(empty).index, total=1) is None
+    spent = Scene(max_tokens=3)
+    assert spent.lineages.resume(cut(spent, chunk("abc")).index, total=1) is None
+    whole = Scene()
+    whole.to_generation()
+    turn = whole.turn(whole.play((chunk("a", "stop", end=True), [Record, Answered, Send, Done])))
+    assert whole.lineages.resume(turn.index, total=1) is None
+
+
+def test_a_turn_that_something_extends_or_goes_on_from_is_left_alone() -> None:
+    scene = Scene()
+    first = cut(scene, chunk("a"))
+    more = Conversation(
+        messages=(*HI.messages, Message(role="assistant", text="a"), Message(role="user", text="go on"))
+    )
+    plan = scene.lineages.plan(more)
+    assert plan.parent == first.index
+    assert scene.lineages.resume(first.index, total=1) is None
+    scene.lineages.abandon(plan)
+    assert scene.lineages.resume(first.index, total=1) is not None
+    assert scene.lineages.resume(first.index, total=1) is None  # now it is under way
+
+
+def test_the_next_request_extends_the_resumed_turn() -> None:
+    scene = Scene(LINES)
+    cut(scene, chunk("Hel"))
+    again(scene)
+    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    turn = scene.turn(scene.play((chunk("lo", "stop", end=True), [Record, Answered, Send, Done])))
+    more = Conversation(
+        messages=(*HI.messages, Message(role="assistant", text="Hello"), Message(role="user", text="go on"))
+    )
+    plan = scene.lineages.plan(more)
+    assert (plan.parent, plan.kind, plan.matched, plan.lineage, plan.notes) == (
+        turn.index,
+        "extend",
+        2,
+        0,
+        (),
+    )
+    assert bytes(list(scene.lineages.history(plan))[:-1]) == b"hiHello"
+
+
+@pytest.mark.parametrize("key", ["body", "other"])
+def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str) -> None:
+    scene = Scene(LINES)
+    cut(scene, chunk("Hel"))
+    again(scene)
+    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    scene.turn(scene.play((chunk("lo", "stop", end=True), [Record, Answered, Send, Done])))
+    plan = scene.lineages.plan(HI, request_key=key)
+    assert (plan.kind, plan.parent) == ("retry" if key == "body" else "root", None)
+    assert plan.lineage == 1  # what was resumed keeps its own line
+
+
+def test_looking_reserves_nothing() -> None:
+    scene = Scene()
+    scene.to_generation()
+    scene.turn(scene.play((chunk("yes", "stop", end=True), [Record, Answered, Send, Done])))
+    more = Conversation(
+        messages=(*HI.messages, Message(role="assistant", text="yes"), Message(role="user", text="go on"))
+    )
+    for _ in range(2):
+        history, new = scene.lineages.look(more)
+        assert history is not None
+        assert (bytes(list(history)[:-1]), [message.text for message in new]) == (b"hiyes", ["go on"])
+    assert scene.lineages.look(evolve(HI, thinking=True)) == (None, HI.messages)
+    assert scene.lineages.plan(more).index == 1
+
+
+# ── the laws, whatever happens ────────────────────────────────────────────────
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("leave", "end", "fail", "abort")), st.integers(0, 4), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+def run(steps: list[tuple[str, int, bool]]) -> Lineages:
+    """Calls of one body one after the other, each ending as its step says after some tokens; some go on with
+    what was said, as a harness does.
+    """
+    scene = Scene(LINES, stream=False, context_length=1000)
+    said, texts, word = HI, [], 0
+    for how, count, follows in steps:
+        scene.exchange.receive(scene.asked)
+        scene.exchange.receive(prompted(scene))
+        text = "".join(chr(ord("a") + (word + step) % 26) for step in range(count))
+        word += count
+        if count:
+            scene.exchange.receive(chunk(text))
+        last = {
+            "leave": ClientLeft(at=20.0),
+            "end": sampled([END], "stop", start=count),
+            "fail": EngineFailed(error=EngineError("gone"), at=20.0),
+            "abort": sampled([], "abort", start=count),
+        }[how]
+        turn = scene.turn(scene.exchange.receive(last))
+        texts.append(text)
+        if follows and turn.answer is not None and turn.state != "failed":
+            said = Conversation(
+                messages=(*said.messages, turn.answer.as_message(), Message(role="user", text="on"))
+            )
+            scene.begin((scene.lineages.plan(said, request_key=f"body{len(said.messages)}"),))
+        else:
+            resumed = scene.lineages.resume(turn.index, total=len(said.messages))
+            scene.begin((resumed or scene.lineages.plan(said, request_key=f"body{len(said.messages)}"),))
+    return scene.lineages
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS, builder=st.sampled_from(BUILDERS))
+def test_every_sampled_token_is_trainable_once_resumed_or_not(
+    steps: list[tuple[str, int, bool]], builder: BuilderSpec
+) -> None:
+    turns = run(steps).turns
+    built = build(builder, turns)
+    counts = check(turns, built)
+    left_out = {left.turn: left.reason for left in built.left_out}
+    assert set(left_out.values()) <= {"failed", "empty", "superseded"}
+    kept = [turn for turn in turns if turn.index not in left_out]
+    assert counts.trainable == sum(len(turn.sampled) for turn in kept)
+    resumed = {
+        turn.parent for turn in turns if turn.reason == "resumed" and turn.state != "failed" and turn.sampled
+    }
+    assert not resumed & left_out.keys()  # what was gone on with is trained
+    for turn in turns:
+        if turn.reason == "resumed" and turn.answer is not None:
+            assert turn.answer.text.encode() == spoken_by(turns, turn)
+
+
+def spoken_by(turns: tuple[Turn, ...], turn: Turn) -> bytes:
+    """The text of an answer in all the samples it is made of."""
+    by_index = {each.index: each for each in turns}
+    parts = [turn]
+    while parts[-1].reason == "resumed" and parts[-1].parent is not None:
+        parts.append(by_index[parts[-1].parent])
+    return b"".join(bytes(token for token in part.sampled if token < END) for part in reversed(parts))
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=STEPS)
+def test_the_session_can_be_rebuilt_and_its_turns_written(steps: list[tuple[str, int, bool]]) -> None:
+    lineages = run(steps)
+    turns = tuple(unpack_turn(pack_turn(turn)) for turn in lineages.turns)
+    assert turns == lineages.turns
+    restored = Lineages.restore(session_id="s", secret=b"secret", turns=turns)
+    for turn in turns:
+        assert list(prompt_ids(turns, turn.index)) == list(prompt_ids(lineages.turns, turn.index))
+        if turn.answer is None or turn.state == "failed":
+            continue
+        plan = restored.resume(turn.index, total=1)
+        if plan is not None:
+            assert list(restored.spoken(plan))[-len(turn.sampled) :] == list(turn.sampled)
+            restored.abandon(plan)
+
+
+def test_a_stream_is_not_opened_before_the_first_new_token() -> None:
+    """Because its start counts the cached tokens, which only the engine knows; until then there are signs of
+    life.
+    """
+    scene = Scene(CHAT)
+    cut(scene, chunk("Hel"))
+    again(scene)
+    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    scene.play(
+        (
+            EngineFailed(error=EngineError("gone"), at=13.0),
+            [Record, lambda command: isinstance(command, Reply) and command.status == 500],
+        )
+    )

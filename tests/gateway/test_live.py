@@ -1,0 +1,271 @@
+"""Live sessions: keys, budgets, and how calls end with their session."""
+
+import logging
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import Answer, Conversation, Message, Sampling, TextPart
+from polarnode.core.errors import LawBroken
+from polarnode.core.task import Budgets
+from polarnode.core.trajectory import Turn, TurnState
+from polarnode.gateway import live_sessions
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.merge.lineage import Lineages
+from polarnode.providers.contract import Fault
+
+
+def new_session(
+    *, session_id: str = "s", key: str = "key", record: Any = None, **budgets: Any
+) -> LiveSession:
+    return LiveSession(
+        session_id=session_id,
+        key=key,
+        lineages=Lineages(session_id=session_id, secret=b"secret"),
+        sampling=Sampling(),
+        budgets=Budgets(**budgets),
+        record=record or (lambda turn: None),
+    )
+
+
+def new_turn(session: LiveSession, *, sampled: int = 3, state: TurnState = "complete") -> Turn:
+    plan = session.lineages.plan(Conversation(messages=(Message(role="user", text="hi"),)))
+    answer = Answer(parts=(TextPart("x"),), finish_reason="stop")
+    return Turn(
+        session_id=session.session_id,
+        index=plan.index,
+        provider="p",
+        lineage=plan.lineage,
+        parent=plan.parent,
+        kind=plan.kind,
+        reason=plan.reason,
+        state=state,
+        prompt_delta=ids([1, 2]),
+        prompt_length=2,
+        sampled=ids(range(sampled)),
+        logprobs=floats([0.0] * sampled),
+        before_key=plan.before_key,
+        message_key=plan.after(answer),
+        answer=answer,
+    )
+
+
+# ── what is spent ─────────────────────────────────────────────────────────────
+
+
+def test_a_turn_is_kept_where_the_next_call_finds_it_and_then_in_the_journal() -> None:
+    seen: list[tuple[Turn, int]] = []
+    session = new_session(record=lambda turn: seen.append((turn, len(session.lineages.turns))))
+    turn = new_turn(session)
+    session.commit(turn)
+    assert seen == [(turn, 1)]
+    assert (session.counters.turns, session.counters.sampled_tokens) == (1, 3)
+
+
+def test_a_turn_nobody_planned_reaches_no_journal() -> None:
+    seen: list[Turn] = []
+    session = new_session(record=seen.append)
+    turn = new_turn(session)
+    session.commit(turn)
+    with pytest.raises(LawBroken):
+        session.commit(turn)
+    assert seen == [turn]
+
+
+async def test_a_budget_of_turns_counts_those_under_way_and_not_the_engines_failures() -> None:
+    session = new_session(max_turns=2)
+    session.commit(new_turn(session, state="failed"))
+    session.commit(new_turn(session))
+    assert session.refusal() is None
+    with session.call(trio.CancelScope()):
+        await trio.lowlevel.checkpoint()
+        fault = session.refusal()
+        assert fault is not None
+        assert fault.kind == "budget_spent"
+        assert "2 turns" in fault.message
+    assert session.refusal() is None
+
+
+async def test_a_call_of_several_samples_needs_room_for_all_of_them() -> None:
+    session = new_session(max_turns=3)
+    assert session.refusal(samples=3) is None
+    with session.call(trio.CancelScope(), samples=2):
+        await trio.lowlevel.checkpoint()
+        assert session.in_flight == 1
+        assert session.refusal() is None
+        fault = session.refusal(samples=2)
+        assert fault is not None
+        session.refused(fault, samples=2)
+    assert session.spent_clock == "turns"
+    assert session.refusal(samples=3) is None
+
+
+def test_a_budget_of_tokens_is_room_until_it_is_spent() -> None:
+    session = new_session(max_tokens=5)
+    assert session.token_room == 5
+    session.commit(new_turn(session))
+    assert (session.token_room, session.refusal()) == (2, None)
+    session.commit(new_turn(session))
+    assert session.token_room == 0
+    assert session.refusal() is not None
+    assert new_session().token_room is None
+
+
+def test_the_first_refusal_for_a_budget_is_told_once_and_names_the_clock() -> None:
+    told: list[str] = []
+    session = new_session(max_tokens=3)
+    session.on_spent = lambda: told.append(str(session.spent_clock))
+    session.commit(new_turn(session))
+    # a session that stops by itself in time has spent nothing
+    assert (session.spent_clock, told) == (None, [])
+    for _ in range(2):
+        fault = session.refusal()
+        assert fault is not None
+        session.refused(fault)
+    assert (session.spent_clock, told) == ("tokens", ["tokens"])
+
+
+def test_other_refusals_are_counted_and_spend_nothing() -> None:
+    session = new_session()
+    session.refused(Fault(kind="bad_request", message="no"))
+    session.refused(Fault(kind="bad_request", message="no"))
+    session.commit(new_turn(session, state="partial"))
+    assert session.spent_clock is None
+    counts = {
+        "turns": 1,
+        "failed_turns": 0,
+        "partial_turns": 1,
+        "resumed_turns": 0,
+        "replayed": 0,
+        "prewarmed": 0,
+        "sampled_tokens": 3,
+    }
+    assert session.metrics() == counts | {"refusals": {"bad_request": 2}}
+
+
+def test_a_session_never_shows_its_key() -> None:
+    assert "sk-secret" not in repr(new_session(key="sk-secret"))
+
+
+# ── how it ends ───────────────────────────────────────────────────────────────
+
+
+async def test_closing_cancels_the_calls_and_waits_until_each_has_recorded(nursery: trio.Nursery) -> None:
+    session = new_session()
+    recorded: list[str] = []
+
+    async def call(name: str) -> None:
+        with session.call(trio.CancelScope()):
+            try:
+                await trio.sleep_forever()
+            finally:
+                recorded.append(name)
+
+    for name in "abc":
+        nursery.start_soon(call, name)
+    await trio.testing.wait_all_tasks_blocked()
+    assert session.in_flight == 3
+    await session.close()
+    assert sorted(recorded) == ["a", "b", "c"]
+    assert session.in_flight == 0
+    fault = session.refusal()
+    assert fault is not None
+    assert fault.kind == "session_over"
+    await session.close()  # twice is once
+
+
+async def test_a_call_of_a_closed_session_ends_at_its_first_wait() -> None:
+    session = new_session()
+    await session.close()
+    scope = trio.CancelScope()
+    with session.call(scope):
+        await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+async def test_closing_is_bounded_and_says_what_it_lost(
+    autojump_clock: trio.testing.MockClock, nursery: trio.Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = new_session()
+
+    async def deaf() -> None:
+        with (
+            session.call(trio.CancelScope()),
+            trio.CancelScope(shield=True, deadline=trio.current_time() + 60),
+        ):
+            await trio.sleep_forever()
+
+    nursery.start_soon(deaf)
+    await trio.testing.wait_all_tasks_blocked()
+    started = trio.current_time()
+    with caplog.at_level(logging.ERROR):
+        await session.close()
+    assert trio.current_time() - started == live_sessions.CLOSING_S
+    assert "1 calls did not end" in caplog.text
+    nursery.cancel_scope.cancel()
+
+
+async def test_closing_waits_even_where_it_is_cancelled(
+    autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    """A session's teardown is cancelled with its task; the turns of its calls must be there all the same."""
+    session = new_session()
+    recorded: list[float] = []
+
+    async def slow_to_record() -> None:
+        with session.call(trio.CancelScope()):
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.move_on_after(1, shield=True):
+                    await trio.sleep(0.5)
+                recorded.append(trio.current_time())
+
+    nursery.start_soon(slow_to_record)
+    await trio.testing.wait_all_tasks_blocked()
+    with trio.CancelScope() as cancelled:
+        cancelled.cancel()
+        await session.close()
+    assert len(recorded) == 1
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
+    sessions = LiveSessions()
+    session = new_session()
+    assert sessions.by_key("key") is None
+    sessions.add(session)
+    assert sessions.by_key("key") is session
+    assert sessions.ended_by_key("key") is None
+    sessions.remove(session)
+    assert sessions.by_key("key") is None
+    assert sessions.ended_by_key("key") == "s"
+    assert sessions.ended_by_key("never") is None
+    sessions.remove(session)  # twice is once
+    assert sessions.statistics().ended == 1
+
+
+def test_the_memory_of_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_sessions, "KEPT_KEYS", 3)
+    sessions = LiveSessions()
+    for number in range(5):
+        session = new_session(session_id=f"s{number}", key=f"k{number}")
+        sessions.add(session)
+        sessions.remove(session)
+    assert [sessions.ended_by_key(f"k{number}") for number in range(5)] == [None, None, "s2", "s3", "s4"]
+
+
+async def test_statistics_count_what_is_under_way() -> None:
+    sessions = LiveSessions()
+    session = new_session()
+    sessions.add(session)
+    sessions.remove(new_session(key="never added"))
+    with session.call(trio.CancelScope()):
+        await trio.lowlevel.checkpoint()
+        found = sessions.statistics()
+    assert (found.live, found.in_flight, found.ended) == (1, 1, 0)

@@ -1,0 +1,334 @@
+"""A client that asks again: what it never got is gone on with or given again; what it got is sampled anew. By
+hand, in virtual time.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+from plane_kit import Asgi, HandEngine, Stage, prompts, spelled, stage
+
+from polarnode.core.errors import EngineError
+from polarnode.gateway.live_sessions import TWIN_S
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+PATHS = [CHAT, MESSAGES, RESPONSES, "/v1beta/models/m:generateContent"]
+CALLING = ("<tool_call>", '\n{"name": "look", "arguments": {"path": "a.txt"}}\n', "</tool_call>")
+LOOK = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+def body(path: str = CHAT, text: str = "hi", *, stream: bool = False, **said: Any) -> bytes:
+    """A request of an API in its own words."""
+    if path == RESPONSES:
+        asked: dict[str, Any] = {"model": "m", "input": text, "stream": stream}
+    elif "models" in path:
+        asked = {"contents": [{"role": "user", "parts": [{"text": text}]}]}
+    else:
+        asked = {
+            "model": "m",
+            "messages": [{"role": "user", "content": text}],
+            "stream": stream,
+            "max_tokens": 99,
+        }
+    return json.dumps(asked | said).encode()
+
+
+async def ask(here: Stage, path: str, asked: bytes, *, leave_at: int | None = None) -> Asgi:
+    asgi = Asgi(leave_at=leave_at)
+    await asgi.request(here.app, path, asked)
+    return asgi
+
+
+async def cut(here: Stage, engine: HandEngine, asked: bytes, *pieces: str, path: str = CHAT) -> Asgi:
+    """A call whose client leaves when the engine has given these pieces."""
+    asgi = Asgi()
+    engine.channel = trio.open_memory_channel[Any](100)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(asgi.request, here.app, path, asked)
+        for piece in pieces:
+            engine.give(piece)
+        await trio.sleep(1)
+        asgi.leave()
+    return asgi
+
+
+@pytest.fixture
+def engine() -> HandEngine:
+    return HandEngine()
+
+
+# ── gone on with ──────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_same_body_goes_on_token_for_token_in_every_dialect(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str
+) -> None:
+    here = stage(engine)
+    await cut(here, engine, body(path), "Half a ", path=path)
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    again = await ask(here, path, body(path))
+    assert b"Half a loaf." in again.body
+    first, second = here.turns
+    assert (first.state, second.state, second.kind, second.reason, second.parent) == (
+        "partial",
+        "complete",
+        "continue",
+        "resumed",
+        0,
+    )
+    assert list(second.sampled) == spelled("loaf.", "<|im_end|>")
+    before, after = prompts(engine.orders)
+    assert after == before + list(first.sampled)
+    assert here.s1.metrics()["resumed_turns"] == 1
+
+
+async def test_a_stream_that_goes_on_begins_with_what_was_said(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    gone = await cut(here, engine, body(stream=True), "Half a ")
+    assert b"Half a" in gone.body
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    again = await ask(here, CHAT, body(stream=True))
+    texts = [
+        json.loads(line[6:])["choices"][0]["delta"].get("content")
+        for line in again.body.decode().split("\n\n")
+        if line.startswith("data: {")
+    ]
+    assert "".join(filter(None, texts)) == "Half a loaf."
+    assert again.whole
+
+
+async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    for place, said in enumerate(
+        ({"logprobs": True}, {"n": 1, "response_format": {"type": "json_object"}}, {"n": 2})
+    ):
+        first, second = body(text=f"q{place}", **said), body(text=f"q{place}", **said)
+        await cut(here, engine, first, "Half")
+        engine.channel = trio.open_memory_channel[Any](100)
+        for _ in range(2):
+            engine.give("Whole.", "<|im_end|>", finish="stop")
+        assert (await ask(here, CHAT, second)).status == 200
+    assert "resumed" not in {turn.reason for turn in here.turns}
+    await cut(here, engine, body(text="one"), "Half")
+    engine.channel = trio.open_memory_channel[Any](100)
+    engine.give("Whole.", "<|im_end|>", finish="stop")
+    await ask(here, CHAT, body(text="one", temperature=0.5))
+    assert (here.turns[-1].reason, here.turns[-1].kind) == ("same_path", "retry")
+
+
+async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_same_place(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    await cut(here, engine, body(), "Half a ")
+    engine.fail(EngineError("the host died"))
+    assert (await ask(here, CHAT, body())).status == 500
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    assert b"Half a loaf." in (await ask(here, CHAT, body())).body
+    assert [(turn.state, turn.parent) for turn in here.turns] == [
+        ("partial", None),
+        ("failed", 0),
+        ("complete", 0),
+    ]
+
+
+async def test_the_next_request_extends_what_went_on(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    await cut(here, engine, body(), "Half a ")
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    await ask(here, CHAT, body())
+    engine.give("Yes.", "<|im_end|>", finish="stop")
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Half a loaf."},
+        {"role": "user", "content": "Really?"},
+    ]
+    await ask(here, CHAT, body(messages=said))
+    assert [(turn.kind, turn.parent, turn.lineage) for turn in here.turns] == [
+        ("root", None, 0),
+        ("continue", 0, 0),
+        ("extend", 1, 0),
+    ]
+    before, after = prompts(engine.orders)[1:]
+    assert after[: len(before)] == before
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_when_its_client_asks_again(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, stream: bool
+) -> None:
+    here = stage(engine)
+    engine.give("Half a ", finish="abort")
+    cancelled = await ask(here, CHAT, body(stream=stream))
+    assert cancelled.status == 503
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    again = await ask(here, CHAT, body(stream=stream))
+    assert again.whole
+    assert [(turn.state, turn.kind, turn.reason) for turn in here.turns] == [
+        ("partial", "root", "first"),
+        ("complete", "continue", "resumed"),
+    ]
+    assert here.turns[1].answer is not None
+    assert here.turns[1].answer.text == "Half a loaf."
+
+
+# ── given again ───────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_engine(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
+) -> None:
+    here = stage(engine)
+    if stream:
+        path = path.replace("generateContent", "streamGenerateContent")
+    asked = body(path, stream=stream)
+    engine.give("Hello there.", "<|im_end|>", finish="stop")
+    gone = await ask(here, path, asked, leave_at=1)
+    assert not gone.whole
+    for _ in range(2):  # and again, when that one is lost too
+        again = await ask(here, path, asked, leave_at=1)
+    again = await ask(here, path, asked)
+    assert again.whole
+    assert b"Hello there." in again.body
+    assert (len(here.turns), len(engine.orders)) == (1, 1)
+    assert (here.s1.metrics()["replayed"], here.s1.metrics()["turns"]) == (3, 1)
+    engine.give("Anew.", "<|im_end|>", finish="stop")
+    # it was delivered: asked again, it is sampled again
+    assert b"Anew." in (await ask(here, path, asked)).body
+    assert [turn.kind for turn in here.turns] == ["root", "retry"]
+
+
+async def test_calls_are_given_again_under_their_ids(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    tools = [{"name": "look", "description": "Read.", "input_schema": LOOK}]
+    asked = body(MESSAGES, tools=tools)
+    engine.give("So.", *CALLING, "<|im_end|>", finish="stop")
+    await ask(here, MESSAGES, asked, leave_at=1)
+    again = json.loads((await ask(here, MESSAGES, asked)).body)
+    assert [block["type"] for block in again["content"]] == ["text", "tool_use"]
+    ours = here.s1.lineages.references.prove(again["content"][1]["id"])
+    assert ours == here.turns[0].index
+
+
+async def test_every_choice_is_given_again(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    for text in ("One.", "Two."):
+        engine.give(text, "<|im_end|>", finish="stop")
+    await ask(here, CHAT, body(n=2), leave_at=1)
+    again = json.loads((await ask(here, CHAT, body(n=2))).body)
+    assert sorted(choice["message"]["content"] for choice in again["choices"]) == ["One.", "Two."]
+    assert (len(here.turns), len(engine.orders)) == (2, 2)
+
+
+async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine, max_turns=1)
+    engine.give("Hello.", "<|im_end|>", finish="stop")
+    await ask(here, CHAT, body(), leave_at=1)
+    assert b"Hello." in (await ask(here, CHAT, body())).body
+    assert (await ask(here, CHAT, body())).status == 400
+    await here.s1.close()
+    assert (await ask(here, CHAT, body())).status == 410
+
+
+async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """Many clients close when they have read the end of the stream, before the end of its chunks."""
+    here = stage(engine)
+    engine.give("Hello.", "<|im_end|>", finish="stop")
+    asked = body(stream=True)
+    gone = await ask(here, CHAT, asked, leave_at=2)
+    assert gone.body.endswith(b"data: [DONE]\n\n")
+    assert not gone.whole
+    engine.give("Anew.", "<|im_end|>", finish="stop")
+    await ask(here, CHAT, asked)
+    assert len(here.turns) == 2
+
+
+# ── twins ─────────────────────────────────────────────────────────────────────
+
+
+async def test_two_clients_that_are_both_there_get_an_answer_each(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    first, second = Asgi(), Asgi()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.request, here.app, CHAT, body())
+        await trio.sleep(0.01)
+        nursery.start_soon(second.request, here.app, CHAT, body())
+        await trio.sleep(TWIN_S - 0.05)
+        assert len(engine.orders) == 1
+        await trio.sleep(0.1)
+        assert len(engine.orders) == 2
+        for text in ("One.", "Two."):
+            engine.give(text, "<|im_end|>", finish="stop")
+    assert {json.loads(asgi.body)["choices"][0]["message"]["content"] for asgi in (first, second)} == {
+        "One.",
+        "Two.",
+    }
+    assert [turn.state for turn in here.turns] == ["complete", "complete"]
+
+
+async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    first, second = Asgi(), Asgi()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.request, here.app, CHAT, body())
+        engine.give("Half a ")
+        await trio.sleep(1)
+        nursery.start_soon(second.request, here.app, CHAT, body())
+        await trio.sleep(TWIN_S / 2)
+        first.leave()
+        await trio.lowlevel.checkpoint()
+        await engine.left.wait()
+        engine.give("loaf.", "<|im_end|>", finish="stop")
+    assert json.loads(second.body)["choices"][0]["message"]["content"] == "Half a loaf."
+    assert [turn.reason for turn in here.turns] == ["first", "resumed"]
+
+
+async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    first, second = Asgi(), Asgi()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.request, here.app, CHAT, body())
+        await trio.sleep(0.01)
+        nursery.start_soon(second.request, here.app, CHAT, body())
+        await trio.sleep(0.1)
+        second.leave()
+        await trio.sleep(1)
+        engine.give("One.", "<|im_end|>", finish="stop")
+    assert len(here.turns) == 1
+    assert second.sent == []
+
+
+async def test_the_same_bytes_to_another_api_are_another_question(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    await cut(here, engine, body(MESSAGES), "Half a ", path=MESSAGES)
+    engine.channel = trio.open_memory_channel[Any](100)
+    engine.give("Anew.", "<|im_end|>", finish="stop")
+    assert b"Half" not in (await ask(here, CHAT, body(MESSAGES))).body

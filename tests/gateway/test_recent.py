@@ -1,0 +1,16 @@
+"""A memory of the latest: what comes again is the latest once more, and the oldest go first."""
+
+from polarnode.support.bounded import remember
+
+
+def test_the_oldest_go_first_and_what_comes_again_is_the_latest() -> None:
+    kept: dict[str, int] = {}
+    for name, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        remember(kept, name, value, most=2)
+    assert list(kept.items()) == [("a", 3), ("c", 4)]
+
+
+def test_no_more_than_the_most_are_kept() -> None:
+    kept = dict.fromkeys("abcde", 0)
+    remember(kept, "f", 0, most=3)
+    assert list(kept) == ["d", "e", "f"]

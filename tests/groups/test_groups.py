@@ -1,0 +1,305 @@
+"""Which sessions of a group are usable, what the group is, how stale a session is; and the event that says
+so, there and back.
+"""
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from journal_samples import make_trajectory
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.task import GroupSpec
+from polarnode.core.trajectory import Outcome, Trajectory, VersionSpan
+from polarnode.groups import (
+    EARLY_STOP,
+    Facts,
+    Group,
+    facts_of,
+    group_json,
+    judged,
+    read_group,
+    stamped,
+    updates_behind,
+)
+from polarnode.groups.group import member_of
+
+EARLY = Outcome(status="cancelled", reason=f"{EARLY_STOP} in run: 2 usable sessions were wanted")
+LOST = Outcome(status="error", boundary="engine")
+
+
+def facts(
+    index: int = 0,
+    *,
+    reward: float | None = 1.0,
+    outcome: Outcome | str = "completed",
+    trainable: int | None = 5,
+    behind: int | None = 0,
+) -> Facts:
+    outcome = Outcome(status=outcome) if isinstance(outcome, str) else outcome  # type: ignore[arg-type]
+    return Facts(
+        session_id=f"s{index}",
+        sample_index=index,
+        outcome=outcome,
+        reward=reward,
+        trainable_tokens=trainable,
+        staleness=behind,
+    )
+
+
+def group(*members: Facts, **spec: Any) -> Group:
+    placed = [evolve(each, session_id=f"s{index}", sample_index=index) for index, each in enumerate(members)]
+    return judged(GroupSpec(**spec), placed, task_id="t", group_id="g")
+
+
+# ── a session ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (facts(), None),
+        (facts(reward=0.0), None),
+        (facts(outcome="timeout", reward=0.0), None),
+        (facts(outcome="failed", reward=0.5), None),
+        (facts(trainable=None), None),
+        (facts(outcome="cancelled", reward=None), "no reward: cancelled"),
+        (facts(outcome="timeout", reward=None), "no reward: timeout"),
+        (facts(outcome=Outcome(status="error", boundary="evaluator"), reward=None), "no reward: error"),
+        (facts(outcome=EARLY, reward=None), EARLY_STOP),
+        (facts(outcome=LOST, reward=None), "lost to the machine: engine"),
+        (
+            facts(outcome=Outcome(status="error", boundary="runtime"), reward=None),
+            "lost to the machine: runtime",
+        ),
+        (facts(outcome="interrupted", reward=None), "lost to the machine: node"),
+        (facts(trainable=0), "no trainable token"),
+    ],
+)
+def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: Facts, why: str | None) -> None:
+    member = member_of(GroupSpec(), one)
+    assert (member.usable, member.why) == (why is None, why)
+    assert (member.status, member.reward, member.staleness) == (one.outcome.status, one.reward, one.staleness)
+
+
+@pytest.mark.parametrize(
+    ("most", "stale", "behind", "usable", "is_stale"),
+    [
+        (None, "drop", 9, True, False),
+        (2, "drop", 2, True, False),
+        (2, "drop", 3, False, True),
+        (2, "mark", 3, True, True),
+        (0, "drop", 0, True, False),
+        (0, "drop", 1, False, True),
+        (0, "drop", None, True, False),
+    ],
+)
+def test_a_session_too_far_behind_is_dropped_or_marked(
+    most: int | None, stale: Any, behind: int | None, usable: bool, is_stale: bool
+) -> None:
+    member = member_of(GroupSpec(max_staleness=most, stale=stale), facts(behind=behind))
+    assert (member.usable, member.stale) == (usable, is_stale)
+    assert member.why == (None if usable else f"stale: {behind} weight updates behind, {most} are allowed")
+
+
+# ── a group ───────────────────────────────────────────────────────────────────
+
+
+def test_a_group_is_complete_partial_early_or_dropped() -> None:
+    lost, early, scored = (
+        facts(outcome=LOST, reward=None),
+        facts(outcome=EARLY, reward=None),
+        facts(outcome="failed", reward=0.0),
+    )
+    assert (group(facts(), scored).state, group(facts(), scored).reason) == ("complete", None)
+    some = group(facts(), lost, scored, lost)
+    assert (some.state, some.reason) == (
+        "partial",
+        "some are missing: 2 of 4 sessions are usable (2 lost to the machine)",
+    )
+    stopped = group(facts(), lost, early, scored, early)
+    assert (stopped.state, stopped.reason) == (
+        "early",
+        "early stop: 2 of 5 sessions are usable (1 lost to the machine, 2 early stop)",
+    )
+    few = group(facts(), lost, min_usable=2)
+    assert (few.state, few.reason) == (
+        "dropped",
+        "too few: 1 of 2 sessions are usable, 2 are wanted (1 lost to the machine)",
+    )
+    assert group(lost).state == "dropped", "without a usable session there is no group"
+
+
+def test_a_group_of_equal_rewards_is_dropped_where_it_is_asked_for() -> None:
+    equal = (facts(reward=0.25), facts(reward=0.25), facts(outcome=LOST, reward=None))
+    assert group(*equal).state == "partial"
+    dropped = group(*equal, drop_uniform_reward=True)
+    assert (dropped.state, dropped.reason) == (
+        "dropped",
+        "uniform reward: 2 of 3 sessions are usable, each with 0.25",
+    )
+    assert group(facts(reward=0.25), facts(reward=0.5), drop_uniform_reward=True).state == "complete"
+    assert group(facts(), drop_uniform_reward=True).state == "dropped", "one alone is compared with nobody"
+
+
+def test_members_stand_in_the_order_of_their_places() -> None:
+    found = judged(GroupSpec(), [facts(2), facts(0), facts(1)], task_id="t", group_id="g")
+    assert [member.sample_index for member in found.members] == [0, 1, 2]
+
+
+# ── staleness ─────────────────────────────────────────────────────────────────
+
+
+def sampled_by(*versions: str) -> Trajectory:
+    """A session with a turn of each version, and the last turn cut in two by its update."""
+    trajectory = make_trajectory("s", turns=len(versions))
+    turns = tuple(
+        evolve(turn, version_spans=(VersionSpan(version=name, start=0, end=3),))
+        for turn, name in zip(trajectory.turns, versions, strict=True)
+    )
+    return evolve(trajectory, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("versions", "history", "behind"),
+    [
+        (("v1",), ("v1",), 0),
+        (("v1",), ("v0", "v1", "v2", "v3"), 2),
+        (("v3", "v1", "v2"), ("v1", "v2", "v3"), 2),
+        (("v1",), ("v1", "v2", "v1"), 0),
+        (("v2",), ("v1", "v2", "v1"), 1),
+        (("v0",), ("v1", "v2"), None),
+        (("v0", "v2"), ("v1", "v2"), 0),
+        ((), ("v1",), None),
+        (("v1",), (), None),
+    ],
+)
+def test_staleness_is_the_updates_since_the_oldest_token(
+    versions: tuple[str, ...], history: tuple[str, ...], behind: int | None
+) -> None:
+    assert updates_behind(sampled_by(*versions), history) == behind
+    assert stamped(sampled_by(*versions), history).staleness == behind
+
+
+def test_an_update_inside_a_turn_counts_its_older_half() -> None:
+    (turn,) = sampled_by("v1").turns
+    halves = (VersionSpan(version="v1", start=0, end=1), VersionSpan(version="v2", start=1, end=3))
+    assert (
+        updates_behind(evolve(sampled_by("v1"), turns=(evolve(turn, version_spans=halves),)), ("v1", "v2"))
+        == 1
+    )
+    empty = (VersionSpan(version="v1", start=0, end=0), VersionSpan(version="v2", start=0, end=3))
+    assert (
+        updates_behind(evolve(sampled_by("v1"), turns=(evolve(turn, version_spans=empty),)), ("v1", "v2"))
+        == 0
+    )
+
+
+# ── the event, and back ───────────────────────────────────────────────────────
+
+
+def test_a_group_is_read_as_it_was_written() -> None:
+    written = group(
+        facts(),
+        facts(outcome=LOST, reward=None, behind=None),
+        facts(behind=3, reward=0.5),
+        max_staleness=1,
+        stale="mark",
+    )
+    body = group_json(written)
+    assert (body["rewards"], body["usable"], body["state"]) == ([1.0, None, 0.5], 2, "partial")
+    assert read_group(body | {"to_come": 1}) == written
+    assert isinstance(read_group(body), Group)
+
+
+def test_a_group_holds_the_trajectories_of_its_members_in_their_order() -> None:
+    mine = [make_trajectory(f"s{index}", sample_index=index) for index in range(3)]
+    body = group_json(
+        judged(
+            GroupSpec(),
+            [facts_of(mine[0]), facts(1, outcome=LOST, reward=None), facts_of(mine[2])],
+            task_id="t",
+            group_id="g",
+        )
+    )
+    found = read_group(body, [mine[2], make_trajectory("other"), mine[1], mine[0]])
+    assert found.trajectories == tuple(mine)
+    assert found.usable == (mine[0], mine[2])
+    assert read_group(body | {"state": "dropped"}, mine).usable == ()
+
+
+def test_events_of_older_journals_are_judged_by_what_they_say() -> None:
+    sessions: list[Json] = [
+        {"session_id": "a", "sample_index": 0, "status": "completed", "reward": 1.0},
+        {"session_id": "b", "sample_index": 1, "status": "interrupted", "reward": None},
+    ]
+    found = read_group({"task_id": "t", "group_id": "g", "sessions": sessions, "rewards": [1.0, None]})
+    assert (found.state, [member.why for member in found.members]) == (
+        "partial",
+        [None, "lost to the machine: node"],
+    )
+
+
+def test_what_is_no_group_is_refused_with_its_path() -> None:
+    with pytest.raises(Refused, match=r"sessions\[0\].status") as caught:
+        read_group(
+            {
+                "task_id": "t",
+                "group_id": "g",
+                "sessions": [{"session_id": "a", "sample_index": 0, "status": "won"}],
+            }
+        )
+    assert caught.value.path == "$.sessions[0].status"
+
+
+# ── whatever the facts ────────────────────────────────────────────────────────
+
+OUTCOMES = st.sampled_from(
+    [
+        EARLY,
+        LOST,
+        *(
+            Outcome(status=status)
+            for status in ("completed", "timeout", "failed", "cancelled", "interrupted")
+        ),
+    ]
+)
+FACTS = st.builds(
+    facts,
+    reward=st.none() | st.sampled_from([0.0, 0.5, 1.0]),
+    outcome=OUTCOMES,
+    trainable=st.none() | st.integers(0, 3),
+    behind=st.none() | st.integers(0, 4),
+)
+SPECS = st.builds(
+    GroupSpec,
+    early_stop_min=st.none() | st.integers(1, 4),
+    min_usable=st.integers(1, 4),
+    max_staleness=st.none() | st.integers(0, 3),
+    stale=st.sampled_from(["drop", "mark"]),
+    drop_uniform_reward=st.booleans(),
+)
+
+
+@given(st.lists(FACTS, min_size=1, max_size=8), SPECS, st.randoms(use_true_random=False))
+def test_whatever_ended_how_a_group_is_judged_once_and_read_as_it_was(
+    members: list[Facts], spec: GroupSpec, random: Any
+) -> None:
+    placed = [evolve(each, session_id=f"s{index}", sample_index=index) for index, each in enumerate(members)]
+    found = judged(spec, placed, task_id="t", group_id="g")
+    random.shuffle(placed)
+    assert judged(spec, placed, task_id="t", group_id="g") == found, "whoever ended first"
+    assert read_group(group_json(found)) == found
+    usable = [member for member in found.members if member.usable]
+    assert all((member.why is None) == member.usable for member in found.members)
+    assert all(member.reward is not None for member in usable)
+    assert (found.state == "complete") == (found.reason is None)
+    if found.state != "dropped":
+        assert len(usable) >= spec.min_usable
+        assert not spec.drop_uniform_reward or len({member.reward for member in usable}) > 1
+        assert (found.state == "complete") == (len(usable) == len(members))
+    if spec.stale == "drop":
+        assert not any(member.stale for member in usable)

@@ -1,0 +1,362 @@
+"""A group that has enough ends its siblings, at every place they may be at; and none is begun again, not even
+by another life of the node.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import trio
+from attrs import evolve
+from fakes_runtime import Call, Program
+from journal_samples import make_identity, make_trajectory
+from session_kit import Town, agent, task, town
+from trio.abc import Clock
+
+from polarnode.core.errors import RuntimeFault
+from polarnode.core.task import GroupSpec, TaskSpec
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.groups import EARLY_STOP, Facts, read_group, stopped_early
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import GroupWatch, Scheduler, Who
+from polarnode.support.metrics import Tally
+
+GONE = RuntimeFault("the container is gone")
+
+
+def paced(*runs: float | Exception) -> Program:
+    """A harness whose first run makes one turn of so many seconds, or one of a second and then fails so; its
+    second likewise. Further ones take for ever.
+    """
+    left = list(runs)
+
+    async def program(call: Call) -> int:
+        now = left.pop(0) if left else 1e6
+        run: Any = agent(turns=1, each=now) if isinstance(now, float) else agent(turns=1, each=1.0, ends=now)
+        run.lives = program.lives  # type: ignore[attr-defined]
+        return int(await run(call))
+
+    return program
+
+
+def wanting(enough: int, **more: Any) -> GroupSpec:
+    return GroupSpec(early_stop_min=enough, **more)
+
+
+def ends(place: Town) -> dict[int, str]:
+    """How the session that holds each place ended: its reward, or its outcome's reason."""
+    return {
+        each.sample_index: str(each.outcome.reason if each.reward is None else each.reward)
+        for each in place.published
+        if each.retried_as is None
+    }
+
+
+# ── in a node ─────────────────────────────────────────────────────────────────
+
+
+async def test_siblings_under_way_end_with_what_they_have(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0, 50.0)}) as place:
+        ids = place.submit(num_samples=4, evaluator="COUNTS", group=wanting(2))
+        await place.over()
+        assert trio.current_time() < 40, "nobody waits for the slow"
+        assert sorted(ends(place).values()) == ["1.0", "1.0", "early stop in run", "early stop in run"]
+        cut = [each for each in place.published if stopped_early(each.outcome)]
+        assert {(each.outcome.status, each.reward) for each in cut} == {("cancelled", None)}
+        assert all([turn.state for turn in each.turns] == ["partial"] for each in cut), (
+            "with the half turn they had"
+        )
+        assert sorted(each.session_id for each in place.published) == sorted(ids)
+        assert place.notes.cancelled == [], "the task was not cancelled, its group had enough"
+        assert place.scheduler.tally.groups == {"early": 1}
+        assert place.scheduler.tally.stopped_early == 2
+
+
+async def test_sessions_not_yet_begun_never_start(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": agent(turns=1)}, live=1) as place:
+        place.submit(num_samples=4, evaluator="COUNTS", group=wanting(1))
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", *["early stop in init"] * 3]
+        assert len(place.runtimes.sessions) == 1, "no container was opened for the others"
+
+
+async def test_one_that_waits_to_run_is_stopped_and_one_that_is_judged_is_not(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 11.0)}, run=2) as place:
+        place.submit(num_samples=4, evaluator="COUNTS", group=wanting(1))
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "1.0", "early stop in run", "early stop in run"]
+    async with town(tmp_path, {"agent": paced(10.0)}, run=1, post=1) as place:
+        place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1))
+        await place.until("ready")
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "early stop in run"], (
+            "it had the place to run while its sibling was judged"
+        )
+
+
+async def test_two_that_end_at_once_both_count(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 10.0)}) as place:
+        place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "1.0", "early stop in run"]
+        assert (place.scheduler.tally.groups, place.scheduler.tally.stopped_early) == ({"early": 1}, 1)
+
+
+async def test_only_usable_sessions_are_enough(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A failed evaluation and a session without a turn do not count; a harness that failed and was scored
+    does.
+    """
+    async with town(tmp_path, {"agent": agent(turns=1, ends=1)}) as place:
+        place.submit(num_samples=3, evaluator="COUNTS", group=wanting(2))
+        await place.over()
+        assert {each.outcome.status for each in place.published} == {"failed"}
+        assert place.scheduler.tally.groups == {"complete": 1}
+    async with town(tmp_path, {"agent": agent(turns=1)}) as place:
+        place.submit(num_samples=3, evaluator="JUDGES_NOT", group=wanting(1))
+        await place.over()
+        assert {each.outcome.status for each in place.published} == {"error"}
+        assert (place.scheduler.tally.groups, place.scheduler.tally.stopped_early) == ({"dropped": 1}, 0)
+    async with town(tmp_path, {"agent": agent(turns=0)}) as place:
+        place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1))
+        await place.over()
+        assert sorted(ends(place).values()) == ["0.0", "0.0"]
+
+
+async def test_other_tasks_go_on(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": agent(turns=1, each=10.0)}) as place:
+        place.submit(task_id="other", group_id="g", num_samples=2)
+        place.submit(task_id="mine", group_id="g", num_samples=2, evaluator="COUNTS", group=wanting(1))
+        await place.over()
+    assert {each.outcome.status for each in place.published if each.task_id == "other"} == {"completed"}
+
+
+# ── with what happens besides ─────────────────────────────────────────────────
+
+
+async def test_a_place_that_waits_for_its_retry_is_not_over_and_is_stopped_too(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(1.05, GONE)}) as place:
+        place.submit(num_samples=2, group=wanting(1), budgets={"retries": 3}, evaluator=None)
+        await place.over()
+        assert [each.retried_as is not None for each in place.published] == [True, False, False]
+        assert sorted(ends(place).values()) == ["1.0", "early stop in init"]
+        assert trio.current_time() < 1.5, "its pause was cut"
+        assert len(place.runtimes.sessions) == 2, "it opened no container"
+
+
+async def test_what_the_machine_loses_after_the_stop_is_not_tried_again(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(1.0, 1.0, 1.0)}) as place:
+        place.submit(num_samples=3, group=wanting(2), budgets={"retries": 3})
+        place.notes.refuse = [TypeError("no")]  # the first to end can not be packed: a fault of the node's
+        await place.over()
+        lost = [each for each in place.published if each.outcome.boundary == "node"]
+        assert len(place.published) == 3 + len([each for each in lost if each.retried_as is not None])
+        assert place.scheduler.tally.groups.total() == 1
+
+
+async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(10.0)}) as place:
+        place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
+        await place.until("post")
+        assert place.scheduler.cancel("t")
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "cancelled in run", "cancelled in run"]
+        assert place.scheduler.tally.groups == {"partial": 1}
+    async with town(tmp_path, {"agent": paced(10.0)}) as place:
+        place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
+        while not place.published:  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.001)
+        place.scheduler.cancel("t")
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "early stop in run", "early stop in run"]
+
+
+async def test_a_session_that_can_not_be_published_does_not_hold_the_stop_up(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(1.0, 5.0)}) as place:
+        place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
+        place.notes.refuse = [TypeError("no"), TypeError("no again")]
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
+        assert place.scheduler.groups._open == {}, "nothing is kept of a group that is over"
+        assert place.scheduler.tally.groups == {}, "a group with a place nobody knows of is nobody's"
+        gone = {each.session_id for each in place.notes.started} - {
+            each.session_id for each in place.published
+        }
+        place.notes.started = [each for each in place.notes.started if each.session_id not in gone]
+        place.notes.turns = [turn for turn in place.notes.turns if turn.session_id not in gone]
+
+
+# ── staleness ─────────────────────────────────────────────────────────────────
+
+
+async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0)}) as place:
+        served = ["v0"]
+        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: served)
+        place.submit(num_samples=3, evaluator="COUNTS", group=GroupSpec(max_staleness=1))
+        await place.until("post")
+        await trio.sleep(5)
+        served.append("next")
+        await trio.sleep(10)
+        served.append("and next")
+        await place.over()
+        assert [each.staleness for each in place.published] == [0, 1, 2]
+        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"partial": 1}, {"drop": 1})
+
+
+async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
+        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: ("v0", "next"))
+        place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0))
+        await place.over()
+        assert [(each.reward, each.staleness) for each in place.published] == [(1.0, 1), (1.0, 1)]
+        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"dropped": 1}, {"drop": 2})
+
+
+async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
+        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: ("v0", "next"))
+        place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0, stale="mark"))
+        await place.over()
+        assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
+        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"early": 1}, {"mark": 1}), (
+            "the other is unusable for another reason"
+        )
+
+
+# ── the watch alone ───────────────────────────────────────────────────────────
+
+
+def scored(index: int) -> Trajectory:
+    return make_trajectory(f"s{index}", sample_index=index)
+
+
+def watching(enough: int | None, places: int, over: tuple[Facts, ...] = ()) -> GroupWatch:
+    watch = GroupWatch(Tally())
+    watch.begin("t", task(num_samples=places, group=GroupSpec(early_stop_min=enough)), over)
+    return watch
+
+
+def test_a_watch_says_once_that_it_is_enough() -> None:
+    watch = watching(2, 4)
+    assert [watch.over(scored(index)) for index in (0, 0, 1, 2, 3)] == [False, False, True, False, False]
+    assert (watch.tally.groups, watch._open) == ({"complete": 1}, {})
+    assert not watch.over(scored(0)), "a group that is over is forgotten"
+    assert not watch.has_enough("t")
+
+
+def test_a_watch_is_told_what_was_over_before() -> None:
+    fact = Facts(
+        session_id="s0", sample_index=0, outcome=Outcome(status="completed"), reward=1.0, trainable_tokens=3
+    )
+    assert watching(1, 3, (fact,)).has_enough("t")
+    assert not watching(None, 3, (fact,)).has_enough("t")
+    watch = watching(2, 3, (fact,))
+    assert not watch.has_enough("t")
+    assert watch.over(scored(1))
+    assert watch.has_enough("t")
+
+
+# ── another life of the node ──────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def life(path: Path, program: Program) -> AsyncIterator[tuple[Journal, Scheduler]]:
+    async with open_journal(path, now=time.time) as journal, town(path.parent, {"agent": program}) as place:
+        house = evolve(place.scheduler.house, publish=journal.publish)
+        scheduler = Scheduler(
+            place.nursery, house, place.lives, journal, Who(node="n1", model="tiny"), place.runtimes.want, 0
+        )
+        yield journal, scheduler
+        await scheduler.stop(cancel=False)
+
+
+async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
+    """A life of the node that ended when so many of the task's places were over, and scored."""
+    async with open_journal(path, now=time.time) as journal:
+        ids = tuple(f"s{index}" for index in range(spec.num_samples))
+        journal.task_submitted(spec, task_id="t", session_ids=ids, idempotency_key=None)
+        for index, session_id in enumerate(ids):
+            journal.session_started(evolve(make_identity(session_id, sample_index=index)))
+            found = make_trajectory(session_id, sample_index=index)
+            for turn in found.turns:
+                journal.turn(turn)
+            if index < over:
+                journal.publish(found)
+
+
+async def the_group(path: Path) -> Any:
+    async with open_journal(path, now=time.time) as journal:
+        page = await journal.events(0)
+        (body,) = (event.body for event in page.events if event.kind == "group")
+        return read_group(orjson.loads(body))
+
+
+async def test_a_recovered_group_that_has_enough_is_stopped_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    await killed(path, task(num_samples=4, group=wanting(2), budgets={"retries": 2}), over=2)
+    async with life(path, agent(each=0.01)) as (journal, scheduler):
+        await recover(journal, scheduler, lambda said: None)
+        assert scheduler.sessions() == (), "none is begun again"
+    group = await the_group(path)
+    assert (group.state, [member.why for member in group.members]) == (
+        "early",
+        [None, None, EARLY_STOP, EARLY_STOP],
+    )
+    async with open_journal(path, now=time.time) as journal:
+        stopped = await journal.trajectory("s3")
+        assert stopped is not None
+        assert (stopped.outcome.status, len(stopped.turns), len(stopped.traces)) == ("cancelled", 1, 1)
+        assert (
+            stopped.outcome.reason
+            == "early stop, and the node ended while the session ran; 1 turns were captured"
+        )
+
+
+async def test_a_recovered_group_that_lacks_one_goes_on_until_it_has_enough(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    await killed(path, task(num_samples=5, group=wanting(2), budgets={"retries": 2}), over=1)
+    async with life(path, paced(0.01)) as (journal, scheduler):
+        await recover(journal, scheduler, lambda said: None)
+        while scheduler.statistics().live:  # noqa: ASYNC110 - real time, and short
+            await trio.sleep(0.01)
+        assert scheduler.tally.groups == {"early": 1}
+    group = await the_group(path)
+    assert (group.state, len(group.members), sum(member.usable for member in group.members)) == (
+        "early",
+        5,
+        2,
+    )
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_recovered_group_without_an_early_stop_is_filled_as_ever(
+    tmp_path: Path, cancelled: bool
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    await killed(path, task(num_samples=3, budgets={"retries": 2}), over=2)
+    if cancelled:
+        async with open_journal(path, now=time.time) as journal:
+            journal.task_cancelled("t")
+    async with life(path, agent(each=0.01)) as (journal, scheduler):
+        await recover(journal, scheduler, lambda said: None)
+    group = await the_group(path)
+    assert (group.state, group.members[2].why) == (
+        ("partial", "no reward: cancelled") if cancelled else ("complete", None)
+    )

@@ -1,0 +1,160 @@
+"""How each harness is launched: pointed at its endpoint and nowhere else, nothing through a shell, nothing of
+ours in its environment.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.core.errors import Refused
+from polarnode.core.ports import Endpoint, HarnessOrder
+from polarnode.core.task import HarnessSpec, McpServerSpec
+from polarnode.harnesses import codex, harness, pi, registry, shell
+
+BASE = "http://127.0.0.1:8080"
+KEY = "sk-polarnode-test"
+
+
+def order(**changed: Any) -> HarnessOrder:
+    given_: dict[str, Any] = {
+        "instruction": "Write kiwi into out.txt",
+        "endpoint": Endpoint(base_url=BASE, key=KEY, context_length=65536, model="tiny"),
+        "workdir": "/work",
+        "home": "/home/agent",
+        "model_name": None,
+        "settings": {},
+        "env": {},
+        "command": ("agent",),
+    }
+    return HarnessOrder(**{**given_, **changed})
+
+
+@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+def test_every_harness_is_told_its_endpoint_and_key_and_no_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-the-nodes-own")
+    launch = registry.HARNESSES[name].launch(order())
+    told = json.dumps(
+        [launch.argv, dict(launch.env), {path: text.decode() for path, text in launch.files.items()}]
+    )
+    assert "Write kiwi" in told + launch.stdin.decode()
+    assert BASE in told
+    assert KEY in told
+    assert "sk-the-nodes-own" not in told
+    assert launch.env["HOME"] == "/home/agent"
+    assert launch.env["DO_NOT_TRACK"] == "1"
+    assert all(path.startswith("/home/agent/") for path in launch.files)
+
+
+@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+def test_the_tasks_environment_wins(name: str) -> None:
+    assert (
+        registry.HARNESSES[name].launch(order(env={"TERM": "xterm", "MORE": "1"})).env.items()
+        >= {"TERM": "xterm", "MORE": "1"}.items()
+    )
+
+
+@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+def test_a_setting_a_harness_does_not_know_is_refused_with_its_path(name: str) -> None:
+    with pytest.raises(Refused) as refused:
+        registry.HARNESSES[name].launch(order(settings={"apu": 1}))
+    assert refused.value.path == "$.harness.settings.apu"
+
+
+@pytest.mark.parametrize("name", sorted(known.name for known in registry.HARNESSES.values() if known.apis))
+def test_an_api_it_can_not_speak_is_refused_with_those_it_can(name: str) -> None:
+    with pytest.raises(Refused, match=f"one of {registry.HARNESSES[name].apis[0]}") as refused:
+        registry.HARNESSES[name].launch(order(settings={"api": "telepathy"}))
+    assert refused.value.path == "$.harness.settings.api"
+
+
+def test_an_instruction_no_argument_can_hold_is_refused_with_the_remedy() -> None:
+    with pytest.raises(Refused, match="put it in a file of the workspace") as refused:
+        codex.launch(order(instruction="ä" * 65536))
+    assert refused.value.path == "$.instruction"
+    assert codex.launch(order(instruction="ä" * 65535)).argv[-1] == "ä" * 65535
+
+
+def test_shell_fills_only_what_it_knows() -> None:
+    launch = shell.launch(
+        order(command=("run", "{instruction}", "{base_url}/v1", "{unknown}", "{", "}{model}"))
+    )
+    assert launch.argv == ("run", "Write kiwi into out.txt", f"{BASE}/v1", "{unknown}", "{", "}local-model")
+
+
+@given(st.text())
+def test_shell_fills_literally_and_once(instruction: str) -> None:
+    launch = shell.launch(order(instruction=instruction, command=("{instruction}",)))
+    assert launch.argv == (instruction,)
+
+
+def test_shell_without_a_command_is_refused() -> None:
+    with pytest.raises(Refused, match="needs a command"):
+        shell.launch(order(command=None))
+
+
+def test_an_unknown_harness_or_version_is_refused() -> None:
+    with pytest.raises(Refused, match=r"there are: claude_code, codex, gemini_cli, .*shell"):
+        registry.find(HarnessSpec(name="codexx"))
+    with pytest.raises(Refused, match=r"pins 0\.73\.1"):
+        registry.find(HarnessSpec(name="pi", version="0.1"))
+    assert registry.find(HarnessSpec(name="pi", version=pi.VERSION)) is pi.HARNESS
+
+
+OWN = harness.Harness(name="own", version="1", image="base", launch=shell.launch)
+
+
+def test_a_users_own_harness_comes_by_import_path_where_the_node_allows_it() -> None:
+    spec = HarnessSpec(import_path=f"{__name__}:OWN")
+    assert registry.find(spec, allowed_imports=("*",)).name == "own"
+    with pytest.raises(Refused):
+        registry.find(spec)
+    with pytest.raises(Refused, match="not a polarnode"):
+        registry.find(HarnessSpec(import_path=f"{__name__}:BASE"), allowed_imports=("*",))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "path", "able"),
+    [
+        (
+            "pi",
+            {"mcp_servers": {"w": McpServerSpec(command="x")}},
+            "$.harness.mcp_servers",
+            "claude_code, codex",
+        ),
+        ("mini_swe_agent", {"skills": {"k": "text"}}, "$.harness.skills", "codex, gemini_cli"),
+        ("shell", {"skills": {"k": "text"}}, "$.harness.skills", "leave them out"),
+        (
+            None,
+            {"mcp_servers": {"w": McpServerSpec(command="x")}},
+            "$.harness.mcp_servers",
+            "own takes no mcp_servers",
+        ),
+    ],
+)
+def test_what_a_harness_can_not_be_given_is_refused(
+    name: str | None, more: dict[str, Any], path: str, able: str
+) -> None:
+    spec = (
+        HarnessSpec(import_path=f"{__name__}:OWN", **more) if name is None else HarnessSpec(name=name, **more)
+    )
+    with pytest.raises(Refused, match=able) as refused:
+        registry.find(spec, allowed_imports=("*",))
+    assert refused.value.path == path
+    assert registry.find(HarnessSpec(name="codex", **more)) is codex.HARNESS
+
+
+def test_shell_tells_every_sdk_where_to_go() -> None:
+    env = shell.launch(order(instruction="x")).env
+    assert (env["OPENAI_BASE_URL"], env["ANTHROPIC_BASE_URL"], env["GOOGLE_GEMINI_BASE_URL"]) == (
+        f"{BASE}/v1",
+        BASE,
+        BASE,
+    )
+    assert {env[name] for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")} == {KEY}
+    assert {env[name] for name in ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL")} == {"local-model"}
+    assert env["POLARNODE_INSTRUCTION"] == "x"

@@ -1,0 +1,317 @@
+"""Bodies read to a limit, answers sent as they come: in virtual time, against a recording of what left."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from attrs import define, field
+
+from polarnode.gateway.call_events import Break, Done, Outgoing, Send
+from polarnode.gateway.delivery import Pace, deliver
+from polarnode.http import asgi
+from polarnode.http.asgi import Crowded, Left, Responder, Room, TooLarge, header_map, read_body, wait_left
+from polarnode.http.server import Address, open_server
+from polarnode.providers.contract import Reply
+
+PACE = Pace(opening_s=1.0, quiet_s=10.0)
+
+
+@define(eq=False)
+class Wire:
+    """What left, and when."""
+
+    sent: list[Any] = field(factory=list)
+    times: list[float] = field(factory=list)
+
+    async def send(self, message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sent.append(message)
+        self.times.append(trio.current_time())
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.sent[1:]]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.sent) and self.sent[-1].get("more_body") is False
+
+
+def parts(*bodies: bytes, left: bool = False) -> Callable[[], Any]:
+    """What Hypercorn hands an app: the body in parts, then a disconnect."""
+    messages = [
+        {"type": "http.request", "body": body, "more_body": place + 1 < len(bodies) or left}
+        for place, body in enumerate(bodies)
+    ]
+    messages.append({"type": "http.disconnect"})
+
+    async def receive() -> Any:
+        await trio.lowlevel.checkpoint()
+        return messages.pop(0)
+
+    return receive
+
+
+# ── bodies ────────────────────────────────────────────────────────────────────
+
+
+async def read(receive: Any, *, limit: int = asgi.BODY_BYTES, room: Room | None = None) -> object:
+    """A body, read through a door of its own."""
+    with (room or Room()).hold() as hold:
+        return await read_body(receive, hold=hold, limit=limit)
+
+
+async def test_bodies_of_one_door_have_a_room_together() -> None:
+    room = Room(free=10)
+    with room.hold() as first:
+        assert await read_body(parts(b"x" * 6), hold=first) == b"x" * 6
+        receive = parts(b"x" * 4, b"x")
+        assert await read(receive, room=room) == Crowded()
+        # a client that still sends would not read its refusal
+        assert (await receive())["type"] == "http.disconnect"
+        assert await read(parts(b"x" * 4), room=room) == b"x" * 4
+        assert await read(parts(b"x" * 5), limit=4, room=room) == TooLarge()
+    assert room.free == 10, "given back, however the request ended"
+    assert await read(parts(b"x" * 10), room=room) == b"x" * 10
+
+
+async def test_a_body_is_put_together() -> None:
+    assert await read(parts(b"ab", b"", b"cd")) == b"abcd"
+    assert await read(parts(b"")) == b""
+
+
+async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
+    receive = parts(b"x" * 6, b"x" * 6, b"x" * 6)
+    assert await read(receive, limit=10) == TooLarge()
+    assert (await receive())["type"] == "http.disconnect"  # a client that still sends would not read its 413
+    assert await read(parts(b"x" * 5, b"x" * 5), limit=10) == b"x" * 10
+
+
+async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "DRAINED_BYTES", 20)
+    receive = parts(*[b"x" * 8] * 10)
+    assert await read(receive, limit=10) == TooLarge()
+    assert (await receive())["type"] == "http.request"
+
+
+async def test_a_client_that_goes_before_its_body_is_whole() -> None:
+    assert await read(parts(b"ab", left=True)) == Left()
+
+
+async def test_waiting_for_the_client_to_leave_drops_what_it_sends() -> None:
+    await wait_left(parts(b"more", b"and more"))
+
+
+def test_headers_are_found_by_lower_case_name() -> None:
+    assert header_map([(b"X-Api-Key", b"k"), (b"A", b"1"), (b"a", b"2")]) == {"x-api-key": "k", "a": "2"}
+
+
+# ── answers ───────────────────────────────────────────────────────────────────
+
+
+async def delivered(*script: Outgoing | float, signs: int = 99, close: bool = True) -> Wire:
+    """Deliver a script: commands, and seconds of silence between them; `signs` of life are to be had."""
+    wire, left = Wire(), [signs]
+    sender, receiver = trio.open_memory_channel[Outgoing](0)
+
+    def on_quiet() -> list[Outgoing]:
+        left[0] -= 1
+        return [Send(b"alive")] if left[0] >= 0 else []
+
+    async def tell() -> None:
+        with sender:
+            for step in script:
+                if isinstance(step, float):
+                    await trio.sleep(step)
+                else:
+                    await sender.send(step)
+            if not close:
+                await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(tell)
+        await deliver(receiver, Responder(wire.send, "id7"), pace=PACE, on_quiet=on_quiet)
+        nursery.cancel_scope.cancel()
+    return wire
+
+
+async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    wire = await delivered(Send(b"a"), 1.0, Send(b"b"), Done(), close=False)
+    start = wire.sent[0]
+    assert (start["type"], start["status"]) == ("http.response.start", 200)
+    assert dict(start["headers"]) == {
+        b"content-type": b"text/event-stream",
+        b"cache-control": b"no-cache",
+        b"x-request-id": b"id7",
+    }
+    assert wire.bodies == [b"a", b"b", b""]
+    assert wire.ended
+
+
+async def test_pieces_that_wait_together_leave_as_one() -> None:
+    wire = Wire()
+    send, receive = trio.open_memory_channel[Outgoing](10)
+    for command in (Send(b"a"), Send(b"b"), Send(b"c"), Send(b"alone", alone=True), Done(), Send(b"late")):
+        send.send_nowait(command)
+    await deliver(receive, Responder(wire.send, "id7"), pace=PACE, on_quiet=list)
+    assert wire.bodies == [b"abc", b"alone", b""]
+    assert wire.ended
+
+
+async def test_what_comes_as_the_silence_ends_is_sent_all_the_same(
+    mock_clock: trio.testing.MockClock,
+) -> None:
+    wire = Wire()
+    send, receive = trio.open_memory_channel[Outgoing](2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(deliver, receive, Responder(wire.send, "id7"), pace=PACE, on_quiet=list))
+        await trio.testing.wait_all_tasks_blocked()
+        send.send_nowait(Send(b"a"))
+        mock_clock.jump(PACE.opening_s)  # before the one who waits has run
+        await trio.testing.wait_all_tasks_blocked()
+        assert wire.bodies == [b"a"]
+        send.send_nowait(Done())
+        mock_clock.jump(PACE.quiet_s)
+    assert wire.ended
+
+
+async def test_a_reply_is_whole_and_has_its_length(autojump_clock: trio.testing.MockClock) -> None:
+    wire = await delivered(
+        Reply(status=400, headers=(("content-type", "application/json"), ("retry-after", "2")), body=b"{}"),
+        close=False,
+    )
+    start = wire.sent[0]
+    assert start["status"] == 400
+    assert (b"content-length", b"2") in start["headers"]
+    assert (b"retry-after", b"2") in start["headers"]
+    assert (b"x-request-id", b"id7") in start["headers"]
+    assert wire.bodies == [b"{}"]
+    assert wire.ended
+
+
+async def test_a_broken_stream_is_not_ended(autojump_clock: trio.testing.MockClock) -> None:
+    wire = await delivered(Send(b"half"), Break(), close=False)
+    assert wire.bodies == [b"half"]
+    assert not wire.ended
+
+
+async def test_when_nothing_more_comes_nothing_more_is_said(autojump_clock: trio.testing.MockClock) -> None:
+    assert (await delivered()).sent == []
+    assert not (await delivered(Send(b"half"))).ended
+
+
+async def test_headers_leave_within_a_second_and_every_silence_is_broken_after_ten(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    wire = await delivered(25.5, Send(b"a"), 9.0, Send(b"b"), 11.0, Done())
+    assert wire.bodies == [b"alive", b"alive", b"alive", b"a", b"b", b"alive", b""]
+    assert [round(at, 1) for at in wire.times] == [1.0, 1.0, 11.0, 21.0, 25.5, 34.5, 44.5, 45.5]
+
+
+async def test_an_answer_that_can_not_be_kept_alive_waits_without_a_word(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    wire = await delivered(300.0, Reply(status=200, headers=(), body=b"late"), signs=0)
+    assert wire.bodies == [b"late"]
+    assert trio.current_time() == 300.0
+
+
+def test_the_pace_is_faster_than_the_least_patient_harness() -> None:
+    """60 s for headers, 15-30 s between events (harnesses.md 14.4, 14.5)."""
+    assert Pace().opening_s < 60
+    assert Pace().quiet_s <= 10
+
+
+# ── what was delivered ────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Socket:
+    """A server's send, whose socket takes `takes` writes and then none; `breaks` says that the next one fails
+    instead of being dropped.
+    """
+
+    wire: asgi.Wire
+    takes: int
+    breaks: bool = False
+
+    async def send(self, message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.takes:
+            self.takes -= 1
+            self.wire.writes += 1
+        elif self.breaks:
+            self.wire.broken = True
+
+
+async def sent(takes: int, *commands: Outgoing, breaks: bool = False) -> bool:
+    wire = asgi.Wire()
+    responder = Responder(Socket(wire, takes, breaks).send, "id", wire)
+    send, receive = trio.open_memory_channel[Outgoing](10)
+    for command in commands:
+        send.send_nowait(command)
+    send.close()
+    await deliver(receive, responder, pace=PACE, on_quiet=list)
+    return responder.delivered
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_answer_is_delivered_when_its_last_bytes_were_taken(breaks: bool) -> None:
+    reply = Reply(status=200, headers=(), body=b"{}")
+    assert [await sent(takes, reply, breaks=breaks) for takes in (0, 1, 2)] == [False, False, True]
+    streamed = (Send(b"a"), Done())
+    assert [await sent(takes, *streamed, breaks=breaks) for takes in range(4)] == [False, False, True, True]
+
+
+async def test_a_stream_that_was_cut_is_not_delivered() -> None:
+    assert not await sent(99, Send(b"a"), Break())
+    assert not await sent(99, Send(b"a"))
+
+
+async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
+    wire = asgi.Wire(broken=True)
+    responder = Responder(Socket(wire, 99).send, "id", wire)
+    await responder.reply(Reply(status=200, headers=(), body=b"{}"))
+    assert not responder.delivered
+
+
+async def test_another_server_than_ours_is_believed() -> None:
+    wire = Wire()
+    responder = Responder(wire.send, "id", asgi.wire_of({"type": "http"}))  # type: ignore[typeddict-item]
+    await responder.reply(Reply(status=200, headers=(), body=b"{}"))
+    assert responder.delivered
+
+
+@pytest.mark.parametrize(("reads", "expected"), [(1 << 30, True), (10, False)])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_over_a_socket_the_server_says_what_was_taken(
+    reads: int, expected: bool, streamed: bool
+) -> None:
+    found = list[bool]()
+    ended = trio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        responder = Responder(send, "id", asgi.wire_of(scope))
+        body = b"x" * (64 << 20)  # more than any socket's buffers
+        if streamed:
+            await responder.stream(body, "text/plain")
+            await responder.end()
+        else:
+            await responder.reply(Reply(status=200, headers=(), body=body))
+        found.append(responder.delivered)
+        ended.set()
+
+    async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
+        client = await trio.open_tcp_stream(address.host, address.port)
+        await client.send_all(b"GET / HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n")
+        while reads > 0 and (got := await client.receive_some(min(reads, 1 << 20))):
+            reads -= len(got)
+        await client.aclose()
+        with trio.fail_after(30):
+            await ended.wait()
+    assert found == [expected]

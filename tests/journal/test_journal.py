@@ -1,0 +1,715 @@
+"""The journal: order, numbers, positions, and what outlives the process."""
+
+import sqlite3
+from base64 import b64decode
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+import pytest
+import trio
+from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
+from polarnode.core.codec import trajectory_json
+from polarnode.core.errors import JournalError, Refused
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.journal.entries import Entry
+from polarnode.journal.journal import Journal, check_consumer, open_journal
+from polarnode.journal.schema import VERSION
+from polarnode.journal.values import Filters, Retention, as_json
+
+Open = Callable[..., AbstractAsyncContextManager[Journal]]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, clock: Clock) -> Open:
+    """Opens the test's one journal, as often as it likes."""
+
+    @asynccontextmanager
+    async def opener(**more: Any) -> AsyncIterator[Journal]:
+        async with open_journal(
+            tmp_path / "state" / "journal.sqlite", now=lambda: clock.time, **more
+        ) as journal:
+            yield journal
+
+    return opener
+
+
+def take(journal: Journal, *sessions: str, task_id: str = "t", **more: Any) -> None:
+    journal.task_submitted(
+        make_spec(**more), task_id=task_id, session_ids=sessions, idempotency_key=more.pop("key", None)
+    )
+
+
+def record(journal: Journal, trajectory: Trajectory) -> None:
+    for turn in trajectory.turns:
+        journal.turn(turn)
+    journal.publish(trajectory)
+
+
+async def listed(journal: Journal, after: int = 0, **filters: Any) -> list[tuple[int, str]]:
+    page = await journal.events(after, filters=Filters(**filters))
+    return [(event.seq, event.key) for event in page.events]
+
+
+# What the polarnode before version 2 packed of `make_trajectory("s", turns=2)`: its turns and the trajectory
+# itself.
+OLD_TURNS = (
+    (
+        "AY2qc2Vzc2lvbl9pZKFzpWluZGV4AKhwcm92aWRlcqlhbnRocm9waWOnbGluZWFnZQCmcGFyZW50wKRraW5kpHJvb3SmcmVhc29uoKxwcm9tcHRfZGVsdGHEEAAAAAABAAAAAgAA"
+        "AAMAAACtcHJvbXB0X2xlbmd0aASnc2FtcGxlZMQM6AMAAOkDAADqAwAAqGxvZ3Byb2JzxAwAAAC/AAAAvwAAAL+tdmVyc2lvbl9zcGFuc5GDp3ZlcnNpb26idjGlc3RhcnQAo2Vu"
+        "ZAOmYW5zd2VygqVwYXJ0c5GlaGVsbG+tZmluaXNoX3JlYXNvbqRzdG9w"
+    ),
+    (
+        "AY2qc2Vzc2lvbl9pZKFzpWluZGV4Aahwcm92aWRlcqlhbnRocm9waWOnbGluZWFnZQCmcGFyZW50AKRraW5kpmV4dGVuZKZyZWFzb26grHByb21wdF9kZWx0YcQQCgAAAAsAAAAM"
+        "AAAADQAAAK1wcm9tcHRfbGVuZ3RoBKdzYW1wbGVkxAzoAwAA6QMAAOoDAACobG9ncHJvYnPEDAAAAL8AAAC/AAAAv612ZXJzaW9uX3NwYW5zkYOndmVyc2lvbqJ2MaVzdGFydACj"
+        "ZW5kA6ZhbnN3ZXKCpXBhcnRzkaVoZWxsb61maW5pc2hfcmVhc29upHN0b3A="
+    ),
+)
+OLD_TRAJECTORY = (
+    "AYiqc2Vzc2lvbl9pZKFzp3Rhc2tfaWShdKhncm91cF9pZKFnrHNhbXBsZV9pbmRleACnb3V0Y29tZYGmc3RhdHVzqWNvbXBsZXRlZKZyZXdhcmTLP/AAAAAAAACmdHJhY2VzkYen"
+    "bGluZWFnZQCpdG9rZW5faWRzAKlsb3NzX21hc2uTBwQHqGxvZ3Byb2JzwK1wcm9tcHRfbGVuZ3RoBKp0dXJuX3NwYW5zkYOkdHVybgClc3RhcnQEo2VuZAetdmVyc2lvbl9zcGFu"
+    "c5GDp3ZlcnNpb26idjGlc3RhcnQEo2VuZAeldHVybnPA"
+)
+
+
+# ── what is written is read ───────────────────────────────────────────────────
+
+
+async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a", "b", num_samples=2, group_id="g")
+        journal.session_started(make_identity("a"))
+        journal.turn(make_turn("a"))
+        await journal.flushed()
+        task = await journal.task("t")
+        assert task is not None
+        assert (task.group_id, task.spec, task.submitted, task.finished) == (
+            "g",
+            make_spec(num_samples=2, group_id="g"),
+            1000.0,
+            False,
+        )
+        assert [
+            (one.session_id, one.sample_index, one.turns, one.sampled_tokens, one.outcome)
+            for one in task.sessions
+        ] == [
+            ("a", 0, 1, 3, None),
+            ("b", 1, 0, 0, None),
+        ]
+        assert await journal.turns("a") == (make_turn("a"),)
+        assert await journal.trajectory("a") is None
+        assert await listed(journal) == []
+
+        first, second = (
+            make_trajectory("a"),
+            make_trajectory("b", sample_index=1, status="timeout", reward=None),
+        )
+        record(journal, first)
+        await journal.flushed()
+        assert await listed(journal) == [(1, "trajectory:a")]
+        record(journal, second)
+        await journal.flushed()
+        assert await listed(journal) == [
+            (1, "trajectory:a"),
+            (2, "trajectory:b"),
+            (3, "group:t"),
+            (4, "task:t"),
+        ]
+        assert await journal.trajectory("a") == first
+        assert await journal.trajectory("b") == second
+        task = await journal.task("t")
+        assert task is not None
+        assert task.finished
+        assert [one.outcome for one in task.sessions] == [first.outcome, second.outcome]
+        assert [one.reward for one in task.sessions] == [1.0, None]
+
+
+async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a", "b", group_id="g")
+        record(journal, make_trajectory("a"))
+        record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
+        await journal.flushed()
+        page = await journal.events(0, telling=as_json("base64"))
+        bodies = [orjson.loads(event.json) for event in page.events]
+        assert bodies[0] == {
+            "seq": 1,
+            "key": "trajectory:a",
+            "trajectory": orjson.loads(orjson.dumps(trajectory_json(make_trajectory("a"), arrays="base64"))),
+        }
+        assert bodies[2]["group"]["rewards"] == [1.0, 0.0]
+        assert (
+            bodies[2]["group"]["sessions"][1].items()
+            >= {
+                "session_id": "b",
+                "sample_index": 1,
+                "status": "failed",
+                "reward": 0.0,
+            }.items()
+        )
+        assert bodies[3]["task"]["counts"] == {"completed": 1, "failed": 1}
+        assert (bodies[3]["task"]["task_id"], bodies[3]["task"]["group_id"]) == ("t", "g")
+
+
+async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a")
+        record(journal, make_trajectory("a", reward=0.25))
+        journal.publish(make_trajectory("a", reward=0.75))
+        journal.turn(make_turn("b", sampled=1))
+        journal.turn(make_turn("b", sampled=2))
+        await journal.flushed()
+        assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
+        found = await journal.trajectory("a")
+        assert found is not None
+        assert found.reward == 0.25
+        assert await journal.turns("b") == (make_turn("b", sampled=2),)
+
+
+async def test_a_capture_has_no_task_and_no_task_event(opened: Open) -> None:
+    async with opened() as journal:
+        journal.session_started(make_identity("lone", task_id="capture"))
+        record(journal, make_trajectory("lone", task_id="capture"))
+        await journal.flushed()
+        assert await listed(journal) == [(1, "trajectory:lone")]
+        assert await journal.task("capture") is None
+
+
+async def test_a_task_is_found_by_its_key_and_listed_newest_first(opened: Open) -> None:
+    async with opened() as journal:
+        for number in range(5):
+            journal.task_submitted(
+                make_spec(),
+                task_id=f"t{number}",
+                session_ids=(f"s{number}",),
+                idempotency_key=f"k{number % 2}",
+            )
+        await journal.flushed()
+        found = await journal.task_of_key("k1")
+        assert found is not None
+        assert found.task_id == "t1"
+        assert await journal.task_of_key("k9") is None
+        first = await journal.tasks(limit=2)
+        assert [task.task_id for task in first] == ["t4", "t3"]
+        assert [task.task_id for task in await journal.tasks(limit=9, before="t3")] == ["t2", "t1", "t0"]
+        session = await journal.session("s3")
+        assert session is not None
+        assert session.task_id == "t3"
+        assert await journal.session("none") is None
+
+
+# ── reading on, filters, pages ────────────────────────────────────────────────
+
+
+async def test_filters_let_a_reader_move_past_what_it_does_not_want(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a", "b", task_id="t1", group_id="g1")
+        take(journal, "c", task_id="t2", group_id="g2")
+        record(journal, make_trajectory("a", task_id="t1", group_id="g1", status="failed", reward=0.0))
+        record(journal, make_trajectory("c", task_id="t2", group_id="g2"))
+        record(journal, make_trajectory("b", task_id="t1", group_id="g1", reward=0.5))
+        await journal.flushed()
+        assert [key for _, key in await listed(journal, task_id="t1")] == [
+            "trajectory:a",
+            "trajectory:b",
+            "group:t1",
+            "task:t1",
+        ]
+        assert [key for _, key in await listed(journal, group_id="g2")] == [
+            "trajectory:c",
+            "group:t2",
+            "task:t2",
+        ]
+        assert [key for _, key in await listed(journal, outcome="failed", kinds=("trajectory",))] == [
+            "trajectory:a"
+        ]
+        assert [key for _, key in await listed(journal, min_reward=0.5, kinds=("trajectory",))] == [
+            "trajectory:c",
+            "trajectory:b",
+        ]
+        nothing = await journal.events(0, filters=Filters(task_id="none"))
+        assert (nothing.events, nothing.seen) == ((), journal.last_seq)
+        page = await journal.events(0, filters=Filters(task_id="t1"), limit=1)
+        assert (len(page.events), page.seen) == (1, 1)
+        assert (await journal.events(99)).seen == 99
+
+
+async def test_a_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polarnode.journal.queries.PAGE_BYTES", 3000)
+    async with opened() as journal:
+        for number in range(6):
+            record(journal, make_trajectory(f"s{number}", task_id="x"))
+        await journal.flushed()
+        seen, pages = 0, []
+        while (page := await journal.events(seen)).events:
+            pages.append(len(page.events))
+            seen = page.seen
+        assert sum(pages) == 6
+        assert len(pages) > 2
+
+
+async def test_a_waiting_reader_is_woken_by_the_commit(opened: Open) -> None:
+    async with opened() as journal, trio.open_nursery() as nursery:
+        woken: list[int] = []
+
+        async def reader() -> None:
+            await journal.wait_after(0)
+            woken.append(journal.last_seq)
+
+        nursery.start_soon(reader)
+        journal.turn(make_turn("a"))
+        await journal.flushed()
+        assert woken == []
+        record(journal, make_trajectory("a"))
+        await journal.flushed()
+        await trio.testing.wait_all_tasks_blocked()
+        assert woken == [1]
+
+
+# ── consumers ─────────────────────────────────────────────────────────────────
+
+
+async def test_a_position_moves_forward_only_and_never_into_the_future(opened: Open) -> None:
+    async with opened() as journal:
+        assert await journal.acknowledge("one", 7) == 0
+        for number in range(3):
+            record(journal, make_trajectory(f"s{number}", task_id="x"))
+        await journal.flushed()
+        assert await journal.acknowledge("one", 2) == 2
+        assert await journal.acknowledge("one", 1) == 2
+        assert await journal.acknowledge("one", 99) == 3
+        assert await journal.acknowledge("two", 1) == 1
+        assert (
+            await journal.position("one"),
+            await journal.position("two"),
+            await journal.position("three"),
+        ) == (3, 1, 0)
+    async with opened() as journal:
+        assert (await journal.position("one"), await journal.position("two")) == (3, 1)
+        assert journal.statistics().positions == {"one": 3, "two": 1}
+
+
+def test_a_consumers_name_is_checked() -> None:
+    assert check_consumer("trainer 1") == "trainer 1"
+    for name in ("", "x" * 129, "a\n"):
+        with pytest.raises(Refused, match="consumer must be a name"):
+            check_consumer(name)
+
+
+# ── lives ─────────────────────────────────────────────────────────────────────
+
+
+async def test_numbers_go_on_after_a_restart(opened: Open) -> None:
+    async with opened() as journal:
+        record(journal, make_trajectory("a", task_id="x"))
+    async with opened() as journal:
+        assert (journal.first_seq, journal.last_seq) == (1, 1)
+        record(journal, make_trajectory("b", task_id="x"))
+        await journal.flushed()
+        assert await listed(journal) == [(1, "trajectory:a"), (2, "trajectory:b")]
+
+
+async def test_what_an_earlier_life_left_unfinished_is_found(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "done", "begun", "named", group_id="g")
+        journal.session_started(make_identity("begun", sample_index=1))
+        record(journal, make_trajectory("done"))
+        journal.turn(make_turn("begun", 0))
+        journal.turn(make_turn("begun", 1))
+        await journal.flushed()
+        assert await journal.unfinished() == ()
+    async with opened() as journal:
+        begun, named = await journal.unfinished()
+        assert begun.identity == make_identity("begun", sample_index=1)
+        assert begun.spec == make_spec(group_id="g")
+        assert begun.turns == (make_turn("begun", 0), make_turn("begun", 1))
+        assert named.identity == attrs.evolve(
+            make_identity("named", sample_index=2), harness_version=None, model="", node=""
+        )
+        for left in (begun, named):
+            record(
+                journal,
+                attrs.evolve(
+                    make_trajectory(left.identity.session_id, status="interrupted", turns=2),
+                    turns=left.turns,
+                    traces=(),
+                ),
+            )
+        await journal.flushed()
+        assert await journal.unfinished() == ()
+        assert [key for _, key in await listed(journal)] == [
+            "trajectory:done",
+            "trajectory:begun",
+            "trajectory:named",
+            "group:t",
+            "task:t",
+        ]
+
+
+async def test_leaving_writes_what_is_queued_even_when_cancelled(opened: Open) -> None:
+    with trio.CancelScope() as scope:
+        async with opened() as journal:
+            for number in range(200):
+                journal.turn(make_turn("a", number))
+            scope.cancel()
+    async with opened() as journal:
+        assert len(await journal.turns("a")) == 200
+
+
+async def test_a_virtual_clock_does_not_cut_the_closing(
+    opened: Open, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened() as journal:
+        for number in range(200):
+            journal.turn(make_turn("a", number))
+    async with opened() as journal:
+        assert len(await journal.turns("a")) == 200
+
+
+async def test_a_journal_is_one_processs_own(opened: Open) -> None:
+    async with opened():
+        with pytest.raises(JournalError, match="in use by another process"):
+            async with opened():
+                pytest.fail("two writers would share numbers")
+
+
+async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: Open, tmp_path: Path) -> None:
+    old = make_trajectory("s", turns=2)
+    async with opened() as journal:
+        record(journal, make_trajectory("s", turns=2))
+        await journal.flushed()
+    db = sqlite3.connect(tmp_path / "state" / "journal.sqlite")
+    for index, body in enumerate(OLD_TURNS):
+        db.execute("UPDATE turns SET body = ? WHERE turn = ?", (b64decode(body), index))
+    db.execute("UPDATE trajectories SET body = ?", (b64decode(OLD_TRAJECTORY),))
+    came_with_3 = (("sessions", "attempt"), ("sessions", "retried_as"), ("tasks", "cancelled"))
+    came_with_4 = (
+        ("events", "at"),
+        ("positions", "moved"),
+        ("positions", "heard"),
+        ("sessions", "trainable"),
+        ("sessions", "staleness"),
+    )
+    for table, column in came_with_3 + came_with_4:
+        db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    for table in ("weights", "callbacks", "callback_urls", "marks"):  # these with 4 and 5
+        db.execute(f"DROP TABLE {table}")
+    db.execute("PRAGMA user_version = 1")
+    db.commit()
+    db.close()
+    async with opened() as journal:
+        assert await journal.trajectory("s") == old
+        carried = attrs.evolve(
+            make_turn("new"),
+            top=TopLogprobs(k=1, ids=ids([1, 2, 3]), logprobs=floats([-0.5] * 3)),
+            routed=RoutedExperts(start=0, layers=2, top_k=1, dtype="uint8", data=bytes(12)),
+        )
+        journal.turn(carried)
+        await journal.flushed()
+        assert await journal.turns("new") == (carried,)
+    with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
+    db.close()
+
+
+async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "state" / "journal.sqlite"
+    path.parent.mkdir()
+    path.write_bytes(b"not a database at all, but long enough to be looked at" * 100)
+    with pytest.raises(JournalError, match="can not be opened"):
+        async with opened():
+            pytest.fail("opened")
+    path.unlink()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 77")
+    db.close()
+    with pytest.raises(JournalError, match="version 77"):
+        async with opened():
+            pytest.fail("opened")
+
+
+# ── retention ─────────────────────────────────────────────────────────────────
+
+
+async def publish_many(journal: Journal, count: int, start: int = 0) -> None:
+    for number in range(start, start + count):
+        take(journal, f"s{number}", task_id=f"t{number}")
+        record(journal, make_trajectory(f"s{number}", task_id=f"t{number}", sampled=2000))
+        await journal.flushed()
+
+
+async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Open) -> None:
+    async with opened(retention=Retention(acknowledged=1 << 20, everything=1 << 40)) as journal:
+        await journal.acknowledge("slow", 0)
+        await publish_many(journal, 60)
+        assert journal.first_seq == 1
+        assert journal.statistics().stored_bytes > 1 << 20
+        await journal.acknowledge("fast", 150)
+        await publish_many(journal, 1, start=60)
+        assert journal.first_seq == 1
+        assert await journal.acknowledge("slow", 90) == 90
+        await publish_many(journal, 30, start=61)
+        assert 1 < journal.first_seq <= 91
+        assert await journal.trajectory("s0") is None
+        assert await journal.task("t0") is None
+        assert await journal.turns("s0") == ()
+        assert await journal.trajectory("s90") is not None
+
+
+async def test_beyond_the_last_limit_the_oldest_go_and_numbers_do_not_come_again(opened: Open) -> None:
+    limits = Retention(acknowledged=1 << 19, everything=1 << 19)
+    async with opened(retention=limits) as journal:
+        journal.turn(make_turn("running"))
+        await publish_many(journal, 80)
+        assert journal.first_seq > 1
+        assert journal.statistics().stored_bytes < 1 << 20
+        assert (await listed(journal))[0][0] == journal.first_seq
+        assert len(await journal.turns("running")) == 1
+    async with opened(retention=limits) as journal:
+        assert journal.last_seq == 240
+        assert journal.first_seq > 1
+
+
+# ── one place, several sessions ───────────────────────────────────────────────
+
+LOST = Outcome(status="error", boundary="runtime", reason="the container did not start")
+
+
+def replace(
+    journal: Journal, lost: str, successor: str, *, sample_index: int = 0, attempt: int = 0, turns: int = 1
+) -> Trajectory:
+    """A session that the machine lost, and the one that takes its place."""
+    trajectory = make_trajectory(lost, sample_index=sample_index, turns=turns, reward=None)
+    replaced = attrs.evolve(trajectory, outcome=LOST, attempt=attempt, retried_as=successor)
+    for turn in replaced.turns:
+        journal.turn(turn)
+    journal.replaced(
+        replaced, attrs.evolve(make_identity(successor, sample_index=sample_index), attempt=attempt + 1)
+    )
+    return replaced
+
+
+async def test_a_place_is_its_last_sessions_and_the_group_hears_of_no_other(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a", "b")
+        replace(journal, "b", "b2", sample_index=1, turns=2)
+        replace(journal, "b2", "b3", sample_index=1, attempt=1)
+        record(journal, make_trajectory("a"))
+        await journal.flushed()
+        assert await listed(journal) == [(3, "trajectory:a")], (
+            "a place that is to be filled keeps its group open"
+        )
+        task = await journal.task("t")
+        assert task is not None
+        assert [(one.session_id, one.sample_index, one.attempt, one.retried_as) for one in task.sessions] == [
+            ("a", 0, 0, None),
+            ("b3", 1, 2, None),
+        ]
+        assert not task.finished
+        record(journal, attrs.evolve(make_trajectory("b3", sample_index=1), attempt=2))
+        await journal.flushed()
+        page = await journal.events(0)
+        assert [event.key for event in page.events] == ["trajectory:a", "trajectory:b3", "group:t", "task:t"]
+        group = orjson.loads(page.events[2].body)
+        assert [one["session_id"] for one in group["sessions"]] == ["a", "b3"]
+        assert orjson.loads(page.events[3].body)["counts"] == {"completed": 2}
+
+
+async def test_a_replaced_session_is_read_by_who_asks_for_it(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a")
+        replaced = replace(journal, "a", "a2", turns=2)
+        await journal.flushed()
+        assert await journal.turns("a") == replaced.turns
+        found, known = await journal.trajectory("a"), await journal.session("a")
+        assert found is not None
+        assert known is not None
+        assert (found.outcome, known.outcome, known.retried_as, known.turns) == (LOST, LOST, "a2", 2)
+        assert (await journal.events(0)).events == ()
+        (event,) = (await journal.events(0, filters=Filters(kinds=("attempt",)))).events
+        assert (event.kind, event.key) == ("attempt", "attempt:a")
+        assert orjson.loads(event.json)["attempt"]["session_id"] == "a"
+        for passed_over in (
+            Filters(kinds=("attempt",), outcome="completed"),
+            Filters(kinds=("attempt",), min_reward=0.0),
+        ):
+            page = await journal.events(0, filters=passed_over)
+            assert (page.events, page.seen) == ((), 1)
+
+
+async def test_replacing_again_and_publishing_late_change_nothing(opened: Open, tmp_path: Path) -> None:
+    """An entry may be applied twice; and a session that has lost its place can not win it back."""
+    async with opened() as journal:
+        take(journal, "a")
+        replace(journal, "a", "a2")
+        replace(journal, "a", "a3")
+        record(journal, make_trajectory("a"))
+        await journal.flushed()
+        task = await journal.task("t")
+        assert task is not None
+        assert [one.session_id for one in task.sessions] == ["a2"]
+        assert await journal.session("a3") is None
+        assert [
+            event.key
+            for event in (await journal.events(0, filters=Filters(kinds=("trajectory", "attempt")))).events
+        ] == ["attempt:a"]
+    async with opened() as journal:
+        assert [left.identity.session_id for left in await journal.unfinished()] == ["a2"]
+        assert [left.identity.attempt for left in await journal.unfinished()] == [1]
+
+
+async def test_a_finished_session_is_not_replaced(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a")
+        record(journal, make_trajectory("a"))
+        replace(journal, "a", "a2")
+        await journal.flushed()
+        assert await journal.session("a2") is None
+        assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
+
+
+async def test_cancelling_outlives_the_node(opened: Open) -> None:
+    async with opened() as journal:
+        take(journal, "a")
+        take(journal, "b", task_id="other")
+        journal.task_cancelled("t")
+        journal.task_cancelled("nobody's")
+        await journal.flushed()
+        task = await journal.task("t")
+        assert task is not None
+        assert task.cancelled == 1000.0
+    async with opened() as journal:
+        assert {left.identity.session_id: left.cancelled for left in await journal.unfinished()} == {
+            "a": True,
+            "b": False,
+        }
+
+
+async def test_replaced_sessions_are_pruned_with_their_turns(opened: Open) -> None:
+    limits = Retention(acknowledged=1 << 19, everything=1 << 19)
+    async with opened(retention=limits) as journal:
+        take(journal, "a")
+        replace(journal, "a", "a2", turns=3)
+        record(journal, make_trajectory("a2"))
+        await publish_many(journal, 80)
+        assert journal.first_seq > 4
+        assert (await journal.turns("a"), await journal.session("a"), await journal.session("a2")) == (
+            (),
+            None,
+            None,
+        )
+
+
+# ── when things go wrong ──────────────────────────────────────────────────────
+
+
+async def test_a_full_disk_is_said_waited_out_and_loses_nothing(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real SQLITE_FULL: the writer's connection may not grow the file, until it may again."""
+    monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
+    async with opened() as journal:
+        # SQLite takes the current size when it is larger
+        journal._writer.db.execute("PRAGMA max_page_count = 1")
+        for number in range(50):
+            record(journal, make_trajectory(f"s{number}", task_id="x", sampled=2000))
+        while journal.statistics().warning is None:  # noqa: ASYNC110 - a thread's attempt that fails has no event
+            await trio.sleep(0.01)
+        state = journal.statistics()
+        assert "make room on its disk" in (state.warning or "")
+        assert state.refuses_tasks
+        assert state.backlog_entries > 0
+        assert state.backlog_bytes > 0
+        journal.turn(make_turn("more"))
+        journal._writer.db.execute("PRAGMA max_page_count = 1073741823")
+        await journal.flushed()
+        state = journal.statistics()
+        assert (
+            state.warning,
+            state.refuses_tasks,
+            state.backlog_entries,
+            state.backlog_bytes,
+            state.dropped,
+        ) == (None, False, 0, 0, 0)
+        assert journal.last_seq == 50
+        assert len(await journal.turns("more")) == 1
+
+
+async def test_closing_on_a_full_disk_is_bounded(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
+    async with opened() as journal:
+        journal._writer.db.execute("PRAGMA max_page_count = 1")
+        for number in range(50):
+            record(journal, make_trajectory(f"s{number}", task_id="x", sampled=2000))
+    assert "entries unwritten" in caplog.text
+
+
+async def test_too_little_room_refuses_tasks_before_the_disk_is_full(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as journal:
+        assert not journal.refuses_tasks
+        monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
+        assert journal.refuses_tasks
+        assert "make room" in (journal.statistics().warning or "")
+        monkeypatch.undo()
+        monkeypatch.setattr("polarnode.journal.journal.BACKLOG_BYTES", -1)
+        assert "too slow" in (journal.statistics().warning or "")
+
+
+async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    def twice(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO meta VALUES ('life', 1)")
+
+    def nowhere(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO nothing VALUES (1)")
+
+    def unbound(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO meta VALUES (?, ?)", ("x", object()))
+
+    def buggy(db: sqlite3.Connection) -> None:
+        raise ZeroDivisionError
+
+    async with opened() as journal:
+        with journal._writer._changed:  # so that all are one batch
+            journal.turn(make_turn("a", 0))
+            for bug in (twice, nowhere, unbound):
+                journal._writer.put(Entry(1, bug))
+            journal.turn(make_turn("a", 1))
+            journal._writer.put(Entry(1, buggy))
+            journal.turn(make_turn("a", 2))
+        await journal.flushed()
+        assert len(await journal.turns("a")) == 3
+        assert journal.statistics().dropped == 4
+    assert "ZeroDivisionError" in caplog.text
+    assert "IntegrityError" in caplog.text
+
+
+async def test_what_can_not_be_packed_fails_where_it_was_made(opened: Open) -> None:
+    async with opened() as journal:
+        with pytest.raises(TypeError):
+            journal.publish(attrs.evolve(make_trajectory("a"), metrics={"odd": object()}))  # type: ignore[dict-item]
+
+
+async def test_a_damaged_entry_is_an_error_of_the_journal(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        record(journal, make_trajectory("a"))
+        await journal.flushed()
+        other = sqlite3.connect(tmp_path / "state" / "journal.sqlite")
+        other.execute("UPDATE turns SET body = x'02'")
+        other.commit()
+        other.close()
+        with pytest.raises(JournalError, match="format 02"):
+            await journal.trajectory("a")

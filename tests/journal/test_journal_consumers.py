@@ -1,0 +1,464 @@
+"""Who is waited for, and what is kept for whom: consumers, retention by bytes and age, what callbacks are
+owed.
+"""
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
+
+from polarnode.core.errors import ConfigError, Refused
+from polarnode.journal import journal, retention, writer
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.queries import Recent
+from polarnode.journal.values import Filters, Retention, as_json
+from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.opening import retention_of
+
+Open = Callable[..., AbstractAsyncContextManager[Journal]]
+HOUR = 3600.0
+ALL = Retention(acknowledged=1 << 40, everything=1 << 50)  # nothing goes for its size
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, clock: Clock) -> Open:
+    @asynccontextmanager
+    async def opener(**more: Any) -> AsyncIterator[Journal]:
+        async with open_journal(tmp_path / "journal.sqlite", now=lambda: clock.time, **more) as found:
+            yield found
+
+    return opener
+
+
+async def publish(found: Journal, *names: str, sampled: int = 3, **spec: Any) -> None:
+    """A task of one session each: three events."""
+    for name in names:
+        found.task_submitted(
+            make_spec(**spec), task_id=f"task-{name}", session_ids=(name,), idempotency_key=None
+        )
+        trajectory = make_trajectory(name, task_id=f"task-{name}", sampled=sampled)
+        found.turn(trajectory.turns[0])
+        found.publish(trajectory)
+        await found.flushed()
+
+
+async def commit(found: Journal) -> None:
+    """Something else is written: what is due goes."""
+    found.task_cancelled("nobody's")
+    await found.flushed()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what the writer does by itself."""
+    while not holds():  # noqa: ASYNC110 - a commit that nobody asked for has no event
+        await trio.sleep(0.01)
+
+
+# ── consumers as things ───────────────────────────────────────────────────────
+
+
+async def test_a_consumer_is_told_of_with_how_far_it_is_behind(opened: Open, clock: Clock) -> None:
+    async with opened() as found:
+        await found.acknowledge("slow", 0)
+        await publish(found, "a", "b")
+        clock.time = 2000.0
+        await found.acknowledge("quick", 5)
+        clock.time = 3000.0
+        await found.acknowledge("quick", 4)
+        quick, slow = found.consumers()
+        assert (quick.consumer, quick.position, quick.behind_events, quick.moved, quick.heard) == (
+            "quick",
+            5,
+            1,
+            2000.0,
+            3000.0,
+        )
+        assert (slow.consumer, slow.position, slow.behind_events, slow.moved, slow.missed) == (
+            "slow",
+            0,
+            6,
+            1000.0,
+            0,
+        )
+        stored = found.statistics().stored_bytes
+        assert slow.behind_bytes == stored
+        assert quick.behind_bytes == stored // 6
+    async with opened() as found:
+        assert [(each.consumer, each.position, each.moved) for each in found.consumers()] == [
+            ("quick", 5, 2000.0),
+            ("slow", 0, 1000.0),
+        ]
+
+
+async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
+    async with opened() as found:
+        await publish(found, "a")
+        await found.acknowledge("one", 2)
+        assert await found.forget("one")
+        assert not await found.forget("one")
+        assert found.consumers() == ()
+        assert await found.position("one") == 0
+        assert await found.acknowledge("one", 1) == 1
+
+
+async def test_a_reader_that_leaves_does_not_bring_a_forgotten_consumer_back(opened: Open) -> None:
+    async with opened() as found:
+        await found.acknowledge("one", 0)
+        with found.reading("one"):
+            assert found.streams("one") == 1
+            with found.reading("one"):
+                assert [each.connected for each in found.consumers()] == [2]
+            await found.forget("one")
+        await found.flushed()
+        assert (found.consumers(), found.streams("one")) == ((), 0)
+
+
+async def test_too_many_names_are_refused_with_the_remedy(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MOST", 2)
+    async with opened() as found:
+        await found.acknowledge("one", 0)
+        await found.acknowledge("two", 0)
+        with pytest.raises(Refused, match="DELETE /v1/consumers"):
+            await found.acknowledge("three", 0)
+        assert await found.acknowledge("two", 0) == 0
+        await found.forget("one")
+        assert await found.acknowledge("three", 0) == 0
+
+
+async def test_a_silent_consumer_gives_its_place_to_a_new_one(
+    opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MOST", 2)
+    async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
+        for name in ("first", "second"):
+            await found.acknowledge(name, 0)
+            clock.time += 2 * HOUR
+        await found.acknowledge("third", 0)
+        assert [each.consumer for each in found.consumers()] == ["second", "third"]
+    assert retention.MOST == 200
+
+
+# ── who is waited for ─────────────────────────────────────────────────────────
+
+
+async def test_a_consumer_that_is_silent_for_too_long_holds_nothing_but_its_place(
+    opened: Open, clock: Clock
+) -> None:
+    limits = attrs.evolve(ALL, acknowledged_s=HOUR, silence_s=10 * HOUR)
+    async with opened(retention=limits) as found:
+        await found.acknowledge("gone", 0)
+        await publish(found, "a", "b")
+        await found.acknowledge("here", 3)
+        clock.time += 10 * HOUR
+        await found.acknowledge("here", 4)
+        assert {each.consumer: each.holds for each in found.consumers()} == {"gone": False, "here": True}
+        assert found.statistics().acknowledged_seq == 4
+        clock.time += HOUR
+        await commit(found)
+        assert found.first_seq == 5
+        gone, here = found.consumers()
+        assert (gone.position, gone.missed, gone.behind_events) == (0, 4, 2)
+        assert (here.position, here.missed) == (4, 0)
+
+
+async def test_time_in_which_no_node_ran_is_nobodys_silence(opened: Open, clock: Clock) -> None:
+    limits = attrs.evolve(ALL, silence_s=HOUR)
+    async with opened(retention=limits) as found:
+        await found.acknowledge("away", 0)
+    clock.time += 100 * HOUR
+    async with opened(retention=limits) as found:
+        assert found.consumers()[0].holds
+        clock.time += 2 * HOUR
+        assert not found.consumers()[0].holds
+        await found.acknowledge("away", 0)
+        assert found.consumers()[0].holds
+
+
+async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> None:
+    async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
+        await found.acknowledge("reading", 0)
+        with found.reading("reading"):
+            clock.time += 100 * HOUR
+            await commit(found)
+            assert found.consumers()[0].holds
+        await found.flushed()
+        assert found.consumers()[0].heard == clock.time
+
+
+async def test_where_nobody_is_waited_for_nothing_goes_that_no_one_had(opened: Open, clock: Clock) -> None:
+    limits = Retention(acknowledged=0, everything=1 << 50, silence_s=HOUR)
+    async with opened(retention=limits) as found:
+        await publish(found, "a")
+        assert found.first_seq == 1, "without a consumer nothing is acknowledged"
+        await found.acknowledge("one", 1)
+        await found.acknowledge("two", 2)
+        clock.time += 2 * HOUR
+        await commit(found)
+        assert found.first_seq == 2
+
+
+# ── retention ─────────────────────────────────────────────────────────────────
+
+
+async def test_what_all_had_acknowledged_for_long_goes_by_its_age(opened: Open, clock: Clock) -> None:
+    async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
+        await publish(found, "a", "b")
+        clock.time += 50 * HOUR
+        await found.acknowledge("one", 3)  # old events, acknowledged just now
+        await commit(found)
+        assert found.first_seq == 1
+        clock.time += HOUR / 2
+        await found.acknowledge("one", 6)
+        clock.time += HOUR / 2
+        await commit(found)
+        assert (found.first_seq, await found.trajectory("a"), await found.task("task-a")) == (4, None, None)
+        assert await found.trajectory("b") is not None
+        clock.time += HOUR / 2
+        await commit(found)
+        assert found.first_seq == 7
+
+
+async def test_a_new_consumer_makes_what_it_has_not_read_unacknowledged(opened: Open, clock: Clock) -> None:
+    async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
+        await publish(found, "a")
+        await found.acknowledge("one", 3)
+        clock.time += HOUR / 2
+        await found.acknowledge("new", 0)
+        clock.time += HOUR
+        await commit(found)
+        assert found.first_seq == 1
+        await found.acknowledge("new", 3)
+        await commit(found)
+        assert found.first_seq == 1, "an hour from when all had it"
+        clock.time += HOUR
+        await commit(found)
+        assert found.first_seq == 4
+
+
+async def test_what_is_due_goes_while_nothing_is_written(
+    opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LOOK_S", 0.01)
+    async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
+        await publish(found, "a")
+        await found.acknowledge("one", 3)
+        clock.time += HOUR
+        await until(lambda: found.first_seq == 4)
+
+
+async def test_a_short_disk_takes_what_is_only_kept_to_be_read_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(retention=ALL) as found:
+        await publish(found, "a", "b")
+        await found.acknowledge("one", 4)
+        monkeypatch.setattr(writer, "SHORT_BYTES", 1 << 62)
+        await commit(found)
+        assert found.first_seq == 5
+
+
+async def test_pruning_stops_at_its_limit_and_goes_on_by_itself(opened: Open) -> None:
+    names = [f"s{number}" for number in range(200)]
+    async with opened(retention=ALL) as found:
+        await publish(found, *names, sampled=2000)
+        stored = found.statistics().stored_bytes
+    most = stored // 2
+    async with opened(retention=Retention(acknowledged=1 << 20, everything=most)) as found:
+        await commit(found)
+        await until(lambda: found.statistics().stored_bytes <= most)
+        assert most * 0.8 < found.statistics().stored_bytes <= most
+        assert (await found.events(found.first_seq - 1, limit=1000)).events[0].seq == found.first_seq
+
+
+async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
+    opened: Open, tmp_path: Path
+) -> None:
+    url = "http://127.0.0.1:9/"
+    async with opened(retention=Retention(acknowledged=0, everything=1 << 50)) as found:
+        await found.acknowledge("one", 0)
+        await publish(found, "a")
+        await publish(found, "b", callback_url=url)
+        await publish(found, "c")
+        await found.acknowledge("one", 9)
+        await commit(found)
+        assert found.first_seq == 4, "b is owed to its callback"
+        for seq in (4, 5, 6):
+            found.callback_taken(seq)
+        await commit(found)
+        assert found.first_seq == 10
+        found.task_submitted(
+            make_spec(num_samples=2, callback_url=url),
+            task_id="t",
+            session_ids=("x", "y"),
+            idempotency_key=None,
+        )
+        found.publish(make_trajectory("x", task_id="t", turns=0))
+        await found.flushed()
+        found.callback_taken(10)
+        await found.acknowledge("one", 10)
+        await commit(found)
+        assert found.first_seq == 10, "its task's end may tell of all its sessions"
+    async with opened(retention=Retention(acknowledged=0, everything=0)) as found:
+        await commit(found)
+        assert found.first_seq == 11
+        assert [left.identity.session_id for left in await found.unfinished()] == ["y"], (
+            "a session that is not over stays"
+        )
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM callbacks WHERE seq <= 10").fetchone() == (0,)
+    db.close()
+
+
+async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
+    async with opened(retention=Retention(acknowledged=0, everything=1 << 50)) as found:
+        found.session_started(make_identity("capture", task_id="capture-1"))
+        found.turn(make_turn("capture"))
+        found.publish(make_trajectory("capture", task_id="capture-1"))
+        await found.flushed()
+        await found.acknowledge("one", 1)
+        await commit(found)
+        assert (await found.session("capture"), await found.turns("capture"), found.first_seq) == (
+            None,
+            (),
+            2,
+        )
+
+
+def test_the_settings_are_the_journals_and_their_defaults_are_one() -> None:
+    assert retention_of(NodeConfig()) == Retention()
+    said = NodeConfig(keep_acknowledged_mb=1, keep_mb=2, keep_acknowledged_hours=0.5, consumer_hours=2.0)
+    assert retention_of(said) == Retention(
+        acknowledged=1 << 20, everything=2 << 20, acknowledged_s=1800.0, silence_s=7200.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("keep_acknowledged_mb = 0", "keep_acknowledged_mb must be 1 to keep_mb"),
+        ("keep_mb = 100", "keep_acknowledged_mb must be 1 to keep_mb"),
+        ("keep_acknowledged_hours = 0", "more than 0 hours"),
+        ("consumer_hours = inf", "more than 0 hours"),
+    ],
+)
+def test_limits_that_can_not_be_are_refused(toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(toml=toml)
+
+
+# ── what whoever holds tasks back is told ─────────────────────────────────────
+
+
+async def test_the_journal_tells_what_waits_and_for_how_long(opened: Open, clock: Clock) -> None:
+    async with opened() as found:
+        await found.acknowledge("one", 0)
+        assert (found.statistics().unacknowledged_events, found.statistics().oldest_unacknowledged_s) == (
+            0,
+            None,
+        )
+        await publish(found, "a")
+        clock.time += 100
+        await publish(found, "b")
+        await found.acknowledge("one", 1)
+        clock.time += 10
+        state = found.statistics()
+        assert (state.acknowledged_seq, state.unacknowledged_events, state.oldest_unacknowledged_s) == (
+            1,
+            5,
+            110.0,
+        )
+        assert 0 < state.unacknowledged_bytes < state.stored_bytes < state.most_bytes
+        await found.acknowledge("one", 6)
+        assert (found.statistics().unacknowledged_bytes, found.statistics().oldest_unacknowledged_s) == (
+            0,
+            None,
+        )
+
+
+async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(retention=Retention(acknowledged=1 << 19, everything=1 << 50)) as found:
+        await found.acknowledge("one", 0)
+        await publish(found, *(f"s{number}" for number in range(60)), sampled=4000)
+        await found.acknowledge("one", 180)
+        await until(lambda: found.statistics().stored_bytes <= 1 << 19)
+        state = found.statistics()
+        assert state.free_bytes > 1 << 19
+        monkeypatch.setattr(journal, "DISK_FREE_BYTES", state.disk_free + state.free_bytes // 2)
+        assert not found.refuses_tasks
+        monkeypatch.setattr(journal, "WAL_KEPT_BYTES", 1 << 62)
+        assert found.refuses_tasks, "what is written anew goes through a log first"
+
+
+# ── what is made once ─────────────────────────────────────────────────────────
+
+
+async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as found:
+        await publish(found, "a", "b")
+        first = await found.events(0, telling=as_json("base64"))
+        again = await found.events(0, telling=as_json("base64"), filters=Filters(kinds=("trajectory",)))
+        other = await found.events(0, telling=as_json("json"))
+        assert again.events[1].body is first.events[3].body
+        assert other.events[0].body != first.events[0].body
+
+
+def test_what_was_made_last_is_kept_within_its_bound() -> None:
+    recent, made = Recent(limit=100), []
+
+    def make(size: int) -> bytes:
+        made.append(size)
+        return bytes(size)
+
+    for key, size in (
+        ("a", 40),
+        ("b", 40),
+        ("a", 40),
+        ("c", 40),
+        ("a", 40),
+        ("b", 40),
+        ("large", 60),
+        ("large", 60),
+    ):
+        assert len(recent.get(key, lambda size=size: make(size))) == size  # type: ignore[misc]
+        assert recent.held <= 100
+    assert made == [40, 40, 40, 40, 60, 60], "b was the least lately used; what is too large is never kept"
+
+
+async def test_several_at_once_make_it_once_and_a_failure_is_each_ones_own() -> None:
+    recent, made = Recent(), []
+
+    def slowly() -> bytes:
+        made.append(1)
+        trio.from_thread.run(trio.sleep, 0.05)
+        return b"x"
+
+    async def ask() -> None:
+        assert await trio.to_thread.run_sync(lambda: recent.get("k", slowly)) == b"x"
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(ask)
+    assert made == [1]
+
+    def fails() -> bytes:
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            recent.get("bad", fails)
+    assert recent.get("bad", lambda: b"good") == b"good"

@@ -1,0 +1,152 @@
+"""Captures with their routes and their door on real sockets, over a real journal; the model's answers are a
+script.
+
+The node itself, its simulated engine and its deaths are in test_captures_node.py; this is for what needs a
+whole program only to be slow.
+"""
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import trio
+from attrs import define, frozen
+from control_plane_parts import Caller, TaskTaker
+from plane_kit import ANYWHERE, CONTEXT
+from tokens_kit import model
+
+from polarnode.api.app import create_app
+from polarnode.api.routes import CaptureRoutes
+from polarnode.core.ports import Engine
+from polarnode.gateway.call import Model
+from polarnode.gateway.endpoint import CaptureDoor, ModelPlane
+from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.http.server import open_server
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.rollouts.captures import CaptureHouse, Captures
+from polarnode.support.metrics import Tally
+
+HI: Any = {"role": "user", "content": "hi"}
+
+
+@define(eq=False)
+class Desk:
+    """One that serves."""
+
+    caller: Caller
+    captures: Captures
+    journal: Journal
+    tally: Tally
+
+    async def open(self, **spec: Any) -> "dict[str, Any]":
+        answer = await self.caller.post("/v1/capture", spec)
+        assert answer.status == 201, answer.text
+        return dict(answer.json())
+
+    async def end(self, session_id: str, **said: Any) -> "dict[str, Any]":
+        answer = await self.caller.call("DELETE", f"/v1/capture/{session_id}", json_body=said)
+        assert answer.status == 200, answer.text
+        return dict(answer.json())
+
+    async def events(self) -> "list[str]":
+        await self.journal.flushed()
+        return [event.key for event in (await self.journal.events(0)).events]
+
+
+@asynccontextmanager
+async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIterator[Desk]:
+    """Captures of a node that has nothing else. What is open at the end is left so, as by a node that
+    dies.
+    """
+    served, tally, lives = model(), Tally(), LiveSessions()
+    plane = ModelPlane(
+        sessions=lives,
+        model=Model(
+            engine=engine,
+            template=served.template,
+            tokenizer=served.tokenizer,
+            family=served.family,
+            context_length=CONTEXT,
+            id="tiny",
+            now=lambda: 1_700_000_000.0,
+        ),
+    )
+    async with (
+        open_journal(folder / "journal.sqlite", now=lambda: 1.0) as journal,
+        open_server(CaptureDoor(plane), ANYWHERE) as door,
+    ):
+        house = CaptureHouse(
+            base_url=f"http://{door.host}:{door.port}",
+            node="node-0",
+            model="tiny",
+            context_length=CONTEXT,
+            publish=journal.publish,
+            limit=limit,
+            drops_thinking=served.template.drops_thinking_before,
+            tally=tally,
+        )
+        async with trio.open_nursery() as nursery:
+            captures = Captures(nursery=nursery, lives=lives, record=journal, house=house)
+            app = create_app(
+                TaskTaker(journal=journal),
+                token="secret",
+                journal=journal,
+                also=CaptureRoutes(captures=captures).rows(),
+            )
+            async with open_server(app, ANYWHERE) as address:
+                yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)
+            nursery.cancel_scope.cancel()
+
+
+# ── harnesses: the official SDKs, told by environment alone ───────────────────
+
+
+@frozen
+class Told:
+    """The environment of one harness. The SDKs read the process's own, so it is laid there for as long as a
+    client is made.
+    """
+
+    env: Mapping[str, str]
+
+    def chat(self, text: str = "hi") -> str:
+        with self._made(openai.OpenAI) as client:
+            return (
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+                .choices[0]
+                .message.content
+                or ""
+            )
+
+    def messages(self, text: str = "hi") -> str:
+        with self._made(anthropic.Anthropic) as client:
+            answer = client.messages.create(
+                model="m", max_tokens=64, messages=[{"role": "user", "content": text}]
+            )
+        return "".join(block.text for block in answer.content if block.type == "text")
+
+    def _made(self, sdk: Any) -> Any:
+        before = dict(os.environ)
+        os.environ.update(self.env)
+        try:
+            return sdk(max_retries=0)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+async def in_thread(ask: Any, *arguments: Any) -> Any:
+    return await trio.to_thread.run_sync(ask, *arguments, abandon_on_cancel=True)
+
+
+def asked(url: str, key: str | None) -> httpx.Response:
+    """A chat request by hand."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.post(
+        f"{url}/chat/completions", headers=headers, json={"model": "m", "messages": [HI]}, timeout=60
+    )

@@ -1,0 +1,544 @@
+"""A runtime in memory, and what any runtime must do. The same assertions run against this fake and against
+real containers.
+
+Its programs are Python functions: `programs["pi"] = my_harness`. A few of the usual ones are there, because
+tests of sessions use them.
+"""
+
+import io
+import math
+import socket
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from attrs import define, field
+
+from polarnode.containers.files import Collected
+from polarnode.containers.pool import RuntimesStatistics
+from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
+from polarnode.core.errors import Refused, RuntimeFault
+from polarnode.core.ports import Ended
+from polarnode.core.task import RuntimeSpec
+
+KILLED = 137
+
+
+@define(eq=False, kw_only=True)
+class Call:
+    """One run of a program: what it was given, and where it writes."""
+
+    runtime: "MemoryRuntime"
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    user: str
+    workdir: str
+    stdin: bytes
+    stdout: bytearray = field(factory=bytearray)
+    stderr: bytearray = field(factory=bytearray)
+
+
+Program = Callable[[Call], Awaitable[int]]
+
+
+@define(eq=False, kw_only=True)
+class MemoryRuntime:
+    """`polarnode.core.ports.Runtime`, and what sessions use besides, with files in a dict. A link is a path
+    in `links`.
+    """
+
+    id: str = "memory"
+    workdir: str = "/work"
+    home: str = "/home/agent"
+    user: str = "agent"
+    programs: dict[str, Program] = field(factory=dict)
+    files: dict[str, bytes] = field(factory=dict)
+    owners: dict[str, str] = field(factory=dict)
+    modes: dict[str, int] = field(factory=dict)
+    links: set[str] = field(factory=set)
+    door: socket.socket = field(init=False)
+    network: int = field(init=False)
+    alive: bool = True
+    ended_because: str | None = None
+    ended_for_room: bool = False
+    ooms: int = 0
+    sealed: tuple[str, ...] | None = None  # the writable places
+    _running: set[trio.CancelScope] = field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.door.setblocking(False)
+        self.network = self.door.fileno()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.door.getsockname()[1]}"
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> Ended:
+        call = self._call(argv, env, user, workdir, stdin)
+        exit_code = await self._run(call)
+        return Ended(exit_code=exit_code, stdout=bytes(call.stdout), stderr=bytes(call.stderr))
+
+    async def run_logged(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        limit: int,
+        user: str | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+    ) -> int:
+        call = self._call(argv, env, user, workdir, stdin)
+        try:
+            return await self._run(call)
+        finally:
+            _write(log, bytes(call.stdout + call.stderr)[-limit:])
+
+    async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
+        await trio.lowlevel.checkpoint()
+        for path, content in files.items():
+            if not path.startswith("/") or ".." in path.split("/"):
+                raise RuntimeFault(f"{path!r} is no path in a container: give an absolute one without ..")
+            if path in self.links:
+                raise RuntimeFault(f"writing {path}: a link is in the way")
+            if self.sealed is not None and not any(path.startswith(f"{place}/") for place in self.sealed):
+                raise RuntimeFault(f"writing {path}: it is read-only")
+            self.files[path], self.owners[path], self.modes[path] = content, user or self.user, mode
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        return None if path in self.links or path not in self.files else self.files[path][:limit]
+
+    def oom_kills(self) -> int:
+        return self.ooms
+
+    async def seal(self, spec: RuntimeSpec) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sealed = (
+            (self.workdir, self.home, "/tmp", "/var/tmp", *spec.writable) if spec.read_only else None
+        )
+
+    async def unseal(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sealed = None
+
+    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+        await trio.lowlevel.checkpoint()
+        left_out, kept = [], {}
+        for path in paths:
+            whole = (path if path.startswith("/") else f"{self.workdir}/{path}").rstrip("/")
+            found = {
+                name: content
+                for name, content in self.files.items()
+                if name == whole or name.startswith(f"{whole}/")
+            }
+            kept |= {path.strip("/") + name.removeprefix(whole): content for name, content in found.items()}
+            left_out += [] if found else [f"{path}: No such file or directory"]
+        _write_tar(to, kept)
+        return Collected(
+            path=to, files=len(kept), bytes=sum(map(len, kept.values())), left_out=tuple(left_out)
+        )
+
+    async def copy_workdir(self, target: "MemoryRuntime") -> None:
+        await trio.lowlevel.checkpoint()
+        here, there = f"{self.workdir}/", f"{target.workdir}/"
+        target.files = {name: content for name, content in target.files.items() if not name.startswith(there)}
+        target.files |= {
+            there + name.removeprefix(here): content
+            for name, content in self.files.items()
+            if name.startswith(here)
+        }
+
+    async def end_processes(self) -> None:
+        await trio.lowlevel.checkpoint()
+        for scope in self._running:
+            scope.cancel()
+
+    async def close(self) -> None:
+        self.alive = False
+        self.door.close()
+        await trio.lowlevel.checkpoint()
+
+    def copied(self) -> "MemoryRuntime":
+        """Its files, in one that never ran."""
+        other = MemoryRuntime(
+            alive=False,
+            files=dict(self.files),
+            owners=dict(self.owners),
+            modes=dict(self.modes),
+            links=set(self.links),
+        )
+        other.door.close()
+        return other
+
+    def _call(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        user: str | None,
+        workdir: str | None,
+        stdin: bytes,
+    ) -> Call:
+        if not self.alive:
+            raise RuntimeFault(
+                "the container has ended: its lifetime is over, or the kernel ended its first process"
+            )
+        basic = {
+            "HOME": self.home if user in (None, self.user) else "/root",
+            "LANG": "C.UTF-8",
+            "PATH": "/usr/bin:/bin",
+        }
+        env = {**basic, **(env or {})}
+        return Call(
+            runtime=self,
+            argv=tuple(argv),
+            env=env,
+            user=user or self.user,
+            workdir=workdir or self.workdir,
+            stdin=stdin,
+        )
+
+    async def _run(self, call: Call) -> int:
+        await trio.lowlevel.checkpoint()
+        program = {**USUAL, **self.programs}.get(call.argv[0])
+        if program is None:
+            call.stderr += f"{call.argv[0]}: executable file not found in $PATH".encode()
+            return 127
+        with trio.CancelScope() as scope:
+            self._running.add(scope)
+            try:
+                return await program(call)
+            finally:
+                self._running.discard(scope)
+        return KILLED
+
+
+@define(eq=False, kw_only=True)
+class MemoryCopies:
+    """Copies of prepared runtimes in memory. `faults` are raised by the next copies, one each."""
+
+    images: dict[str, MemoryRuntime] = field(factory=dict)
+    faults: list[RuntimeFault] = field(factory=list)
+
+    async def find(self, workspace: Workspace) -> str | None:
+        await trio.lowlevel.checkpoint()
+        name = workspace.digest("memory")
+        return name if name in self.images else None
+
+    async def make(self, workspace: Workspace, runtime: MemoryRuntime) -> str:
+        await trio.lowlevel.checkpoint()
+        if runtime._running:
+            raise Refused("one of its steps left a process running")
+        if self.faults:
+            raise self.faults.pop(0)
+        name = workspace.digest("memory")
+        self.images[name] = runtime.copied()
+        return name
+
+    async def exists(self, image: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return image in self.images
+
+    async def remove(self, image: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return self.images.pop(image, None) is not None
+
+    def put(self, image: str, runtime: MemoryRuntime) -> None:
+        """Begin as the copy was."""
+        if image not in self.images:
+            raise RuntimeFault(f"no image {image}")
+        made = self.images[image]
+        runtime.files, runtime.owners, runtime.modes, runtime.links = (
+            dict(made.files),
+            dict(made.owners),
+            dict(made.modes),
+            set(made.links),
+        )
+
+
+@define(eq=False, kw_only=True)
+class MemoryRuntimes:
+    """`polarnode.containers.runtimes.Runtimes` in memory. `faults` are raised by the next openings, one each;
+    `opened` are all there ever were.
+    """
+
+    programs: dict[str, Program] = field(factory=dict)
+    faults: list[RuntimeFault] = field(factory=list)
+    opened: list[MemoryRuntime] = field(factory=list)
+    wanted: dict[str, int] = field(factory=dict)
+    lifetimes: list[float] = field(factory=list)
+    held: bool = False
+    copies: MemoryCopies = field(factory=MemoryCopies)
+    workspaces: "Workspaces[MemoryRuntime]" = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.workspaces = Workspaces(copies=self.copies, most=32)
+
+    @asynccontextmanager
+    async def open(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float
+    ) -> AsyncIterator[MemoryRuntime]:
+        await trio.lowlevel.checkpoint()
+        if self.faults:
+            raise self.faults.pop(0)
+        runtime = MemoryRuntime(
+            id=f"memory-{session_id}-{len(self.opened)}",
+            workdir=spec.workdir,
+            user=spec.user,
+            programs=self.programs,
+        )
+        self.opened.append(runtime)
+        self.lifetimes.append(lifetime_s)
+        try:
+            yield runtime
+        finally:
+            with trio.CancelScope(shield=True):
+                await runtime.close()
+
+    @asynccontextmanager
+    async def open_prepared(
+        self,
+        spec: RuntimeSpec,
+        *,
+        session_id: str,
+        lifetime_s: float,
+        prepare: Callable[[MemoryRuntime], Awaitable[None]],
+        shared: bool,
+    ) -> AsyncIterator[MemoryRuntime]:
+        """The house's own `Workspaces`, on copies in memory."""
+        async with AsyncExitStack() as stack:
+
+            async def start(image: str | None) -> MemoryRuntime:
+                runtime = await stack.enter_async_context(
+                    self.open(spec, session_id=session_id, lifetime_s=lifetime_s)
+                )
+                if image is not None:
+                    self.copies.put(image, runtime)
+                return runtime
+
+            workspace = workspace_of(spec, spec.image)
+            if workspace is not None and self.workspaces.pays(workspace, shared=shared):
+                yield await self.workspaces.obtain(workspace, start, prepare)
+            else:
+                runtime = await start(None)
+                await prepare(runtime)
+                yield runtime
+
+    def preparing(self, spec: RuntimeSpec) -> bool:
+        return self.workspaces.busy(workspace_of(spec, spec.image))
+
+    async def wait_prepared(self, spec: RuntimeSpec) -> None:
+        await self.workspaces.wait_settled(workspace_of(spec, spec.image))
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+
+    def want(self, spec: RuntimeSpec, count: int) -> None:
+        self.wanted[spec.image] = count
+
+    def statistics(self) -> RuntimesStatistics:
+        live = sum(runtime.alive for runtime in self.opened)
+        return RuntimesStatistics(
+            live=live, warm=0, started=len(self.opened), served_warm=0, failed=0, swept=0, service_restarts=0
+        )
+
+
+def _write(log: Path, content: bytes) -> None:
+    log.write_bytes(content)
+
+
+def _write_tar(to: Path, files: Mapping[str, bytes]) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(to, "w") as archive:
+        for name, content in files.items():
+            told = tarfile.TarInfo(name)
+            told.size = len(content)
+            archive.addfile(told, io.BytesIO(content))
+
+
+# ── the usual programs ────────────────────────────────────────────────────────
+
+
+def _true(call: Call) -> int:
+    return 0
+
+
+def _false(call: Call) -> int:
+    return 1
+
+
+def _echo(call: Call) -> int:
+    call.stdout += " ".join(call.argv[1:]).encode() + b"\n"
+    return 0
+
+
+def _cat(call: Call) -> int:
+    call.stdout += (
+        call.stdin if len(call.argv) == 1 else b"".join(call.runtime.files[path] for path in call.argv[1:])
+    )
+    return 0
+
+
+async def _sleep(call: Call) -> int:
+    await trio.sleep(float(call.argv[1]) if call.argv[1] != "infinity" else math.inf)
+    return 0
+
+
+def _env(call: Call) -> int:
+    call.stdout += "".join(f"{name}={value}\n" for name, value in call.env.items()).encode()
+    return 0
+
+
+def _rm(call: Call) -> int:
+    for path in call.argv[1:]:
+        call.runtime.files.pop(path, None)
+        call.runtime.links.discard(path)
+    return 0
+
+
+def _ln(call: Call) -> int:
+    call.runtime.links.add(call.argv[-1])
+    return 0
+
+
+def at_once(work: Callable[[Call], int]) -> Program:
+    """A program that takes no time."""
+
+    async def program(call: Call) -> int:
+        await trio.lowlevel.checkpoint()
+        return work(call)
+
+    return program
+
+
+USUAL: dict[str, Program] = {
+    "true": at_once(_true),
+    "false": at_once(_false),
+    "echo": at_once(_echo),
+    "cat": at_once(_cat),
+    "env": at_once(_env),
+    "rm": at_once(_rm),
+    "ln": at_once(_ln),
+    "sleep": _sleep,
+}
+
+
+# ── what any runtime must do ──────────────────────────────────────────────────
+
+
+async def contract_programs_end_as_they_end(runtime: MemoryRuntime) -> None:
+    assert await runtime.run(["true"]) == Ended(exit_code=0, stdout=b"", stderr=b"")
+    assert (await runtime.run(["false"])).exit_code == 1
+    assert (await runtime.run(["echo", "a  b", "$HOME"])).stdout == b"a  b $HOME\n", (
+        "no shell touches an argument"
+    )
+    missing = await runtime.run(["no-such-program"])
+    assert missing.exit_code == 127
+    assert b"no-such-program" in missing.stderr
+
+
+async def contract_stdin_reaches_the_program(runtime: MemoryRuntime) -> None:
+    assert (await runtime.run(["cat"], stdin=b"one\0two")).stdout == b"one\0two"
+    assert (await runtime.run(["cat"])).stdout == b"", "nothing given is an empty stdin, not a hanging one"
+
+
+async def contract_the_environment_is_what_was_given(runtime: MemoryRuntime) -> None:
+    told = (await runtime.run(["env"], env={"COLOUR": "blue=1"})).stdout.decode().splitlines()
+    assert {"COLOUR=blue=1", f"HOME={runtime.home}", "LANG=C.UTF-8"} <= set(told)
+    assert any(line.startswith("PATH=") for line in told)
+
+
+async def contract_files_go_in_and_come_out(runtime: MemoryRuntime) -> None:
+    await runtime.put({"/work/a/b.txt": b"hello", "/home/agent/c": b""})
+    assert await runtime.read("/work/a/b.txt") == b"hello"
+    assert await runtime.read("/work/a/b.txt", limit=2) == b"he"
+    assert await runtime.read("/home/agent/c") == b""
+    assert await runtime.read("/work/none") is None
+    assert (await runtime.run(["cat", "/work/a/b.txt"])).stdout == b"hello"
+    await runtime.put({"/work/a/b.txt": b"new"})
+    assert await runtime.read("/work/a/b.txt") == b"new"
+
+
+async def contract_links_are_not_followed(runtime: MemoryRuntime) -> None:
+    await runtime.put({"/work/target": b"secret"})
+    assert (await runtime.run(["ln", "-s", "/work/target", "/work/link"])).exit_code == 0
+    assert await runtime.read("/work/link") is None
+    with pytest.raises(RuntimeFault, match="link"):
+        await runtime.put({"/work/link": b"x"})
+    assert await runtime.read("/work/target") == b"secret"
+
+
+async def contract_odd_paths_are_refused(runtime: MemoryRuntime) -> None:
+    for path in ("relative", "/work/../etc/x"):
+        with pytest.raises(RuntimeFault, match="no path in a container"):
+            await runtime.put({path: b""})
+
+
+async def contract_cancelling_ends_the_program(runtime: MemoryRuntime) -> None:
+    with trio.move_on_after(0.3) as scope:
+        await runtime.run(["sleep", "1000"])
+    assert scope.cancelled_caught
+    assert (await runtime.run(["true"])).exit_code == 0, "the runtime goes on"
+
+
+async def contract_end_processes_ends_what_runs(runtime: MemoryRuntime) -> None:
+    ended: list[Ended] = []
+
+    async def sleeper() -> None:
+        ended.append(await runtime.run(["sleep", "1000"]))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sleeper)
+        await trio.sleep(1.0)
+        await runtime.end_processes()
+    assert [each.exit_code for each in ended] == [KILLED]
+    assert (await runtime.run(["true"])).exit_code == 0
+
+
+async def contract_a_seal_keeps_the_workspace_writable(runtime: MemoryRuntime) -> None:
+    for _ in range(2):
+        await runtime.seal(RuntimeSpec(writable=("/opt/cache",)))
+        await runtime.put({"/work/a": b"1", "/tmp/b": b"1", f"{runtime.home}/c": b"1"})
+        with pytest.raises(RuntimeFault, match="read-only"):
+            await runtime.put({"/etc/d": b"1"})
+        await runtime.unseal()
+        await runtime.put({"/etc/d": b"1"})
+    await runtime.seal(RuntimeSpec(read_only=False))
+    await runtime.put({"/etc/d": b"2"})
+    await runtime.unseal()
+
+
+async def contract_what_is_to_be_kept_is_kept(runtime: MemoryRuntime) -> None:
+    await runtime.put(
+        {"/work/out/a": b"one", "/work/out/b/c": b"two", "/srv/log": b"three", "/work/other": b"no"}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        kept = await runtime.collect(["out", "/srv/log", "none"], Path(folder) / "deep" / "kept.tar")
+        with tarfile.open(kept.path) as archive:
+            found = {each.name: archive.extractfile(each).read() for each in archive if each.isfile()}  # type: ignore[union-attr]
+    assert found == {"out/a": b"one", "out/b/c": b"two", "srv/log": b"three"}
+    assert (kept.files, kept.bytes, kept.left_out) == (3, 11, ("none: No such file or directory",))
+    assert kept.metrics()["files"] == 3
+
+
+async def contract_nothing_was_ended(runtime: MemoryRuntime) -> None:
+    assert runtime.ended_because is None
+    assert not runtime.ended_for_room
+    assert runtime.oom_kills() == 0
+
+
+CONTRACT = [found for name, found in list(globals().items()) if name.startswith("contract_")]

@@ -1,0 +1,74 @@
+"""Real Podman for tests: one store for all of them (the machine's own of polarnode, so images are built
+once), a node's runtimes for each test.
+
+Where Podman can not start containers the tests that need it are skipped with doctor's own words.
+"""
+
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from polarnode.containers.images import ensure_images
+from polarnode.containers.probe import default_state_dir, probe, store_at
+from polarnode.containers.recipes import RuntimesSettings, Tools
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.core.task import RuntimeSpec
+
+SMALL = RuntimeSpec(memory_mb=256, pids=64)
+# of containers in tests: nothing here takes minutes, and what a killed test leaves is gone after these
+LIFETIME_S = 900.0
+
+
+def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
+    return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm)
+
+
+def tools(log: Path) -> Tools:
+    return Tools(podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log)
+
+
+async def cancelled_at(runtime: PodmanRuntime, sign: str, program: Callable[[], Awaitable[object]]) -> bool:
+    """Cancel a program once a file says that it is where it should be; whether it was still running."""
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at, runtime, sign, scope)
+            await program()
+            nursery.cancel_scope.cancel()
+    return scope.cancelled_caught
+
+
+async def _cancel_at(runtime: PodmanRuntime, sign: str, scope: trio.CancelScope) -> None:
+    while await runtime.read(sign) is None:  # noqa: ASYNC110 (a container has no events)
+        await trio.sleep(0.05)
+    scope.cancel()
+
+
+@pytest.fixture(scope="session")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Podman that starts containers, with the base image in its store."""
+    findings = trio.run(probe, default_state_dir())
+    if not findings.ok:
+        pytest.skip(f"Podman can not start containers here: {findings.faults()}")
+
+    async def ensure() -> None:
+        await ensure_images(
+            settings(), ["base"], log=tmp_path_factory.mktemp("images") / "build.log", say=print
+        )
+
+    trio.run(ensure)
+
+
+@pytest.fixture
+async def runtimes(podman: None) -> AsyncIterator[Runtimes]:
+    async with open_runtimes(settings()) as opened:
+        yield opened
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(300):
+        while not holds():  # noqa: ASYNC110 (what it waits for has no event)
+            await trio.sleep(0.01)

@@ -1,0 +1,461 @@
+"""A node in memory for tests of sessions: real gates, lineages, live sessions and builders; containers and
+harnesses are functions.
+
+`town()` opens one; whatever a test did in it, leaving it checks what must hold at every end: all containers
+closed, all gates empty, nothing wanted warm, one trajectory a session, and each of them within the laws.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import merge_toys as toys
+import trio
+from attrs import define, evolve, field
+from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
+
+from polarnode.core import ports
+from polarnode.core.conversation import Json, Message
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
+from polarnode.core.trajectory import Built, Trajectory, Turn, Verdict
+from polarnode.evaluators.contract import Evaluator, Finished
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.harnesses.harness import Harness
+from polarnode.merge.invariants import check
+from polarnode.merge.trajectory import Identity
+from polarnode.rollouts.scheduler import Scheduler, Who
+from polarnode.rollouts.services import House, Stages
+from polarnode.support.semaphore import Gate
+
+ALLOWED = ("session_kit",)
+
+
+# ── what a node writes down ───────────────────────────────────────────────────
+
+
+@define(eq=False, repr=False)
+class Notebook:
+    """The journal's synchronous side, as lists. `refuse` is raised by the next publications, one each."""
+
+    tasks: list[str] = field(factory=list)
+    started: list[Identity] = field(factory=list)
+    turns: list[Turn] = field(factory=list)
+    published: list[Trajectory] = field(factory=list)  # replaced ones too
+    cancelled: list[str] = field(factory=list)
+    refuse: list[Exception] = field(factory=list)
+    refuse_task: Exception | None = None
+
+    def task_submitted(
+        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
+    ) -> None:
+        if self.refuse_task is not None:
+            raise self.refuse_task
+        self.tasks.append(task_id)
+
+    def session_started(self, identity: Identity) -> None:
+        self.started.append(identity)
+
+    def turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+
+    def publish(self, trajectory: Trajectory) -> None:
+        if self.refuse:
+            raise self.refuse.pop(0)
+        self.published.append(trajectory)
+
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
+        self.publish(trajectory)
+        self.started.append(successor)
+
+    def task_cancelled(self, task_id: str) -> None:
+        self.cancelled.append(task_id)
+
+
+# ── containers that take time, or never come ──────────────────────────────────
+
+
+@define(eq=False, kw_only=True, repr=False)
+class Containers(MemoryRuntimes):
+    """`takes` seconds an opening, one each, then none. `wanted` keeps the last number of each shape, `most`
+    the highest.
+    """
+
+    takes: list[float] = field(factory=list)
+    most: "Counter[str]" = field(factory=Counter)
+    sessions: list[str] = field(factory=list)
+
+    @asynccontextmanager
+    async def open(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float
+    ) -> AsyncIterator[MemoryRuntime]:
+        self.sessions.append(session_id)
+        if self.takes:
+            await trio.sleep(self.takes.pop(0))
+        async with super().open(spec, session_id=session_id, lifetime_s=lifetime_s) as runtime:
+            yield runtime
+
+    def want(self, spec: RuntimeSpec, count: int) -> None:
+        super().want(spec, count)
+        self.most[spec.image] = max(self.most[spec.image], count)
+
+
+# ── a node ────────────────────────────────────────────────────────────────────
+
+
+@define(eq=False, repr=False)
+class Town:
+    scheduler: Scheduler
+    runtimes: Containers
+    notes: Notebook
+    lives: LiveSessions
+    stages: Stages
+    nursery: trio.Nursery
+    doors: "Counter[str]"
+
+    @property
+    def published(self) -> list[Trajectory]:
+        return self.notes.published
+
+    def submit(self, **more: Any) -> list[str]:
+        return list(self.scheduler.submit(task(**more))[1])
+
+    async def until(self, phase: str, session_id: str | None = None) -> None:
+        """Until some session, or the one named, is in the phase."""
+        while not any(  # noqa: ASYNC110
+            each.phase == phase and session_id in (None, each.session_id)
+            for each in self.scheduler.sessions()
+        ):
+            await trio.sleep(0.01)
+
+    async def over(self) -> None:
+        while self.scheduler.statistics().live:  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.01)
+
+    async def one(self, **more: Any) -> Trajectory:
+        """A task of one session, run to its end."""
+        (session_id,) = self.submit(**more)
+        await self.over()
+        return self.of(session_id)
+
+    def of(self, session_id: str) -> Trajectory:
+        (found,) = (each for each in self.published if each.session_id == session_id)
+        return found
+
+    def check_left(self) -> None:
+        """What holds at every end, also a violent one."""
+        assert not any(runtime.alive for runtime in self.runtimes.opened), "a container was left open"
+        for name in ("live", "init", "run", "post"):
+            assert (
+                getattr(self.stages, name).statistics().inside,
+                getattr(self.stages, name).statistics().waiting,
+            ) == (0, 0), name
+        assert not any(self.runtimes.wanted.values()), "warm containers are wanted for nobody"
+        assert self.lives.statistics().live == 0
+        assert not +self.doors, "a door is still served"
+        for trajectory in self.published:
+            check(trajectory.turns, Built(traces=trajectory.traces, left_out=trajectory.left_out))
+            assert all(trace.reward == trajectory.reward for trace in trajectory.traces)
+
+    def check_published(self) -> None:
+        """Every session has one trajectory, and every turn the journal took is in it."""
+        assert sorted(each.session_id for each in self.published) == sorted(
+            each.session_id for each in self.notes.started
+        )
+        assert Counter(turn.session_id for each in self.published for turn in each.turns) == Counter(
+            turn.session_id for turn in self.notes.turns
+        )
+
+
+@asynccontextmanager
+async def town(
+    tmp_path: Path,
+    programs: Mapping[str, Program] | None = None,
+    *,
+    live: int = 8,
+    init: int = 8,
+    run: int = 8,
+    post: int = 8,
+    warm: int = 2,
+) -> AsyncIterator[Town]:
+    runtimes, notes, lives, doors = (
+        Containers(programs=dict(programs or {})),
+        Notebook(),
+        LiveSessions(),
+        Counter[str](),
+    )
+    for program in runtimes.programs.values():
+        setattr(program, "lives", lives)  # noqa: B010 - how a program in memory finds the session of its key
+    stages = Stages(live=Gate(limit=live), init=Gate(limit=init), run=Gate(limit=run), post=Gate(limit=post))
+    house = House(
+        runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
+        stages=stages,
+        serve_door=lambda session_id, door: _door(doors, session_id, door),
+        publish=notes.publish,
+        context_length=4096,
+        log_dir=tmp_path,
+        ensure_image=_ensure_image,
+        drops_thinking=lambda new: any(message.role == "user" for message in new),
+        judge=no_judge,
+        allowed_imports=ALLOWED,
+    )
+    async with trio.open_nursery() as nursery:
+        scheduler = Scheduler(nursery, house, lives, notes, Who(node="n0", model="tiny"), runtimes.want, warm)
+        found = Town(scheduler, runtimes, notes, lives, stages, nursery, doors)
+        yield found
+        await scheduler.stop(cancel=False)
+    found.check_left()
+    found.check_published()
+
+
+@asynccontextmanager
+async def _door(doors: "Counter[str]", session_id: str, door: socket) -> AsyncIterator[None]:
+    assert door.fileno() >= 0, "the door of a closed container"
+    doors[session_id] += 1
+    try:
+        yield
+    finally:
+        doors[session_id] -= 1
+
+
+async def _ensure_image(name: str) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def no_judge(name: str) -> ports.Judge:
+    raise EvaluatorError(f"no judge is called {name}")
+
+
+def task(
+    *, budgets: Mapping[str, Any] | None = None, evaluator: str | EvaluatorSpec | None = None, **more: Any
+) -> TaskSpec:
+    """A task whose harness is the program `agent`, judged by an evaluator of this module by name. Nothing is
+    tried again unless `retries` says so.
+    """
+    said: dict[str, Any] = {
+        "instruction": "do it",
+        "harness": HarnessSpec(name="shell", command=("agent",)),
+    } | more
+    if isinstance(evaluator, str):
+        evaluator = EvaluatorSpec(import_path=f"session_kit:{evaluator}")
+    return TaskSpec(
+        **said,
+        budgets=Budgets(**({"retries": 0} | dict(budgets or {}))),
+        **({"evaluator": evaluator} if evaluator else {}),
+    )
+
+
+# ── harnesses ─────────────────────────────────────────────────────────────────
+
+
+def agent(
+    *,
+    turns: int = 2,
+    each: float = 1.0,
+    ends: int | Exception | float = 0,
+    says: str = "",
+    endless: bool = False,
+) -> Program:
+    """A harness that makes `turns` turns of `each` seconds, prints, and ends with an exit code or an error;
+    `endless`, it then sleeps for ever.
+    """
+
+    async def program(call: Call) -> int:
+        live = live_of(program, call)
+        history: list[Message] = [toys.user()]
+        for _ in range(turns):
+            turn = await ask(live, history, takes=each)
+            if turn is None or turn.answer is None:
+                break
+            history += [turn.answer.as_message(), toys.user("go on")]
+        call.stdout += says.encode()
+        if endless:
+            await trio.sleep_forever()
+        if isinstance(ends, Exception):
+            raise ends
+        await trio.lowlevel.checkpoint()
+        return int(ends)
+
+    return program
+
+
+def live_of(program: Any, call: Call) -> LiveSession:
+    lives: LiveSessions = program.lives
+    found = lives.by_key(call.env["OPENAI_API_KEY"])
+    assert found is not None
+    return found
+
+
+async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Turn | None:
+    """One model call as the model plane makes it: refused, or recorded however it ends. None when refused or
+    cut by the session's end.
+    """
+    fault = live.refusal()
+    if fault is not None:
+        live.refused(fault)
+        return None
+    toy = toys.Session(live.session_id)
+    toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)
+    with live.call(trio.CancelScope()):
+        pending = toy.begin(toys.ask(*history))
+        try:
+            await trio.sleep(takes)
+        except trio.Cancelled:
+            live.commit(
+                toy.turn(pending, toy.answer(pending.plan, "half a", finish="abort"), state="partial")
+            )
+            raise
+        turn = toy.turn(pending, toy.answer(pending.plan, "an answer"))
+        live.commit(turn)
+        return turn
+    return None
+
+
+# ── evaluators, as users write them ───────────────────────────────────────────
+
+Judge = Callable[[Finished], Awaitable[Any]]
+
+
+def _evaluator(judge: Judge) -> Evaluator:
+    return Evaluator(name=judge.__name__, evaluate=judge, check=lambda config: None)
+
+
+async def _counts(finished: Finished) -> Verdict:
+    await trio.sleep(3)
+    return Verdict(reward=len(finished.turns), metrics={"seen": finished.outcome.status})
+
+
+async def _raises(finished: Finished) -> Verdict:
+    await trio.lowlevel.checkpoint()
+    raise ZeroDivisionError("by my own hand")
+
+
+async def _raises_in_nursery(finished: Finished) -> Verdict:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_raises, finished)
+        nursery.start_soon(trio.sleep_forever)
+    return Verdict(reward=0.0)
+
+
+async def _judges_not(finished: Finished) -> Verdict:
+    await trio.lowlevel.checkpoint()
+    raise EvaluatorError("the test suite is gone")
+
+
+async def _exits(finished: Finished) -> Verdict:
+    await trio.lowlevel.checkpoint()
+    raise SystemExit(3)
+
+
+async def _hangs(finished: Finished) -> Verdict:
+    await trio.sleep_forever()
+    return Verdict(reward=1.0)
+
+
+async def _hangs_and_falls(finished: Finished) -> Verdict:
+    try:
+        await trio.sleep_forever()
+    finally:
+        raise ValueError("while being ended")
+    return Verdict(reward=1.0)
+
+
+def _gives(value: Any) -> Evaluator:
+    async def gives(finished: Finished) -> Any:
+        await trio.lowlevel.checkpoint()
+        return value
+
+    return _evaluator(gives)
+
+
+async def _reads(finished: Finished) -> Verdict:
+    found = await finished.runtime.read(f"{finished.runtime.workdir}/answer")
+    left = finished.left is finished.runtime
+    return Verdict(reward=float(found == b"42"), metrics={"runtime": finished.runtime.id, "left": left})
+
+
+async def _takes(finished: Finished) -> Verdict:
+    found = await finished.left.read(f"{finished.left.workdir}/answer")
+    return Verdict(
+        reward=float(found == b"42"),
+        metrics={"runtime": finished.runtime.id, "left": finished.left is not finished.runtime},
+    )
+
+
+def _refuses(config: Mapping[str, Json]) -> None:
+    raise KeyError("threshold")
+
+
+COUNTS, RAISES, JUDGES_NOT, EXITS, HANGS = (
+    _evaluator(judge) for judge in (_counts, _raises, _judges_not, _exits, _hangs)
+)
+HANGS_AND_FALLS, RAISES_IN_NURSERY, READS = (
+    _evaluator(judge) for judge in (_hangs_and_falls, _raises_in_nursery, _reads)
+)
+NAN, HUGE, TRUE, NOTHING = (
+    _gives(Verdict(reward=float("nan"))),
+    _gives(Verdict(reward=10**400)),
+    _gives(Verdict(reward=True)),
+    _gives(None),
+)
+WHOLE = _gives(Verdict(reward=2**70))
+OBJECTS = _gives(Verdict(reward=1.0, metrics={"who": object()}))  # type: ignore[dict-item]
+LARGE = _gives(Verdict(reward=1.0, metrics={"count": 2**80}))
+ODD = _gives(Verdict(reward=1, metrics={"pair": (1, 2), "nan": float("nan"), 1: 2}))  # type: ignore[dict-item]
+TAKES = Evaluator(name="takes", evaluate=_takes, check=lambda config: None, fresh=True, copies=False)
+PICKY = Evaluator(name="picky", evaluate=_counts, check=_refuses)
+NO_EVALUATOR = "a word"
+
+
+# ── harnesses and builders, as users write them ───────────────────────────────
+
+
+def _fails_to_launch(order: HarnessOrder) -> Launch:
+    raise IndexError("no such thing")
+
+
+def _gives_no_launch(order: HarnessOrder) -> Any:
+    return ["agent"]
+
+
+def _fails_when_run(order: HarnessOrder) -> Launch:
+    """Takes its dry run; the real one has another key."""
+    if "dry" not in order.endpoint.key:
+        raise IndexError("only when it counts")
+    return Launch(argv=("agent",), env={}, files={})
+
+
+def _fed(order: HarnessOrder) -> Launch:
+    env = {"OPENAI_API_KEY": order.endpoint.key}
+    return Launch(argv=order.command or ("agent",), env=env, files={}, stdin=order.instruction.encode())
+
+
+BROKEN_HARNESS = Harness(name="broken", version=None, image="base", launch=_fails_to_launch)
+WRONG_HARNESS = Harness(name="wrong", version=None, image="base", launch=_gives_no_launch)
+LATE_HARNESS = Harness(name="late", version="1", image="base", launch=_fails_when_run)
+# its exit codes mean nothing
+LYING_HARNESS = Harness(name="liar", version="1", image="base", launch=_fed, exit_code_honest=False)
+
+
+def broken_builder(turns: Any, config: Any) -> Built:
+    if turns:
+        raise IndexError("a builder's bug")
+    return Built(traces=())
+
+
+def garbage_builder(turns: Any, config: Any) -> Any:
+    return Built(traces=("a trace",) if turns else ())  # type: ignore[arg-type]
+
+
+def odd_builder(turns: Any, config: Any) -> Built:
+    """Within the laws, and of a kind no journal can pack."""
+    from polarnode.merge.builders import prefix_merging
+
+    built = prefix_merging(turns, {})
+    return Built(
+        traces=tuple(evolve(trace, lineage=object()) for trace in built.traces), left_out=built.left_out
+    )

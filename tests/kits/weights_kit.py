@@ -1,0 +1,105 @@
+"""A control plane over engines of any kind, with nothing but the routes to weights; and a trainer, a process
+of its own as trainers are.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import define, frozen
+from control_plane_parts import Caller, TaskTaker
+
+from polarnode.api.app import create_app
+from polarnode.api.weights_routes import WeightsRoutes
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.host import Loaded
+from polarnode.engine.memory import EngineControl
+from polarnode.engine.settings import EngineSettings
+from polarnode.engine.weights import Weights, open_weights
+from polarnode.http.server import Address, open_server
+from polarnode.journal.journal import Journal, open_journal
+
+TRAINER = Path(__file__).with_name("weights_trainer.py")
+
+
+@frozen
+class Plane:
+    """`node` speaks HTTP to `weights` over `engines`."""
+
+    node: Caller
+    engines: Engines
+    weights: Weights
+    journal: Journal
+
+    async def update(self, version: str, source: dict[str, Any], mode: str = "in_place") -> dict[str, Any]:
+        """New weights that must be served."""
+        answer = await self.node.post("/v1/weights", {"version": version, "source": source, "mode": mode})
+        assert answer.status == 201, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.node.get("/v1/weights")).json()
+        return found
+
+
+@asynccontextmanager
+async def open_weights_plane(
+    settings: EngineSettings, journal_path: Path, *, loaded: Loaded | None = None, keeps: bool = False
+) -> AsyncIterator[Plane]:
+    async with (
+        open_journal(journal_path, now=lambda: 5.0) as journal,
+        open_engines(settings, loaded=loaded) as engines,
+        open_weights(engines, journal, model=str(settings.model_path)) as weights,
+    ):
+        rows = WeightsRoutes(weights=weights, control=EngineControl(weights=weights, keeps=keeps)).rows()
+        app = create_app(TaskTaker(journal=journal), token="secret", journal=journal, also=tuple(rows))
+        async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
+            yield Plane(Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"kind": "disk", "path": str(path)}
+
+
+@define(eq=False)
+class Trainer:
+    """Asked a line of JSON, it answers one."""
+
+    process: "subprocess.Popen[str]"
+
+    async def ask(self, **order: Any) -> Any:
+        def asked() -> Any:
+            stdin, stdout = self.process.stdin, self.process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            stdin.write(json.dumps(order) + "\n")
+            stdin.flush()
+            return json.loads(stdout.readline())
+
+        return await trio.to_thread.run_sync(asked)
+
+
+@contextmanager
+def open_trainer(*, device: str = "cpu") -> Iterator[Trainer]:
+    """Ended with the block, whatever it waits for."""
+    with subprocess.Popen(
+        [sys.executable, str(TRAINER), device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Trainer(process)
+        finally:
+            process.kill()

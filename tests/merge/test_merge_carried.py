@@ -1,0 +1,236 @@
+"""What is carried beside ids and logprobs: rows of traces from rows of turns, and a session that counts what
+it carries.
+"""
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
+from polarnode.core.task import CarrySpec
+from polarnode.core.trajectory import Trace, Turn, TurnSpan, VersionSpan
+from polarnode.merge.token_extras import (
+    CUT,
+    LIMIT,
+    Carriage,
+    Carrier,
+    Carry,
+    Held,
+    carried_of,
+    held_of,
+    note,
+    routed_of,
+    top_of,
+    versions_of,
+)
+
+LAYERS, EXPERTS = 3, 2
+
+
+def experts(start: int, end: int, *, mark: int = 0, **said: Any) -> RoutedExperts:
+    """Rows that tell their position: the experts of position p are all p + mark."""
+    data = b"".join(bytes([(place + mark) % 256]) * (LAYERS * EXPERTS) for place in range(start, end))
+    return RoutedExperts(
+        **{"start": start, "layers": LAYERS, "top_k": EXPERTS, "dtype": "uint8", "data": data} | said
+    )
+
+
+def likely(first: int, count: int, k: int = 2) -> TopLogprobs:
+    return TopLogprobs(
+        k=k,
+        ids=ids(range(first, first + count * k)),
+        logprobs=floats([-step / 4 for step in range(count * k)]),
+    )
+
+
+def turn(index: int, parent: int | None, delta: int, sampled: int, before: int = 0, **said: Any) -> Turn:
+    return Turn(
+        session_id="s", index=index, provider="p", lineage=0, parent=parent, kind="root", reason="", prompt_delta=ids(range(delta)),
+        prompt_length=before + delta, sampled=ids(range(sampled)), logprobs=floats([-1.0] * sampled), **said,
+    )  # fmt: skip
+
+
+def line(*, routed: bool = True, top: bool = True) -> list[Turn]:
+    """Two turns: positions 0..4 and 5..9, sampled 3..4 and 7..9."""
+    first = turn(0, None, 3, 2, top=likely(100, 2) if top else None, routed=experts(0, 4) if routed else None)
+    second = turn(
+        1, 0, 2, 3, before=5, top=likely(200, 3) if top else None, routed=experts(4, 9) if routed else None
+    )
+    return [first, second]
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_position_but_the_last() -> (
+    None
+):
+    found = carried_of(line(), {0, 1})
+    assert found.lacks == ()
+    assert found.top is not None
+    assert found.top.ids.tolist() == [100, 101, 102, 103, 200, 201, 202, 203, 204, 205]
+    assert found.top.row(2) == ((200, 0.0), (201, -0.25))
+    assert found.routed == experts(0, 9)
+    assert carried_of(line(), {1}).top == likely(200, 3)  # the first is context of this row
+    assert carried_of(line(routed=False), {0, 1}) == Carriage(top=found.top)
+    assert carried_of(line(routed=False, top=False), {0, 1}) == Carriage()
+
+
+def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
+    whole = line()
+    cut = turn(0, None, 3, 2, notes=("closed: x", note("routed_experts", CUT), note("top_logprobs", LIMIT)))
+    lost = carried_of([cut, whole[1]], {0, 1})
+    assert (lost.top, lost.routed) == (None, None)
+    assert lost.lacks == (
+        f"top_logprobs: turn 0 has none: {LIMIT}",
+        f"routed_experts: turn 0 has none: {CUT}",
+    )
+    assert carried_of([cut, whole[1]], {1}).top == whole[1].top  # what is context needs none
+    # a session whose engine was not asked for its first turn
+    silent = carried_of([turn(0, None, 3, 2), whole[1]], {0, 1})
+    assert silent.lacks == ("top_logprobs: turn 0 has none", "routed_experts: turn 0 has none")
+    apart = carried_of([whole[0], turn(1, 0, 2, 3, before=5, routed=experts(5, 9), top=likely(0, 3))], {0, 1})
+    assert (apart.routed, apart.lacks) == (None, ("routed_experts: the rows of its turns do not meet",))
+
+
+def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_there() -> None:
+    cut = turn(0, None, 3, 2, notes=(note("routed_experts", CUT),))
+    assert routed_of([cut, turn(1, 0, 2, 3, before=5, routed=experts(0, 9))]) == experts(0, 9)
+    twice = [
+        turn(0, None, 3, 2, routed=experts(0, 4)),
+        turn(1, 0, 2, 3, before=5, routed=experts(0, 9, mark=100)),
+    ]
+    found = routed_of(twice)
+    assert found is not None
+    assert found.data == experts(0, 4).data + experts(4, 9, mark=100).data
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"top_k": 3, "data": bytes(45)},
+        {"layers": 2, "data": bytes(20)},
+        {"dtype": "int16", "data": bytes(60)},
+    ],
+)
+def test_rows_of_another_shape_are_no_row(changed: dict[str, Any]) -> None:
+    first, second = line()
+    assert routed_of([first, turn(1, 0, 2, 3, before=5, routed=experts(4, 9, **changed))]) is None
+    assert second.routed is not None
+    assert top_of([first, turn(1, 0, 2, 3, before=5, top=likely(0, 3, k=3))], {0, 1}) is None
+
+
+def test_a_row_of_two_bytes_is_twice_as_wide() -> None:
+    wide = RoutedExperts(start=4, layers=2, top_k=2, dtype="int16", data=array("h", range(12)).tobytes())
+    assert (wide.width, wide.end) == (8, 7)
+    assert array("h", wide.between(5, 6).data).tolist() == [4, 5, 6, 7]
+    assert wide.between(0, 99) is wide
+    assert wide.between(6, 5).data == b""
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.data())
+def test_fewer_alternatives_are_the_first_of_each_row(k: int, rows: int, data: st.DataObject) -> None:
+    whole = likely(7, rows, k)
+    fewer, until = data.draw(st.integers(1, k)), data.draw(st.integers(0, 7))
+    found = whole.narrowed(fewer).until(until)
+    assert [found.row(place) for place in range(found.rows)] == [
+        whole.row(place)[:fewer] for place in range(min(rows, until))
+    ]
+    assert found.size == 8 * fewer * min(rows, until)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+def test_rows_that_follow_their_carrier_have_no_gap(steps: list[tuple[int, int, bool]]) -> None:
+    """Whatever turns are cut, and whichever are seen by the row alone: a whole last turn makes the
+    row whole.
+    """
+    carrier, chain, before, parent = Carrier(CarrySpec(routed_experts=True), limit=1 << 20), [], 0, None
+    for index, (delta, sampled, cut) in enumerate(steps):
+        end, start = before + delta + sampled, carrier.carry(parent).routed_from
+        assert start is not None
+        last = index == len(steps) - 1
+        rows = None if cut and not last else experts(start, end - 1)
+        chain.append(turn(index, parent, delta, sampled, before=before, routed=rows))
+        carrier.add(chain[-1])
+        before, parent = end, index
+    assert routed_of(chain) == experts(0, before - 1)
+    assert carrier.covered(parent) == before - 1
+
+
+def test_the_version_of_every_token() -> None:
+    spans = (
+        VersionSpan(version="7", start=2, end=4),
+        VersionSpan(version="8", start=4, end=5),
+        VersionSpan(version="7", start=6, end=7),
+    )
+    trace = Trace(
+        lineage=0, token_ids=ids(range(8)), loss_mask=bytes(8), logprobs=floats([0.0] * 8), prompt_length=2, turn_spans=(TurnSpan(turn=0, start=2, end=5),),
+        version_spans=spans,
+    )  # fmt: skip
+    assert versions_of(trace) == (("7", "8"), ids([-1, -1, 0, 0, 1, -1, 0, -1]))
+
+
+# ── a session ─────────────────────────────────────────────────────────────────
+
+
+def test_a_session_that_was_asked_for_nothing_carries_nothing_and_says_nothing() -> None:
+    carrier = Carrier(CarrySpec(), limit=0)
+    carrier.add(turn(0, None, 1, 1))
+    assert carrier.carry(0) == Carry()
+    assert carrier.metrics() == {}
+
+
+def test_a_call_carries_from_where_the_turn_it_extends_ends() -> None:
+    carrier = Carrier(CarrySpec(top_logprobs=2, routed_experts=True), limit=1000)
+    assert carrier.carry(None) == Carry(top_logprobs=2, routed_from=0, room=1000)
+    for each in line():
+        carrier.add(each)
+    spent = 5 * 16 + 9 * LAYERS * EXPERTS
+    assert carrier.carry(1) == Carry(top_logprobs=2, routed_from=9, room=1000 - spent)
+    assert carrier.carry(0).routed_from == 4  # a branch
+    assert carrier.carry(None).routed_from == 0
+    assert carrier.metrics() == {"carried_bytes": spent, "uncarried_turns": 0}
+
+
+def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None:
+    carrier = Carrier(CarrySpec(top_logprobs=2, routed_experts=True), limit=60)
+    carrier.add(line()[0])
+    assert carrier.carry(0).room == 60 - 56
+    carrier.add(line()[1])
+    asked = carrier.carry(1)
+    assert (asked.top_logprobs, asked.routed_from) == (0, None)
+    assert asked.notes == (f"not carried: top_logprobs: {LIMIT}", f"not carried: routed_experts: {LIMIT}")
+    carrier.add(turn(2, 1, 1, 1, before=10, notes=asked.notes))
+    assert carrier.metrics()["uncarried_turns"] == 1
+
+
+# ── a turn ────────────────────────────────────────────────────────────────────
+
+
+def test_a_turn_holds_what_the_engine_told() -> None:
+    carry = Carry(top_logprobs=2, routed_from=0, room=100)
+    whole = held_of(carry, sampled=2, top=[likely(0, 1), likely(2, 1)], routed=experts(0, 4))
+    assert whole.top is not None
+    assert whole.top.ids.tolist() == [0, 1, 2, 3]
+    assert (whole.routed, whole.notes) == (experts(0, 4), ())
+    assert held_of(carry, sampled=0, top=[], routed=None) == Held()
+    assert held_of(Carry(), sampled=2, top=[], routed=None) == Held()
+
+
+def test_a_turn_says_what_it_does_not_hold() -> None:
+    carry = Carry(top_logprobs=2, routed_from=0, room=100)
+    assert held_of(carry, sampled=2, top=[likely(0, 2)], routed=None) == Held(
+        top=likely(0, 2), notes=(note("routed_experts", CUT),)
+    )
+    short = held_of(carry, sampled=2, top=[likely(0, 1)], routed=experts(0, 4))
+    assert (short.top, short.routed) == (None, experts(0, 4))
+    assert "fewer tokens" in short.notes[0]
+    full = held_of(
+        Carry(top_logprobs=2, routed_from=0, room=55), sampled=2, top=[likely(0, 2)], routed=experts(0, 4)
+    )
+    assert full == Held(notes=(note("top_logprobs", LIMIT), note("routed_experts", LIMIT)))
+    before = held_of(Carry(notes=(note("top_logprobs", LIMIT),)), sampled=2, top=[], routed=None)
+    assert before == Held(notes=(note("top_logprobs", LIMIT),))

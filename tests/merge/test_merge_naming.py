@@ -1,0 +1,64 @@
+"""The tree of a session's turns by itself: whose child is whose, what was asked, what came to nothing. Names:
+tests/merge/test_merge_lineage.py.
+"""
+
+import pytest
+from attrs import evolve
+from merge_toys import Session, ask, system, user
+
+from polarnode.core.conversation import Sampling
+from polarnode.core.trajectory import Turn
+from polarnode.merge.ledger import Ledger
+from polarnode.merge.turn_kinds import FamilyTree
+
+
+def turns(count: int) -> tuple[Turn, ...]:
+    """A line of this many turns."""
+    session, messages = Session(), [system(), user()]
+    for number in range(count):
+        _, said = session.say(ask(*messages), f"step {number}")
+        messages += [said, user(f"next {number}")]
+    return session.turns
+
+
+def tree_of(*kept: Turn) -> FamilyTree:
+    ledger = Ledger()
+    tree = FamilyTree(ledger)
+    for turn in kept:
+        tree.enter(turn)
+        ledger.add(turn)
+    return tree
+
+
+def test_numbers_are_never_used_again() -> None:
+    session = Session()
+    plan = session.begin(ask(system(), user())).plan
+    tree = FamilyTree(Ledger())
+    tree.plans[plan.index] = plan
+    tree.enter(plan)
+    tree.drop(plan)
+    assert (tree.next_index, tree.next_lineage, list(tree.asked())) == (1, 1, [])
+
+
+def test_what_was_asked_stands_in_that_order() -> None:
+    one, two = turns(2)
+    tree = tree_of(two, one)
+    assert [asked.index for asked in tree.asked()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("state", "limit", "expected"),
+    [("partial", None, True), ("partial", 3, True), ("partial", 2, False), ("complete", None, False)],
+)
+def test_a_cut_turn_can_go_on_while_there_is_room(state: str, limit: int | None, expected: bool) -> None:
+    (turn,) = turns(1)
+    cut = evolve(turn, state=state, sampled=turn.sampled[:2], used=Sampling(max_tokens=limit))
+    assert tree_of(cut).can_go_on(cut) is expected
+
+
+def test_a_cut_turn_that_was_extended_does_not_go_on() -> None:
+    one, two = turns(2)
+    cut = evolve(one, state="partial")
+    assert tree_of(cut).can_go_on(cut)
+    assert not tree_of(cut, two).can_go_on(cut)
+    assert tree_of(cut, evolve(two, state="failed", sampled=two.sampled[:0])).can_go_on(cut)

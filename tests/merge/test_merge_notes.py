@@ -1,0 +1,29 @@
+"""The words that notes begin with: counted, and what they say of thoughts."""
+
+import pytest
+
+from polarnode.merge import figures
+
+
+def test_notes_are_counted_by_their_first_word() -> None:
+    said = [
+        "edited: one",
+        "edited: two",
+        "closed: the first 2 ids",
+        "ignored: $.user",
+        "a sentence without a word",
+        "",
+    ]
+    assert figures.counted(said) == {"edited": 2, "closed": 1}
+
+
+@pytest.mark.parametrize(
+    ("shown", "hidden", "count"), [((), (), 0), ((1,), (), 1), ((), (2, 3), 1), ((5,), (1,), 2)]
+)
+def test_thoughts_are_told_only_where_there_are_some(
+    shown: tuple[int, ...], hidden: tuple[int, ...], count: int
+) -> None:
+    said = figures.thoughts(shown, hidden)
+    assert len(said) == count == figures.counted(said)[figures.THINKING]
+    assert figures.shows_thoughts(said) is bool(shown)
+    assert all(str(place) in " ".join(said) for place in (*shown, *hidden))

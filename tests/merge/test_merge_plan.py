@@ -1,0 +1,51 @@
+"""Plans: other samples of one prompt, and going on with a cut one."""
+
+import pytest
+from merge_toys import Session, ask, system, user
+
+from polarnode.merge.attach import CHOICE, RESUMED, another, resumed
+
+
+@pytest.mark.parametrize(("key", "expected"), [("body", "body.2"), ("", "")])
+def test_another_sample_is_a_sibling_and_no_retry(key: str, expected: str) -> None:
+    plan = Session().begin(ask(system(), user()), request_key=key).plan
+    other = another(plan, index=4, lineage=3, number=2)
+    assert (other.index, other.lineage, other.kind, other.reason, other.request_key) == (
+        4,
+        3,
+        "root",
+        CHOICE,
+        expected,
+    )
+    assert (other.parent, other.new, other.before_key) == (plan.parent, plan.new, plan.before_key)
+
+
+def test_another_sample_under_a_turn_is_a_branch() -> None:
+    session = Session()
+    _, one = session.say(ask(system(), user()), "one")
+    plan = session.begin(ask(system(), user(), one, user("two"))).plan
+    assert another(plan, index=9, lineage=9, number=1).kind == "branch"
+
+
+def test_a_resumed_plan_goes_on_where_the_cut_turn_stands() -> None:
+    session = Session()
+    turn, _ = session.say(ask(system(), user()), "one", state="partial")
+    plan = resumed(turn, index=1, total=2)
+    assert (plan.parent, plan.kind, plan.reason, plan.new, plan.matched, plan.total) == (
+        0,
+        "continue",
+        RESUMED,
+        (),
+        2,
+        2,
+    )
+    assert (plan.lineage, plan.role, plan.before_key) == (turn.lineage, turn.role, turn.before_key)
+    assert "2 tokens go on" in plan.notes[0]
+
+
+def test_a_plan_says_the_key_of_its_turn() -> None:
+    session = Session()
+    pending = session.begin(ask(system(), user()))
+    answer = session.answer(pending.plan, "one")
+    turn = session.end(pending, answer)
+    assert pending.plan.after(answer) == turn.message_key != ""

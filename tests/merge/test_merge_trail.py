@@ -1,0 +1,145 @@
+"""Remembered paths: what is found with them is what is found without, and they stay few."""
+
+import hypothesis.strategies as st
+import pytest
+from attrs import evolve
+from hypothesis import given
+from merge_toys import SECRET, Session, ask, said, system, told, user
+
+from polarnode.core.conversation import Message, ToolCall
+from polarnode.merge.attach import Attached, attach
+from polarnode.merge.fingerprint import Memo, Trail, Trails, advance, numbers_of, root_key
+from polarnode.merge.ledger import Ledger
+from polarnode.merge.references import References
+
+CALL = ToolCall(id="call_1", name="bash", arguments='{"a": 1}')
+
+
+def trail(*numbers: int, root: str = "r", ours: tuple[int, ...] = ()) -> Trail:
+    return Trail(
+        root=root, numbers=numbers_of([user(str(number)) for number in numbers]), keys=[], ours=ours, odd=()
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "shared"),
+    [
+        ((1, 2, 3), 3),
+        ((1, 2, 3, 4), 3),
+        ((1, 2), 2),
+        ((1, 9, 3), 1),
+        ((9,), 0),
+        ((), 0),
+        ((1, 2, 9, 9, 9), 2),
+    ],
+)
+def test_how_far_two_paths_go_together(asked: tuple[int, ...], shared: int) -> None:
+    trails = Trails()
+    trails.keep(trail(1, 2, 3))
+    assert trails.longest("r", trail(*asked).numbers)[1] == shared
+    assert trails.longest("other", trail(*asked).numbers) == (None, 0)
+
+
+@given(one=st.lists(st.integers(0, 2), max_size=40), other=st.lists(st.integers(0, 2), max_size=40))
+def test_the_longest_beginning_is_found(one: list[int], other: list[int]) -> None:
+    trails = Trails()
+    trails.keep(trail(*one))
+    same = next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+    assert trails.longest("r", trail(*other).numbers)[1] == same
+
+
+def test_a_path_that_goes_on_takes_the_place_of_the_one_before() -> None:
+    trails = Trails()
+    for length in range(1, 100):
+        trails.keep(trail(*range(length)))
+        trails.keep(trail(-1, *range(length)))
+    assert len(trails._kept) == 2
+    for number in range(100, 200):
+        trails.keep(trail(number))
+    assert len(trails._kept) == 8
+    assert trails.longest("r", trail(199, 5).numbers)[1] == 1
+
+
+def test_the_last_of_ours() -> None:
+    path = trail(1, 2, 3, 4, 5, 6, ours=(2, 5))
+    assert [path.last_ours(length) for length in range(7)] == [0, 0, 2, 2, 2, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Message(role="tool", text="x"),
+        Message(role="user", text="x "),
+        said("x"),
+        Message(role="assistant", text="x", calls=(CALL,)),
+        Message(role="assistant", text="x", calls=(evolve(CALL, name="b"),)),
+        Message(role="assistant", text="x", calls=(evolve(CALL, arguments="{}"),)),
+        Message(role="assistant", text="x", calls=(CALL, CALL)),
+    ],
+)
+def test_messages_of_other_keys_have_other_numbers(other: Message) -> None:
+    messages = [
+        user("x"),
+        said("y"),
+        Message(role="assistant", text="x", calls=(evolve(CALL, arguments="[]"),)),
+        other,
+    ]
+    assert len(set(numbers_of(messages))) == 4
+    assert len({advance(root_key("-", "d"), message) for message in messages}) == 4
+
+
+# ── with and without ──────────────────────────────────────────────────────────
+
+
+def both(session: Session, *messages: Message) -> Attached:
+    """What is found with the session's memory and with none."""
+    with_it, without = (
+        attach(
+            ask(*messages),
+            "",
+            ledger=session.lineages._ledger,
+            references=session.lineages.references,
+            memo=memo,
+        )
+        for memo in (session.lineages._memo, Memo())
+    )
+    assert with_it == without
+    return with_it
+
+
+def test_an_answer_that_comes_late_is_found_in_a_history_that_was_seen_before() -> None:
+    session = Session()
+    waiting = session.begin(ask(system(), user()))
+    history = system(), user(), said("late"), user("more")
+    assert both(session, *history).parent is None
+    session.end(waiting, session.answer(waiting.plan, "late"))
+    assert both(session, *history).parent == 0
+    assert both(session, *history, said("foreign"), user()).parent == 0
+
+
+def test_an_excused_answer_is_excused_again_until_a_turn_says_it_itself() -> None:
+    session = Session()
+    _, answer = session.say(ask(user()), "look", [("bash", '{"a": 1}')])
+    edited = evolve(answer, calls=tuple(evolve(call, arguments='{"a": 2}') for call in answer.calls))
+    history = user(), edited, told(answer.calls[0], "ok")
+    assert both(session, *history).notes == both(session, *history, said("x"), user()).notes[:1]
+    twin, _ = session.say(ask(user()), "look", [("bash", '{"a": 2}')])
+    assert both(session, *history).parent == twin.index
+    assert both(session, *history, said("y"), user()).parent == twin.index
+
+
+def test_a_foreign_message_at_the_head_costs_nothing_behind_it() -> None:
+    session = Session()
+    history: list[Message] = [user("example"), said("like this"), user("now")]
+    for number in range(6):
+        _, answer = session.say(ask(*history), f"step {number}")
+        history += [answer, user("more")]
+        assert both(session, *history).parent == number
+
+
+def test_an_empty_session_has_no_trail() -> None:
+    found = attach(ask(), "", ledger=Ledger(), references=References("s", SECRET), memo=Memo())
+    assert (found.parent, found.matched) == (None, 0)

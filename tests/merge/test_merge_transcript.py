@@ -1,0 +1,130 @@
+"""What was said, in words: each turn keeps what it heard, and a line of turns is the conversation its client
+had.
+"""
+
+from attrs import evolve
+from merge_toys import BASH, Session, ask, said, system, told, user
+
+from polarnode.core import codec
+from polarnode.core.codec.turns import HeardShape, heard_json, read_heard
+from polarnode.core.conversation import Conversation, Message
+from polarnode.core.trajectory import Heard, Turn
+from polarnode.merge.transcript import tools_of, transcript
+
+
+def talk(session: Session, index: int | None = None) -> Conversation | None:
+    turns = {turn.index: turn for turn in session.turns}
+    return transcript(turns, max(turns) if index is None else index)
+
+
+def test_a_line_of_turns_is_the_conversation_its_client_had() -> None:
+    session = Session()
+    head = (system(), user())
+    _, one = session.say(ask(*head), "looking", calls=[("bash", '{"command": "ls"}')], thinking="hm")
+    result = told(one.calls[0], "a.txt")
+    _, two = session.say(ask(*head, one, result), "done")
+    found = talk(session)
+    assert found == Conversation(messages=(*head, one, result, two), tools=(BASH,))
+    assert talk(session, 0) == Conversation(messages=(*head, one), tools=(BASH,))
+
+
+def test_a_turn_keeps_only_what_is_new_and_a_root_its_head() -> None:
+    session = Session()
+    first, one = session.say(ask(user("one"), thinking=False), "1")
+    second, _ = session.say(ask(user("one"), one, user("two"), thinking=False), "2")
+    assert first.heard is not None
+    assert second.heard is not None
+    assert (first.heard.messages, first.heard.thinking, tools_of(first.heard)) == (
+        (user("one"),),
+        False,
+        (BASH,),
+    )
+    assert (second.heard.messages, second.heard.thinking, second.heard.tools) == ((user("two"),), None, "")
+
+
+def test_an_answer_that_went_on_after_a_cut_is_one_message() -> None:
+    session = Session()
+    turn, cut = session.say(ask(user()), "the beg", finish="length")
+    after, _rest = session.say(ask(user(), cut), "inning")
+    assert after.parent == turn.index
+    assert talk(session) == Conversation(messages=(user(), said("the beginning")), tools=(BASH,))
+
+
+def test_an_answer_asked_for_again_stands_once() -> None:
+    session = Session()
+    first = session.begin(ask(user()), request_key="k")
+    session.end(first, session.answer(first.plan, "the beg", finish="abort"), state="partial")
+    plan = session.lineages.resume(0, total=1)
+    assert plan is not None
+    again = evolve(
+        session.turn(evolve(first, plan=plan), session.answer(plan, "the beginning")),
+        prompt_delta=first.delta[:0],
+    )
+    again = evolve(
+        again, heard=evolve(first.heard, messages=(), tools=""), prompt_length=session.turns[0].end
+    )
+    session.lineages.commit(again)
+    assert talk(session) == Conversation(messages=(user(), said("the beginning")), tools=(BASH,))
+
+
+def test_an_unfinished_turn_says_what_it_heard_and_no_answer() -> None:
+    session = Session()
+    pending = session.begin(ask(user()))
+    session.end(pending, None, state="failed")
+    assert talk(session) == Conversation(messages=(user(),), tools=(BASH,))
+
+
+def test_our_references_are_no_words() -> None:
+    session = Session()
+    echoed = Message(role="assistant", text="elsewhere", refs=("0000000123456789",))
+    turn, _ = session.say(ask(user(), echoed, user("go on")), "ok")
+    assert turn.heard is not None
+    assert turn.heard.messages[1] == said("elsewhere")
+
+
+def test_a_line_with_a_gap_is_no_conversation() -> None:
+    session = Session()
+    _, one = session.say(ask(user()), "1")
+    session.say(ask(user(), one, user("two")), "2")
+    known = {turn.index: turn for turn in session.turns}
+    assert transcript({1: known[1]}, 1) is None
+    assert transcript({**known, 0: evolve(known[0], heard=None)}, 1) is None
+
+
+def test_words_survive_the_journal_as_they_were() -> None:
+    session = Session()
+    first, _ = session.say(ask(user()), "ok", calls=[("bash", "{}")], thinking="t")
+    odd = Message(
+        role="assistant",
+        text="\ud800 half, and \x00",
+        calls=first.answer.calls if first.answer else (),
+        thinking="hm",
+    )
+    turn = evolve(first, heard=Heard(messages=(odd, told("c1", "")), tools="[]", thinking=True))
+    assert codec.unpack_turn(codec.pack_turn(turn)) == turn
+
+
+def test_words_survive_a_full_row() -> None:
+    session = Session()
+    turn, _ = session.say(ask(system(), user(), thinking=True), "ok")
+    said_json = codec.read_json(codec.dump_json(heard_json(turn.heard)))
+    assert read_heard(codec.structure(said_json, HeardShape)) == turn.heard
+    assert heard_json(None) is None
+    assert read_heard(None) is None
+
+
+def test_what_words_cost_beside_tokens() -> None:
+    """Each message once: a session of n turns keeps n deltas, not n histories."""
+    session = Session()
+    history = [user("w " * 400)]
+    for step in range(20):
+        _, answer = session.say(ask(*history), f"step {step}", calls=[("bash", "{}")])
+        history += [answer, told(answer.calls[0], "r " * 200)]
+    with_words = sum(len(codec.pack_turn(turn)) for turn in session.turns)
+    without = sum(len(codec.pack_turn(bare(turn))) for turn in session.turns)
+    text = sum(len(message.text) for message in history)
+    assert with_words - without < 1.3 * text + 100 * len(session.turns)
+
+
+def bare(turn: Turn) -> Turn:
+    return evolve(turn, heard=None)

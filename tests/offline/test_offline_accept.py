@@ -1,0 +1,222 @@
+"""What is accepted as data, and for all else one reason: expressions over documented columns that never
+raise, and tables that add up.
+"""
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_samples import make_trajectory
+from wire_strategies import trajectories
+
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.offline import Tally, judge, parse_acceptance
+from polarnode.offline.acceptance import (
+    COLUMNS,
+    LONGEST,
+    REASONS,
+    Unknown,
+    evaluate,
+    facts_of,
+    is_empty,
+    read_expression,
+)
+from polarnode.offline.generation import ALL, grouping_of
+
+
+def verdict(text: str, **more: Any) -> tuple[str, str]:
+    judged = judge(parse_acceptance(text), evolve(make_trajectory("s"), **more))
+    return judged.reason, judged.because
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward >= 1",
+        "reward == 1.0 and turns < 3",
+        "outcome == 'completed' or status in ('timeout', 'failed')",
+        "metadata['repo'] == 'a/b'",
+        "len(metadata) == 1 and not turns > 5",
+        "0 < sampled_tokens <= 3",
+        "exit_code is None",
+        "clock is None and reward is not None",
+        "max(reward, 0) * 2 - 1 >= 0.5",
+        "metadata['list'][0] == 1 or harness == ''",
+        "turns and traces",
+        "-reward < 0",
+    ],
+)
+def test_what_holds_is_accepted(text: str) -> None:
+    assert verdict(text, metadata={"repo": "a/b"}) == ("accepted", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reward >", "is no expression"),
+        ("", "is no expression"),
+        ("rewrad >= 1", "rewrad at column 1 is not a column: did you mean reward?"),
+        ("zzz", "zzz at column 1 is not a column: known are reward"),
+        ("reward.real > 0", "can not be said here"),
+        ("__import__('os')", "__import__() at column 1 is not known: known are len, min, max, abs"),
+        ("(lambda: 1)()", "can not be said here"),
+        ("[x for x in metadata]", "can not be said here"),
+        ("metadata[reward]", "can not be said here"),
+        ("2 ** 9999 > 1", "can not be said here"),
+        ("f'{reward}' == '1'", "can not be said here"),
+        ("(reward := 1)", "can not be said here"),
+        ("b'x' == 1", "can not be said here"),
+        ("max(metadata, key=len)", "can not be said here"),
+        ("(" * 400 + "1" + ")" * 400, "is no expression"),
+        ("1" + " " * LONGEST, "characters"),
+    ],
+)
+def test_what_can_not_be_read_is_refused_in_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        parse_acceptance(text)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward >= 1",
+        "not reward >= 1",
+        "reward + 1 >= 1",
+        "not (reward < 1)",
+        "metadata['x'] != 'a'",
+        "abs(reward) >= 0",
+        "reward == metadata['x']",
+        "reward",
+    ],
+)
+def test_what_is_said_of_a_missing_value_accepts_nothing(text: str) -> None:
+    reason, because = verdict(text, reward=None)
+    assert reason in ("reward", "expression")
+    assert "missing" in because
+
+
+def test_the_other_side_may_decide() -> None:
+    assert verdict("reward >= 1 or turns == 1", reward=None)[0] == "accepted"
+    assert verdict("turns == 1 or reward >= 1", reward=None)[0] == "accepted"
+    assert verdict("reward >= 1 and turns == 2", reward=None) == (
+        "reward",
+        "reward >= 1: a value is missing (reward is None)",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward > 'a'",
+        "1 / turns > 0 and 1 % (turns - 1) > 0",
+        "'a' * 1000000000 == ''",
+        "len(reward) > 0",
+        "metadata < 1",
+    ],
+)
+def test_what_can_not_be_reckoned_is_no_error(text: str) -> None:
+    assert verdict(text)[0] in ("reward", "expression")
+
+
+def test_one_reason_a_session() -> None:
+    assert verdict("reward >= 1", reward=0.0) == ("reward", "reward >= 1 does not hold (reward is 0.0)")
+    assert verdict("reward >= 1 and turns > 9") == ("expression", "turns > 9 does not hold")
+    assert verdict(
+        "reward >= 1", outcome=Outcome(status="timeout", clock="run", reason="long"), reward=0.0
+    ) == (
+        "timeout",
+        "timeout (run): long; reward >= 1 does not hold",
+    )
+    assert (
+        verdict(
+            "reward >= 1", outcome=Outcome(status="error", boundary="runtime", reason="gone"), reward=None
+        )[0]
+        == "error"
+    )
+    # what it left behind is what counts
+    assert verdict("reward >= 1", outcome=Outcome(status="timeout", clock="run"))[0] == "accepted"
+    assert verdict("turns >= 0", outcome=Outcome(status="cancelled"))[0] == "cancelled"
+    assert verdict("turns >= 0", outcome=Outcome(status="interrupted"))[0] == "interrupted"
+    assert verdict("turns >= 0", turns=())[0] == "empty"
+    assert verdict("turns >= 0", traces=())[0] == "no trace"
+
+
+def test_a_session_that_said_nothing_is_empty() -> None:
+    session = make_trajectory("s", turns=2)
+    silent = tuple(
+        evolve(turn, answer=evolve(turn.answer, parts=()))
+        for turn in session.turns
+        if turn.answer is not None
+    )
+    assert not is_empty(session)
+    assert is_empty(evolve(session, turns=silent))
+    assert is_empty(evolve(session, turns=(evolve(silent[0], answer=None),)))
+    assert not is_empty(evolve(session, turns=(silent[0], session.turns[1])))
+
+
+TEXTS = st.recursive(
+    st.sampled_from([*COLUMNS, "1", "0", "'a'", "None", "True", "0.5", "[1, 2]"]),
+    lambda inner: (
+        st.tuples(
+            inner, st.sampled_from(["<", "==", "in", "is not", "+", "*", "/", "%", "and", "or"]), inner
+        ).map(lambda found: f"({' '.join(found)})")
+        | inner.map(lambda one: f"(not {one})")
+        | inner.map(lambda one: f"abs({one})")
+        | inner.map(lambda one: f"{one}['a']")
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(TEXTS, trajectories())
+def test_judging_never_raises(text: str, trajectory: Trajectory) -> None:
+    judged = judge(parse_acceptance(text), trajectory)
+    assert judged.reason in REASONS
+    assert judged.accepted or judged.because
+
+
+@settings(deadline=None)
+@given(TEXTS)
+def test_unknown_is_contagious_only_as_far_as_it_must(text: str) -> None:
+    found = evaluate(read_expression(f"({text}) or True", tuple(COLUMNS)), {})
+    assert not isinstance(found, Unknown)
+    assert found is not None
+
+
+def test_every_column_is_there_and_told() -> None:
+    assert list(facts_of(make_trajectory("s"))) == list(COLUMNS)
+
+
+# ── tables ────────────────────────────────────────────────────────────────────
+
+
+def test_a_table_adds_up() -> None:
+    tally, acceptance = Tally(by="repo"), parse_acceptance("reward >= 1")
+    for number in range(12):
+        repo = {"repo": ["moto", "mypy", None][number % 3]}
+        status: Any = "timeout" if number == 3 else "completed"
+        one = evolve(make_trajectory(f"s{number}", reward=float(number % 2), status=status), metadata=repo)
+        tally.add(one, judge(acceptance, one))
+    rows = {group.name: group for group in tally.rows()}
+    assert list(rows)[-1] == ALL
+    assert rows[ALL].attempts == 12 == sum(group.attempts for name, group in rows.items() if name != ALL)
+    assert rows[ALL].accepted == 6
+    assert all(group.attempts == group.reasons.total() for group in rows.values())
+    assert set(rows) == {"moto", "mypy", "(none)", ALL}
+    assert tally.seen() == ["reward"]  # the one that timed out was rewarded
+    found: Any = tally.json()
+    assert found["rows"][-1] == {
+        "name": "all", "attempts": 12, "accepted": 6, "share": 0.5, "reasons": {"reward": 6}, "turns": 12, "sampled_tokens": 36, "run_s": 0.0,
+    }  # fmt: skip
+
+
+def test_groups_are_told_by_the_first_key_that_is_there() -> None:
+    assert grouping_of([{"dataset": "x"}, {"repo": "y"}]) == "repo"
+    assert grouping_of([{"dataset": "x"}]) == "dataset"
+    assert grouping_of([{"name": "x"}]) is None
+    assert grouping_of([]) is None

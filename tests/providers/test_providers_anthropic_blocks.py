@@ -1,0 +1,114 @@
+"""Anthropic Messages: what a block is as text, and which blocks are none."""
+
+import json
+from typing import Any
+
+import pytest
+from attrs import validators
+
+from polarnode.core.codec import structure
+from polarnode.core.conversation import Message, Tool
+from polarnode.core.errors import Refused
+from polarnode.providers.anthropic.read import read, result_text, textual, told
+from polarnode.providers.anthropic.shapes import DocumentBlock, ResultContent, TextualBlock
+
+
+def block(value: dict[str, Any]) -> TextualBlock:
+    return structure(value, TextualBlock)  # type: ignore[arg-type]
+
+
+def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, "citations": {"enabled": True}, **more}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"type": "text", "text": "a", "citations": None}, "a"),
+        (document({"type": "text", "media_type": "text/plain", "data": "Body."}), "Body."),
+        (
+            document({"type": "text", "data": "Body."}, title="Title", context="From the wiki."),
+            "Title\nFrom the wiki.\nBody.",
+        ),
+        (document({"type": "content", "content": "Body."}, title=None), "Body."),
+        (
+            document(
+                {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+            ),
+            "a\nb",
+        ),
+        (
+            {
+                "type": "search_result",
+                "source": "https://x",
+                "title": "T",
+                "content": [{"type": "text", "text": "a"}],
+            },
+            "T\nhttps://x\na",
+        ),
+    ],
+)
+def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
+    assert textual(block(value)) == text
+    assert result_text(structure([value], ResultContent), {}) == text  # type: ignore[arg-type]
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": [value, {"type": "text", "text": "Sum up."}]}],
+    }
+    request = read(json.dumps(body).encode(), headers={}, model=None, counting=False)
+    assert request.conversation.messages == (Message(role="user", text=f"{text}\nSum up."),)
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "sentence"),
+    [
+        (
+            document({"type": "base64", "media_type": "application/pdf", "data": "x"}),
+            ".source.type",
+            "send the document as text, not as base64",
+        ),
+        (
+            document({"type": "url", "url": "https://x"}),
+            ".source.type",
+            "send the document as text, not as url",
+        ),
+        (
+            document({"type": "content", "content": [{"type": "image", "source": {}}]}),
+            ".source.content[0]",
+            "remove the image part",
+        ),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_the_model_can_not_see_is_refused_with_its_path(
+    content: dict[str, Any], path: str, sentence: str, inside: bool
+) -> None:
+    blocks = [{"type": "tool_result", "tool_use_id": "t", "content": [content]}] if inside else [content]
+    with pytest.raises(Refused, match=sentence) as caught:
+        read(
+            json.dumps(
+                {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": blocks}]}
+            ).encode(),
+            headers={},
+            model=None,
+            counting=False,
+        )
+    assert caught.value.path == "$.messages[0].content[0]" + (".content[0]" if inside else "") + path
+
+
+def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
+    """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
+    for source in ({"type": "url"}, {"type": "content", "content": [{"type": "image"}]}):
+        with validators.disabled():
+            shape = structure(document(source), DocumentBlock)
+        with pytest.raises(Refused, match="reads text only"):
+            textual(shape)
+
+
+def test_a_tool_is_told_the_same_every_time() -> None:
+    tool = Tool(
+        name="later", description="Läter.", parameters={"type": "object", "properties": {"z": {}, "a": {}}}
+    )
+    line = '{"type":"function","function":{"name":"later","description":"Läter.","parameters":{"type":"object","properties":{"z":{},"a":{}}}}}'
+    assert told(tool) == line

@@ -1,0 +1,228 @@
+"""Anthropic Messages: its blocks become flat messages, in order."""
+
+from typing import Any
+
+import pytest
+from attrs import validators
+
+from polarnode.core.codec import structure
+from polarnode.core.conversation import Message, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers.anthropic.read import foreign, messages, referenced, volatile
+from polarnode.providers.anthropic.shapes import MessageShape, SystemContent
+
+
+def shapes(*said: dict[str, Any]) -> tuple[MessageShape, ...]:
+    return structure(list(said), tuple[MessageShape, ...])
+
+
+def told(*said: dict[str, Any], system: Any = None) -> tuple[Message, ...]:
+    head: SystemContent = structure(system, SystemContent)  # type: ignore[arg-type]
+    return messages(head, shapes(*said))
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def result(call: str, content: Any, **extra: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call, "content": content, **extra}
+
+
+@pytest.mark.parametrize(
+    ("system", "head"),
+    [
+        (None, None),
+        ("", None),
+        ([], None),
+        ("You code.", "You code."),
+        ([text("You code."), text("Be brief.")], "You code.\nBe brief."),
+        ([text("x-anthropic-billing-header: cc_version=2; cch=5d1;"), text("You code.")], "You code."),
+        ("x-anthropic-billing-header: cch=5d1;\nYou code.\nBe brief.", "You code.\nBe brief."),
+        ("You know x-anthropic-billing-header: a line.", "You know x-anthropic-billing-header: a line."),
+    ],
+)
+def test_14_13_the_system_prompt_without_its_volatile_line(system: Any, head: str | None) -> None:
+    expected = (
+        [Message(role="user", text="hi")]
+        if head is None
+        else [Message(role="system", text=head), Message(role="user", text="hi")]
+    )
+    assert told({"role": "user", "content": "hi"}, system=system) == tuple(expected)
+
+
+def test_a_dropped_line_is_reported_and_only_in_the_system_prompt() -> None:
+    assert volatile("x-anthropic-billing-header: a")
+    assert not volatile("You code.")
+    line = "x-anthropic-billing-header: a"
+    assert told({"role": "user", "content": line}, {"role": "system", "content": line}) == (
+        Message(role="user", text=line),
+        Message(role="system", text=line),
+    )
+
+
+@pytest.mark.parametrize(
+    "content", ["note", [text("note")], [{**text("note"), "cache_control": {"type": "ephemeral"}}]]
+)
+def test_14_14_system_messages_stay_where_they_are(content: Any) -> None:
+    found = told(
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": content},
+        {"role": "user", "content": "b"},
+    )
+    assert found == (
+        Message(role="user", text="a"),
+        Message(role="system", text="note"),
+        Message(role="user", text="b"),
+    )
+
+
+def test_a_user_message_is_split_in_order() -> None:
+    blocks = [result("toolu_1", "one"), text("and"), text("then"), result("toolu_2", "two"), text("last")]
+    assert told({"role": "user", "content": blocks}) == (
+        Message(role="tool", text="one", call_id="call_1"),
+        Message(role="user", text="and\nthen"),
+        Message(role="tool", text="two", call_id="call_2"),
+        Message(role="user", text="last"),
+    )
+
+
+@pytest.mark.parametrize("content", ["", [], [text("")]])
+def test_a_user_message_of_nothing_is_still_one_message(content: Any) -> None:
+    assert told({"role": "user", "content": content}) == (Message(role="user"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("out", "out"),
+        ([text("out")], "out"),
+        ([text("a"), text("b")], "a\nb"),
+        (None, ""),
+        ([], ""),
+        ([{"type": "tool_reference", "tool_name": "NotebookEdit"}], "Tool loaded: NotebookEdit"),
+    ],
+)
+def test_a_tool_result(content: Any, shown: str) -> None:
+    assert told({"role": "user", "content": [result("toolu_1", content)]}) == (
+        Message(role="tool", text=shown, call_id="call_1"),
+    )
+
+
+def test_an_error_is_shown_in_its_own_words() -> None:
+    assert (
+        told({"role": "user", "content": [result("toolu_1", "No such file", is_error=True)]})[0].text
+        == "No such file"
+    )
+
+
+def test_an_answer_comes_back_flat_with_its_references() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "Look ", "signature": "c2lnMQ=="},
+        {"type": "redacted_thinking", "data": "ZGF0YQ=="},
+        {"type": "thinking", "thinking": "first.", "signature": ""},
+        text("I "),
+        text("look."),
+        {"type": "tool_use", "id": "toolu_ab0", "name": "go", "input": {"b": 1, "a": "ü"}},
+        {"type": "tool_use", "id": "foreign", "name": "go", "input": {}},
+    ]
+    assert told({"role": "assistant", "content": blocks}) == (
+        Message(
+            role="assistant",
+            text="I look.",
+            thinking="Look first.",
+            calls=(
+                ToolCall(id="call_ab0", name="go", arguments='{"b":1,"a":"ü"}'),
+                ToolCall(id="foreign", name="go", arguments="{}"),
+            ),
+            refs=("c2lnMQ==", "ZGF0YQ==", "call_ab0", "foreign"),
+        ),
+    )
+
+
+def test_thinking_may_come_unsigned() -> None:
+    (message,) = told({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]})
+    assert (message.thinking, message.refs) == ("hm", ())
+
+
+def test_assistant_messages_in_a_row_are_one_turn() -> None:
+    call = {"type": "tool_use", "id": "toolu_ab0", "name": "go", "input": {}}
+    split = told(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I look."},
+        {"role": "assistant", "content": [call]},
+    )
+    whole = told({"role": "user", "content": "hi"}, {"role": "assistant", "content": [text("I look."), call]})
+    assert split == whole
+    assert len(whole) == 2
+
+
+def test_user_messages_in_a_row_stay_apart_so_that_history_only_grows() -> None:
+    one, two = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    assert told(one, two)[:1] == told(one)
+
+
+def test_14_15_a_reference_tells_the_tool_at_its_place_once_the_request_has_it() -> None:
+    reference = {
+        "role": "user",
+        "content": [result("toolu_1", [{"type": "tool_reference", "tool_name": "later"}, text("loaded")])],
+    }
+    (found,) = messages(None, shapes(reference), {"later": '{"type":"function"}', "other": "x"})
+    assert found.text == 'Tool loaded: later\n{"type":"function"}\nloaded'
+
+
+def test_what_another_server_ran_is_left_out_and_named() -> None:
+    server = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}}
+    found = {
+        "type": "web_search_tool_result",
+        "tool_use_id": "srvtoolu_1",
+        "content": [{"type": "web_search_result", "url": "u"}],
+    }
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [server, found, text("So it is.")]},
+    ]
+    assert told(*said)[1] == Message(role="assistant", text="So it is.")
+    assert list(foreign(shapes(*said))) == ["$.messages[1].content[0]", "$.messages[1].content[1]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [(None, "{}"), ("not json {", "not json {"), ([1], "[1]"), ({"a": 1.0}, '{"a":1.0}')],
+)
+def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, arguments: str) -> None:
+    (message,) = told({"role": "assistant", "content": [{"type": "tool_use", "name": "go", "input": given}]})
+    assert (message.calls, message.refs) == ((ToolCall(id="", name="go", arguments=arguments),), ())
+
+
+def test_14_15_which_deferred_tools_were_loaded() -> None:
+    reference = {"type": "tool_reference", "tool_name": "NotebookEdit"}
+    said = shapes(
+        {"role": "user", "content": "tool_reference"},
+        {"role": "assistant", "content": "x"},
+        {
+            "role": "user",
+            "content": [result("toolu_1", "text"), result("toolu_2", [text("found"), reference])],
+        },
+    )
+    assert referenced(said) == {"NotebookEdit"}
+    assert referenced(shapes({"role": "user", "content": "hi"})) == frozenset()
+
+
+def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
+    (found,) = messages(
+        None,
+        shapes(
+            {"role": "user", "content": [result("toolu_1", [text("see"), {"type": "image", "source": {}}])]}
+        ),
+    )
+    assert found.text == "see\n[image: not shown, because this model reads text only]"
+
+
+@pytest.mark.parametrize(("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"})])
+def test_a_block_that_is_no_text_is_never_left_out_silently(role: str, block: dict[str, Any]) -> None:
+    """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
+    with validators.disabled():
+        said = shapes({"role": role, "content": [block]})
+    with pytest.raises(Refused, match="reads text only"):
+        messages(None, said)

@@ -1,0 +1,290 @@
+"""Google's contents as messages: order, roles, calls and their results."""
+
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.core.codec import structure
+from polarnode.core.conversation import Message, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers.google.read import messages, ran_code, result_text
+from polarnode.providers.google.shapes import Content, FunctionResponse, parts, respelled
+
+
+def contents(*said: Any) -> tuple[Content, ...]:
+    return tuple(structure(respelled(each, Content)[0], Content) for each in said)
+
+
+def read(*said: Any, system: Content | str | None = None) -> tuple[Message, ...]:
+    return messages(system, contents(*said))
+
+
+def user(*said: Any) -> dict[str, Any]:
+    return {"role": "user", "parts": [{"text": part} if isinstance(part, str) else part for part in said]}
+
+
+def model(*said: Any) -> dict[str, Any]:
+    return user(*said) | {"role": "model"}
+
+
+def call(name: str, id: str | None = None, **args: Any) -> dict[str, Any]:
+    return {"functionCall": {"name": name, "args": args} | ({"id": id} if id else {})}
+
+
+def result(name: str, id: str | None = None, **response: Any) -> dict[str, Any]:
+    return {"functionResponse": {"name": name, "response": response} | ({"id": id} if id else {})}
+
+
+# ── who speaks ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("system", ["Be brief.", Content(parts=contents(user("Be ", "brief."))[0].parts)])
+def test_14_14_the_system_instruction_comes_first(system: Content | str) -> None:
+    first, second = read(user("hi"), system=system)
+    assert first.role == "system"
+    assert first.text.replace("\n", "") == "Be brief."
+    assert second == Message(role="user", text="hi")
+
+
+@pytest.mark.parametrize("system", [None, "", Content(), Content(parts=())])
+def test_no_system_instruction_is_none(system: Content | str | None) -> None:
+    assert [message.role for message in read(user("hi"), system=system)] == ["user"]
+
+
+@pytest.mark.parametrize("role", [None, "", "user", "function", "tool"])
+def test_a_role_that_is_not_said_is_the_users(role: str | None) -> None:
+    assert read({"role": role, "parts": [{"text": "hi"}]}) == (Message(role="user", text="hi"),)
+
+
+def test_14_14_a_system_content_in_mid_list_stays_in_its_place() -> None:
+    assert [
+        message.role for message in read(user("a"), {"role": "system", "parts": [{"text": "s"}]}, user("b"))
+    ] == ["user", "system", "user"]
+
+
+def test_a_role_nobody_has_is_refused() -> None:
+    with pytest.raises(Refused, match="must be 'user' or 'model'") as caught:
+        read(user("a"), {"role": "robot", "parts": []})
+    assert caught.value.path == "$.contents[1].role"
+
+
+def test_user_contents_stay_one_to_one_and_model_contents_in_a_row_are_one_turn() -> None:
+    found = read(
+        user("a", "b"),
+        user("c"),
+        {"role": "user"},
+        model("d"),
+        model(),
+        model("e", call("f", "1")),
+        user("g"),
+    )
+    assert [(message.role, message.text) for message in found] == [
+        ("user", "a\nb"),
+        ("user", "c"),
+        ("user", ""),
+        ("assistant", "de"),
+        ("user", "g"),
+    ]
+    assert [made.id for made in found[3].calls] == ["1"]
+
+
+def test_a_part_may_stand_without_its_list() -> None:
+    assert read({"parts": {"text": "hi"}}) == (Message(role="user", text="hi"),)
+    assert parts(None) == ()
+
+
+# ── calls and results ─────────────────────────────────────────────────────────
+
+
+def test_a_turn_of_thoughts_text_and_calls() -> None:
+    thought = {"text": "hm", "thought": True, "thoughtSignature": "c2ln"}
+    (_, found) = read(
+        user("a"), model(thought, "I go", call("go", "call_1", b=1, a=2) | {"thoughtSignature": "c2ln"})
+    )
+    assert found == Message(
+        role="assistant",
+        text="I go",
+        thinking="hm",
+        calls=(ToolCall(id="call_1", name="go", arguments='{"b":1,"a":2}'),),
+        refs=("c2ln", "call_1"),
+    )
+
+
+def test_results_stand_where_they_were_given() -> None:
+    found = read(
+        user("a"),
+        model(call("f", "1"), call("g", "2")),
+        user("x", result("g", "2", output="G"), "y", "z", result("f", "1", output="F")),
+    )
+    assert [(message.role, message.text, message.call_id) for message in found[2:]] == [
+        ("user", "x", None),
+        ("tool", "G", "2"),
+        ("user", "y\nz", None),
+        ("tool", "F", "1"),
+    ]
+
+
+def test_14_11_without_ids_names_and_order_say_what_is_answered() -> None:
+    found = read(
+        user("a"),
+        model(call("f", n=1), call("g"), call("f", n=2)),
+        {
+            "role": "function",
+            "parts": [result("g", output="g"), result("f", output="f1"), result("f", output="f2")],
+        },
+        model(call("f", n=3)),
+        user(result("f", output="f3")),
+    )
+    ids = [made.id for message in found for made in message.calls]
+    assert len(set(ids)) == 4
+    answered = {message.text: message.call_id for message in found if message.role == "tool"}
+    assert answered == {"f1": ids[0], "g": ids[1], "f2": ids[2], "f3": ids[3]}
+    assert all(made.isalnum() or "_" in made for made in ids)
+
+
+def test_14_11_ids_the_client_made_up_pass() -> None:
+    made_up = "run_shell_command_1795231589034_0"
+    (_, assistant, tool) = read(
+        user("a"),
+        model(call("run_shell_command", made_up)),
+        user(result("run_shell_command", made_up, output="x")),
+    )
+    assert assistant.calls[0].id == tool.call_id == made_up
+
+
+def test_14_11_our_ids_are_ours_again_under_the_functions_name() -> None:
+    ours = "call_000000abcdef012345600"
+    (_, assistant, tool) = read(
+        user("a"), model(call("f", f"f__{ours}")), user(result("f", f"f__{ours}", output="x"))
+    )
+    assert (assistant.calls[0].id, assistant.refs, tool.call_id) == (ours, (ours,), ours)
+
+
+def test_14_11_a_signature_says_the_id_that_a_client_dropped() -> None:
+    signed = {"thoughtSignature": "MDAwMDAzYWJjZGVmMDEyMw=="}
+    (_, assistant, *tools) = read(
+        user("a"),
+        model(call("f") | signed, call("f") | signed),
+        model(call("g") | signed),
+        user(result("g"), result("f"), result("f")),
+    )
+    ids = [made.id for made in assistant.calls]
+    assert ids == ["call_000003abcdef012300", "call_000003abcdef012301", "call_000003abcdef012302"]
+    assert [tool.call_id for tool in tools] == [ids[2], ids[0], ids[1]]
+    assert set(assistant.refs) == {*ids, signed["thoughtSignature"]}
+
+
+def test_a_result_with_an_id_of_its_own_answers_the_call_of_its_name() -> None:
+    (_, assistant, tool) = read(user("a"), model(call("f")), user(result("f", "own", output="x")))
+    assert tool.call_id == assistant.calls[0].id
+
+
+def test_calls_of_an_older_turn_are_not_answered_late() -> None:
+    found = read(user("a"), model(call("f")), user("no"), model(call("f")), user(result("f", output="x")))
+    assert found[-1].call_id == found[3].calls[0].id
+
+
+@pytest.mark.parametrize(("given", "meant"), [("lost", "lost"), (None, "f")])
+def test_a_result_nobody_called_for_is_still_shown(given: str | None, meant: str) -> None:
+    (tool,) = read(user(result("f", given, output="x")))
+    assert (tool.role, tool.text, tool.call_id) == ("tool", "x", meant)
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ({"output": "two\nlines"}, "two\nlines"),
+        ({"result": "x"}, "x"),
+        ({"result": [1, {"b": 2, "a": None}]}, '[1,{"b":2,"a":null}]'),
+        ({"output": None}, ""),
+        ({"error": "no such file"}, '{"error":"no such file"}'),
+        ({"output": "x", "exitCode": 1}, '{"output":"x","exitCode":1}'),
+        ({"name": "f", "content": "of the AI SDK"}, "of the AI SDK"),
+        ({"name": "g", "content": "x"}, '{"name":"g","content":"x"}'),
+        ({"b": 1, "a": "ü"}, '{"b":1,"a":"ü"}'),
+        ({}, "{}"),
+        (None, ""),
+        ("plain", "plain"),
+        ([1], "[1]"),
+    ],
+)
+def test_a_result_is_its_output_or_compact_json(response: Any, text: str) -> None:
+    assert result_text(FunctionResponse(name="f", response=response)) == text
+
+
+def test_what_stands_beside_a_results_json_is_shown_below_it() -> None:
+    beside = [
+        {"inlineData": {"mimeType": "text/plain", "data": b64encode(b"file").decode()}},
+        {"text": "more"},
+    ]
+    (tool,) = read(user({"functionResponse": {"name": "f", "response": {"output": "x"}, "parts": beside}}))
+    assert tool.text == "x\nfile\nmore"
+
+
+# ── odd parts ─────────────────────────────────────────────────────────────────
+
+
+def test_code_that_ran_elsewhere_is_text() -> None:
+    said = model(
+        "a",
+        {"executableCode": {"language": "PYTHON", "code": "1+1"}},
+        {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "2"}},
+    )
+    (_, found) = read(user("x"), said)
+    assert found.text == "a```python\n1+1\n```\n```\n2\n```\n"
+    assert ran_code(contents(said))
+    assert not ran_code(contents(user("x")))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_image_a_function_found_is_told_and_ends_nothing(wrapped: bool) -> None:
+    image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
+    result = {
+        "functionResponse": {"name": "see", "response": {"output": "a cat"}}
+        | ({"parts": [image]} if wrapped else {})
+    }
+    found = read(user(result) if wrapped else user(result, image, {"fileData": {"fileUri": "gs://a"}}))
+    texts = [message.text for message in found]
+    told = "[image/png data: not shown, because this model reads text only]"
+    assert texts == (
+        [f"a cat\n{told}"]
+        if wrapped
+        else ["a cat", f"{told}\n[fileData: not shown, because this model reads text only]"]
+    )
+
+
+def test_inline_text_is_text() -> None:
+    (found,) = read(
+        user("see", {"inlineData": {"mimeType": "text/plain", "data": b64encode("Käse".encode()).decode()}})
+    )
+    assert found.text == "see\nKäse"
+
+
+@pytest.mark.parametrize("said", [user(call("f")), model(result("f", output="x"))])
+def test_a_call_of_the_user_is_refused_and_so_is_a_result_of_the_model(said: Any) -> None:
+    with pytest.raises(Refused, match="remove the function"):
+        read(said)
+
+
+# ── the property lineage stands on ────────────────────────────────────────────
+
+texts = st.text(max_size=3).map(lambda text: {"text": text})
+calls_ = st.builds(call, st.sampled_from("fg"), st.none() | st.sampled_from(["1", "2"]))
+results = st.builds(result, st.sampled_from("fg"), st.none() | st.sampled_from(["1", "2"]))
+users = st.lists(texts | results, max_size=3).map(lambda said: {"role": "user", "parts": said})
+models = st.lists(texts | calls_, max_size=3).map(lambda said: {"role": "model", "parts": said})
+
+
+@given(st.lists(st.tuples(users, models), min_size=1, max_size=4))
+def test_14_19_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
+    turns: list[tuple[Any, Any]],
+) -> None:
+    flat = [content for turn in turns for content in turn]
+    before: tuple[Message, ...] = ()
+    for end in range(2, len(flat) + 1, 2):
+        found = read(*flat[:end])
+        assert found[: len(before)] == before
+        before = found

@@ -1,0 +1,62 @@
+"""Two spellings of a field's name, and what nobody reads."""
+
+import pytest
+
+from polarnode.core.conversation import Json
+from polarnode.providers.google.shapes import Content, GenerateRequest, camel, respelled
+
+
+@pytest.mark.parametrize(
+    ("name", "camels"),
+    [
+        ("contents", "contents"),
+        ("system_instruction", "systemInstruction"),
+        ("top_p", "topP"),
+        ("response_json_schema", "responseJsonSchema"),
+    ],
+)
+def test_a_name_is_put_into_one_spelling(name: str, camels: str) -> None:
+    assert camel(name) == camels == camel(camels)
+
+
+def test_what_is_passed_on_keeps_its_own_names() -> None:
+    said: Json = {
+        "parts": [{"function_call": {"name": "go", "args": {"file_path": 1, "a": {"b_c": 2}}}}],
+        "role": "model",
+    }
+    found, unknown = respelled(said, Content)
+    assert found == {
+        "parts": [{"functionCall": {"name": "go", "args": {"file_path": 1, "a": {"b_c": 2}}}}],
+        "role": "model",
+    }
+    assert unknown == ()
+
+
+def test_unknown_fields_are_told_once_for_a_whole_history() -> None:
+    part: Json = {"text": "x", "flavour": 1}
+    said: Json = {
+        "contents": [{"parts": [part, part]}, {"parts": [part]}],
+        "tools": [{"functionDeclarations": []}, {"google_search": {}}],
+        "safetySettings": [],
+        "generationConfig": {"speechConfig": {}, "topK": 1, "mediaResolution": None},
+    }
+    found, unknown = respelled(said, GenerateRequest)
+    assert unknown == (
+        "$.contents[*].parts[*].flavour",
+        "$.tools[1].googleSearch",
+        "$.safetySettings",
+        "$.generationConfig.speechConfig",
+    )
+    assert isinstance(found, dict)
+    assert found["generationConfig"] == {"topK": 1}
+
+
+def test_the_first_of_two_spellings_counts() -> None:
+    assert respelled({"systemInstruction": "a", "system_instruction": "b"}, GenerateRequest)[0] == {
+        "systemInstruction": "a"
+    }
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", [], ["x", 1]])
+def test_what_is_no_object_is_left_to_the_shape(value: Json) -> None:
+    assert respelled(value, GenerateRequest) == (value, ())

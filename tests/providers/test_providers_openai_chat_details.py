@@ -1,0 +1,73 @@
+"""Chat: the reference that clients of OpenRouter's dialect are given in `reasoning_details`, and give
+back.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
+from polarnode.providers.contract import Call
+from polarnode.providers.openai_chat.read import read
+from polarnode.providers.openai_chat.write import DETAILS, ChatStream, detail_refs, whole
+
+ANSWER = Answer(parts=(TextPart("Off."),), finish_reason="stop")
+
+
+def told(**fields: Any) -> ModelRequest:
+    return read(
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}).encode(),
+        headers={},
+        model=None,
+    )
+
+
+def call_of(request: ModelRequest) -> Call:
+    return Call(request=request, id="ab", created=1, signature="signed-by-us")
+
+
+def shown(request: ModelRequest) -> Any:
+    (choice,) = json.loads(whole(call_of(request), (ANSWER,), Usage()))["choices"]
+    return choice["message"].get(DETAILS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning": {"enabled": True}}, {"reasoning": {"effort": "low"}}, {"include_reasoning": True}],
+)
+def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back(
+    fields: dict[str, Any],
+) -> None:
+    request = told(**fields)
+    given = shown(request)
+    assert [detail["data"] for detail in given] == ["signed-by-us"]
+    echo = {"role": "assistant", "content": "Off.", DETAILS: given}
+    assert told(messages=[{"role": "user", "content": "q"}, echo]).conversation.messages[1].refs == (
+        "signed-by-us",
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"reasoning_effort": "low"}, {"include_reasoning": False}, {"reasoning": {"enabled": True}, "n": 2}],
+)
+def test_nobody_else_is(fields: dict[str, Any]) -> None:
+    request = told(**fields)
+    answers = (ANSWER,) * request.choices
+    body = whole(call_of(request), answers, Usage()) + ChatStream(call_of(request)).end(answers, Usage())
+    assert DETAILS.encode() not in body
+
+
+def test_a_stream_says_it_once_with_its_end() -> None:
+    call = call_of(evolve(told(include_reasoning=True), stream=True))
+    sent = ChatStream(call).end((ANSWER,), Usage())
+    chunks = [json.loads(line[6:]) for line in sent.split(b"\n\n") if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert [delta[DETAILS][0]["data"] for delta in deltas if DETAILS in delta] == ["signed-by-us"]
+
+
+@pytest.mark.parametrize("echoed", [None, "x", {}, [None, 3, {"data": 5}, {"id": ""}]])
+def test_what_is_no_detail_names_nothing(echoed: Any) -> None:
+    assert list(detail_refs(echoed)) == []

@@ -1,0 +1,156 @@
+"""Responses: what a session remembers of its answers, and how little of it."""
+
+import json
+import sys
+from base64 import b64encode
+from typing import Any
+
+import pytest
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.gateway.live_sessions import REMEMBERED, SessionMemory
+from polarnode.providers.openai_responses import history
+from polarnode.providers.openai_responses.history import (
+    Kept,
+    keep,
+    previous,
+    referenced,
+    response_id,
+    to_keep,
+)
+
+
+def said(text: str) -> dict[str, Json]:
+    return {"role": "user", "content": text}
+
+
+def answer(number: int) -> dict[str, Json]:
+    return {
+        "id": history.item_id("msg", f"{number:x}", 0),
+        "type": "message",
+        "role": "assistant",
+        "content": f"answer {number}",
+    }
+
+
+def kept(memory: SessionMemory, number: int, items: list[Any]) -> Kept:
+    """Answer a request with these items, as the reader and the writer do."""
+    found = to_keep(memory, items)
+    keep(memory, response_id(f"{number:x}"), found.as_json(), [answer(number)])
+    return found
+
+
+def test_an_answer_is_its_input_and_its_output() -> None:
+    memory = SessionMemory()
+    kept(memory, 1, [said("a"), said("ü")])
+    assert previous(memory, "resp_1") == [said("a"), said("ü"), answer(1)]
+
+
+def test_a_client_that_sends_everything_every_time_adds_only_what_is_new() -> None:
+    memory, items = SessionMemory(), [said("x" * 10_000)]
+    for number in range(1, 6):
+        found = kept(memory, number, items)
+        assert len(found.added) < 200 or number == 1
+        assert previous(memory, f"resp_{number}") == [*items, answer(number)]
+        # a client spells our items its own way
+        items = [*items, {**answer(number), "status": "completed"}, said(str(number))]
+
+
+def test_a_client_that_builds_on_answers_adds_only_what_is_new() -> None:
+    memory = SessionMemory()
+    kept(memory, 1, [said("x" * 10_000)])
+    for number in range(2, 6):
+        items = [*previous(memory, f"resp_{number - 1}"), said(str(number))]
+        assert len(kept(memory, number, items).added) < 300
+        assert previous(memory, f"resp_{number}") == [*items, answer(number)]
+
+
+def test_agents_that_take_turns_each_find_their_own() -> None:
+    memory = SessionMemory()
+    lines: dict[str, list[Any]] = {name: [said(name * 1000)] for name in "abc"}
+    for number in range(1, 13):
+        name = "abc"[number % 3]
+        assert (kept(memory, number, lines[name]).base is None) == (number <= 3)
+        lines[name] = [*lines[name], answer(number), said("on")]
+    assert all(f"resp_{number:x}" for number in range(1, 13))
+    assert previous(memory, "resp_c")[0] == said("a" * 1000)
+
+
+def test_a_changed_history_is_kept_whole() -> None:
+    memory = SessionMemory()
+    kept(memory, 1, [said("a"), said("b")])
+    assert kept(memory, 2, [said("A"), said("b"), said("c")]).base is None
+    assert previous(memory, "resp_2") == [said("A"), said("b"), said("c"), answer(2)]
+
+
+def test_the_same_input_twice_adds_nothing() -> None:
+    memory = SessionMemory()
+    kept(memory, 1, [said("a")])
+    assert kept(memory, 2, [said("a")]).added == "[]"
+    assert previous(memory, "resp_2") == [said("a"), answer(2)]
+
+
+def test_a_chain_as_long_as_memory_is_read_without_recursion() -> None:
+    memory = SessionMemory()
+    assert sys.getrecursionlimit() < REMEMBERED
+    for number in range(1, REMEMBERED):
+        base = f"resp_{number - 1:x}" if number > 1 else None
+        added = Kept(base=base, added=json.dumps([said(str(number))]), length=number, digest="")
+        keep(memory, f"resp_{number:x}", added.as_json(), [answer(number)])
+    found = previous(memory, f"resp_{number:x}")
+    assert [item["content"] for item in found[:-1]] == [str(number) for number in range(1, REMEMBERED)]
+
+
+def test_what_is_forgotten_is_not_made_up() -> None:
+    """The head of a chain falls out of memory: an answer built on it is not known any more, as half of what
+    was said would be a lie.
+    """
+    memory = SessionMemory()
+    kept(memory, 1, [said("a")])
+    assert kept(memory, 2, [said("a"), said("b")]).base == "resp_1"
+    for number in range(REMEMBERED - 2):  # two answers and the heads are one too many now
+        memory.keep(f"another {number}", None)
+    for name in ("resp_1", "resp_2"):
+        with pytest.raises(Refused, match="send the whole input") as caught:
+            previous(memory, name)
+        assert caught.value.path == "$.previous_response_id"
+    assert kept(memory, 3, [said("a"), said("b"), said("c")]).base is None
+    assert len(previous(memory, "resp_3")) == 4
+
+
+@pytest.mark.parametrize("name", ["resp_1", "", history._HEADS, "another dialect's"])
+def test_an_unknown_answer_is_refused(name: str) -> None:
+    memory = SessionMemory()
+    memory.keep("another dialect's", {"of": "its own"})
+    with pytest.raises(Refused, match="not known here"):
+        previous(memory, name)
+
+
+def test_an_item_leads_to_its_answer() -> None:
+    memory = SessionMemory()
+    kept(memory, 31, [said("a")])
+    assert referenced(memory, "msg_1f_0", "$.input[0]") == answer(31)
+    # another server's
+    assert referenced(memory, "msg_67ccd2bf17f0819081ff3bb2cf6508e6", "$.input[0]") is None
+    for name in ("msg_1f_1", "msg_2f_0"):
+        with pytest.raises(Refused, match="send the item itself") as caught:
+            referenced(memory, name, "$.input[0]")
+        assert caught.value.path == "$.input[0]"
+
+
+REFERENCE = "00000a0123456789"
+
+
+@pytest.mark.parametrize(
+    ("signature", "expected"),
+    [
+        (b64encode(REFERENCE.encode()).decode(), f"msg_ab12_3_{REFERENCE}"),
+        ("c2ln", "msg_ab12_3"),
+        ("", "msg_ab12_3"),
+        ("é", "msg_ab12_3"),
+    ],
+)
+def test_an_items_id_carries_the_answers_reference(signature: str, expected: str) -> None:
+    assert history.item_id("msg", "ab12", 3, signature) == expected
+    assert len(history.item_id("msg", "f" * 32, 99, signature)) <= 64

@@ -1,0 +1,516 @@
+"""Responses: its items become the messages they stand for."""
+
+import json
+from typing import Any
+
+import pytest
+
+from polarnode.core.conversation import Json, Message, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers.openai_responses.history import Sealed, retold, seal
+from polarnode.providers.openai_responses.items import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
+
+
+def heard(*items: dict[str, Any]) -> Transcript:
+    transcript = Transcript()
+    for index, item in enumerate(items):
+        transcript.read(item, f"$.input[{index}]")
+    transcript.close()
+    return transcript
+
+
+def told(*items: dict[str, Any]) -> tuple[Message, ...]:
+    return tuple(heard(*items).messages)
+
+
+def refused(*items: dict[str, Any]) -> Refused:
+    with pytest.raises(Refused) as caught:
+        heard(*items)
+    return caught.value
+
+
+# ── messages ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+@pytest.mark.parametrize(
+    "head", [{}, {"type": "message"}, {"type": None, "id": "msg_1", "status": "completed", "phase": "x"}]
+)
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("plain", "plain"),
+        ([{"type": "input_text", "text": "plain"}], "plain"),
+        ([{"type": "output_text", "text": "plain", "annotations": [], "logprobs": []}], "plain"),
+        ([{"type": "text", "text": "plain"}], "plain"),
+        ([{"type": "summary_text", "text": "plain"}], "plain"),
+        ([{"type": "refusal", "refusal": "plain"}], "plain"),
+        (None, ""),
+        ("", ""),
+        ([], ""),
+    ],
+)
+def test_14_14_content_is_a_string_or_parts_for_every_role(
+    role: str, head: dict[str, Any], content: Any, text: str
+) -> None:
+    (message,) = told({"role": role, "content": content, **head})
+    assert (message.role, message.text) == ("system" if role == "developer" else role, text)
+    assert message.refs == (("msg_1",) if role == "assistant" and "id" in head else ())
+
+
+def test_parts_are_lines_but_an_answers_parts_are_one_text() -> None:
+    parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    assert told({"role": "user", "content": parts})[0].text == "a\nb"
+    assert told({"role": "assistant", "content": parts})[0].text == "ab"
+
+
+def test_what_is_not_the_assistants_stays_one_to_one() -> None:
+    roles = ["developer", "system", "user", "user", "developer"]
+    found = told(*({"role": role, "content": str(index)} for index, role in enumerate(roles)))
+    assert [message.text for message in found] == list("01234")
+
+
+@pytest.mark.parametrize(
+    "kind", ["input_image", "input_file", "input_audio", "image_url", "computer_screenshot"]
+)
+def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> None:
+    part = {"type": kind, "image_url": "data:"}
+    error = refused(
+        {"role": "user", "content": "hi"},
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}, part]},
+    )
+    assert (error.path, str(error)) == (
+        "$.input[1].content[1]",
+        f"this model reads text only: remove the {kind} part",
+    )
+    (found,) = told(
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "see"}, part],
+        }
+    )
+    assert found.text == f"see\n[{kind}: not shown, because this model reads text only]", (
+        "what a tool found is told, and ends nothing"
+    )
+
+
+def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:
+    parts = [
+        {"type": "new_text", "text": "a"},
+        {"type": "new_thing", "data": "x"},
+        {"type": "input_text", "text": "b"},
+    ]
+    found = heard({"role": "user", "content": parts})
+    assert (found.messages[0].text, found.ignored) == ("a\nb", ["$.input[0].content[1]"])
+
+
+@pytest.mark.parametrize(
+    ("item", "path"),
+    [
+        ({"type": "message", "role": "robot", "content": "x"}, "$.input[0].role"),
+        ({"type": "message", "content": "x"}, "$.input[0].role"),
+        ({"role": "user", "content": 5}, "$.input[0].content"),
+        ({"role": "user", "content": ["x"]}, "$.input[0].content[0]"),
+        ({"role": "user", "content": [{"text": "x"}]}, "$.input[0].content[0].type"),
+        ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "$.input[0].name"),
+        ({"type": "function_call", "name": "go", "arguments": 5}, "$.input[0].arguments"),
+        ({"type": "custom_tool_call", "name": "go", "call_id": "c"}, "$.input[0].input"),
+        ({"type": "reasoning", "summary": "x"}, "$.input[0].summary"),
+        ({"type": "additional_tools", "tools": [5]}, "$.input[0].tools[0]"),
+        ({"type": "additional_tools", "tools": [{"type": "function"}]}, "$.input[0].tools[0].name"),
+    ],
+)
+def test_a_misfit_is_refused_with_its_path(item: dict[str, Any], path: str) -> None:
+    error = refused(item)
+    assert error.path == path
+    assert str(error).startswith("input[0]")
+
+
+# ── one answer is one message ─────────────────────────────────────────────────
+
+REASONING = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [{"type": "summary_text", "text": "hm\n"}],
+    "encrypted_content": None,
+}
+TEXT = {
+    "type": "message",
+    "id": "msg_1",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": "I go."}],
+    "status": "completed",
+}
+CALL = {
+    "type": "function_call",
+    "id": "fc_1",
+    "call_id": "call_a0",
+    "name": "go",
+    "arguments": '{"b": 1,  "a":2}',
+}
+PATCH = {
+    "type": "custom_tool_call",
+    "id": "ctc_1",
+    "call_id": "call_a1",
+    "name": "patch",
+    "input": "+ü\n",
+    "namespace": "ed",
+}
+DONE = {"type": "function_call_output", "id": "fco_1", "call_id": "call_a0", "output": "ok\n"}
+
+
+def test_items_in_a_row_are_one_answer() -> None:
+    found = told(
+        {"role": "user", "content": "hi"},
+        REASONING,
+        TEXT,
+        CALL,
+        PATCH,
+        DONE,
+        {"type": "custom_tool_call_output", "call_id": "call_a1", "output": ""},
+    )
+    assert [message.role for message in found] == ["user", "assistant", "tool", "tool"]
+    assert found[1] == Message(
+        role="assistant",
+        text="I go.",
+        thinking="hm\n",
+        calls=(
+            ToolCall(id="call_a0", name="go", arguments='{"b": 1,  "a":2}'),
+            ToolCall(id="call_a1", name="ed.patch", arguments='{"input":"+ü\\n"}'),
+        ),
+        refs=("rs_1", "msg_1", "call_a0", "fc_1", "call_a1", "ctc_1"),
+    )
+    assert found[2:] == (
+        Message(role="tool", text="ok\n", call_id="call_a0"),
+        Message(role="tool", text="", call_id="call_a1"),
+    )
+
+
+def test_an_answer_ends_where_another_speaks() -> None:
+    found = told(TEXT, {"role": "user", "content": "on"}, TEXT, CALL, DONE, REASONING, TEXT)
+    assert [message.role for message in found] == ["assistant", "user", "assistant", "tool", "assistant"]
+    assert [message.text for message in found] == ["I go.", "on", "I go.", "ok\n", "I go."]
+
+
+def test_texts_and_thoughts_of_one_answer_are_joined_as_the_answer_joins_them() -> None:
+    (found,) = told(REASONING, TEXT, CALL, REASONING, TEXT)
+    assert (found.text, found.thinking) == ("I go.I go.", "hm\nhm\n")
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ("not json {", "not json {"),
+        ("", ""),
+        ({"b": 1, "a": [2.0]}, '{"b":1,"a":[2.0]}'),
+        (None, "{}"),
+    ],
+)
+def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: str) -> None:
+    assert told(CALL | {"arguments": written})[0].calls[0].arguments == kept
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name"),
+    [(None, "go"), ("", "go"), ("functions", "go"), ("multi_agent_v1", "multi_agent_v1.go")],
+)
+def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, name: str) -> None:
+    assert told(CALL | {"namespace": namespace})[0].calls[0].name == name
+
+
+# ── thinking ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("item", "thinking", "refs"),
+    [
+        ({}, "", ()),
+        (
+            {
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "raw"}],
+                "encrypted_content": "gAAAA",
+            },
+            "raw",
+            ("gAAAA",),
+        ),
+        (
+            {
+                "summary": [{"type": "summary_text", "text": "short"}],
+                "content": [{"type": "reasoning_text", "text": "raw"}],
+            },
+            "raw",
+            (),
+        ),
+        (
+            {"summary": [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]},
+            "a\nb",
+            (),
+        ),
+        (
+            {
+                "summary": [{"type": "summary_text", "text": "shown"}],
+                "encrypted_content": seal(Sealed(signature="c2ln")),
+            },
+            "shown",
+            ("c2ln",),
+        ),
+        (
+            {"summary": [], "encrypted_content": seal(Sealed(signature="c2ln", thinking="exact\n"))},
+            "exact\n",
+            ("c2ln",),
+        ),
+        (
+            {
+                "summary": [{"type": "summary_text", "text": "exact"}],
+                "encrypted_content": seal(Sealed(signature="c2ln", thinking="exact\n")),
+            },
+            "exact\n",
+            ("c2ln",),
+        ),
+    ],
+)
+def test_thinking_is_what_we_sealed_else_what_is_shown(
+    item: dict[str, Any], thinking: str, refs: tuple[str, ...]
+) -> None:
+    (found,) = told({"type": "reasoning", **item})
+    assert (found.role, found.text, found.thinking, found.refs) == ("assistant", "", thinking, refs)
+
+
+# ── tools this API knows by itself ────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "arguments"),
+    [
+        (
+            {
+                "type": "local_shell_call",
+                "call_id": "call_1",
+                "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 5, "user": None},
+            },
+            "local_shell",
+            {"command": ["ls"], "timeout_ms": 5},
+        ),
+        (
+            {"type": "local_shell_call", "id": "call_1", "action": {"command": ["ls"], "env": {"A": "b"}}},
+            "local_shell",
+            {"command": ["ls"], "env": {"A": "b"}},
+        ),
+        (
+            {
+                "type": "shell_call",
+                "call_id": "call_1",
+                "action": {"commands": ["ls"], "max_output_length": None},
+            },
+            "shell",
+            {"commands": ["ls"]},
+        ),
+        (
+            {
+                "type": "apply_patch_call",
+                "call_id": "call_1",
+                "operation": {"type": "create_file", "path": "a", "diff": "+x"},
+            },
+            "apply_patch",
+            {"type": "create_file", "path": "a", "diff": "+x"},
+        ),
+        (
+            {
+                "type": "tool_search_call",
+                "call_id": "call_1",
+                "execution": "client",
+                "arguments": {"query": "x"},
+            },
+            "tool_search",
+            {"query": "x"},
+        ),
+        (
+            {
+                "type": "tool_search_call",
+                "call_id": "call_1",
+                "execution": "client",
+                "arguments": '{"query": "x"}',
+            },
+            "tool_search",
+            {"query": "x"},
+        ),
+        ({"type": "local_shell_call", "call_id": "call_1"}, "local_shell", {}),
+    ],
+)
+def test_14_15_a_call_is_a_call(item: dict[str, Any], name: str, arguments: Json) -> None:
+    (found,) = told(item)
+    assert [(call.id, call.name, json.loads(call.arguments)) for call in found.calls] == [
+        ("call_1", name, arguments)
+    ]
+    assert "call_1" in found.refs
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"type": "function_call_output", "output": "x"}, "x"),
+        (
+            {
+                "type": "function_call_output",
+                "output": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+            },
+            "a\nb",
+        ),
+        ({"type": "function_call_output", "output": []}, ""),
+        (
+            {"type": "function_call_output", "output": {"content": "x", "success": True}},
+            '{"content":"x","success":true}',
+        ),
+        ({"type": "function_call_output", "output": ["x", 1]}, '["x",1]'),
+        ({"type": "function_call_output"}, ""),
+        ({"type": "local_shell_call_output", "output": '{"stdout":"x"}'}, '{"stdout":"x"}'),
+        ({"type": "apply_patch_call_output", "status": "failed", "output": "no such file"}, "no such file"),
+        ({"type": "apply_patch_call_output", "status": "completed"}, "completed"),
+        (
+            {
+                "type": "shell_call_output",
+                "output": [{"stdout": "x\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+            },
+            "x\n\n[exit code 0]",
+        ),
+        (
+            {
+                "type": "shell_call_output",
+                "output": [{"stdout": "", "stderr": "e", "outcome": {"type": "timeout"}}, {"stdout": "y"}],
+            },
+            "e\n[timed out]\ny",
+        ),
+    ],
+)
+def test_an_output_is_text_in_every_spelling(item: dict[str, Any], text: str) -> None:
+    assert told(item | {"call_id": "call_1"}) == (Message(role="tool", text=text, call_id="call_1"),)
+    assert told(item)[0].call_id == ""
+
+
+def test_a_local_shells_output_names_its_call_by_its_id() -> None:
+    assert told({"type": "local_shell_call_output", "id": "call_1", "output": "x"})[0].call_id == "call_1"
+
+
+# ── tools that come later ─────────────────────────────────────────────────────
+
+LATE = {
+    "type": "namespace",
+    "name": "cal",
+    "tools": [{"type": "function", "name": "list", "defer_loading": True, "parameters": {"type": "object"}}],
+}
+LINE = '{"type":"function","function":{"name":"cal.list","description":"","parameters":{"type":"object"}}}'
+
+
+def test_14_15_tools_at_the_head_are_tools() -> None:
+    found = heard(
+        {"role": "developer", "content": "x"},
+        {"type": "additional_tools", "role": "developer", "tools": [LATE, {"type": "web_search"}]},
+    )
+    assert [tool.name for tool in found.head.tools] == ["cal.list"]
+    assert found.head.ignored == ["$.input[1].tools[1]"]
+    assert (found.later, len(found.messages)) == ([], 1)
+
+
+def test_14_15_tools_in_the_middle_are_told_there() -> None:
+    found = heard(
+        {"role": "user", "content": "x"},
+        {"type": "additional_tools", "tools": [LATE, {"type": "web_search"}]},
+        {"role": "user", "content": "y"},
+    )
+    assert found.head.tools == []
+    assert [tool.name for tool in found.later] == ["cal.list"]
+    assert found.messages[1] == Message(role="system", text=f"{NEW_TOOLS}\n{LINE}")
+    assert found.ignored == ["$.input[1].tools[1]"]
+
+
+def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
+    found = heard(
+        {
+            "type": "tool_search_output",
+            "call_id": "call_1",
+            "status": "completed",
+            "execution": "client",
+            "tools": [LATE],
+        }
+    )
+    assert found.messages == [Message(role="tool", text=f"{FOUND_TOOLS}\n{LINE}", call_id="call_1")]
+    assert [tool.name for tool in found.later] == ["cal.list"]
+    assert told({"type": "tool_search_output", "call_id": None, "tools": []}) == (
+        Message(role="tool", text=FOUND_NONE, call_id=""),
+    )
+
+
+# ── what is not ours ──────────────────────────────────────────────────────────
+
+
+def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
+    kinds = [
+        "web_search_call",
+        "file_search_call",
+        "computer_call_output",
+        "mcp_list_tools",
+        "image_generation_call",
+        "item_reference",
+    ]
+    found = heard(*({"type": kind, "id": "x_1"} for kind in kinds), {"role": "user", "content": "hi"})
+    assert [message.text for message in found.messages] == ["hi"]
+    assert found.ignored == [f"$.input[{index}]" for index in range(len(kinds))]
+    assert found.notes[0] == "input[0]: the web_search_call belongs to another server and is kept out"
+    assert len(found.notes) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "configuration_update"},
+        {"type": "ghost_snapshot"},
+        {"type": 5},
+        {},
+        {"id": "x"},
+        {"type": "compaction_trigger"},
+    ],
+)
+def test_14_13_an_item_nobody_knows_is_named(item: dict[str, Any]) -> None:
+    found = heard({"role": "user", "content": "hi"}, item)
+    assert (len(found.messages), found.ignored) == (1, ["$.input[1]"])
+
+
+@pytest.mark.parametrize("kind", ["tool_search_call", "tool_search_output"])
+def test_a_search_on_another_server_is_kept_out(kind: str) -> None:
+    assert heard({"type": kind, "execution": "server"}).ignored == ["$.input[0]"]
+
+
+def test_our_own_summary_comes_back_as_a_users_message() -> None:
+    item = {
+        "type": "compaction",
+        "id": "cmp_1",
+        "encrypted_content": seal(Sealed(signature="c2ln", summary="We did it.")),
+    }
+    assert told(item) == (Message(role="user", text=retold("We did it.")),)
+    assert told(item | {"type": "context_compaction"}) == told(item)
+
+
+@pytest.mark.parametrize("sealed", [None, "gAAAA", seal(Sealed(thinking="x"))])
+def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
+    found = heard({"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"})
+    assert (len(found.messages), found.ignored) == (1, ["$.input[0]"])
+    assert "can not be read" in found.notes[0]
+
+
+def test_what_one_agent_tells_another_is_a_users_message() -> None:
+    """Codex marks what its agents say as encrypted, and hands on what it got: our model's words in clear, or
+    another server's token.
+    """
+    head = {"type": "input_text", "text": "Sender: /root\nPayload:\n"}
+    item = {"type": "agent_message", "author": "/root", "recipient": "/root/a"}
+    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": "say hello"}]})
+    assert (found.messages, found.ignored) == (
+        [Message(role="user", text="Sender: /root\nPayload:\nsay hello")],
+        [],
+    )
+    foreign = "gAAAAABo" + "x_-A" * 40 + "=="
+    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": foreign}]})
+    assert (found.messages[0].text, found.ignored) == (head["text"], ["$.input[0].content[1]"])

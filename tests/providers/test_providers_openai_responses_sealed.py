@@ -1,0 +1,64 @@
+"""Responses: what clients carry for us comes back as it went."""
+
+import re
+import zlib
+from base64 import urlsafe_b64encode
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.providers.openai_responses.history import Sealed, seal, unseal
+
+words = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(words, words, st.none() | words)
+def test_what_is_sealed_is_opened(signature: str, thinking: str, summary: str | None) -> None:
+    sealed = seal(Sealed(signature=signature, thinking=thinking, summary=summary))
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", sealed)
+    assert unseal(sealed) == Sealed(signature=signature, thinking=thinking, summary=summary)
+
+
+def test_an_empty_summary_is_a_summary() -> None:
+    assert unseal(seal(Sealed(summary=""))) == Sealed(summary="")
+
+
+def test_a_seal_is_small() -> None:
+    assert len(seal(Sealed(signature="MDAwMDAxYWJjZGVmMDEyMw=="))) < 96
+    thinking = "I should look at the file first. " * 100
+    assert len(seal(Sealed(thinking=thinking))) < len(thinking) / 10
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "",
+        "gAAAAABo",
+        "pn1_",
+        "pn1_!!!",
+        "pn1_AAAA",
+        seal(Sealed(thinking="x"))[:-6],
+        "pn1_ü",
+        seal(Sealed(thinking="x")).replace("pn1", "pn2"),
+    ],
+)
+def test_what_is_not_ours_stays_closed(foreign: str) -> None:
+    assert unseal(foreign) is None
+
+
+def forged(data: bytes) -> str:
+    return "pn1_" + urlsafe_b64encode(zlib.compress(data, 9)).decode()
+
+
+@pytest.mark.parametrize("data", [b"[]", b"5", b"no json", b"\xff", b""])
+def test_what_was_not_sealed_by_us_is_no_error(data: bytes) -> None:
+    assert unseal(forged(data)) is None
+
+
+def test_fields_of_the_wrong_kind_are_none() -> None:
+    assert unseal(forged(b'{"s":1,"t":[],"c":{},"new":1}')) == Sealed()
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    assert unseal(forged(b'{"t":"' + b"a" * (17 << 20) + b'"}')) is None

@@ -1,0 +1,539 @@
+"""Captures: a session whose harness is somebody's own. Its key opens it and nothing else, and it ends like
+any other, once, whoever ends it first.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from attrs import evolve
+from captures_kit import Desk, Told, asked, in_thread, open_desk
+from fakes_engine import ScriptedEngine
+from plane_kit import CONTEXT, HandEngine, answers
+from session_kit import town
+
+from polarnode import rollouts
+from polarnode.api import routes
+from polarnode.core.codec import read_capture, read_capture_end
+from polarnode.core.errors import Busy, DiskFull, Refused
+from polarnode.core.task import CaptureEnd, CaptureSpec
+from polarnode.core.trajectory import Built, Trajectory
+from polarnode.gateway import endpoint
+from polarnode.journal.journal import open_journal
+from polarnode.merge.invariants import check
+from polarnode.rollouts import captures
+from polarnode.rollouts.captures import Opened
+from polarnode.rollouts.recovery import recover
+
+KINDS = ("trajectory", "group", "task")
+ROOMS = (rollouts, captures, captures, endpoint, routes, Opened)
+
+
+def engine(*texts: str) -> ScriptedEngine:
+    return ScriptedEngine(reply=answers(*texts or ("Bread.",)), vocab_size=4096, context_length=CONTEXT)
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> Any:
+    async with open_desk(tmp_path, engine("Bread.", "Loaf.", "Crust.")) as opened:
+        yield opened
+
+
+async def kept(desk: Desk, session_id: str) -> Trajectory:
+    found = await desk.journal.trajectory(session_id)
+    assert found is not None
+    check(found.turns, Built(traces=found.traces, left_out=found.left_out))
+    return found
+
+
+# ── a harness of one's own ────────────────────────────────────────────────────
+
+
+async def test_the_sdks_need_nothing_but_the_environment_and_the_end_is_a_trajectory(desk: Desk) -> None:
+    opened = await desk.open(metadata={"row": 7})
+    told = Told(opened["env"])
+    said = [await in_thread(told.chat), await in_thread(told.messages)]
+    ended = await desk.end(
+        opened["session_id"], reward=0.5, metrics={"tests": 3}, turn_rewards={"1": 0.25}, exit_code=0
+    )
+    found = await kept(desk, opened["session_id"])
+    assert said == ["Bread.", "Loaf."]
+    assert [turn.provider for turn in found.turns] == ["openai_chat", "anthropic"]
+    assert (found.outcome.status, found.outcome.exit_code, found.reward, found.harness, found.node) == (
+        "completed",
+        0,
+        0.5,
+        "capture",
+        "node-0",
+    )
+    assert (found.metadata, found.metrics["evaluation"]) == ({"row": 7}, {"tests": 3})
+    assert {span.turn: span.reward for trace in found.traces for span in trace.turn_spans} == {
+        0: None,
+        1: 0.25,
+    }
+    assert {trace.reward for trace in found.traces} == {0.5}
+    counts = {
+        "turns": 2,
+        "traces": len(found.traces),
+        "sampled_tokens": found.sampled_tokens,
+        "trainable_tokens": found.trainable_tokens,
+    }
+    assert {name: ended[name] for name in counts} == counts
+    assert (ended["reward"], ended["outcome"]["status"]) == (0.5, "completed")
+    assert desk.tally.sessions == {"completed": 1}
+
+
+async def test_it_is_a_task_a_group_and_a_session_to_whoever_reads_those(desk: Desk) -> None:
+    opened = await desk.open(group_id="g")
+    session_id, task_id = opened["session_id"], opened["task_id"]
+    assert (await desk.caller.get(f"/v1/tasks/{task_id}")).json()["counts"] == {"pending": 1}
+    assert (await desk.caller.get(f"/v1/sessions/{session_id}")).json()["session"]["status"] == "pending"
+    await desk.end(session_id, reward=1)
+    assert await desk.events() == [f"trajectory:{session_id}", f"group:{task_id}", f"task:{task_id}"]
+    async with desk.caller.stream(follow="false", task_id=task_id) as stream:
+        trajectory, group = await stream.event(), await stream.event()
+    assert trajectory["data"]["trajectory"]["group_id"] == group["data"]["group"]["group_id"] == "g"
+    assert group["data"]["group"]["rewards"] == [1.0]
+
+
+async def test_several_are_one_group_that_is_over_with_the_last_of_its_places(desk: Desk) -> None:
+    two = {"task_id": "t", "num_samples": 2, "sampling": {"temperature": 1.0}}
+    first = await desk.open(**two)
+    await desk.end(first["session_id"], reward=0)
+    assert await desk.events() == [f"trajectory:{first['session_id']}"]
+    second = await desk.open(**two, sample_index=1)
+    assert (second["task_id"], second["group_id"], second["sample_index"]) == ("t", "t", 1)
+    await desk.end(second["session_id"], reward=1)
+    assert await desk.events() == [
+        f"trajectory:{first['session_id']}",
+        f"trajectory:{second['session_id']}",
+        "group:t",
+        "task:t",
+    ]
+    record = await desk.journal.task("t")
+    assert record is not None
+    assert [(place.sample_index, place.reward) for place in record.sessions] == [(0, 0.0), (1, 1.0)]
+
+
+async def test_two_at_once_keep_to_themselves(desk: Desk) -> None:
+    one, two = await desk.open(), await desk.open()
+    async with trio.open_nursery() as nursery:
+        for each in (one, two):
+            for _ in range(3):
+                nursery.start_soon(in_thread, Told(each["env"]).chat)
+    await desk.end(one["session_id"])
+    await in_thread(Told(two["env"]).messages)
+    await desk.end(two["session_id"])
+    counts = [len((await kept(desk, each["session_id"])).turns) for each in (one, two)]
+    assert counts == [3, 4]
+    assert one["key"] != two["key"]
+
+
+async def test_a_path_with_the_key_in_it_serves_a_harness_that_sends_none(desk: Desk) -> None:
+    opened = await desk.open()
+    answer = await in_thread(asked, f"{opened['base_urls']['any']}/v1", "another-key")
+    assert answer.status_code == 200
+    assert (
+        opened["base_urls"]["openai"]
+        == opened["env"]["OPENAI_BASE_URL"]
+        == f"{opened['base_urls']['anthropic']}/v1"
+    )
+    assert "POLARNODE_INSTRUCTION" not in opened["env"]
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────
+
+
+async def test_a_wrong_key_and_no_key_open_nothing(desk: Desk) -> None:
+    url = (await desk.open())["base_urls"]["openai"]
+    for key in ("sk-polarnode-guessed", None):
+        answer = await in_thread(asked, url, key)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_a_key_whose_capture_is_over_says_so(desk: Desk) -> None:
+    opened = await desk.open()
+    await desk.end(opened["session_id"])
+    answer = await in_thread(asked, opened["base_urls"]["openai"], opened["key"])
+    assert answer.status_code == 410
+
+
+async def test_the_door_serves_models_and_nothing_of_the_control_plane(desk: Desk) -> None:
+    base = (await desk.open())["base_urls"]["anthropic"]
+    caller = type(desk.caller)(url=base)
+    for method, path in (
+        ("POST", "/v1/capture"),
+        ("GET", "/v1/status"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/tasks"),
+        ("DELETE", "/v1/capture/x"),
+    ):
+        assert (await caller.call(method, path)).status == 404
+    assert (await in_thread(httpx.get, f"{base}/v1/models")).status_code == 200
+
+
+async def test_keys_are_told_once_and_stand_in_no_list(desk: Desk) -> None:
+    opened = await desk.open()
+    listed, looked = (
+        await desk.caller.get("/v1/capture"),
+        await desk.caller.get(f"/v1/capture/{opened['session_id']}"),
+    )
+    assert [each["session_id"] for each in listed.json()["captures"]] == [opened["session_id"]]
+    assert opened["key"] not in listed.text + looked.text
+    assert opened["key"] not in repr(await desk.captures.begin(CaptureSpec()))
+
+
+# ── the end ───────────────────────────────────────────────────────────────────
+
+
+async def test_the_first_word_stands_and_the_answer_is_the_same_ever_after(tmp_path: Path) -> None:
+    async with open_desk(tmp_path, engine()) as desk:
+        opened = await desk.open()
+        await in_thread(Told(opened["env"]).chat)
+        first = await desk.end(opened["session_id"], reward=1)
+        assert await desk.end(opened["session_id"], reward=0, status="failed") == first
+        assert (await desk.caller.get(f"/v1/capture/{opened['session_id']}")).json() == first
+    async with open_desk(tmp_path, engine()) as desk:  # the node was started again
+        assert await desk.end(opened["session_id"], reward=0) == first
+        assert len(await desk.events()) == 3
+
+
+async def test_two_ends_at_once_are_one(desk: Desk) -> None:
+    opened = await desk.open()
+    ends: list[Any] = []
+
+    async def end(reward: float) -> None:
+        ends.append(await desk.end(opened["session_id"], reward=reward))
+
+    async with trio.open_nursery() as nursery:
+        for reward in (0.0, 1.0):
+            nursery.start_soon(end, reward)
+    assert ends[0] == ends[1]
+    assert len(await desk.events()) == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
+    tmp_path: Path, seed: int
+) -> None:
+    """Ends from all sides at once, in the middle of calls: by DELETE, twice; by the clock; by the task; by a
+    node that stops.
+    """
+    chance, said = Random(seed), dict[str, int]()
+
+    async def agent(desk: Desk, opened: "dict[str, Any]") -> None:
+        said[opened["session_id"]] = 0
+        for _ in range(4):
+            if (await in_thread(asked, opened["base_urls"]["openai"], opened["key"])).status_code != 200:
+                return
+            said[opened["session_id"]] += 1
+
+    async def ended(desk: Desk, opened: "dict[str, Any]") -> None:
+        await trio.sleep(chance.random() / 2)
+        match chance.choice(("twice", "clock", "task", "node")):
+            case "twice":
+                async with trio.open_nursery() as both:
+                    for reward in (0.0, 1.0):
+                        both.start_soon(partial(desk.end, opened["session_id"], reward=reward))
+            case "clock":
+                found = desk.captures._open.get(opened["session_id"])
+                if found is not None:
+                    found.clock.deadline = trio.current_time()
+            case "task":
+                await desk.captures.cancel(opened["task_id"])
+            case "node":
+                desk.captures.cancel_all()
+
+    async with open_desk(tmp_path, engine()) as desk:
+        every = [await desk.open() for _ in range(6)]
+        async with trio.open_nursery() as nursery:
+            for opened in every:
+                nursery.start_soon(agent, desk, opened)
+                nursery.start_soon(ended, desk, opened)
+        await desk.captures.stop(cancel=True)
+        events = await desk.events()
+        assert sorted(events) == sorted(
+            f"{kind}:{each['task_id' if kind != 'trajectory' else 'session_id']}"
+            for each in every
+            for kind in KINDS
+        )
+        for opened in every:
+            found = await kept(desk, opened["session_id"])
+            complete = [turn for turn in found.turns if turn.state == "complete"]
+            assert len(complete) >= said[opened["session_id"]], "an answer that was given is in no trajectory"
+            assert [turn.index for turn in found.turns] == [
+                turn.index for turn in await desk.journal.turns(opened["session_id"])
+            ]
+        assert (desk.captures.list(), desk.captures.lives.statistics().live) == ((), 0)
+
+
+async def test_an_end_whose_asker_leaves_goes_on(desk: Desk) -> None:
+    opened = await desk.captures.begin(CaptureSpec())
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await desk.captures.end(opened.session_id, CaptureEnd(reward=1.0))
+    found = await desk.captures.trajectory(opened.session_id)
+    assert found is not None
+    assert found.reward == 1.0
+
+
+async def test_a_call_under_way_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+    hand = HandEngine()
+    async with open_desk(tmp_path, hand) as desk:
+        opened = await desk.open()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_thread, asked, opened["base_urls"]["openai"], opened["key"])
+            await hand.asked.wait()
+            hand.give("Half a ")
+            await hand.took.wait()
+            ended = await desk.end(opened["session_id"], status="failed", reason="it hung", reward=0)
+        found = await kept(desk, opened["session_id"])
+        assert (ended["outcome"]["status"], ended["outcome"]["reason"]) == ("failed", "it hung")
+        assert [turn.state for turn in found.turns] == ["partial"]
+        assert found.trainable_tokens > 0
+
+
+async def test_rewards_of_turns_it_has_not_leave_it_open(desk: Desk) -> None:
+    opened = await desk.open()
+    await in_thread(Told(opened["env"]).chat)
+    for field, number in (("turn_rewards", "1"), ("lineage_rewards", "9")):
+        refused = await desk.caller.call(
+            "DELETE", f"/v1/capture/{opened['session_id']}", json_body={"reward": 1, field: {number: 0.5}}
+        )
+        assert (refused.status, refused.json()["error"]["path"]) == (400, f"$.{field}")
+    assert (await desk.end(opened["session_id"], reward=1, turn_rewards={"0": 0.5}))["reward"] == 1
+
+
+async def test_what_is_no_capture_can_not_be_ended(desk: Desk) -> None:
+    for method in ("GET", "DELETE"):
+        answer = await desk.caller.call(method, "/v1/capture/nobody")
+        assert (answer.status, answer.json()["error"]["type"]) == (404, "not_found")
+
+
+# ── budgets ───────────────────────────────────────────────────────────────────
+
+
+async def test_one_that_nobody_ends_is_over_with_its_time_and_its_turns(desk: Desk) -> None:
+    opened = await desk.open(budgets={"run_s": 600})
+    assert 0 < opened["expires_s"] <= 600
+    await in_thread(Told(opened["env"]).chat)
+    desk.captures._open[opened["session_id"]].clock.deadline = trio.current_time()
+    found = await desk.captures.trajectory(opened["session_id"])
+    assert found is not None
+    assert (found.outcome.status, found.outcome.clock, found.reward) == ("timeout", "run", None)
+    assert found.trainable_tokens > 0
+    late = await desk.end(opened["session_id"], reward=1)
+    assert (late["reward"], late["outcome"]["clock"]) == (None, "run")
+
+
+async def test_its_time_runs_from_its_beginning(desk: Desk) -> None:
+    opened = await desk.open(budgets={"run_s": 0.2})
+    found = await desk.captures.trajectory(opened["session_id"])
+    assert found is not None
+    assert (found.outcome.clock, found.turns) == ("run", ())
+    assert found.timing.run_s >= 0.2
+
+
+@pytest.mark.parametrize(("budget", "clock"), [({"max_turns": 1}, "turns"), ({"max_tokens": 1}, "tokens")])
+async def test_a_budget_that_was_asked_beyond_is_told_whatever_its_caller_says(
+    desk: Desk, budget: "dict[str, int]", clock: str
+) -> None:
+    opened = await desk.open(budgets=budget)
+    codes = [
+        (await in_thread(asked, opened["base_urls"]["openai"], opened["key"])).status_code for _ in range(2)
+    ]
+    ended = await desk.end(opened["session_id"], reward=1)
+    assert codes[0] == 200
+    assert codes[1] >= 400
+    assert (ended["outcome"]["status"], ended["outcome"]["clock"], ended["reward"], ended["turns"]) == (
+        "timeout",
+        clock,
+        1,
+        1,
+    )
+
+
+# ── beginning ─────────────────────────────────────────────────────────────────
+
+
+async def test_the_same_place_again_is_the_same_capture(desk: Desk) -> None:
+    first = await desk.open(task_id="t")
+    again = await desk.caller.post("/v1/capture", {"task_id": "t"})
+    assert (again.status, again.json()["created"]) == (200, False)
+    assert (again.json()["key"], again.json()["session_id"]) == (first["key"], first["session_id"])
+    other = await desk.caller.post("/v1/capture", {"task_id": "t", "metadata": {"other": 1}})
+    assert (other.status, other.json()["error"]["type"]) == (409, "conflict")
+    await desk.end(first["session_id"])
+    over = await desk.caller.post("/v1/capture", {"task_id": "t"})
+    assert (over.status, "is over" in over.json()["error"]["message"]) == (409, True)
+
+
+async def test_a_full_node_says_when_to_come_again(tmp_path: Path) -> None:
+    async with open_desk(tmp_path, engine(), limit=1) as desk:
+        opened = await desk.open()
+        busy = await desk.caller.post("/v1/capture", {})
+        assert (busy.status, busy.json()["error"]["type"], busy.headers["retry-after"]) == (429, "busy", "5")
+        with pytest.raises(Busy):
+            await desk.captures.begin(CaptureSpec())
+        await desk.end(opened["session_id"])
+        await desk.open()
+
+
+BROKEN: "list[tuple[dict[str, Any], str]]" = [
+    ({"task_id": "no space"}, "$.task_id"),
+    ({"sample_index": 1}, "$.sample_index"),
+    ({"num_samples": 0}, "$.num_samples"),
+    ({"budgets": {"run_s": 0}}, "$.budgets.run_s"),
+    ({"sampling": {"top_p": 2}}, "$.sampling.top_p"),
+    ({"carry": {"top_logprobs": 21}}, "$.carry.top_logprobs"),
+    ({"builder": {"import_path": "nothing"}}, "$.builder.import_path"),
+    ({"harness": {"name": "pi"}}, "$.harness"),
+]
+
+
+@pytest.mark.parametrize(("body", "path"), BROKEN, ids=[path for _, path in BROKEN])
+def test_a_capture_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]", path: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_capture(body)
+    assert refused.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"status": "timeout"}, "$.status"),
+        ({"turn_rewards": {"0": 1.0}}, "$.reward"),
+        ({"reward": 1.0, "turn_rewards": {"first": 1.0}}, "$.turn_rewards.first"),
+        ({"reward": 1.0, "lineage_rewards": {"01": 1.0}}, "$.lineage_rewards['01']"),
+        ({"rewards": 1.0}, "$.rewards"),
+    ],
+)
+def test_an_end_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]", path: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_capture_end(body)
+    assert refused.value.path == path
+
+
+async def test_a_builder_that_is_not_there_is_refused_before_anything_runs(desk: Desk) -> None:
+    answer = await desk.caller.post("/v1/capture", {"builder": {"name": "no_such"}})
+    assert answer.status == 400
+    assert (await desk.captures.record.flushed(), desk.captures.list()) == (None, ())
+
+
+async def test_a_node_may_take_none(tmp_path: Path) -> None:
+    async with open_desk(tmp_path, engine(), limit=0) as desk:
+        answer = await desk.caller.post("/v1/capture", {})
+    assert (answer.status, "capture_limit is 0" in answer.text) == (400, True)
+
+
+async def test_an_end_that_no_disk_takes_is_said_and_had_when_there_is_room(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = await desk.open()
+    monkeypatch.setattr(captures, "WRITTEN_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(desk.journal), "flushed", _never)
+        full = await desk.caller.call(
+            "DELETE", f"/v1/capture/{opened['session_id']}", json_body={"reward": 1}
+        )
+        assert (full.status, full.json()["error"]["type"]) == (507, "disk_full")
+    monkeypatch.setattr(captures, "WRITTEN_S", 30.0)
+    assert (await desk.end(opened["session_id"], reward=0))["reward"] == 1
+
+
+async def _never(journal: Any) -> None:
+    await trio.sleep_forever()
+
+
+async def test_no_capture_begins_while_the_disk_is_full(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = await desk.captures.begin(CaptureSpec(task_id="t"))
+    monkeypatch.setattr(type(desk.journal), "refuses_tasks", property(lambda journal: True))
+    with pytest.raises(DiskFull):
+        await desk.captures.begin(CaptureSpec())
+    assert (await desk.end(opened.session_id))["outcome"]["status"] == "completed"
+
+
+# ── tasks, stopping, deaths ───────────────────────────────────────────────────
+
+
+async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(desk: Desk) -> None:
+    opened = await desk.open(task_id="t", num_samples=3)
+    await in_thread(Told(opened["env"]).chat)
+    assert await desk.captures.cancel("t")
+    assert desk.tally.sessions["cancelled"] >= 2
+    found = await desk.captures.trajectory(opened["session_id"])
+    assert found is not None
+    assert (found.outcome.status, len(found.turns)) == ("cancelled", 1)
+    record = await desk.journal.task("t")
+    assert record is not None
+    assert [place.outcome and place.outcome.status for place in record.sessions] == ["cancelled"] * 3
+    assert (await desk.events())[-2:] == ["group:t", "task:t"]
+    assert not await desk.captures.cancel("t")
+    assert not await desk.captures.cancel("another")
+
+
+async def test_a_node_that_stops_ends_them_with_what_they_have_and_opens_no_more(desk: Desk) -> None:
+    opened = await desk.open()
+    await in_thread(Told(opened["env"]).chat)
+    await desk.captures.stop(cancel=True)
+    found = await desk.captures.trajectory(opened["session_id"])
+    assert found is not None
+    assert (found.outcome.status, found.outcome.reason, len(found.turns)) == (
+        "cancelled",
+        "its node was stopped",
+        1,
+    )
+    refused = await desk.caller.post("/v1/capture", {})
+    assert (refused.status, "stopping" in refused.text) == (400, True)
+
+
+async def test_one_that_was_asked_for_while_the_node_began_to_stop_is_not_left_open(desk: Desk) -> None:
+    """Its place is looked up first, which takes a moment: it must not open behind the back of who waits for
+    all of them.
+    """
+    errors: list[Exception] = []
+
+    async def begin() -> None:
+        try:
+            await desk.captures.begin(CaptureSpec(task_id="t"))
+        except Refused as refused:
+            errors.append(refused)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(begin)
+        await trio.lowlevel.checkpoint()
+        await desk.captures.stop(cancel=True)
+    assert [str(error).partition(" and")[0] for error in errors] == ["this node is stopping"]
+    assert desk.captures.list() == ()
+
+
+async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_path: Path) -> None:
+    spec = {"task_id": "t", "num_samples": 2, "metadata": {"row": 7}, "builder": {"name": "per_request"}}
+    async with open_desk(tmp_path, engine()) as desk:
+        opened = await desk.open(**spec)
+        await in_thread(Told(opened["env"]).chat)
+        await desk.journal.flushed()
+    async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
+        here.scheduler.house = evolve(here.scheduler.house, publish=journal.publish)
+        await recover(journal, here.scheduler, lambda text: None)
+        assert here.scheduler.statistics().live == 0, "the node can not run its harness again"
+        found, record = await journal.trajectory(opened["session_id"]), await journal.task("t")
+    assert found is not None
+    assert record is not None
+    assert (found.outcome.status, found.outcome.boundary, found.metadata, len(found.turns)) == (
+        "interrupted",
+        "node",
+        {"row": 7},
+        1,
+    )
+    assert len(found.traces) == 1
+    assert record.finished
+    async with open_desk(tmp_path, engine()) as desk:
+        assert (await desk.end(opened["session_id"], reward=1))["outcome"]["status"] == "interrupted"
+        late = await desk.caller.post("/v1/capture", spec | {"sample_index": 1})
+        assert late.status == 409, json.dumps(late.json())

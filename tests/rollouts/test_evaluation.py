@@ -1,0 +1,303 @@
+"""What a harness left is judged by anybody's code: whatever that does, only the reward is at stake."""
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import session_kit as kit
+import trio
+from fakes_runtime import KILLED, MemoryRuntime
+from session_kit import agent, town
+from trio.abc import Clock
+
+from polarnode.core.errors import RuntimeFault
+from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec
+from polarnode.core.trajectory import Outcome, Verdict
+from polarnode.merge.trajectory import Identity, Result
+from polarnode.rollouts.admission import admitted
+from polarnode.rollouts.evaluation import evaluated
+from polarnode.rollouts.services import SessionOrder
+from polarnode.rollouts.session_containers import Containers
+from polarnode.support.semaphore import Gate
+
+
+async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Alone, without a session: how the run ended stays, whether it is judged or not."""
+    runtime: Any = MemoryRuntime()
+    failed = Outcome(status="failed", exit_code=3, log_tail="last words")
+    async with town(tmp_path) as place:
+        results = [
+            await evaluated(Containers(order(name), place.scheduler.house), runtime, failed, ())
+            for name in ("COUNTS", "RAISES")
+        ]
+        assert place.runtimes.opened == [], "no fresh runtime was asked for"
+    assert results[0] == Result(outcome=failed, verdict=Verdict(reward=0.0, metrics={"seen": "failed"}))
+    reason = "ZeroDivisionError: by my own hand"
+    assert results[1] == Result(
+        outcome=Outcome(
+            status="error", boundary="evaluator", exit_code=3, reason=reason, log_tail="last words"
+        )
+    )
+    await runtime.close()
+
+
+def order(evaluator: str) -> SessionOrder:
+    spec = kit.task(evaluator=evaluator)
+    found = admitted(spec, model="tiny", context_length=4096, allowed_imports=kit.ALLOWED)
+    who = Identity(
+        session_id="s", task_id="t", group_id="g", sample_index=0, harness="shell", harness_version=None, model="tiny", node="n0"
+    )  # fmt: skip
+    return SessionOrder(identity=who, spec=spec, harness=found.harness, evaluator=found.evaluator)
+
+
+@pytest.mark.parametrize("evaluator", ["HANGS", "HANGS_AND_FALLS"])
+async def test_an_evaluator_out_of_time_costs_the_reward_only(
+    autojump_clock: Clock, tmp_path: Path, evaluator: str
+) -> None:
+    async with town(tmp_path, {"agent": agent(ends=1)}) as place:
+        found = await place.one(evaluator=evaluator, budgets={"post_s": 30.0})
+    assert (found.outcome.status, found.outcome.boundary, found.outcome.exit_code) == (
+        "error",
+        "evaluator",
+        1,
+    )
+    if evaluator == "HANGS":
+        assert (found.outcome.clock, found.outcome.reason) == ("post", "the evaluator ran 30 s and was ended")
+    assert (found.reward, len(found.turns), len(found.traces)) == (None, 2, 1)
+    assert round(found.timing.post_s) == 30
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "reason"),
+    [
+        ("RAISES", "ZeroDivisionError: by my own hand"),
+        ("RAISES_IN_NURSERY", "ExceptionGroup: Exceptions from Trio nursery (1 sub-exception)"),
+        ("JUDGES_NOT", "the test suite is gone"),
+        ("EXITS", "SystemExit: 3"),
+        ("NAN", "the evaluator gave nan as its reward: return a finite number"),
+        ("HUGE", "as its reward: return a finite number"),
+        ("TRUE", "the evaluator gave True as its reward: return a finite number"),
+        ("NOTHING", "the evaluator returned NoneType: return a polarnode.records.Verdict"),
+        ("OBJECTS", "the evaluator's metrics are not JSON: "),
+        ("LARGE", "the evaluator's metrics are not JSON: "),
+    ],
+)
+async def test_an_evaluator_that_can_not_judge_costs_the_reward_only(
+    autojump_clock: Clock, tmp_path: Path, evaluator: str, reason: str
+) -> None:
+    async with town(tmp_path, {"agent": agent()}) as place:
+        found = await place.one(evaluator=evaluator)
+    assert (found.outcome.status, found.outcome.boundary, found.outcome.exit_code) == (
+        "error",
+        "evaluator",
+        0,
+    )
+    assert reason in (found.outcome.reason or "")
+    assert (found.reward, len(found.turns), len(found.traces)) == (None, 2, 1)
+
+
+async def test_a_verdict_is_kept_as_the_json_it_makes(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": agent()}) as place:
+        found = await place.one(evaluator="ODD")
+        assert (found.reward, type(found.reward), found.metrics["evaluation"]) == (
+            1.0,
+            float,
+            {"pair": [1, 2], "nan": None, "1": 2},
+        )
+        assert (await place.one(evaluator="WHOLE")).reward == float(2**70)
+
+
+async def test_nothing_of_a_harness_runs_beside_its_evaluator(autojump_clock: Clock, tmp_path: Path) -> None:
+    left: list[int] = []
+
+    async def daemon(runtime: Any) -> None:
+        left.append((await runtime.run(["sleep", "infinity"])).exit_code)
+
+    async def program(call: Any) -> int:
+        place.nursery.start_soon(daemon, call.runtime)
+        await trio.sleep(1)
+        return 0
+
+    async with town(tmp_path, {"agent": program}) as place:
+        place.submit(evaluator="COUNTS")
+        await place.until("post")
+        await trio.sleep(1)
+        assert left == [KILLED]
+
+
+async def test_a_fault_between_run_and_verdict_is_the_runtimes(autojump_clock: Clock, tmp_path: Path) -> None:
+    async def ends_the_container(call: Any) -> int:
+        await trio.sleep(1)
+        call.runtime.alive = False
+        return 0
+
+    async with town(tmp_path, {"agent": ends_the_container}) as place:
+        found = await place.one(evaluator=EvaluatorSpec(name="command", config={"argv": ["true"]}))
+    assert (found.outcome.status, found.outcome.boundary, found.outcome.exit_code) == ("error", "runtime", 0)
+
+
+# ── a clean runtime for the evaluator ─────────────────────────────────────────
+
+
+async def writes(call: Any) -> int:
+    await trio.sleep(20)
+    await call.runtime.put({"/work/answer": b"42", "/home/agent/cheat": b"x"})
+    return 0
+
+
+DATA = RuntimeSpec(
+    files=(FileSpec(path="/opt/data", text="given"),), prepare=(PrepareStep(argv=("sleep", "4")),)
+)
+FRESH = EvaluatorSpec(import_path="session_kit:READS", fresh_runtime=True)
+
+
+async def test_a_fresh_runtime_is_opened_prepared_and_judged(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        found = await place.one(runtime=DATA, evaluator=FRESH)
+        _, clean = place.runtimes.opened
+    assert (found.reward, found.metrics["evaluation"]) == (1.0, {"runtime": clean.id, "left": False})
+    assert set(clean.files) == {"/opt/data", "/work/answer"}
+
+
+async def test_an_evaluators_runtime_is_made_while_the_harness_runs(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        place.runtimes.takes = [1.0, 15.0]
+        found = await place.one(runtime=DATA, evaluator=FRESH)
+    assert found.reward == 1.0
+    assert (round(found.timing.init_s), round(found.timing.run_s), round(found.timing.post_s)) == (5, 20, 0)
+    assert len(place.runtimes.opened) == 2
+
+
+async def test_one_that_is_still_being_made_is_waited_for(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        place.runtimes.takes = [1.0, 30.0]
+        found = await place.one(runtime=DATA, evaluator=FRESH)
+    assert (found.reward, round(found.timing.post_s), len(place.runtimes.opened)) == (1.0, 10, 2)
+
+
+async def test_an_evaluator_does_not_wait_behind_sessions_for_what_was_not_begun(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": writes}, init=1, run=1) as place:
+        async with place.stages.run.slot(priority=50):
+            (session_id,) = place.submit(runtime=DATA, evaluator=FRESH)
+            await place.until("ready")
+            # the whole of INIT is somebody's until all is over
+            await place.nursery.start(hold, place.stages.init)
+        await place.until("run")
+        assert len(place.runtimes.opened) == 1
+        await place.over()
+        assert place.of(session_id).reward == 1.0
+        place.nursery.cancel_scope.cancel()
+
+
+async def hold(gate: Gate, task_status: trio.TaskStatus[None]) -> None:
+    async with gate.slot(priority=50):
+        task_status.started()
+        await trio.sleep_forever()
+
+
+async def test_sessions_enter_init_before_an_evaluators_runtime(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": writes}, init=1) as place:
+        place.runtimes.takes = [1.0, 5.0, 5.0, 5.0]
+        (first,) = place.submit(evaluator=FRESH)
+        await trio.sleep(0.5)
+        others = place.submit(num_samples=2)
+        await place.over()
+    assert [each in others for each in place.runtimes.sessions] == [False, True, True, False]
+    assert place.of(first).reward == 1.0
+
+
+@pytest.mark.parametrize(("faults", "reward"), [(1, 1.0), (2, 1.0), (3, None)])
+async def test_what_failed_beforehand_is_tried_twice_more(
+    autojump_clock: Clock, tmp_path: Path, faults: int, reward: float | None
+) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        place.runtimes.takes = [0.0, 5.0]
+        (session_id,) = place.submit(evaluator=FRESH, budgets={"retries": 0})
+        await place.until("run")
+        place.runtimes.faults = [RuntimeFault("no")] * faults
+        await place.over()
+        found = place.of(session_id)
+    assert (found.reward, found.outcome.boundary) == (reward, None if reward else "runtime")
+
+
+async def test_one_that_died_meanwhile_is_not_judged_in(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        (session_id,) = place.submit(evaluator=FRESH)
+        await place.until("run")
+        await trio.sleep(5)
+        place.runtimes.opened[1].alive = False
+        await place.over()
+        found = place.of(session_id)
+    assert (found.reward, len(place.runtimes.opened)) == (1.0, 3)
+    assert found.metrics["evaluation"] == {"runtime": place.runtimes.opened[2].id, "left": False}
+
+
+async def test_a_cancelled_run_lets_the_evaluators_runtime_go(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        (session_id,) = place.submit(task_id="t", evaluator=FRESH)
+        await place.until("run")
+        await trio.sleep(5)
+        place.scheduler.cancel("t")
+        await place.over()
+        assert (place.of(session_id).outcome.status, len(place.runtimes.opened)) == ("cancelled", 2)
+
+
+async def test_an_evaluator_that_takes_what_it_wants_is_given_a_bare_one(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        found = await place.one(evaluator=EvaluatorSpec(import_path="session_kit:TAKES"))
+        clean = place.runtimes.opened[1]
+    assert (found.reward, found.metrics["evaluation"]) == (1.0, {"runtime": clean.id, "left": True})
+    assert clean.files == {}
+
+
+async def test_artifacts_are_kept_of_what_the_harness_left(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, {"agent": writes}) as place:
+        found = await place.one(runtime=RuntimeSpec(artifacts=("answer", "none")), evaluator="COUNTS")
+    kept: Any = found.metrics["artifacts"]
+    assert (kept["files"], kept["left_out"]) == (1, ["none: No such file or directory"])
+    with tarfile.open(kept["path"]) as archive:
+        assert archive.getnames() == ["answer"]
+    assert found.reward == 0.0
+
+
+async def test_artifacts_that_can_not_be_kept_cost_no_verdict(
+    autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        raise RuntimeFault("the session's artifacts could not be kept: No space left on device")
+
+    monkeypatch.setattr(MemoryRuntime, "collect", full)
+    async with town(tmp_path, {"agent": writes}) as place:
+        found = await place.one(runtime=RuntimeSpec(artifacts=("answer",)), evaluator="COUNTS")
+    assert found.reward == 0.0
+    assert found.metrics["artifacts"] == {
+        "failed": "the session's artifacts could not be kept: No space left on device"
+    }
+
+
+async def test_a_second_container_is_wanted_until_the_evaluator_has_it(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    told: list[tuple[float, int]] = []
+    async with town(tmp_path, {"agent": writes}) as place:
+        demand = place.scheduler._demand
+        want, began = demand.want, trio.current_time()
+
+        def noting(spec: RuntimeSpec, count: int) -> None:
+            told.append((round(trio.current_time() - began), count))
+            want(spec, count)
+
+        demand.want = noting
+        place.runtimes.takes = [2.0, 3.0]
+        await place.one(evaluator=FRESH)
+    assert told == [(0, 2), (2, 1), (5, 0)]

@@ -1,0 +1,350 @@
+"""Tasks become sessions: taken whole or not at all, in their order, and over when they are over."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from attrs import evolve
+from session_kit import agent, task, town
+from trio.abc import Clock
+
+from polarnode.containers.pool import Demand
+from polarnode.core.errors import JournalError, Refused
+from polarnode.core.task import (
+    BuilderSpec,
+    CarrySpec,
+    EvaluatorSpec,
+    FileSpec,
+    HarnessSpec,
+    PrepareStep,
+    RuntimeSpec,
+)
+from polarnode.merge.token_extras import Carry
+from polarnode.rollouts import scheduler as scheduler_module
+from polarnode.rollouts.admission import admitted
+
+PROGRAMS = {"agent": agent(turns=2, each=10.0)}
+
+
+# ── taking a task ─────────────────────────────────────────────────────────────
+
+
+async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        task_id, session_ids = place.scheduler.submit(
+            task(num_samples=4, metadata={"split": "train"}), idempotency_key="k"
+        )
+        assert (place.notes.tasks, [each.session_id for each in place.notes.started]) == (
+            [task_id],
+            list(session_ids),
+        )
+        assert len(set(session_ids)) == 4
+        other, _ = place.scheduler.submit(task(task_id="mine", group_id="ours"))
+        assert other == "mine"
+    group = [each for each in place.published if each.task_id == task_id]
+    assert sorted(each.sample_index for each in group) == [0, 1, 2, 3]
+    assert {(each.group_id, each.model, each.node, each.harness) for each in group} == {
+        (task_id, "tiny", "n0", "shell")
+    }
+    assert group[0].metadata == {"split": "train"}
+    assert [each.group_id for each in place.published if each.task_id == "mine"] == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "path", "sentence"),
+    [
+        ({"harness": HarnessSpec(name="nobody")}, "$.harness.name", "no harness is called nobody"),
+        ({"harness": HarnessSpec(name="shell")}, "$.harness.command", "needs a command"),
+        (
+            {"harness": HarnessSpec(name="pi", settings={"apii": "x"})},
+            "$.harness.settings.apii",
+            "no setting apii",
+        ),
+        (
+            {"harness": HarnessSpec(name="pi", settings={"api": "x"})},
+            "$.harness.settings.api",
+            "must be one of",
+        ),
+        ({"harness": HarnessSpec(name="mini_swe_agent", settings={"x": 1})}, "$.harness", None),
+        ({"harness": HarnessSpec(import_path="os:system")}, None, "may not be imported"),
+        (
+            {"harness": HarnessSpec(import_path="session_kit:BROKEN_HARNESS")},
+            None,
+            "can not be launched with these settings: no such thing",
+        ),
+        (
+            {"harness": HarnessSpec(import_path="session_kit:WRONG_HARNESS")},
+            "$.harness",
+            "gave list: return a polarnode.core.ports.Launch",
+        ),
+        ({"builder": BuilderSpec(name="nobody")}, "$.builder.name", "there is no builder 'nobody'"),
+        ({"builder": BuilderSpec(config={"x": 1})}, "$.builder.config.x", "no setting 'x'"),
+        (
+            {"builder": BuilderSpec(import_path="session_kit:NO_EVALUATOR")},
+            "$.builder.import_path",
+            "is not callable",
+        ),
+        ({"evaluator": EvaluatorSpec(name="nobody")}, "$.evaluator.name", "no evaluator is called nobody"),
+        ({"evaluator": EvaluatorSpec(name="command")}, "$.evaluator.config", "either argv or script"),
+        (
+            {"evaluator": EvaluatorSpec(import_path="session_kit:PICKY")},
+            None,
+            "can not work with this config: 'threshold'",
+        ),
+        (
+            {"evaluator": EvaluatorSpec(import_path="session_kit:NO_EVALUATOR")},
+            "$.evaluator.import_path",
+            "is not a",
+        ),
+    ],
+)
+async def test_what_can_not_run_is_refused_with_its_path(
+    autojump_clock: Clock, tmp_path: Path, wrong: dict[str, Any], path: str | None, sentence: str | None
+) -> None:
+    async with town(tmp_path) as place:
+        with pytest.raises(Refused) as caught:
+            place.submit(num_samples=3, **wrong)
+        assert (caught.value.path or "").startswith(path or "")
+        assert sentence is None or sentence in str(caught.value)
+        assert (place.notes.tasks, place.notes.started, place.scheduler.sessions()) == ([], [], ())
+
+
+async def test_experts_are_refused_where_the_engine_can_not_tell_them(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.scheduler.house = evolve(
+            place.scheduler.house, unrouted="the model tiny is dense; leave it out"
+        )
+        with pytest.raises(
+            Refused, match="can not be had here: the model tiny is dense; leave it out"
+        ) as caught:
+            place.submit(carry=CarrySpec(routed_experts=True))
+        assert caught.value.path == "$.carry.routed_experts"
+        place.submit(carry=CarrySpec(top_logprobs=3))
+
+
+async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.scheduler.house = evolve(place.scheduler.house, carried_limit=5)
+        place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
+        await place.until("run")
+        (session,) = place.scheduler._sessions.values()
+        assert session.live.carrier.carry(None) == Carry(top_logprobs=3, routed_from=0, room=5)
+        await place.over()
+        plain = await place.one()
+    carrying = place.published[0]
+    # this harness calls no engine
+    assert (carrying.metrics["carried_bytes"], carrying.metrics["uncarried_turns"]) == (0, 0)
+    assert "carried_bytes" not in plain.metrics
+
+
+def test_every_harness_of_ours_passes_its_dry_run() -> None:
+    for name in ("pi", "mini_swe_agent", "claude_code"):
+        found = admitted(
+            task(harness=HarnessSpec(name=name)), model="tiny", context_length=4096, allowed_imports=()
+        )
+        assert (found.harness.name, found.evaluator.name) == (name, "session_completed")
+
+
+async def test_a_task_the_journal_can_not_take_starts_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.notes.refuse_task = JournalError("the disk is full")
+        with pytest.raises(JournalError):
+            place.submit(num_samples=3)
+        assert (place.scheduler.statistics().live, place.lives.statistics().live, place.notes.started) == (
+            0,
+            0,
+            [],
+        )
+
+
+# ── who goes first ────────────────────────────────────────────────────────────
+
+
+async def test_the_urgent_pass_the_waiting(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS, run=1, live=1) as place:
+        first = place.submit(priority=50)
+        await place.until("run")
+        low, middle, high = place.submit(priority=10), place.submit(priority=50), place.submit(priority=90)
+    assert [each.session_id for each in place.published] == [*first, *high, *middle, *low]
+
+
+async def test_the_stages_hold_their_limits(autojump_clock: Clock, tmp_path: Path) -> None:
+    most: dict[str, int] = {}
+    async with (
+        town(tmp_path, PROGRAMS, live=5, init=2, run=3, post=1) as place,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def watch() -> None:
+            while True:
+                for name, stage in place.scheduler.statistics().stages.items():
+                    most[name] = max(most.get(name, 0), stage.inside)
+                await trio.sleep(0.1)
+
+        nursery.start_soon(watch)
+        each_its_own = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "1")),), reuse_prepared=False)
+        place.submit(num_samples=12, runtime=each_its_own, evaluator="COUNTS")
+        await place.over()
+        nursery.cancel_scope.cancel()
+    assert most == {"live": 5, "init": 2, "run": 3, "post": 1}
+    assert [each.outcome.status for each in place.published] == ["completed"] * 12
+
+
+# ── ending ────────────────────────────────────────────────────────────────────
+
+
+async def test_cancelling_a_task_ends_its_sessions_and_no_others(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, PROGRAMS, live=3) as place:
+        mine, others = (
+            place.submit(num_samples=2, task_id="mine"),
+            place.submit(num_samples=2, task_id="others"),
+        )
+        await trio.sleep(5)
+        assert place.scheduler.cancel("mine")
+        assert not place.scheduler.cancel("nobody's")
+        await place.over()
+        assert not place.scheduler.cancel("mine")
+    assert {place.of(each).outcome.status for each in mine} == {"cancelled"}
+    assert {place.of(each).outcome.status for each in others} == {"completed"}
+
+
+@pytest.mark.parametrize("cancel", [True, False])
+async def test_stopping_takes_nothing_new_and_waits(
+    autojump_clock: Clock, tmp_path: Path, cancel: bool
+) -> None:
+    async with town(tmp_path, {"agent": agent(turns=50, each=10.0)}, live=2) as place:
+        place.submit(num_samples=3)
+        await trio.sleep(15)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):  # asked twice, as by a signal and the end of the block
+                nursery.start_soon(partial(place.scheduler.stop, cancel=cancel))
+            await trio.sleep(0.1)
+            with pytest.raises(Refused, match="stopping"):
+                place.submit()
+        assert (
+            place.scheduler.statistics().live,
+            place.scheduler.statistics().stopping,
+            len(place.published),
+        ) == (0, True, 3)
+        await place.scheduler.stop(cancel=True)
+    statuses = [each.outcome.status for each in place.published]
+    assert statuses == ["cancelled"] * 3 if cancel else ["completed"] * 3
+
+
+async def test_a_stopping_node_still_judges_what_ended(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.submit(evaluator="COUNTS")
+        await place.until("post")
+        await place.scheduler.stop(cancel=True)
+        assert [each.reward for each in place.published] == [2.0]
+
+
+async def test_a_session_that_can_not_be_published_at_all_is_logged_and_no_other_learns_of_it(
+    autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        place.notes.refuse = [TypeError("no"), TypeError("no again")]
+        every = place.submit(num_samples=3)
+        await place.over()
+        assert [each.outcome.status for each in place.published] == ["completed"] * 2
+        (lost,) = set(every) - {each.session_id for each in place.published}
+        (status,) = (each for each in place.scheduler.sessions() if each.session_id == lost)
+        assert (status.phase, status.outcome) == ("ended", "error"), "whoever waits for it learns of it"
+        place.notes.started = [each for each in place.notes.started if each.session_id != lost]
+        place.notes.turns = [turn for turn in place.notes.turns if turn.session_id != lost]
+    assert any(
+        "was not published" in record.getMessage() and record.levelno == logging.ERROR
+        for record in caplog.records
+    )
+
+
+# ── what can be seen ──────────────────────────────────────────────────────────
+
+
+async def test_sessions_at_a_glance(
+    autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "KEPT_ENDED", 2)
+    async with town(tmp_path, PROGRAMS, live=1) as place:
+        place.submit(task_id="a", num_samples=2, evaluator="COUNTS")
+        await place.until("run")
+        await trio.sleep(15)
+        first, second = sorted(place.scheduler.sessions("a"), key=lambda each: -each.turns)
+        assert (first.phase, first.turns, first.outcome, first.reward) == ("run", 1, None, None)
+        assert first.sampled_tokens > 0
+        assert (second.phase, second.turns) == ("init", 0)
+        assert place.scheduler.sessions("b") == ()
+        await place.over()
+        assert {
+            (each.phase, each.outcome, each.reward, each.traces) for each in place.scheduler.sessions("a")
+        } == {("ended", "completed", 2.0, 1)}
+        place.submit(task_id="b")
+        await place.over()
+        assert [each.task_id for each in place.scheduler.sessions()] == ["a", "b"], (
+            "the oldest ended ones are let go"
+        )
+
+
+async def test_a_key_lives_as_long_as_its_session(autojump_clock: Clock, tmp_path: Path) -> None:
+    async with town(tmp_path, PROGRAMS) as place:
+        (session_id,) = place.submit()
+        key = place.scheduler._sessions[session_id].live.key
+        assert place.lives.by_key(key) is not None
+        await place.over()
+        assert place.lives.by_key(key) is None
+        assert place.lives.ended_by_key(key) == session_id
+
+
+# ── warm containers ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("cancel", [True, False])
+async def test_the_demand_for_warm_containers_rises_and_ends_at_zero(
+    autojump_clock: Clock, tmp_path: Path, cancel: bool
+) -> None:
+    async with town(tmp_path, PROGRAMS, init=1, warm=2) as place:
+        place.submit(
+            num_samples=6, task_id="t", runtime=RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "1")),))
+        )
+        assert place.runtimes.wanted == {"base": 2}
+        await trio.sleep(3.5)
+        if cancel:
+            place.scheduler.cancel("t")
+        await place.over()
+        assert (place.runtimes.wanted, place.runtimes.most) == ({"base": 0}, {"base": 2})
+
+
+def test_tasks_that_differ_in_what_comes_later_are_counted_together() -> None:
+    told: list[tuple[str, int]] = []
+    demand = Demand(lambda spec, count: told.append((spec.image, count)), 3)
+    plain, busy = (
+        RuntimeSpec(image="i"),
+        RuntimeSpec(image="i", files=(FileSpec(path="x", text=""),), env={"A": "b"}),
+    )
+    demand.expect(["a", "b"], plain)
+    demand.expect(["c", "d"], busy)
+    demand.expect(["e"], RuntimeSpec(image="i", memory_mb=9999))
+    for session_id in ("a", "a", "b", "nobody", "c", "d", "e"):
+        demand.served(session_id)
+    assert told == [("i", 2), ("i", 3), ("i", 1), ("i", 2), ("i", 1), ("i", 0), ("i", 0)]
+
+
+def test_a_pool_that_keeps_nothing_warm_is_asked_for_nothing() -> None:
+    told: list[int] = []
+    demand = Demand(lambda _, count: told.append(count), 0)
+    demand.expect(["a", "b"], RuntimeSpec())
+    demand.served("a")
+    demand.expect(["c"], RuntimeSpec())
+    demand.served("b")
+    demand.served("c")
+    assert told == []
+    assert not demand._coming

@@ -1,0 +1,161 @@
+"""What lies in a runtime: files and steps before the harness, the workspace in a fresh runtime after it, and
+verdicts that can be kept.
+"""
+
+from typing import Any
+
+import merge_toys as toys
+import pytest
+import trio
+from fakes_runtime import MemoryRuntime
+
+from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.core.ports import Judge
+from polarnode.core.task import EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.core.trajectory import Outcome, Turn, Verdict
+from polarnode.rollouts import session_containers
+
+# ── a copy for a fresh judge ──────────────────────────────────────────────────
+
+
+async def test_a_copy_is_the_source_and_nothing_else() -> None:
+    source, target = MemoryRuntime(workdir="/work"), MemoryRuntime(workdir="/testbed")
+    source.files, target.files = (
+        {"/work/a/b": b"new", "/etc/x": b"no"},
+        {"/testbed/a/b": b"old", "/testbed/stale": b"", "/opt/y": b"stays"},
+    )
+    await source.copy_workdir(target)
+    assert target.files == {"/testbed/a/b": b"new", "/opt/y": b"stays"}
+    for runtime in (source, target):
+        await runtime.close()
+
+
+# ── files and steps ───────────────────────────────────────────────────────────
+
+
+async def test_files_lie_where_they_are_named_with_their_modes() -> None:
+    runtime = MemoryRuntime(workdir="/testbed/")
+    files = (FileSpec(path="a/run.sh", text="é", mode=0o755), FileSpec(path="/opt/b", base64="AAEC"))
+    await session_containers.prepare(runtime, RuntimeSpec(files=files))
+    assert runtime.files == {"/testbed/a/run.sh": "é".encode(), "/opt/b": b"\0\1\2"}
+    assert runtime.modes == {"/testbed/a/run.sh": 0o755, "/opt/b": 0o644}
+    await runtime.close()
+
+
+async def test_steps_run_in_order_as_whom_they_name_with_the_tasks_environment() -> None:
+    ran: list[tuple[str, str, str]] = []
+
+    async def noting(call: object) -> int:
+        await trio.lowlevel.checkpoint()
+        ran.append((call.argv[1], call.user, call.env["A"]))  # type: ignore[attr-defined]
+        return int(call.argv[1] == "fails")  # type: ignore[attr-defined]
+
+    runtime = MemoryRuntime(programs={"step": noting})
+    spec = RuntimeSpec(
+        prepare=(PrepareStep(argv=("step", "one"), user="root"), PrepareStep(argv=("step", "two"))),
+        eval_prepare=(PrepareStep(argv=("step", "fails")), PrepareStep(argv=("step", "never"))), env={"A": "1"},
+    )  # fmt: skip
+    await session_containers.prepare(runtime, spec)
+    assert ran == [("one", "root", "1"), ("two", "agent", "1")]
+    with pytest.raises(EvaluatorError, match="'step fails' ended with exit code 1"):
+        await session_containers.prepare_evaluation(runtime, spec)
+    assert ran[2:] == [("fails", "agent", "1")]
+    await runtime.close()
+
+
+async def test_a_step_that_fails_names_itself_and_shows_its_end() -> None:
+    async def talks(call: object) -> int:
+        await trio.lowlevel.checkpoint()
+        call.stdout += b"x" * 10_000 + b"the reason\n"  # type: ignore[attr-defined]
+        return 2
+
+    runtime = MemoryRuntime(programs={"talks": talks})
+    with pytest.raises(Refused) as caught:
+        await session_containers.prepare(
+            runtime, RuntimeSpec(prepare=(PrepareStep(argv=("true",)), PrepareStep(argv=("talks",))))
+        )
+    assert caught.value.path == "$.runtime.prepare[1]"
+    assert str(caught.value).endswith("the reason")
+    assert len(str(caught.value)) < 700
+    await runtime.close()
+
+
+# ── verdicts ──────────────────────────────────────────────────────────────────
+
+
+def _no_judge(name: str) -> Judge:
+    raise EvaluatorError(f"no judge is called {name}")
+
+
+def test_a_session_as_its_evaluator_sees_it() -> None:
+    spec = TaskSpec(
+        instruction="i", harness=HarnessSpec(), evaluator=EvaluatorSpec(config={"c": 1}), metadata={"m": 2}
+    )
+    clean, left = MemoryRuntime(workdir="/w"), MemoryRuntime()
+    seen = session_containers.finished(clean, left, _no_judge, Outcome(status="failed"), (), spec)
+    assert (seen.instruction, seen.config, seen.metadata, seen.outcome.status) == (
+        "i",
+        {"c": 1},
+        {"m": 2},
+        "failed",
+    )
+    assert (seen.runtime.workdir, seen.left.workdir) == ("/w", "/work")
+    for runtime in (clean, left):
+        runtime.door.close()
+
+
+@pytest.mark.parametrize("reward", [0, 1.5, -3, 2**70, 1e308])
+def test_a_finite_reward_is_kept_as_a_float(reward: float) -> None:
+    kept = session_containers.checked(Verdict(reward=reward, metrics={"a": [1, {"b": None}]}))
+    assert (kept.reward, type(kept.reward), kept.metrics) == (float(reward), float, {"a": [1, {"b": None}]})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 10**400, True, None, "1", [1]])
+def test_what_is_no_finite_number_is_no_reward(reward: object) -> None:
+    with pytest.raises(EvaluatorError, match="return a finite number"):
+        session_containers.checked(Verdict(reward=reward))  # type: ignore[arg-type]
+
+
+def three_turns() -> tuple[Turn, ...]:
+    made = toys.Session()
+    _, message = made.say(toys.ask(toys.user()), "one")
+    made.say(toys.ask(toys.user(), message, toys.user("go on")), "two")
+    made.say(toys.ask(toys.system("another"), toys.user("look")), "three")
+    return made.turns
+
+
+def test_rewards_of_turns_and_lineages_there_are_are_kept_as_floats() -> None:
+    kept = session_containers.checked(
+        Verdict(reward=1, lineage_rewards={1: 2}, turn_rewards={0: 0, 2: -1}), three_turns()
+    )
+    assert (kept.lineage_rewards, kept.turn_rewards) == ({1: 2.0}, {0: 0.0, 2: -1.0})
+    assert {type(reward) for reward in kept.turn_rewards.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"turn_rewards": {3: 1.0}}, "a reward to turn 3, which this session has not: it has 0 to 2"),
+        ({"turn_rewards": {True: 1.0}}, "turn True"),
+        ({"turn_rewards": {"0": 1.0}}, "turn '0'"),
+        ({"turn_rewards": {0: float("nan")}}, "gave nan as the reward of turn 0: return a finite number"),
+        ({"turn_rewards": [1.0]}, "list as its turn rewards"),
+        ({"lineage_rewards": {2: 1.0}}, "lineage 2, which this session has not: it has 0 to 1"),
+        ({"lineage_rewards": {0: None}}, "gave None as the reward of lineage 0"),
+    ],
+)
+def test_rewards_of_what_is_not_there_are_an_error(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(EvaluatorError) as raised:
+        session_containers.checked(Verdict(reward=1.0, **said), three_turns())
+    assert words in str(raised.value)
+
+
+def test_a_session_without_turns_has_no_turn_to_reward() -> None:
+    with pytest.raises(EvaluatorError, match="it has none"):
+        session_containers.checked(Verdict(reward=1.0, turn_rewards={0: 1.0}))
+
+
+@pytest.mark.parametrize("metrics", [{"a": object()}, {"a": 2**70}, 7, [1]])
+def test_metrics_that_are_no_json_are_no_metrics(metrics: object) -> None:
+    with pytest.raises(EvaluatorError, match="the evaluator's metrics are not JSON"):
+        session_containers.checked(Verdict(reward=1.0, metrics=metrics))  # type: ignore[arg-type]

@@ -1,0 +1,268 @@
+"""Task sources: which kind a path is, one bad task among good ones, and what a user lays over them. Each kind
+has a file of its own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sources_kit import DATA, items, refusal, task, tasks
+
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.sources import KINDS, SourcedTask, Unread, read_source
+from polarnode.sources.reading import read_yaml, task_value
+from polarnode.sources.source import READERS, detect
+from polarnode.sources.values import Found, laid_over
+
+SHELL: dict[str, Any] = {"name": "shell", "command": ["true"]}
+LINE = {"instruction": "Do it.", "harness": {"name": "pi"}, "task_id": "one"}
+
+
+def write_lines(file: Path, *lines: object) -> Path:
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file
+
+
+# ── which kind ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("harbor", "harbor"),
+        ("harbor/hello", "harbor"),
+        ("harbor/hello/task.toml", "harbor"),
+        ("terminal_bench", "terminal_bench"),
+        ("terminal_bench/simple", "terminal_bench"),
+        ("terminal_bench/simple/task.yaml", "terminal_bench"),
+        ("polar/task.json", "polar"),
+        ("polar/task.yaml", "polar"),
+        ("swe", "swe"),
+        ("swe/rows.jsonl", "swe"),
+    ],
+)
+def test_a_kind_is_seen_from_what_lies_there(path: str, kind: str) -> None:
+    assert detect(DATA / path) == kind
+
+
+def test_our_own_files_are_told_from_others(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    own = tmp_path / "own" / "task.toml"
+    own.write_text('instruction = "x"\nharness = { name = "pi" }\n')
+    assert detect(own) == "task"
+    assert detect(tmp_path / "own") == "task"
+    assert task(tmp_path / "own").name == "own"
+    (tmp_path / "t.json").write_text(json.dumps(LINE))
+    assert detect(tmp_path / "t.json") == "task"
+    assert detect(write_lines(tmp_path / "t.jsonl", LINE)) == "jsonl"
+    assert (
+        detect(write_lines(tmp_path / "p.jsonl", {"instruction": "x", "agent": {"harness": "pi"}})) == "polar"
+    )
+
+
+def test_every_kind_has_a_reader() -> None:
+    assert set(READERS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        (
+            "notes.txt",
+            "x",
+            "has no name that says what it is; say what it is with --kind (task, jsonl, harbor",
+        ),
+        ("t.jsonl", "", "is empty: it holds no task"),
+        ("t.json", "[{}]", "is a list of neither dataset rows nor Polar's tasks: write tasks as JSONL"),
+        ("t.yaml", "a: [", "it is not YAML"),
+        ("t.toml", "a = [", "it is not TOML"),
+        ("t.json", "{", "it is not JSON"),
+    ],
+)
+def test_what_is_no_source_is_refused_at_once(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(Refused) as refused:
+        read_source(tmp_path / name)
+    assert sentence in str(refused.value)
+    assert str(tmp_path / name) in str(refused.value)
+
+
+def test_a_folder_of_nothing_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="is no folder of tasks that is known here"):
+        read_source(tmp_path)
+    with pytest.raises(Refused, match=r"there is no .*gone: name a file or a folder"):
+        read_source(tmp_path / "gone")
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text("!!python/object/apply:os.system ['touch made']")
+    with pytest.raises(Refused, match="it is not YAML"):
+        read_yaml(tmp_path / "t.yaml")
+
+
+# ── JSONL ─────────────────────────────────────────────────────────────────────
+
+
+def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: Path) -> None:
+    lines = [
+        LINE,
+        "",
+        "# a comment",
+        "{",
+        {**LINE, "num_samples": 0},
+        "[1]",
+        {**LINE, "task_id": "six"},
+        {"instruction": "x"},
+    ]
+    found = items(write_lines(tmp_path / "t.jsonl", *lines))
+    assert [each.name for each in found] == ["one", "2", "3", "4", "one", "6", "six", "8"]
+    said = [str(each.refused) for each in found if isinstance(each, Unread)]
+    file = tmp_path / "t.jsonl"
+    assert said[:2] == [f"{file} line 2: the line is blank: remove it, each line is one task", said[1]]
+    assert said[1] == f"{file} line 3: the line is a comment, which JSONL does not have: remove it"
+    assert said[2].startswith(f"{file} line 4: the line is not JSON: ")
+    assert "column" in said[2]
+    assert said[3] == f"{file} line 5: num_samples must be 1 to 4096, not 0"
+    assert said[4] == f"{file} line 6: a task is a JSON object, not list"
+    assert said[5].startswith(f"{file} line 8: no harness is said: name one with --harness")
+    assert [each.refused.path for each in found if isinstance(each, Unread)][3] == "$.num_samples"
+
+
+def test_to_read_tasks_is_to_stop_at_the_first_that_can_not_be(tmp_path: Path) -> None:
+    source = read_source(write_lines(tmp_path / "t.jsonl", LINE, "{", LINE))
+    reading = source.tasks()
+    assert next(reading).name == "one", "what lies before it is read"
+    with pytest.raises(Refused, match="line 2"):
+        next(reading)
+
+
+def test_a_source_is_read_as_it_is_asked_for_and_may_be_read_again(tmp_path: Path) -> None:
+    source = read_source(write_lines(tmp_path / "t.jsonl", LINE))
+    assert [each.name for each in source.tasks()] == [each.name for each in source.tasks()] == ["one"]
+    reading = source.items()
+    write_lines(tmp_path / "t.jsonl", {**LINE, "task_id": "later"})
+    assert next(reading).name == "later"
+
+
+def test_tasks_are_chosen_by_name_and_number(tmp_path: Path) -> None:
+    file = write_lines(
+        tmp_path / "t.jsonl",
+        *({**LINE, "task_id": f"{word}-{number}"} for number in range(3) for word in ("a", "b")),
+    )
+    assert [each.name for each in tasks(file, only="b-*")] == ["b-0", "b-1", "b-2"]
+    assert [each.name for each in tasks(file, only="b-*", limit=2)] == ["b-0", "b-1"]
+    assert [each.name for each in tasks(file, limit=1)] == ["a-0"]
+    with pytest.raises(Refused, match="no task of it is called zz"):
+        tasks(file, only="zz")
+
+
+# ── what is laid over ─────────────────────────────────────────────────────────
+
+
+def test_a_users_words_weigh_more_and_flags_most(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "t.jsonl", {**LINE, "budgets": {"run_s": 5, "post_s": 6}, "num_samples": 2})
+    over: dict[str, Json] = {
+        "budgets": {"run_s": 7},
+        "num_samples": 3,
+        "sampling": {"temperature": 0.5},
+        "runtime": {"cpus": 2},
+    }
+    spec = task(file, over=over).spec
+    assert (
+        spec.budgets.run_s,
+        spec.budgets.post_s,
+        spec.num_samples,
+        spec.sampling.temperature,
+        spec.runtime.cpus,
+    ) == (7, 6, 3, 0.5, 2)
+    assert task(file, over=over, samples=9).spec.num_samples == 9
+    assert task(file, harness="codex").spec.harness.name == "codex"
+
+
+def test_another_program_does_not_get_the_settings_of_the_first(tmp_path: Path) -> None:
+    file = write_lines(
+        tmp_path / "t.jsonl",
+        {
+            **LINE,
+            "harness": {**SHELL, "env": {"A": "1"}},
+            "evaluator": {"name": "command", "config": {"argv": ["x"]}},
+        },
+    )
+    assert task(file, harness="pi").spec.harness.command is None
+    assert task(file, harness="pi").spec.harness.env == {}
+    assert task(file, over={"harness": {"env": {"B": "2"}}}).spec.harness.env == {"A": "1", "B": "2"}
+    assert task(file, over={"evaluator": {"name": "session_completed"}}).spec.evaluator.config == {}
+    assert (
+        task(file, over={"evaluator": {"parts": [{"name": "session_completed"}]}}).spec.evaluator.name
+        == "session_completed"
+    )
+
+
+def test_what_is_laid_over_may_be_a_folder_too(tmp_path: Path) -> None:
+    (tmp_path / "words.md").write_text("Other words.")
+    (tmp_path / "with.toml").write_text('instruction_file = "words.md"\n[budgets]\nrun_s = 3\n')
+    spec = task(write_lines(tmp_path / "t.jsonl", LINE), over=task_value(tmp_path / "with.toml")).spec
+    assert (spec.instruction, spec.budgets.run_s) == ("Other words.", 3)
+    (tmp_path / "with.toml").write_text("run_s = [\n")
+    with pytest.raises(Refused, match=r"with\.toml: the task is not TOML"):
+        task_value(tmp_path / "with.toml")
+    assert "budget is not a known field" in refusal(
+        write_lines(tmp_path / "t.jsonl", LINE), over={"budget": {}}
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "b", "name"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+OBJECT = st.dictionaries(st.sampled_from(["a", "b", "c", "harness"]), JSON, max_size=3)
+
+
+@given(OBJECT, OBJECT)
+def test_what_is_laid_over_stands_and_laying_it_twice_changes_nothing(
+    value: dict[str, Json], over: dict[str, Json]
+) -> None:
+    once = laid_over(value, over)
+    assert laid_over(once, over) == once
+    assert laid_over(value, {}) == value
+    assert set(once) == set(value) | set(over)
+    assert all(once[key] == value[key] for key in value if key not in over)
+    assert all(
+        once[key] == over[key]
+        for key in over
+        if not (isinstance(over[key], dict) and isinstance(value.get(key), dict))
+    )
+
+
+SPECS = st.fixed_dictionaries(
+    {
+        "instruction": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
+            lambda text: bool(text.strip())
+        ),
+        "harness": st.sampled_from([{"name": "pi"}, SHELL, {"name": "codex", "env": {"A": "\u2028\n"}}]),
+        "num_samples": st.integers(1, 4096),
+        "metadata": st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+        "budgets": st.fixed_dictionaries({"run_s": st.floats(1, 1e6)}),
+    }
+)
+
+
+@given(st.lists(SPECS, min_size=1, max_size=3))
+def test_what_convert_writes_is_a_source_of_the_same_tasks(values: list[Any]) -> None:
+    specs = [codec.read_task(value) for value in values]
+    body = b"".join(codec.dump_json(codec.task_json(spec)) + b"\n" for spec in specs)
+    assert [codec.read_task(codec.read_json(line)) for line in body.split(b"\n") if line] == specs
+
+
+def test_a_task_says_where_it_came_from(tmp_path: Path) -> None:
+    found = task(write_lines(tmp_path / "t.jsonl", LINE))
+    assert found == SourcedTask(spec=found.spec, name="one", origin=f"{tmp_path / 't.jsonl'} line 1")
+    assert Found(name="x", origin="y", value={}).foreign is False

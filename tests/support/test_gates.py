@@ -1,0 +1,153 @@
+"""Stage limits: never more inside than the limit, the urgent first, nothing lost to cancellation."""
+
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.support.semaphore import Gate
+
+
+async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> None:
+    gate, inside, most = Gate(limit=3), 0, 0
+
+    async def visit() -> None:
+        nonlocal inside, most
+        async with gate.slot(priority=50):
+            inside += 1
+            most = max(most, inside)
+            await trio.sleep(1)
+            inside -= 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(visit)
+    assert (most, inside) == (3, 0)
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+async def test_the_urgent_enter_first_then_the_oldest(autojump_clock: trio.abc.Clock) -> None:
+    gate, entered = Gate(limit=1), []
+
+    async def visit(name: str, priority: int) -> None:
+        async with gate.slot(priority=priority):
+            entered.append(name)
+
+    async with trio.open_nursery() as nursery, gate.slot(priority=0):
+        for name, priority in (("low", 10), ("first", 50), ("second", 50), ("high", 90)):
+            nursery.start_soon(visit, name, priority)
+            await trio.testing.wait_all_tasks_blocked()
+    assert entered == ["high", "first", "second", "low"]
+
+
+async def test_a_waiter_that_gives_up_leaves_no_hole(autojump_clock: trio.abc.Clock) -> None:
+    gate = Gate(limit=1)
+    async with gate.slot(priority=50):
+        with trio.move_on_after(1) as scope:
+            async with gate.slot(priority=50):
+                raise AssertionError("entered a full stage")
+        assert scope.cancelled_caught
+    with trio.fail_after(1):
+        async with gate.slot(priority=50):
+            pass
+
+
+async def test_a_place_handed_over_in_the_tick_of_cancellation_is_not_lost() -> None:
+    gate, scope = Gate(limit=1), trio.CancelScope()
+
+    async def waiter() -> None:
+        with scope:
+            async with gate.slot(priority=50):
+                await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        async with gate.slot(priority=50):
+            nursery.start_soon(waiter)
+            await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()  # the place was handed to the waiter just now, and it has not run yet
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+@given(
+    visits=st.lists(st.tuples(st.integers(0, 100), st.floats(0.1, 3), st.floats(0.1, 5)), max_size=12),
+    limit=st.integers(1, 4),
+)
+def test_whatever_is_cancelled_the_stage_ends_empty(
+    visits: list[tuple[int, float, float]], limit: int
+) -> None:
+    gate = Gate(limit=limit)
+
+    async def visit(priority: int, stay: float, patience: float) -> None:
+        with trio.move_on_after(patience):
+            async with gate.slot(priority=priority):
+                assert gate.statistics().inside <= limit
+                await trio.sleep(stay)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for each in visits:
+                nursery.start_soon(visit, *each)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_inside_finish(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    gate, entered = Gate(limit=3), list[int]()
+
+    async def visit(number: int) -> None:
+        async with gate.slot(priority=50):
+            entered.append(number)
+            await trio.sleep(10)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(visit, number)
+            await trio.testing.wait_all_tasks_blocked()
+        gate.adjust(1, "engine: it is full")
+        assert (gate.statistics().inside, gate.statistics().held_back) == (3, "engine: it is full")
+        await trio.sleep(15)
+        assert (len(entered), gate.statistics().inside) == (4, 1)
+        gate.adjust(0)
+        await trio.sleep(10)
+        assert (len(entered), gate.statistics().inside, gate.statistics().held_back) == (4, 0, None)
+        gate.adjust(2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(entered) == [0, 1, 2, 3, 4, 5], "the oldest of those that wait"
+        gate.adjust(9)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(entered) == list(range(8))
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+
+
+@given(
+    visits=st.lists(st.tuples(st.integers(-1, 100), st.floats(0.1, 3), st.floats(0.1, 5)), max_size=12),
+    limits=st.lists(st.tuples(st.floats(0.1, 2), st.integers(0, 4)), max_size=6),
+)
+def test_whatever_the_limits_do_the_stage_ends_empty(
+    visits: list[tuple[int, float, float]], limits: list[tuple[float, int]]
+) -> None:
+    gate, most = Gate(limit=2), [2]
+
+    async def visit(priority: int, stay: float, patience: float) -> None:
+        with trio.move_on_after(patience):
+            async with gate.slot(priority=priority):
+                assert gate.statistics().inside <= max(most)
+                await trio.sleep(stay)
+
+    async def change() -> None:
+        for after, limit in limits:
+            await trio.sleep(after)
+            most.append(limit)
+            gate.adjust(limit)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change)
+            for each in visits:
+                nursery.start_soon(visit, *each)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)

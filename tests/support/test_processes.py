@@ -1,0 +1,110 @@
+"""A process and everything it started end with their block, in every way a block can end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from polarnode.support import processes
+from polarnode.support.processes import group_members, open_process_group
+
+SHELL = "/bin/sh"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(60):
+        while not condition():  # noqa: ASYNC110 - a test looks from outside
+            await trio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def test_output_goes_to_the_file_and_the_environment_is_whole(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        async with open_process_group(
+            [SHELL, "-c", "echo $A $HOME; echo b >&2; pwd"], env={"A": "a"}, cwd=tmp_path, stdout=log
+        ) as process:
+            assert await process.wait() == 0
+    assert (tmp_path / "log").read_text().split() == ["a", "b", str(tmp_path)]
+
+
+async def test_a_sleeping_process_is_asked_to_end() -> None:
+    async with open_process_group(["sleep", "1000"]) as process:
+        assert group_members(process.pid) == [process.pid]
+    assert process.returncode == -signal.SIGTERM
+
+
+async def test_grandchildren_end_too(tmp_path: Path) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path}/pid; wait"
+    async with open_process_group([SHELL, "-c", script]) as process:
+        await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        assert len(group_members(process.pid)) == 2
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_background_children_of_a_process_that_ended_well_end_too(tmp_path: Path) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path}/pid"
+    async with open_process_group([SHELL, "-c", script]) as process:
+        assert await process.wait() == 0
+        grandchild = int((tmp_path / "pid").read_text())
+        assert alive(grandchild)
+    assert not alive(grandchild)
+
+
+async def test_who_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "TERM_GRACE", 0.3)
+    code = (
+        f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'up')!r},"
+        " 'w'); time.sleep(1000)"
+    )
+    async with open_process_group([sys.executable, "-c", code]) as process:
+        await until((tmp_path / "up").exists)
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_cancellation_and_errors_end_the_group_as_well() -> None:
+    with trio.move_on_after(0.2) as scope:
+        async with open_process_group(["sleep", "1000"]) as cancelled:
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+    with pytest.raises(ValueError, match="body"):
+        async with open_process_group(["sleep", "1000"]) as failed:
+            raise ValueError("body")
+    assert group_members(cancelled.pid) == group_members(failed.pid) == []
+
+
+async def test_only_the_descriptors_named_are_passed_on() -> None:
+    read, write = os.pipe()
+    async with open_process_group(
+        [SHELL, "-c", f"echo x > /proc/self/fd/{write}"], pass_fds=(write,)
+    ) as process:
+        os.close(write)
+        assert await process.wait() == 0
+        assert os.read(read, 10) == b"x\n"
+        assert os.read(read, 10) == b""  # and nobody else holds it
+    os.close(read)
+
+
+async def test_a_program_that_is_not_there_is_an_oserror() -> None:
+    with pytest.raises(FileNotFoundError):
+        async with open_process_group(["/nowhere/program"]):
+            pass
+
+
+def test_zombies_are_not_counted() -> None:
+    child = subprocess.Popen(["true"], start_new_session=True)
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert group_members(child.pid) == []
+    child.wait()

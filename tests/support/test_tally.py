@@ -1,0 +1,85 @@
+"""What a node counts of its sessions: by a fixed set of labels, and copied for whoever reads it elsewhere."""
+
+import pytest
+from attrs import evolve
+from journal_samples import make_trajectory, make_turn
+
+from polarnode.core.conversation import Sampling
+from polarnode.core.task import Budgets
+from polarnode.core.trajectory import LeftOut, Outcome
+from polarnode.gateway.live_sessions import LiveSession
+from polarnode.merge.lineage import Lineages
+from polarnode.merge.turn_kinds import REASONS
+from polarnode.providers.contract import Fault
+from polarnode.support.metrics import LEFT_OUT, OTHER, Tally
+
+
+def test_a_turn_is_counted_by_what_it_is() -> None:
+    tally = Tally()
+    turn = evolve(
+        make_turn("s"),
+        reason="appended",
+        prompt_length=10,
+        notes=("edited: it", "edited: too", "ignored: $.x"),
+    )
+    tally.turn(turn)
+    tally.turn(evolve(turn, state="failed", role="subagent"))
+    assert tally.turns == {
+        ("anthropic", "root", "appended", "main", "complete"): 1,
+        ("anthropic", "root", "appended", "subagent", "failed"): 1,
+    }
+    assert (tally.sampled_tokens, tally.prompt_tokens) == (
+        {"main": 3, "subagent": 3},
+        {"new": 8, "reused": 12},
+    )
+    assert tally.notes == {"edited": 4}
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("first", "first"), ("what a plug-in made up", OTHER)])
+def test_reasons_are_a_fixed_set(reason: str, expected: str) -> None:
+    tally = Tally()
+    tally.turn(evolve(make_turn("s"), reason=reason))
+    assert [labels[2] for labels in tally.turns] == [expected]
+    assert OTHER not in REASONS
+
+
+def test_an_ended_session_is_counted_with_its_rows() -> None:
+    tally = Tally()
+    left = (LeftOut(turn=0, reason="superseded"), LeftOut(turn=1, reason="a word of a builder of one's own"))
+    tally.published(evolve(make_trajectory("s", turns=2), left_out=left))
+    tally.published(make_trajectory("s", status="timeout"))
+    assert tally.sessions == {"completed": 1, "timeout": 1}
+    assert (tally.traces, tally.trainable_tokens) == (2, 6)
+    assert tally.left_out_turns == {"superseded": 1, OTHER: 1}
+    assert tally.left_out_tokens == {"superseded": 3, OTHER: 3}
+    assert OTHER not in LEFT_OUT
+
+
+def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowhere_else() -> None:
+    tally = Tally()
+    for outcome in (
+        Outcome(status="error", boundary="runtime"),
+        Outcome(status="interrupted", boundary="node"),
+        Outcome(status="interrupted"),
+    ):
+        tally.lost(outcome)
+    assert tally.replaced == {"runtime": 1, "node": 1, OTHER: 1}
+    assert (tally.sessions, tally.traces) == ({}, 0)
+
+
+def test_a_live_session_counts_into_its_nodes_tally() -> None:
+    tally, lineages = Tally(), Lineages(session_id="s", secret=b"secret")
+    live = LiveSession("s", "key", lineages, Sampling(), Budgets(), lambda turn: None, tally=tally)
+    live.refused(Fault(kind="session_over", message="over"))
+    assert tally.refusals == live.counters.refusals == {"session_over": 1}
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    tally = Tally()
+    tally.turn(make_turn("s"))
+    then = tally.copied()
+    tally.turn(make_turn("s"))
+    tally.malformed_calls += 1
+    tally.refused(Fault(kind="session_over", message="over"))
+    assert (sum(then.turns.values()), then.malformed_calls, sum(then.refusals.values())) == (1, 0, 0)
+    assert then.sampled_tokens == {"main": 3}

@@ -1,0 +1,46 @@
+"""Which added tokens are control tokens, and which flags can stand."""
+
+import pytest
+from tokenizers import AddedToken, normalizers
+
+from polarnode.core.errors import ModelError
+from polarnode.tokens.vocabulary import check_flags, ordinary
+
+VOCABULARY = {"\n": 1, "<table>": 2, "<turn>": 3, "<end>": 4}
+
+
+def added(text: str, *, special: bool = False, **flags: bool) -> AddedToken:
+    return AddedToken(text, special=special, **({"normalized": False} | flags))
+
+
+def test_text_is_what_the_vocabulary_lists_and_nobody_calls_special() -> None:
+    tokens = {
+        1: added("\n"),
+        2: added("<table>"),
+        3: added("<turn>"),
+        4: added("<end>", special=True),
+        9: added("<think>"),
+    }
+    text = ordinary(VOCABULARY, tokens, "{{ '<turn>' }}\n{{ m.content }}\n")
+    assert sorted(text) == [1, 2], "<turn> is the template's, <end> is special, <think> is of no vocabulary"
+
+
+def test_a_token_with_another_id_than_the_vocabularys_is_a_control_token() -> None:
+    assert ordinary(VOCABULARY, {7: added("<table>")}, "") == {}
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_a_token_that_swallows_what_is_beside_it_stands_only_where_it_is_never_written(flag: str) -> None:
+    tokens = {0: added("<unk>", special=True, **{flag: True})}
+    check_flags(tokens, None, "<turn>user\nx<end>")
+    with pytest.raises(ModelError, match="'<unk>' swallows or changes text beside it"):
+        check_flags(tokens, None, "<turn><unk>")
+
+
+def test_a_token_looked_for_in_normalised_text_stands_where_that_is_the_same_text() -> None:
+    tokens = {0: added("<a b>", special=True, normalized=True)}
+    check_flags(tokens, None, "<a b>")
+    check_flags(tokens, normalizers.NFC(), "<a b>")
+    check_flags(tokens, normalizers.Sequence([]), "<a b>")
+    with pytest.raises(ModelError, match="'<a b>'"):
+        check_flags(tokens, normalizers.Replace(" ", "\u2581"), "<a b>")

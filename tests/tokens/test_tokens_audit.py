@@ -1,0 +1,119 @@
+"""The audit passes what can be extended faithfully, and refuses what would be silently wrong."""
+
+from pathlib import Path
+
+import pytest
+import tokens_kit as kit
+
+from polarnode.core.errors import ModelError
+from polarnode.tokens.audit import Limits, audit
+from polarnode.tokens.rendering import Renderer
+from polarnode.tokens.template import Template
+from polarnode.tokens.tokenizer import load_tokenizer
+
+RESULT = "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+USER = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+
+
+def audited(to: Path, before: str, after: str) -> tuple[str, ...]:
+    tokenizer = load_tokenizer(kit.variant(to, template=lambda text: text.replace(before, after)))
+    renderer = Renderer(tokenizer, kit.model().family)
+    return audit(renderer, Limits.of(renderer))
+
+
+def test_the_tiny_model_has_nothing_to_note() -> None:
+    assert kit.model().template.audit() == ()
+
+
+def test_qwen3_passes_and_says_that_it_drops_thinking(qwen3_folder: Path) -> None:
+    (note,) = kit.model(qwen3_folder).template.audit()
+    assert "leaves out earlier thinking" in note
+
+
+def test_a_template_that_opens_the_thought_passes(tmp_path: Path) -> None:
+    before = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
+    assert audited(tmp_path, before, before.replace("assistant\\n'", "assistant\\n<think>\\n'")) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        pytest.param(
+            RESULT,
+            RESULT.replace("message.content", "(loop.index ~ message.content)"),
+            "tool",
+            id="results are numbered",
+        ),
+        pytest.param(
+            RESULT,
+            RESULT.replace("message.content", "((tools or []) | length ~ message.content)"),
+            "tool",
+            id="results know the tools",
+        ),
+        pytest.param(
+            USER,
+            USER.replace("message.content", "(messages[0].content ~ message.content)"),
+            "user",
+            id="the system is repeated",
+        ),
+        pytest.param(
+            "{%- if add_generation_prompt %}",
+            "{%- if add_generation_prompt %}{{- '\\n' if messages[0].role == 'system' else '' }}",
+            "tool",
+            id="the prompt knows the head",
+        ),
+    ],
+)
+def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, after: str, kind: str) -> None:
+    with pytest.raises(
+        ModelError,
+        match=rf"writes [a-z ]*{kind} message\(s\) after an answer as .* depending on what came before",
+    ):
+        audited(tmp_path, before, after)
+
+
+def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
+    late = "{%- if message.role == 'system' %}{{- raise_exception('system first') }}{%- endif %}"
+    notes = audited(tmp_path, USER, f"{{%- if not loop.first %}}{late}{{%- endif %}}{USER}")
+    assert any(
+        "system message behind the head" in note and "the model sees a user's message there" in note
+        for note in notes
+    )
+
+
+def test_a_template_that_leaves_a_late_system_out_is_shown_a_users_message(tmp_path: Path) -> None:
+    notes = audited(
+        tmp_path, USER, "{%- if message.role == 'user' or loop.index < 3 %}" + USER + "{%- endif %}"
+    )
+    assert any(
+        "system message behind the head" in note and "the model sees a user's message there" in note
+        for note in notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("{{- tool | tojson }}", "{{- tool | tojson(ensure_ascii=true) }}", id="escapes"),
+        pytest.param(
+            USER, USER.replace("message.content", "message.content | replace('q', 'k')"), id="changes"
+        ),
+        pytest.param("{{- messages[0].content + '\\n\\n' }}", "", id="drops the system"),
+    ],
+)
+def test_a_template_that_changes_a_clients_text_is_refused(tmp_path: Path, before: str, after: str) -> None:
+    with pytest.raises(ModelError, match="it is not served"):
+        audited(tmp_path, before, after)
+
+
+def test_the_audit_is_the_templates(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(
+        kit.variant(
+            tmp_path,
+            template=lambda text: text.replace(
+                RESULT, RESULT.replace("message.content", "(loop.index ~ message.content)")
+            ),
+        )
+    )
+    with pytest.raises(ModelError, match="depending on what came before"):
+        Template(tokenizer, kit.model().family).audit()

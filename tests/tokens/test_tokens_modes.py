@@ -1,0 +1,12 @@
+"""Which ids are marks in which mode."""
+
+from exchange_kit import CALL, CALLED, END, FAMILY, THINK, THOUGHT
+
+from polarnode.tokens.parser import watched
+
+
+def test_a_mark_is_watched_where_it_means_something() -> None:
+    found = watched(FAMILY, (260, 261))
+    assert found["text"] == {END, CALL, THINK}
+    assert found["thinking"] == {END, THOUGHT}
+    assert found["call"] == {END, CALLED, 260, 261}

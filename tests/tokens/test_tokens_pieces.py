@@ -1,0 +1,96 @@
+"""What is remembered of long texts is what encoding them gives, whoever asks, in bounded memory."""
+
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+import tokens_kit as kit
+from attrs import define, evolve, field
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Conversation, Message
+from polarnode.tokens.template import Template
+from polarnode.tokens.tokenizer import SHORTEST, Pieces
+
+
+@define
+class Counted:
+    """An encoder of letters that knows what it was asked."""
+
+    asked: list[str] = field(factory=list)
+
+    def encode(self, text: str) -> list[int]:
+        self.asked.append(text)
+        return [ord(letter) for letter in text]
+
+
+def test_a_text_that_comes_again_is_encoded_once() -> None:
+    pieces, counted = Pieces(), Counted()
+    assert [pieces.ids("ab", counted.encode) for _ in range(3)] == [ids([97, 98])] * 3
+    assert counted.asked == ["ab"]
+
+
+@given(texts=st.lists(st.text(max_size=6), max_size=60), kept_bytes=st.integers(0, 3000))
+def test_ids_are_those_of_the_text_however_little_is_kept(texts: list[str], kept_bytes: int) -> None:
+    pieces, counted = Pieces(kept_bytes=kept_bytes), Counted()
+    for text in texts:
+        assert pieces.ids(text, counted.encode) == ids(map(ord, text))
+
+
+def test_what_is_asked_for_stays_and_what_is_not_goes() -> None:
+    pieces, counted = Pieces(kept_bytes=20_000), Counted()
+    for number in range(1000):
+        pieces.ids("the head of a group", counted.encode)
+        pieces.ids(f"a text that comes once {number}", counted.encode)
+    assert counted.asked.count("the head of a group") == 1
+    pieces.ids("a text that comes once 0", counted.encode)
+    assert counted.asked.count("a text that comes once 0") == 2
+
+
+def test_a_text_larger_than_what_may_be_kept_is_not_kept() -> None:
+    pieces, counted = Pieces(kept_bytes=1000), Counted()
+    pieces.ids("little", counted.encode)
+    pieces.ids("x" * 1000, counted.encode)
+    pieces.ids("x" * 1000, counted.encode)
+    pieces.ids("little", counted.encode)
+    assert [len(text) for text in counted.asked] == [6, 1000, 1000]
+
+
+def test_threads_that_meet_get_the_same() -> None:
+    pieces, counted = Pieces(kept_bytes=10_000), Counted()
+    texts = [f"text {number % 40}" * 3 for number in range(2000)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: pieces.ids(text, counted.encode), texts))
+    assert found == [ids(map(ord, text)) for text in texts]
+
+
+# ── in a template ─────────────────────────────────────────────────────────────
+
+_LONG = st.builds(lambda text, size: (text * size)[:5000], kit.hostile, st.sampled_from([1, 300, SHORTEST]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(said=st.lists(_LONG, min_size=1, max_size=3), more=_LONG)
+def test_a_conversation_has_the_same_ids_from_a_template_that_has_seen_it(said: list[str], more: str) -> None:
+    model = kit.model()
+    messages = (Message(role="system", text=said[0]), *(Message(role="user", text=text) for text in said))
+    first = Conversation(messages=messages)
+    second = evolve(first, messages=(*messages, Message(role="user", text=more)))
+    expected = [
+        Template(model.template.tokenizer, model.template.family).root(each) for each in (first, second)
+    ]
+    shared = Template(model.template.tokenizer, model.template.family)
+    assert [shared.root(each) for each in (first, second, first, second)] == expected * 2
+
+
+def test_sessions_of_a_group_share_their_head() -> None:
+    """The ids that are handed out are a caller's own, whatever it does with them."""
+    model = kit.model()
+    head = Message(role="system", text="You are careful. " * 200)
+    asked = Conversation(messages=(head, Message(role="user", text="hi")))
+    template = Template(model.template.tokenizer, model.template.family)
+    one: array[int] = template.root(asked)
+    expected = one[:]
+    one.extend([1, 2, 3])
+    assert template.root(asked) == expected

@@ -1,0 +1,146 @@
+"""The vocabulary alone: nothing is lost, control tokens are spelled out, and parts that are not known to keep
+text are refused.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import vocabulary_kit as kit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from polarnode.core.errors import ModelError
+from polarnode.tokens.tokenizer import normalises, plain
+from polarnode.tokens.vocabulary import spell
+
+
+def made(told: dict[str, Any]) -> Tokenizer:
+    text = [AddedToken(each, special=False, normalized=False) for each in kit.ORDINARY]
+    return plain(
+        Tokenizer.from_str(json.dumps(told)),
+        control=kit.CONTROL,
+        text=text if told["model"]["type"] == "BPE" else [],
+    )
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def told(request: pytest.FixtureRequest) -> dict[str, Any]:
+    value: dict[str, Any] = getattr(kit, request.param)()
+    return value
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from([*kit.CONTROL, *kit.ORDINARY, "<0x41>", "<0x", " "]) | st.text(max_size=8), max_size=6
+    ).map("".join)
+)
+def test_every_text_comes_back_and_none_is_a_control_token(told: dict[str, Any], text: str) -> None:
+    vocabulary = told["model"]["vocab"]
+    numbers = (
+        vocabulary
+        if isinstance(vocabulary, dict)
+        else {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    )
+    spelled, control = spell("SentencePiece", numbers), {numbers[each] for each in kit.CONTROL}
+    ids = made(told).encode(text, add_special_tokens=False).ids
+    assert b"".join(map(spelled.__getitem__, ids)).decode() == text.replace("\u2581", " ")
+    assert not control.intersection(ids)
+
+
+def test_text_that_is_listed_as_added_tokens_is_found_as_the_model_finds_it() -> None:
+    told = kit.bpe()
+    table = told["model"]["vocab"]["<table>"]
+    assert made(told).encode("a<table>b").ids.count(table) == 1
+    assert (
+        table
+        not in plain(Tokenizer.from_str(json.dumps(told)), control=kit.CONTROL, text=[])
+        .encode("a<table>b")
+        .ids
+    )
+
+
+def refusal(**changes: Any) -> str:
+    told = kit.bpe() | changes
+    with pytest.raises(ModelError) as caught:
+        made(told)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Prepend", "prepend": "\u2581"}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "\u2581"}],
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "Metaspace",
+                "replacement": "\u2581",
+                "prepend_scheme": "always",
+                "split": False,
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
+    ],
+    ids=["prepend", "sequence", "metaspace", "byte-level"],
+)
+def test_a_space_before_every_text(changes: dict[str, Any]) -> None:
+    assert "puts a space before every text" in refusal(**changes)
+    assert '"legacy": false' in refusal(**changes)
+
+
+def test_a_normaliser_that_changes_text() -> None:
+    assert "changes texts before it encodes them (NFKC)" in refusal(normalizer={"type": "NFKC"})
+    strange = {"type": "Replace", "pattern": {"Regex": " +"}, "content": "\u2581"}
+    assert "(Replace)" in refusal(normalizer=strange)
+
+
+def test_a_cutter_that_drops_text() -> None:
+    assert "may lose some of them (Split)" in refusal(
+        pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+    )
+    assert "may lose some of them (WhitespaceSplit)" in refusal(pre_tokenizer={"type": "WhitespaceSplit"})
+
+
+def test_a_model_that_guesses_or_is_of_another_kind() -> None:
+    assert "encodes at random" in refusal(model=kit.bpe()["model"] | {"dropout": 0.1})
+    assert "is WordLevel, which can lose text" in refusal(
+        model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    )
+
+
+def test_a_prefix_of_the_first_text_alone_is_left_out() -> None:
+    told = kit.bpe() | {
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": "first",
+            "split": False,
+        }
+    }
+    with_prefix = Tokenizer.from_str(json.dumps(told)).encode("look", add_special_tokens=False).tokens
+    assert with_prefix[0].startswith("\u2581")
+    assert "".join(made(told).encode("look").tokens) == "look"
+
+
+def test_whether_texts_are_composed() -> None:
+    assert not normalises(Tokenizer.from_str(json.dumps(kit.bpe())))
+    assert normalises(
+        Tokenizer.from_str(
+            json.dumps(kit.bpe() | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}})
+        )
+    )

@@ -1,0 +1,155 @@
+"""Our conversation in the shape that templates read."""
+
+import json
+
+import pytest
+
+from polarnode.core.conversation import Json, Message, Tool, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.tokens.families import Manner
+from polarnode.tokens.rendering import Earlier, Shown, call_shape, messages_shape, tools_shape
+
+
+def test_roles_and_texts() -> None:
+    said = [
+        Message(role="system", text="s"),
+        Message(role="user", text=""),
+        Message(role="assistant", text="a"),
+    ]
+    assert messages_shape(said) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "a"},
+    ]
+
+
+def test_an_assistant_with_thinking_and_calls() -> None:
+    call = ToolCall(id="c1", name="f", arguments='{"b": 1.0, "a": [true]}')
+    (shape,) = messages_shape([Message(role="assistant", thinking="t", calls=(call,))])
+    assert shape == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "t",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": 1.0, "a": [True]}}}
+        ],
+    }
+    assert json.dumps(shape["tool_calls"][0]["function"]["arguments"]) == '{"b": 1.0, "a": [true]}'  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", {}),
+        (" \n", {}),
+        ("{}", {}),
+        ("nonsense", "nonsense"),
+        ("[1]", "[1]"),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ('{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+    ],
+)
+def test_arguments_are_an_object_where_they_are_one(text: str, value: Json) -> None:
+    (shape,) = messages_shape(
+        [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))]
+    )
+    assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), value)]
+
+
+def test_a_result_has_the_name_of_the_call_it_answers() -> None:
+    call = ToolCall(id="c1", name="f", arguments="{}")
+    said = [
+        Message(role="assistant", calls=(call,)),
+        Message(role="tool", text="r", call_id="c1"),
+        Message(role="tool", text="q", call_id="other"),
+    ]
+    assert messages_shape(said)[1:] == [
+        {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"},
+        {"role": "tool", "content": "q", "tool_call_id": "other"},
+    ]
+    assert messages_shape(said[1:2], earlier=Earlier(calls={"c1": Shown(name="f", id="c1")}, count=1)) == [
+        {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}
+    ]
+
+
+def test_tools_have_every_key_in_one_order() -> None:
+    shapes = tools_shape(
+        [Tool(name="f", parameters={"type": "object", "b": 1, "a": 2}), Tool(name="g", description="d")]
+    )
+    assert json.dumps(shapes) == json.dumps(
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": "",
+                    "parameters": {"type": "object", "b": 1, "a": 2},
+                },
+            },
+            {"type": "function", "function": {"name": "g", "description": "d", "parameters": {}}},
+        ]
+    )
+
+
+# ── the manners of families ───────────────────────────────────────────────────
+
+ONE, TWO = (ToolCall(id=f"c{number}", name=f"f{number}", arguments='{"a": 1}') for number in (1, 2))
+
+
+def test_arguments_as_text_are_the_very_text() -> None:
+    manner = Manner(arguments="text")
+    for text, shown in (('{ "a":1.0}', '{ "a":1.0}'), ("", "{}"), ("nonsense", "nonsense")):
+        (shape,) = messages_shape(
+            [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))], manner=manner
+        )
+        assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), shown)]
+
+
+def test_arguments_that_only_an_object_can_be_are_refused_when_they_are_none() -> None:
+    with pytest.raises(Refused, match="are no JSON object") as caught:
+        messages_shape(
+            [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments="nonsense"),))],
+            manner=Manner(),
+        )
+    assert caught.value.path == "$.messages"
+
+
+def test_a_text_beside_a_call_is_a_message_of_its_own_where_a_template_drops_it() -> None:
+    said = [Message(role="assistant", text="I look.", thinking="hm", calls=(ONE,))]
+    text, call = messages_shape(said, manner=Manner(text_apart=True, thinking="thinking"))
+    assert text == {"role": "assistant", "content": "I look."}
+    assert (call["content"], call["thinking"], len(call["tool_calls"])) == ("", "hm", 1)  # type: ignore[arg-type]
+
+
+def test_several_calls_are_shown_one_after_another_each_with_its_result() -> None:
+    results = [Message(role="tool", text=f"r{number}", call_id=f"c{number}") for number in (2, 9, 1)]
+    said = [
+        Message(role="assistant", thinking="hm", calls=(ONE, TWO)),
+        *results,
+        Message(role="user", text="q"),
+    ]
+    shapes = messages_shape(said, manner=Manner(one_call=True))
+    assert [shape.get("tool_call_id") or shape["role"] for shape in shapes] == [
+        "assistant",
+        "c1",
+        "assistant",
+        "c2",
+        "c9",
+        "user",
+    ]
+    assert [shape["name"] for shape in shapes if "name" in shape] == ["f1", "f2"]
+    assert ["reasoning_content" in shape for shape in shapes] == [True, False, False, False, False, False]
+
+
+def test_calls_are_counted_through_a_conversation_where_their_ids_are_shown() -> None:
+    said = [
+        Message(role="assistant", calls=(ONE, TWO)),
+        Message(role="tool", text="r", call_id="c2"),
+        Message(role="assistant", calls=(ONE,)),
+        Message(role="tool", text="r", call_id="c1"),
+    ]
+    shapes = messages_shape(said, manner=Manner(spoken_ids=True), earlier=Earlier(count=3))
+    assert [shape["tool_call_id"] for shape in shapes if shape["role"] == "tool"] == [
+        "functions.f2:4",
+        "functions.f1:5",
+    ]

@@ -1,0 +1,176 @@
+"""Our projections in the hands of the trainers' own packages: verl, SkyRL, AReaL, Tinker, Atropos, and TRL's
+GRPOTrainer itself.
+
+The packages run in programs of their own (trainers_program.py, trl_program.py), one for all that is quick and
+one for TRL.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainers_kit import group_of, no_row, one_row, two_rows
+
+import polarnode
+from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, trl, verl
+
+HERE = Path(__file__).parents[1] / "kits"
+TINY = Path(polarnode.__file__).parent / "models" / "tiny"
+SESSION = one_row(turn_rewards={0: 0.25})
+
+
+def run(program: str, asked: Any) -> Any:
+    said = subprocess.run(
+        [sys.executable, HERE / program],
+        input=json.dumps(asked).encode(),
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert said.returncode == 0, said.stderr.decode()[-4000:]
+    return json.loads(said.stdout)
+
+
+def areal_calls() -> list[dict[str, Any]]:
+    """The two calls of the session, as AReaL's own engine would have recorded them."""
+    first = {
+        "input": [10, 11, 12],
+        "output": [20, 21],
+        "logprobs": [-0.5, -0.625],
+        "versions": [7, 7],
+        "reward": 1.0,
+    }
+    whole = [10, 11, 12, 20, 21, 13, 14]
+    return [
+        first,
+        {
+            "input": whole,
+            "output": [22, 23, 24],
+            "logprobs": [-1.5, -1.625, -1.75],
+            "versions": [7, 8, 8],
+            "reward": 1.0,
+        },
+    ]
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What each package made of the same session, asked once."""
+    rows = {
+        "turns": trl.turn_records(SESSION),
+        "sequences": trl.training_sequences(SESSION),
+        "samples": trl.rollout_samples(SESSION, advantage=0.5, group_id=3),
+    }
+    asked = {
+        "verl": verl.agent_loop_outputs(SESSION),
+        "skyrl": skyrl.generator_output(
+            [SESSION, two_rows(sample_index=1), no_row(sample_index=2)],
+            absent=Absent(token_id=0, reward=0.0),
+            step_wise=True,
+            experts=False,
+        ),
+        "areal": areal_calls(),
+        "tinker": tinker.datums(SESSION, advantage=0.5),
+        "atropos": atropos.scored_data(
+            [SESSION, two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}, env_id=1
+        ),
+        "trl_async": rows,
+    }
+    found: dict[str, Any] = run("trainers_program.py", asked)
+    return found
+
+
+def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dict[str, Any]) -> None:
+    [theirs] = told["verl"]
+    [ours] = verl.transfer_rows(SESSION, uid="u", global_steps=9)
+    for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "routed_experts", "rm_scores"):
+        assert theirs[name]["data"] == ours["fields"][name], name
+    types = {
+        name: theirs[name]["dtype"]
+        for name in (
+            "prompts",
+            "responses",
+            "response_mask",
+            "rollout_log_probs",
+            "routed_experts",
+            "rm_scores",
+        )
+    }
+    tensors = verl.transfer_rows(SESSION, uid="u", global_steps=9, arrays="native")[0]["fields"]
+    assert {name: str(tensors[name].dtype) for name in types} == types
+    assert theirs["extra_fields"] == ours["fields"]["extra_fields"]
+    assert theirs["num_turns"] == 4
+    assert ours["key"] == "u_0_0"
+    assert ours["tag"] == {
+        "status": "success", "prompt_len": 3, "response_len": 7, "seq_len": 10, "global_steps": 9, "min_global_steps": 7, "max_global_steps": 8,
+    }  # fmt: skip
+
+
+def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[str, Any]) -> None:
+    [ours] = areal.tensors(SESSION)
+    assert {name: each["data"] for name, each in told["areal"].items()} == ours
+    [tensors] = areal.tensors(SESSION, arrays="native")
+    assert {name: str(each.dtype) for name, each in tensors.items()} == {
+        name: each["dtype"] for name, each in told["areal"].items()
+    }
+    assert {name: list(each.shape) for name, each in tensors.items()} == {
+        name: each["shape"] for name, each in told["areal"].items()
+    }
+
+
+def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]) -> None:
+    assert told["tinker"] == [
+        {
+            "input": [10, 11, 12, 20, 21, 13, 14, 22, 23],
+            "target_tokens": [11, 12, 20, 21, 13, 14, 22, 23, 24],
+            "logprobs": [0, 0, -0.5, -0.625, 0, 0, -1.5, -1.625, -1.75],
+            "advantages": [0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5],
+            "mask": [0, 0, 1, 1, 0, 0, 1, 1, 1],
+        }
+    ]
+
+
+def test_atropos_takes_a_group_whole(told: dict[str, Any]) -> None:
+    theirs = told["atropos"]
+    assert theirs["masks"][0] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]
+    assert theirs["inference_logprobs"][0] == [1, 1, 1, -0.5, -0.625, 1, 1, -1.5, -1.625, -1.75]
+    assert theirs["advantages"][1] == [0, 0, -0.5, -0.5]
+    assert (theirs["scores"], theirs["env_id"]) == ([1.0, 1.0, 1.0], 1)
+
+
+def test_skyrl_takes_a_batch_of_which_sessions_have_one_row_and_two_and_none(told: dict[str, Any]) -> None:
+    output = skyrl.generator_output([SESSION], arrays="native")
+    assert set(output) <= set(told["skyrl"]["fields"])
+    assert told["skyrl"]["ids"] == ["g_0", "g_1", "g_1", "g_2"]
+    assert output["rollout_expert_indices"][0].shape == (10, 2, 3)
+
+
+def test_async_grpo_chains_our_turns_into_our_sequences(told: dict[str, Any]) -> None:
+    """TRL's own chaining, told each turn's whole prompt, comes to the row without a fork or a realignment."""
+    assert told["trl_async"]["chained"] == told["trl_async"]["given"]
+
+
+def test_grpo_trainer_takes_a_group_through_rollout_func() -> None:
+    """The trainer's own path: its checks, its padding, its rewards, its mask of what is not the model's."""
+    group = group_of(SESSION, of_roles(one_row(sample_index=1, reward=0.0), "main"))
+    output = trl.rollout_output([*group.usable, no_row(sample_index=2)], absent=Absent(token_id=0))
+    found = run("trl_program.py", {"output": output, "model": str(TINY), "generations": 3})
+    inputs = found["inputs"]
+    assert inputs["completion_ids"][0] == SESSION.traces[0].token_ids.tolist()[3:]
+    assert inputs["prompt_ids"][0] == [10, 11, 12]
+    assert inputs["tool_mask"] == [[1, 1, 0, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]]
+    # of the session without a row, one token, which tool_mask takes out
+    assert inputs["completion_mask"][2] == [1, 0, 0, 0, 0, 0, 0]
+    assert inputs["sampling_per_token_logps"][0] == SESSION.traces[0].logprobs.tolist()[3:]
+    assert found["seen"] == {
+        "reward": [1.0, 0.0, None],
+        "session_id": ["s0", "s1", "s2"],
+        "group_id": ["g", "g", "g"],
+    }
+    better, worse, nothing = inputs["advantages"]
+    assert better == -worse > 0
+    assert nothing == 0

@@ -1,0 +1,123 @@
+"""polarnode.trainers.rows: the rows that teach, and what each of their tokens is."""
+
+from typing import Any
+
+import numpy
+import pytest
+from attrs import evolve
+from trainers_kit import group_of, no_row, one_row, publish, two_rows
+
+from polarnode.core.arrays import floats
+from polarnode.core.errors import Refused
+from polarnode.trainers import FORMATS, of_roles, project
+from polarnode.trainers.rows import (
+    given,
+    only_row,
+    padded,
+    routed,
+    rows_of,
+    sessions,
+    stretches,
+    temperatures,
+    top_logprobs,
+    version_array,
+    version_number,
+    versions_of,  # fmt: skip
+)
+
+
+def test_a_row_is_what_its_trace_says() -> None:
+    [row] = rows_of(one_row())
+    assert (row.index, row.count, row.last, row.prompt, row.reward) == (0, 1, True, 3, 1.0)
+    assert row.tokens.tolist() == [10, 11, 12, 20, 21, 13, 14, 22, 23, 24]
+    assert row.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert row.logprobs.tolist() == [0, 0, 0, -0.5, -0.625, 0, 0, -1.5, -1.625, -1.75]
+    assert [turn.index for turn in row.turns] == [0, 1]
+    assert versions_of(row) == ("7", "7", "8")
+    assert version_array(row, int).tolist() == [-1, -1, -1, 7, 7, -1, -1, 7, 8, 8]
+    assert temperatures(row, None).tolist() == [1, 1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5]
+    experts, likely = routed(row), top_logprobs(row)
+    assert experts is not None
+    assert likely is not None
+    assert experts.shape == (9, 2, 3)
+    assert experts[:, 0, 0].tolist() == list(range(9))
+    assert (likely[0].shape, likely[1].shape) == ((5, 2), (5, 2))
+
+
+def test_what_is_not_there_is_refused_with_the_remedy() -> None:
+    [row] = rows_of(evolve(one_row(), turns=()))
+    assert row.turns == ()
+    with pytest.raises(Refused, match="read it with turns=full, or pass temperature="):
+        temperatures(row, None)
+    assert temperatures(row, 0.25).tolist() == [1, 1, 1, 0.25, 0.25, 1, 1, 0.25, 0.25, 0.25]
+    with pytest.raises(Refused, match="'step-3' is no whole number"):
+        version_number("step-3")
+    [bare] = rows_of(evolve(one_row(), traces=(evolve(one_row().traces[0], version_spans=()),)))
+    with pytest.raises(Refused, match="without a weight version"):
+        version_array(bare, int)
+
+
+def test_a_session_without_rows_has_none_and_one_with_several_is_refused_where_one_is_wanted() -> None:
+    assert rows_of(no_row()) == ()
+    for some in (no_row(), two_rows()):
+        with pytest.raises(Refused, match="rows and this format takes one a session"):
+            only_row(some)
+    assert [row.last for row in rows_of(two_rows())] == [False, True]
+    assert only_row(one_row()).count == 1
+    assert of_roles(two_rows(), "main").traces == two_rows().traces
+    assert of_roles(two_rows(), "compaction").traces == ()
+
+
+def test_a_trace_that_trains_nothing_is_no_row() -> None:
+    """A builder of one's own may make such; the rows beside it are counted without it."""
+    first, second = two_rows().traces
+    untrained = evolve(
+        first, loss_mask=bytes(len(first.loss_mask)), logprobs=floats([0.0] * len(first.loss_mask))
+    )
+    [row] = rows_of(evolve(two_rows(), traces=(untrained, second)))
+    assert (row.trace, row.index, row.count) == (second, 0, 1)
+
+
+def test_a_sample_that_is_only_context_has_no_version_and_no_temperature_of_its_own() -> None:
+    """As `per_request` makes rows: the first sample stands before the second one and is not trained there."""
+    [_, row] = rows_of(publish(one_row().turns, builder="per_request"))
+    assert row.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert versions_of(row) == ("7", "8")
+    assert version_array(row, int).tolist() == [-1] * 7 + [7, 8, 8]
+    assert temperatures(row, None).tolist() == [1.0] * 7 + [0.5] * 3
+    # half a sample, as a builder may
+    part = evolve(row.trace, loss_mask=bytes([0] * 8 + [1, 1]), logprobs=floats([0.0] * 8 + [-1.0, -1.0]))
+    [half] = rows_of(evolve(row.trajectory, traces=(part,)))
+    assert temperatures(half, None).tolist() == [1.0] * 8 + [0.5] * 2
+    assert version_array(half, int).tolist() == [-1] * 8 + [8, 8]
+
+
+def test_a_group_gives_the_sessions_that_are_of_use() -> None:
+    kept, lost = one_row(), no_row(sample_index=1)
+    assert sessions(group_of(kept, lost=[lost])) == (kept,)
+    assert sessions([kept, lost]) == (kept, lost)
+
+
+def test_arrays_are_handed_over_as_they_are_wanted() -> None:
+    import torch
+
+    value: Any = {"a": numpy.arange(3), "b": [{"c": numpy.ones(1, dtype=numpy.float32)}], "d": "text"}
+    assert given(value, "list") == {"a": [0, 1, 2], "b": [{"c": [1.0]}], "d": "text"}
+    assert given(value, "numpy")["a"] is value["a"]
+    assert torch.equal(given(value, "torch")["b"][0]["c"], torch.ones(1))
+    native = given(value, "native", {"b": "torch"})
+    assert native["a"] == [0, 1, 2]
+    assert isinstance(native["b"][0]["c"], torch.Tensor)
+
+
+def test_stretches_and_padding() -> None:
+    assert list(stretches(numpy.array([0, 0, 1, 1, 0]))) == [(0, 2, 0), (2, 4, 1), (4, 5, 0)]
+    assert list(stretches(numpy.array([], dtype=int))) == []
+    assert padded(numpy.ones((1, 2)), 2).tolist() == [[1, 1], [0, 0]]
+
+
+def test_an_unknown_format_is_refused_with_the_names() -> None:
+    with pytest.raises(Refused, match="format must be one of verl, slime, miles, trl") as refused:
+        project("trlx", one_row())
+    assert refused.value.path == "?format"
+    assert all(each.what for each in FORMATS.values())

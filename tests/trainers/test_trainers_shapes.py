@@ -1,0 +1,405 @@
+"""The formats of trainers that no index has (slime, miles, prime-rl, NeMo RL), written down strictly; and
+what each format refuses or stands in for.
+
+The shapes are those that docs/trainers.md names, field by field and type by type, as their sources say them;
+none is made from our code.
+"""
+
+from typing import Any, Literal
+
+import msgpack  # type: ignore[import-untyped]
+import msgspec
+import pytest
+from attrs import evolve
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from trainers_kit import group_of, no_row, one_row, publish, two_rows
+
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.trainers import (
+    Absent,
+    areal,
+    atropos,
+    miles,
+    nemo_rl,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    trl,
+    verl,
+)
+
+SESSION = one_row()
+
+# ── slime ─────────────────────────────────────────────────────────────────────
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PrefixCache(Strict):
+    cached_tokens: int
+    total_prompt_tokens: int
+
+
+class SlimeSample(Strict):
+    group_index: int | None
+    index: int | None
+    rollout_id: int | None
+    prompt: str | list[dict[str, str]]
+    tokens: list[int]
+    response: str
+    response_length: int
+    label: str | None
+    reward: float | None
+    loss_mask: list[int]
+    weight_versions: list[str]
+    rollout_log_probs: list[float]
+    rollout_routed_experts: list[list[list[int]]] | None
+    remove_sample: bool
+    status: Literal["pending", "completed", "truncated", "aborted", "failed"]
+    metadata: dict[str, Any]
+    session_id: str | None
+    prefix_cache_info: PrefixCache
+
+
+def held(sample: dict[str, Any]) -> None:
+    """What slime (and miles' `validate`) ask of a Sample's lengths."""
+    assert len(sample["tokens"]) >= sample["response_length"]
+    assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
+    if sample["rollout_routed_experts"] is not None:
+        assert len(sample["rollout_routed_experts"]) == len(sample["tokens"]) - 1
+
+
+def test_slime_samples() -> None:
+    [sample] = slime.samples(
+        SESSION,
+        group_index=3,
+        index=12,
+        rollout_id=5,
+        prompt="do it",
+        label="x",
+        decode=lambda ids: "-".join(map(str, ids)),
+    )
+    SlimeSample.model_validate(sample)
+    held(sample)
+    assert (sample["group_index"], sample["index"], sample["rollout_id"], sample["label"]) == (3, 12, 5, "x")
+    assert sample["response"] == "20-21-13-14-22-23-24"
+    assert sample["weight_versions"] == ["7", "7", "8"]
+    assert sample["prefix_cache_info"] == {"cached_tokens": 5, "total_prompt_tokens": 10}
+    assert sample["metadata"]["polarnode"]["outcome"] == "completed"
+
+
+STATUSES = [
+    ("completed", "completed", "failed"), ("timeout", "truncated", "failed"), ("failed", "failed", "failed"), ("error", "failed", "failed"),
+    ("cancelled", "aborted", "aborted"), ("interrupted", "aborted", "aborted"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outcome", "with_rows", "without"), STATUSES)
+def test_slime_statuses(outcome: Any, with_rows: str, without: str) -> None:
+    [sample] = slime.samples(one_row(outcome=Outcome(status=outcome)))
+    [nothing] = slime.samples(no_row(outcome))
+    SlimeSample.model_validate(nothing)
+    held(nothing)
+    assert (sample["status"], sample["remove_sample"]) == (with_rows, False)
+    assert (nothing["status"], nothing["remove_sample"], nothing["reward"]) == (without, True, None)
+
+
+def test_a_completed_session_whose_row_met_its_token_limit_is_truncated() -> None:
+    [first] = SESSION.turns[:1]
+    assert slime.samples(publish([evolve(first, finish_reason="length")]))[0]["status"] == "truncated"
+
+
+def test_a_group_of_samples_counts_them_all_and_names_rollouts_once() -> None:
+    group = group_of(SESSION, two_rows(sample_index=1), lost=[no_row(sample_index=2)])
+    for module in (slime, miles):
+        samples = module.group_samples(group, group_index=4, index=10)
+        assert [(each["group_index"], each["index"], each["rollout_id"]) for each in samples] == [
+            (4, 10, 0),
+            (4, 11, 1),
+            (4, 12, 1),
+        ]
+
+
+# ── miles ─────────────────────────────────────────────────────────────────────
+
+
+def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
+    [ours], [theirs] = slime.samples(SESSION), miles.samples(SESSION)
+    assert set(ours) - set(theirs) == {"session_id"}
+    assert set(theirs) - set(ours) == {
+        "rollout_indexer_topk",
+        "opd_reverse_kl",
+        "adapter",
+        "reward_spec",
+        "routing_key",
+    }
+    [native] = miles.samples(SESSION, arrays="native")
+    experts = native["rollout_routed_experts"]
+    assert (str(experts.dtype), experts.shape) == ("int32", (9, 2, 3))
+    assert isinstance(native["tokens"], list)
+    assert native["routing_key"] == "s0"
+    [sent] = miles.session_tensors(SESSION, arrays="native")
+    types = {
+        "tokens": "int64",
+        "loss_mask": "uint8",
+        "rollout_log_probs": "float64",
+        "rollout_routed_experts": "int32",
+    }
+    assert {name: str(each.dtype) for name, each in sent["tensors"].items()} == types
+    assert miles.session_tensors(no_row()) == []
+
+
+# ── prime-rl ──────────────────────────────────────────────────────────────────
+
+
+class EncodedTensor(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, omit_defaults=True):
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True):
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    temperatures: list[float]
+    env_name: str
+    ref_logprobs: list[float] | None = None
+    mm_kwargs: dict[str, EncodedTensor] | None = None
+    routed_experts: RoutedExperts | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+    advantages: list[float] | None = None
+
+
+@pytest.mark.parametrize("advantage", [None, 0.5])
+@pytest.mark.parametrize("session", [SESSION, two_rows()])
+def test_prime_rl_reads_what_is_on_the_wire(session: Trajectory, advantage: float | None) -> None:
+    """Decoded by msgspec, strictly, into a struct of the same fields in the same order; and encoded again to
+    the same bytes.
+    """
+    for sample in prime_rl.training_samples(session, env_name="swe", advantage=advantage):
+        sent = msgpack.packb(prime_rl.on_the_wire(sample))
+        found = msgspec.msgpack.decode(sent, type=TrainingSample)
+        assert msgspec.msgpack.encode(found) == sent
+        assert found.env_name == "swe"
+        length = len(found.token_ids)
+        assert len(found.mask) == len(found.logprobs) == len(found.temperatures) == length
+        assert found.advantages is None if advantage is None else len(found.advantages or ()) == length
+        if found.routed_experts is not None:
+            assert (found.routed_experts.shape, found.routed_experts.dtype) == ([length, 2, 3], "uint8")
+            # of the last token, from which nothing was computed
+            assert found.routed_experts.data[-6:] == bytes(6)
+
+
+def test_prime_rl_fields_lie_in_the_order_of_the_struct() -> None:
+    """Those that we have nothing for are a user's to fill: each has its place."""
+    [sample] = prime_rl.training_samples(one_row(), advantage=0.5)
+    filled = sample | {
+        name: [float(place)]
+        for place, name in enumerate(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"))
+    }
+    found = msgspec.msgpack.decode(
+        msgpack.packb(prime_rl.on_the_wire(filled | {"mm_token_type_ids": [9]})), type=TrainingSample
+    )
+    assert [found.ref_logprobs, found.rl_weights, found.ce_weights, found.ref_kl_weights] == [
+        [0.0],
+        [1.0],
+        [2.0],
+        [3.0],
+    ]
+    assert (found.mm_token_type_ids, found.mm_kwargs) == ([9], None)
+
+
+# ── NeMo RL ───────────────────────────────────────────────────────────────────
+
+
+def test_nemo_rl_trains_what_the_assistant_says_and_nothing_else() -> None:
+    import torch
+
+    [result] = nemo_rl.results(SESSION, decode=lambda ids: f"{len(ids)} tokens", arrays="native")
+    log = result["message_log"]
+    assert [(each["role"], each["token_ids"].tolist(), each["content"]) for each in log] == [
+        ("user", [10, 11, 12], "3 tokens"), ("assistant", [20, 21], "2 tokens"), ("user", [13, 14], "2 tokens"), ("assistant", [22, 23, 24], "3 tokens"),
+    ]  # fmt: skip
+    assert ["generation_logprobs" in each for each in log] == [False, True, False, True]
+    assert log[1]["generation_logprobs"].dtype == torch.float32
+    assert torch.cat([each["routed_experts"] for each in log])[:, 0, 0].tolist() == [*range(9), 0]
+    assert [each["token_ids"].tolist() for each in result["input_message_log"]] == [[10, 11, 12]]
+    assert result["full_result"]["reward"] == 1.0
+    first, second = nemo_rl.gym_items(SESSION)[0]
+    assert first["prompt_token_ids"] + first["generation_token_ids"] == second["prompt_token_ids"][:5]
+    assert len(second["routed_experts"]) == 9
+
+
+# ── what can not be said ──────────────────────────────────────────────────────
+
+
+def test_a_reward_that_is_none_is_refused_where_it_would_be_taken_for_a_number() -> None:
+    unjudged = one_row(reward=None)
+    for refuses in (
+        lambda: areal.tensors(unjudged),
+        lambda: atropos.scored_data([unjudged]),
+        lambda: skyrl.generator_output([unjudged]),
+    ):
+        with pytest.raises(Refused, match="has no reward"):
+            refuses()
+    assert trl.rollout_output([unjudged])["reward"] == [None]
+    assert slime.samples(unjudged)[0]["reward"] is None
+    assert "reward_score" not in verl.agent_loop_outputs(unjudged)[0]
+    assert "rm_scores" not in verl.transfer_rows(unjudged, uid="u", global_steps=0)[0]["fields"]
+
+
+def named(version: str) -> Trajectory:
+    """A session that weights of this name sampled."""
+    turns = [
+        evolve(turn, version_spans=tuple(evolve(span, version=version) for span in turn.version_spans))
+        for turn in SESSION.turns
+    ]
+    return publish(turns)
+
+
+def test_versions_that_are_no_numbers_need_a_reading() -> None:
+    for refuses in (areal.tensors, lambda one: trl.rollout_samples(one, advantage=1.0, group_id=0)):
+        with pytest.raises(Refused, match="'step-12' is no whole number"):
+            refuses(named("step-12"))
+    [row] = areal.tensors(named("step-12"), number=lambda version: int(version.removeprefix("step-")))
+    assert set(row["versions"][0]) == {-1, 12}
+    [output] = verl.agent_loop_outputs(named("step-12"))
+    assert "min_global_steps" not in output["extra_fields"]
+    assert output["extra_fields"]["polarnode"]["weight_versions"] == ["step-12"]
+    [counted] = verl.agent_loop_outputs(named("step-12"), number=lambda version: 12)
+    assert counted["extra_fields"]["max_global_steps"] == 12
+
+
+def test_a_first_token_that_is_trained_has_no_place_in_a_shifted_row() -> None:
+    [trace] = SESSION.traces
+    bare = evolve(
+        trace,
+        token_ids=trace.token_ids[3:],
+        loss_mask=trace.loss_mask[3:],
+        logprobs=trace.logprobs[3:],
+        prompt_length=0,
+    )
+    with pytest.raises(Refused, match="the first token of row 0 of session s0 is trained"):
+        tinker.datums(evolve(SESSION, traces=(bare,)))
+
+
+def test_supervised_datums_weigh_what_is_trained() -> None:
+    [row] = tinker.supervised_datums(SESSION)
+    assert row["loss_fn_inputs"]["weights"] == {
+        "data": [0, 0, 1, 1, 0, 0, 1, 1, 1],
+        "dtype": "float32",
+        "shape": [9],
+    }
+    assert set(row["loss_fn_inputs"]) == {"target_tokens", "weights"}
+
+
+def test_nothing_to_project_is_said() -> None:
+    empty = no_row()
+    assert areal.rollout([empty]) is None
+    assert (
+        verl.agent_loop_outputs(empty)
+        == tinker.datums(empty)
+        == nemo_rl.results(empty)
+        == prime_rl.training_samples(empty)
+        == []
+    )
+    for refuses in (
+        lambda: atropos.scored_data([empty]), lambda: verl.data_proto([empty], pad_token_id=0), lambda: skyrl.generator_output([]),
+        lambda: trl.rollout_output([]), lambda: skyrl.generator_output([empty]), lambda: trl.rollout_output([empty]),
+        lambda: skyrl.generator_output([empty], absent=Absent(token_id=1)),
+    ):  # fmt: skip
+        with pytest.raises(Refused):
+            refuses()
+
+
+def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
+    batch: Any = areal.rollout([SESSION, two_rows(sample_index=1)])
+    assert batch["input_ids"][2] == [30, 31, 32, 40, 0, 0, 0, 0, 0, 0]
+    assert batch["versions"][2] == [-1, -1, -1, 8, -1, -1, -1, -1, -1, -1]
+    assert batch["attention_mask"][1] == [True] * 4 + [False] * 6
+    assert [len(each) for each in batch["logprobs"]] == [10, 10, 10]
+    assert batch["rewards"] == [1.0, 1.0, 1.0]
+
+
+def test_what_stands_in_for_a_session_is_never_trained() -> None:
+    said = trl.rollout_output([SESSION, no_row(sample_index=1)], absent=Absent(token_id=9))
+    assert (said["completion_ids"][1], said["env_mask"][1], said["reward"]) == ([9], [0], [1.0, None])
+    output = skyrl.generator_output([SESSION, no_row(sample_index=1)], absent=Absent(token_id=9, reward=-1.0))
+    assert (output["response_ids"][1], output["loss_masks"][1], output["rewards"]) == ([9], [0], [1.0, -1.0])
+    assert [len(each) for each in output["rollout_expert_indices"]] == [10, 2]
+    assert output["is_last_step"] is None
+
+
+def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
+    apart = two_rows(lineage_rewards={1: 0.0})
+    with pytest.raises(Refused, match="have different rewards"):
+        skyrl.generator_output([apart])
+    with pytest.raises(Refused, match="pass experts=False"):
+        skyrl.generator_output([SESSION, two_rows(sample_index=1)])
+    output = skyrl.generator_output([SESSION, two_rows(sample_index=1)], experts=False)
+    assert (output["is_last_step"], output["rollout_expert_indices"]) == ([True, False, True], None)
+    assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
+
+
+def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:
+    with pytest.raises(Refused, match="no advantage is given for session s0"):
+        atropos.scored_data([SESSION], advantages={"s1": 1.0})
+    assert atropos.scored_data([SESSION], generation_params={"temperature": 1.0})["generation_params"] == {
+        "temperature": 1.0
+    }
+
+
+# ── verl's batches ────────────────────────────────────────────────────────────
+
+
+def test_a_data_proto_is_padded_as_verl_pads_it() -> None:
+    made = verl.data_proto(
+        [SESSION, two_rows(sample_index=1)], pad_token_id=999, prompt_length=4, response_length=8
+    )
+    batch, beside = made["batch"], made["non_tensor_batch"]
+    TypeAdapter(dict[str, list[Any]]).validate_python(batch)
+    assert batch["prompts"] == [[999, 10, 11, 12], [999, 999, 10, 11], [999, 30, 31, 32]]
+    assert batch["responses"][1] == [20, 21, 999, 999, 999, 999, 999, 999]
+    assert batch["attention_mask"][1] == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    # verl's clip of a running sum, which padding does not raise
+    assert batch["position_ids"][1] == [0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert batch["response_mask"][0] == [1, 1, 0, 0, 1, 1, 1, 0]
+    assert [each.index(1.0) for each in batch["rm_scores"]] == [6, 1, 0]
+    assert "routed_experts" not in batch  # which not every row carries
+    assert (beside["uid"], beside["index"], beside["__num_turns__"]) == (
+        ["g", "g", "g"],
+        [0, 1, 1],
+        [4, 2, 2],
+    )
+    whole = verl.data_proto([SESSION], pad_token_id=999, prompt_length=4, arrays="native")["batch"]
+    assert whole["routed_experts"][0, :, 0, 0].tolist() == [0, *range(9), 0]
+    assert str(whole["routed_experts"].dtype) == "torch.int16"
+    with pytest.raises(Refused, match="a response of 7 tokens does not fit response_length 6"):
+        verl.data_proto([SESSION], pad_token_id=999, response_length=6)
+
+
+def test_a_prompt_of_the_queue_says_whether_its_sessions_are_of_use() -> None:
+    kept, lost = group_of(SESSION, two_rows(sample_index=1)), group_of(SESSION, lost=[no_row(sample_index=1)])
+    made = verl.transfer_group(kept, uid="u", global_steps=4)
+    assert (made["key"], made["tag"]) == ("u", {"status": "finished", "global_steps": 4})
+    assert [row["key"] for row in made["rows"]] == ["u_0_0", "u_1_0", "u_1_1"]
+    assert verl.transfer_group(lost, uid="u", global_steps=4)["tag"]["status"] == "failure"
+    assert verl.transfer_group([no_row()], uid="u", global_steps=4) == {
+        "key": "u",
+        "tag": {"status": "failure", "global_steps": 4},
+        "rows": [],
+    }
