@@ -22,13 +22,14 @@ from attrs import define, field, frozen
 
 from polarnode.client.requests import Close, Open, Read, Request, Script, Sleep, T, ask
 from polarnode.client.values import ClientError, Event, Unreachable
+from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import read_json
 from polarnode.core.errors import Refused
 
 # ── patience ────────────────────────────────────────────────────────────
 
 # between attempts: a restart takes about a second, an absent node is not hammered
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
 @define(eq=False)
@@ -37,7 +38,7 @@ class Patience:
 
     seconds: float
     now: Callable[[], float]
-    _pause_s: float = field(default=FIRST_PAUSE_S, init=False)
+    _failures: int = field(default=0, init=False)  # since the last sign of life
     _last_life: float = field(init=False)
 
     @_last_life.default
@@ -46,7 +47,7 @@ class Patience:
 
     def renew(self) -> None:
         """A sign of life: what follows is a new trouble."""
-        self._pause_s, self._last_life = FIRST_PAUSE_S, self.now()
+        self._failures, self._last_life = 0, self.now()
 
     def pause(self, error: ClientError | Unreachable) -> float:
         """Seconds to wait before the next attempt. Raises `error` when it does not pass, or not before
@@ -56,8 +57,8 @@ class Patience:
         wish = error.retry_after or 0.0 if isinstance(error, ClientError) else 0.0
         if left <= 0 or wish > left or (isinstance(error, ClientError) and not error.passes):
             raise error
-        pause = max(self._pause_s, wish)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        pause = PAUSES.delay(self._failures, at_least_s=wish)
+        self._failures += 1
         return min(pause, left)
 
 

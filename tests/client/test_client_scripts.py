@@ -28,9 +28,8 @@ from polarnode.client.requests import (
     submit,
 )
 from polarnode.client.scripts import (
-    FIRST_PAUSE_S,
     LIFE,
-    LONGEST_PAUSE_S,
+    PAUSES,
     Block,
     Decoder,
     Follower,
@@ -266,8 +265,8 @@ def test_a_node_that_greets_and_fails_is_given_up() -> None:
     with pytest.raises(Unreachable, match="damaged"):
         next(stream)
     assert 500 < world.now_s <= 600
-    assert world.slept[:4] == [FIRST_PAUSE_S, 0.2, 0.4, 0.8]
-    assert max(world.slept) == LONGEST_PAUSE_S
+    assert world.slept[:4] == [PAUSES.first_s, 0.2, 0.4, 0.8]
+    assert max(world.slept) == PAUSES.longest_s
 
 
 def test_time_that_a_trainer_works_is_no_silence_of_the_node() -> None:
@@ -331,7 +330,7 @@ def test_a_submission_is_sent_again_under_one_key() -> None:
     world.faults = [Unreachable("cut"), ClientError("full", status=429, type="busy", retry_after=3.0)]
     script = patiently(submit({}, idempotency_key="k"), Patience(60.0, world.now))
     assert returned(script, world) == Submitted(task_id="t", session_ids=("s",), created=True)
-    assert (world.keys, world.slept) == (["k"] * 3, [FIRST_PAUSE_S, 3.0])
+    assert (world.keys, world.slept) == (["k"] * 3, [PAUSES.first_s, 3.0])
 
 
 def test_what_can_not_be_asked_is_refused_before_it_is_sent() -> None:
