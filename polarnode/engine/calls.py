@@ -1,8 +1,7 @@
-"""One generation in flight, on the node's side: from pieces of the wire to chunks of `ports`, and from an
-order to SGLang's own words.
+"""One generation in flight, on the node's side: messages of a host become chunks, an order becomes SGLang's
+request.
 
-Rule for whoever edits it: everything here is synchronous but the waiting for a chunk, so that a call can end
-inside any cleanup.
+Everything here is synchronous except the wait for a chunk, so that a call can end inside any cleanup.
 """
 
 import re
@@ -66,7 +65,7 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, r
         )
     if order.constraint is not None and not order.constraint.text:
         raise EngineError(
-            f"the constraint's {order.constraint.kind} is empty: leave it out, or say what the answer must"
+            f"the constraint's {order.constraint.kind} is empty: leave it out, or give what the answer must"
             " match",
             retryable=False,
         )
@@ -76,7 +75,7 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, r
 
 
 def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
-    """The host's message. `max_tokens` is clipped to what the context still holds, and always said: SGLang's
+    """The host's message. `max_tokens` is clipped to what the context still holds, and always set: SGLang's
     own default is 128.
     """
     room = context_length - len(order.prompt)
@@ -98,8 +97,8 @@ def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
 
 
 def _seed(order: GenerateOrder) -> int:
-    """What was asked, else the call's own: where inference is deterministic, SGLang gives all calls without a
-    seed the same samples.
+    """The requested seed, else one of the call's own: with deterministic inference SGLang gives all calls
+    without a seed the same samples.
     """
     return int(order.request_id[:7], 16) if order.sampling.seed is None else order.sampling.seed
 
@@ -111,36 +110,36 @@ def _forced(order: GenerateOrder) -> dict[str, Json]:
     return {} if order.constraint is None else {order.constraint.kind: order.constraint.text}
 
 
-def sampling_parameters(asked: Sampling, *, max_tokens: int) -> dict[str, Json]:
-    """SGLang's sampling parameters, each one said, so that no default of an engine or a checkpoint changes
-    what was asked.
+def sampling_parameters(sampling: Sampling, *, max_tokens: int) -> dict[str, Json]:
+    """SGLang's sampling parameters, all of them, so that no default of an engine or a checkpoint changes the
+    request.
 
     `stop` strings are the node's to watch. A seed only has meaning with `enable_deterministic_inference`
     among the extra engine arguments.
     """
     return {
         "max_new_tokens": max_tokens,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "top_k": asked.top_k or -1,  # 0 and -1 both mean the whole vocabulary to those who ask
-        "min_p": asked.min_p or 0.0,
-        "frequency_penalty": asked.frequency_penalty or 0.0,
-        "presence_penalty": asked.presence_penalty or 0.0,
-        "repetition_penalty": 1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        "sampling_seed": asked.seed,
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "top_k": sampling.top_k or -1,  # 0 and -1 both mean the whole vocabulary to clients
+        "min_p": sampling.min_p or 0.0,
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+        "sampling_seed": sampling.seed,
     }
 
 
 @define(eq=False)
 class Call:
-    """An async iterator of chunks. What came since the consumer last looked is one chunk, so that a busy loop
-    has fewer of them, not more.
+    """An async iterator of chunks. What arrived since the consumer last looked is one chunk, so that a busy
+    loop handles fewer chunks, not more.
 
-    What waits has no bound of its own: it is at most the `max_tokens` that were asked for, 8 bytes each.
+    What waits is bounded by the requested `max_tokens`, 8 bytes each.
     """
 
     rid: str
-    over: bool = field(default=False, init=False)  # the host has nothing more to say of it
+    over: bool = field(default=False, init=False)  # the host sends nothing more about it
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
     _logprobs: "array[float]" = field(factory=floats, init=False)
@@ -155,7 +154,7 @@ class Call:
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
     def take(self, piece: Piece | Routed) -> None:
-        """A piece came from the host, or some of the experts that are told with the last one."""
+        """A piece came from the host, or some of the routed experts that come before the last one."""
         self.over = isinstance(piece, Piece) and piece.finish is not None
         if self._left:
             return

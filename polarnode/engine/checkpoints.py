@@ -1,8 +1,7 @@
-"""What a checkpoint's folder says it holds: the names, shapes and types of its tensors, read from the heads
-of its safetensors files.
+"""The tensors of a checkpoint's folder: names, shapes and dtypes, read from the headers of its safetensors
+files.
 
-Rule for whoever edits it: nothing of torch, for the simulated engine and the node read checkpoints too; a
-head is bounded before it is read.
+No torch here: the node and the simulated engine read checkpoints too. A header is bounded before it is read.
 """
 
 import json
@@ -49,7 +48,7 @@ def _head(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= HEAD_LIMIT:
-            raise BadCheckpoint(f"{file.name} is no safetensors file: it says its head has {length} bytes")
+            raise BadCheckpoint(f"{file.name} is no safetensors file: its header claims {length} bytes")
         try:
             head: dict[str, Any] = json.loads(opened.read(length))
         except ValueError as error:
@@ -66,7 +65,7 @@ def _head(file: Path) -> dict[str, Any]:
 
 def check_folder(path: Path, model: Manifest) -> None:
     """BadCheckpoint unless the folder holds a whole checkpoint with the tensors of `model`; where those are
-    not known, any.
+    unknown, any.
     """
     if not (path / "config.json").is_file():
         raise BadCheckpoint(
@@ -80,7 +79,7 @@ def check_folder(path: Path, model: Manifest) -> None:
 
 def check_tensors(found: Manifest, model: Manifest) -> None:
     """BadCheckpoint when a tensor is not one of the model, or has another shape or type."""
-    # a tied head is often said, and is the embedding
+    # a tied output head is often listed; it is the embedding
     if unknown := sorted(found.keys() - model.keys() - {"lm_head.weight"}):
         raise BadCheckpoint(f"{_some(unknown)} not in the model")
     for name in found.keys() & model.keys():

@@ -1,8 +1,7 @@
-"""All engine hosts as one engine: `open_engines` starts and ends them, `Engines` sends each call where its
-prefix is.
+"""All engine hosts as one engine: `open_engines` starts and ends them, `Engines` routes each call to a host.
 
-Rule for whoever edits it: the hosts are a service and outlive their users, so their tasks run in a shielded
-scope that this module cancels after the body; what they do on their way out is bounded in `host.py`.
+The hosts are a service and outlive their users: their tasks run in a shielded scope that is cancelled after
+the body of `open_engines`. What they do on their way out is bounded in `host.py`.
 """
 
 import os
@@ -27,12 +26,10 @@ from polarnode.engine.routing import EngineStatistics, Router
 from polarnode.engine.settings import EngineSettings, check, gpu_groups
 from polarnode.engine.update import ALIVE, Make, Update, UpdateMode
 
-WAIT_FOR_HOST = (
-    # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and the
-    # proxy keeps harnesses warm
-    300.0
-)
-VERSIONS = 4096  # that are remembered: no trainer takes samples that are so many updates old
+# seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and keep-alives
+# hold the harness's connection open meanwhile
+WAIT_FOR_HOST = 300.0
+VERSIONS = 4096  # weight versions remembered: no trainer uses samples that are this many updates old
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
 # below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
 PORTS = range(22_000, 30_000)
@@ -52,7 +49,7 @@ class Engines:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the model takes are 0 to this less one."""
+        """Token ids are 0 to this minus one."""
         return self._first().vocab_size
 
     @property
@@ -69,7 +66,7 @@ class Engines:
 
     @property
     def routes(self) -> bool:
-        """Whether the experts that read each token can be told."""
+        """Whether the engine reports the routed experts of each token."""
         return self._first().experts is not None
 
     def statistics(self) -> EngineStatistics:
@@ -104,11 +101,11 @@ class Engines:
         them. New ones wait for `resume`.
         """
         self._remember_pause(mode)
-        _insist(await self._ask_all(lambda call, _: Pause(call=call, mode=mode)), "pause")
+        _require(await self._send_all(lambda call, _: Pause(call=call, mode=mode)), "pause")
 
     async def resume(self) -> None:
         self._remember_pause(None)
-        _insist(await self._ask_all(lambda call, _: Continue(call=call)), "resume")
+        _require(await self._send_all(lambda call, _: Continue(call=call)), "resume")
 
     @asynccontextmanager
     async def updating(self, mode: UpdateMode) -> AsyncIterator[Update]:
@@ -157,13 +154,13 @@ class Engines:
             await update.commit(loaded)
 
     async def order(self, make: Make) -> None:
-        """Tell every host; EngineError naming those that did not. For what is no update: groups to receive
-        weights in, memory.
+        """Send an order to every host; EngineError names those that failed. For orders that are no update:
+        process groups that receive weights, memory.
         """
         hosts = [host for host in self._hosts if host.state in ALIVE]
-        answers = await self._ask_all(make, hosts)
+        answers = await self._send_all(make, hosts)
         if failed := "; ".join(
-            f"engine host {index}: {said.message}" for index, said in answers.items() if not said.ok
+            f"engine host {index}: {answer.message}" for index, answer in answers.items() if not answer.ok
         ):
             raise EngineError(failed, retryable=False)
 
@@ -173,11 +170,9 @@ class Engines:
         return self._hosts[0].ranks
 
     @property
-    def lives(self) -> tuple[int, ...]:
-        """How often each host was started again."""
+    def restarts(self) -> tuple[int, ...]:
+        """How often each host was restarted."""
         return tuple(host.restarts for host in self._hosts)
-
-    # ── inside ────────────────────────────────────────────────────────────────
 
     def note_change(self) -> None:
         """A host's state changed: wake whoever waits for one."""
@@ -219,10 +214,8 @@ class Engines:
         while self._update is not None:
             await self._changed.wait()
 
-    async def _ask_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
-        """The answers of all hosts that serve. Leaving early drops the answers; the hosts still do as
-        told.
-        """
+    async def _send_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
+        """The answers of all hosts that serve. Leaving early drops the answers; the hosts still obey."""
         answers: dict[int, Done] = {}
 
         async def ask(host: Host) -> None:
@@ -260,7 +253,7 @@ async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None
 async def open_hosts(
     settings: EngineSettings, *, program: tuple[str, ...], loaded: Loaded | None = None
 ) -> AsyncIterator[Engines]:
-    """`open_engines` with any program that speaks `engine_host/protocol.py`."""
+    """`open_engines` with any program that speaks `engine/protocol.py`."""
     check(settings)
     sweep()
     engines = Engines(
@@ -312,16 +305,16 @@ async def _serve(hosts: tuple[Host, ...], service: trio.CancelScope) -> None:
 
 @define(eq=False)
 class _Ports:
-    """Ports for torch's rendezvous, each given once: hosts that start together must not race for one."""
+    """Ports for torch's rendezvous, each used once: hosts that start together must not race for one."""
 
-    _given: set[int] = field(factory=set)
+    _taken: set[int] = field(factory=set)
 
     def take(self) -> int:
         for port in random.sample(PORTS, len(PORTS)):
-            if port not in self._given and _is_free(port):
-                self._given.add(port)
+            if port not in self._taken and _is_free(port):
+                self._taken.add(port)
                 return port
-        raise EngineError(f"no free port from {PORTS.start} to {PORTS.stop}: end what holds them")
+        raise EngineError(f"no free port from {PORTS.start} to {PORTS.stop}: end the programs that hold them")
 
 
 def _is_free(port: int) -> bool:
@@ -333,7 +326,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _insist(answers: dict[int, Done], what: str) -> None:
+def _require(answers: dict[int, Done], what: str) -> None:
     for index, answer in answers.items():
         if not answer.ok:
             raise EngineError(f"engine host {index} could not {what}: {answer.message}")

@@ -1,19 +1,10 @@
-"""What a host was asked and has not answered: each question one answer, and when the host dies its death is
-the answer.
+"""One engine host for as long as the node lives: its child process is started, spoken to and restarted.
 
-Rule for whoever edits it: `end` is synchronous, so that nobody waits for a process that is gone.
-
-Which weights a host is to serve beside those it starts with, and how a host that comes back is brought to
-them.
-
-Rule for whoever edits it: a host serves the version of its node or nothing; what can not be loaded again
-(tensors of a trainer, a folder that was written over) is waited for, never guessed.
-
-One engine host, for as long as the node lives: started, spoken to, mourned, started again.
-
-Rule for whoever edits it: a host's calls end with it, at once and synchronously (`_bury`), before anything is
-awaited; all that is sent goes through `post`, which never waits, so that an abort can be sent from any
-cleanup.
+Everything that is sent goes through `post`, which never waits, so that an abort can be sent from any cleanup.
+When the process dies, its calls and questions end at once and synchronously (`_on_exit`), before anything is
+awaited: nobody waits for a process that is gone. A host that comes back serves the node's weights or nothing;
+weights that cannot be loaded again (tensors of a trainer, a folder that was overwritten) are waited for,
+never guessed.
 """
 
 import logging
@@ -57,8 +48,6 @@ from polarnode.engine.routing import Deaths, HostState, HostStatistics
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
 from polarnode.support.processes import open_process_group
 
-# ── questions ────────────────────────────────────────────────────────────
-
 
 @define(eq=False)
 class _Question:
@@ -68,7 +57,7 @@ class _Question:
 
 @define(eq=False)
 class Questions:
-    """Of one host, over all its lives."""
+    """Control messages of one host that wait for an answer, over all restarts of its process."""
 
     _open: dict[int, _Question] = field(factory=dict)
     _numbers: "count[int]" = field(factory=count)
@@ -93,11 +82,10 @@ class Questions:
             question.answered.set()
 
     def end(self) -> None:
+        """The host died: every open question returns None."""
         for question in self._open.values():
             question.answered.set()
 
-
-# ── loading ────────────────────────────────────────────────────────────
 
 Ask = Callable[[Callable[[int], ToHost]], Awaitable[Done]]
 
@@ -114,43 +102,42 @@ class Loaded:
 
 
 class Stale(EngineError):
-    """A host that can not be brought to the node's weights, and waits for the next."""
+    """A host that cannot load the node's weights and waits for the next version."""
 
 
-async def bring(wanted: Callable[[], Loaded | None], ask: Ask) -> Loaded | None:
-    """Load what is wanted until that is what is loaded: it may change meanwhile. Raises Stale, or EngineError
-    for what does not load.
+async def load_target(target: Callable[[], Loaded | None], ask: Ask) -> Loaded | None:
+    """Load the target weights until they are the ones loaded; the target may change meanwhile.
+
+    Raises Stale when they are gone, EngineError when they do not load.
     """
     done: Loaded | None = None
-    while (want := wanted()) is not done and want is not None:
-        path = await trio.to_thread.run_sync(_still_there, want)
-        version = want.version
+    while (weights := target()) is not done and weights is not None:
+        path = await trio.to_thread.run_sync(_existing_path, weights)
+        version = weights.version
         load = await ask(lambda call, path=path: LoadDisk(call=call, path=path))  # type: ignore[misc]
         if load.ok:
             load = await ask(
                 lambda call, version=version: CommitUpdate(call=call, version=version)  # type: ignore[misc]
             )
         if not load.ok:
-            raise EngineError(f"weights {version} under {path} can not be loaded again: {load.message}")
-        done = want
+            raise EngineError(f"weights {version} under {path} cannot be loaded again: {load.message}")
+        done = weights
     return done
 
 
-def _still_there(want: Loaded) -> str:
-    if want.path is None:
+def _existing_path(weights: Loaded) -> str:
+    if weights.path is None:
         raise Stale(
-            f"weights {want.version} were sent by a trainer and this host has lost them: it serves again with"
-            " the next update"
+            f"weights {weights.version} were sent by a trainer and this host has lost them: it serves again"
+            " with the next update"
         )
-    if want.files and fingerprint(Path(want.path)) != want.files:
+    if weights.files and fingerprint(Path(weights.path)) != weights.files:
         raise Stale(
-            f"weights {want.version} are no longer under {want.path}, whose files have changed: this host"
-            " serves again with the next update"
+            f"weights {weights.version} are no longer under {weights.path}, whose files have changed:"
+            " this host serves again with the next update"
         )
-    return want.path
+    return weights.path
 
-
-# ── host ────────────────────────────────────────────────────────────
 
 HOST_PROGRAM = (sys.executable, "-P", "-m", "polarnode.engine.embedded")
 READ_SIZE = 1 << 18  # bytes: a frame of a thousand chunks in one system call
@@ -158,7 +145,7 @@ READ_SIZE = 1 << 18  # bytes: a frame of a thousand chunks in one system call
 SHUTDOWN_GRACE = 25.0
 # seconds for a host that was cut off to end its children; after that its group is killed
 LIFELINE_GRACE = 5.0
-# tries of a first start that failed by chance (a port taken meanwhile); anything else is told at once
+# tries of a first start that failed by chance (a port taken meanwhile); any other failure is reported at once
 FIRST_STARTS = 3
 
 _log = logging.getLogger(__name__)
@@ -190,9 +177,9 @@ class Host:
     _questions: Questions = field(factory=Questions)
     _outbox: list[Message] = field(factory=list)
     _wake: trio.Event = field(factory=trio.Event)
-    _last_words: str | None = None
-    _served: bool = False  # this life came as far as serving
-    _life: trio.CancelScope = field(factory=trio.CancelScope)
+    _fatal_message: str | None = None
+    _served: bool = False  # this process came as far as serving
+    _process_scope: trio.CancelScope = field(factory=trio.CancelScope)
     _deaths: Deaths = field(factory=Deaths)
 
     @property
@@ -231,7 +218,7 @@ class Host:
         return call
 
     def end(self, call: Call) -> None:
-        """The consumer left. The call stays counted until the host has said its last of it."""
+        """The consumer left. The call stays counted until the host has sent its last message about it."""
         call.close()
         if not call.over and self._calls.get(call.rid) is call:
             self.post(Abort(rid=call.rid))
@@ -244,13 +231,13 @@ class Host:
             call=0, ok=False, message=self.last_error or "the engine host died"
         )
 
-    def condemn(self, reason: str) -> None:
-        """End this life: what the host holds is not what it should. It is started again."""
-        self._last_words = reason
-        self._life.cancel()
+    def restart_with_reason(self, reason: str) -> None:
+        """End this process, whose state is not what it should be. It is started again."""
+        self._fatal_message = reason
+        self._process_scope.cancel()
 
     def serve(self, version: str) -> None:
-        """The host said that these are its weights now."""
+        """The host reported that it serves these weights now."""
         if self.ready is not None:
             self.ready = evolve(self.ready, weight_version=version)
             self._change("ready")
@@ -262,12 +249,12 @@ class Host:
         self._outbox.append(message)
         self._wake.set()
 
-    # ── its lives ─────────────────────────────────────────────────────────────
+    # ── the process ───────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Keep a host alive until cancelled, or until it is given up. Raises nothing but bugs."""
+        """Keep a process running until cancelled, or until the host is given up. Raises nothing but bugs."""
         while True:
-            self._bury(await self._live())
+            self._on_exit(await self._run_process())
             delay = self._deaths.note(trio.current_time())
             if delay is None or self._hopeless():
                 self._change("failed")
@@ -283,9 +270,9 @@ class Host:
         by_chance = self._diagnosis().chance and self.restarts + 1 < FIRST_STARTS
         return self.ready is None and not by_chance
 
-    async def _live(self) -> str:
-        """One life, from start to end; returns the sentence on its grave."""
-        self._last_words, self._served, self._outbox = None, False, []
+    async def _run_process(self) -> str:
+        """One process, from start to end; returns the reason of its exit."""
+        self._fatal_message, self._served, self._outbox = None, False, []
         try:
             with (
                 open_scratch() as scratch,
@@ -311,15 +298,15 @@ class Host:
         self.post(Start(arguments=engine_arguments(self._settings, nccl_port=self._ports())))
         try:
             async with trio.open_nursery() as nursery:
-                self._life = nursery.cancel_scope
+                self._process_scope = nursery.cancel_scope
                 nursery.start_soon(self._send, stream)
                 await self._receive(stream, nursery)
                 nursery.cancel_scope.cancel()
         finally:
-            asked = self.state in ("ready", "stale") and self._last_words is None
-            with trio.move_on_after(SHUTDOWN_GRACE if asked else LIFELINE_GRACE, shield=True):
-                if asked:
-                    await _ask_to_end(stream)
+            serving = self.state in ("ready", "stale") and self._fatal_message is None
+            with trio.move_on_after(SHUTDOWN_GRACE if serving else LIFELINE_GRACE, shield=True):
+                if serving:
+                    await _shut_down(stream)
                 else:
                     wires.cut()  # it is not listening
                 await process.wait()  # what is left after that, `open_process_group` kills
@@ -333,7 +320,7 @@ class Host:
                 try:
                     await stream.send_all(frame)
                 except trio.BrokenResourceError:
-                    return  # the reader sees the end too, and ends this life
+                    return  # the reader sees the end too, and ends this process
 
     async def _receive(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
         """Until the host is gone: its end of the socket closes with it, whatever ended it."""
@@ -343,7 +330,7 @@ class Host:
                 data = await stream.receive_some(READ_SIZE)
                 messages = decoder.feed(data)
             except (trio.BrokenResourceError, FrameError) as error:
-                self._last_words = self._last_words or f"{type(error).__name__}: {error}"
+                self._fatal_message = self._fatal_message or f"{type(error).__name__}: {error}"
                 return
             if not data:
                 return
@@ -367,11 +354,11 @@ class Host:
             case Load():
                 self._load = message
             case Ready():
-                nursery.start_soon(self._welcome, message)
+                nursery.start_soon(self._on_ready, message)
             case Fatal(message=text):
-                self._last_words = text
+                self._fatal_message = text
             case _:
-                raise FrameError(f"the host may not say {type(message).__name__}")
+                raise FrameError(f"the host may not send {type(message).__name__}")
 
     def _over(self, rid: str) -> Call:
         call = self._calls.pop(rid)
@@ -379,18 +366,18 @@ class Host:
             self._on_change()  # an update may wait for it
         return call
 
-    async def _welcome(self, ready: Ready) -> None:
+    async def _on_ready(self, ready: Ready) -> None:
         """A host that came back must first hold the weights and the pause of the one it replaces."""
         await self._settled()
         try:
-            loaded = await bring(lambda: self.loaded, self.ask)
+            loaded = await load_target(lambda: self.loaded, self.ask)
         except Stale as stale:
             self.last_error, self.ready, self._served = str(stale), ready, True
             _log.error("engine host %d: %s", self.index, stale)
             self._change("stale")
             return
         except EngineError as error:
-            self.condemn(str(error))
+            self.restart_with_reason(str(error))
             return
         ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
         if (mode := self.paused) is not None:
@@ -398,10 +385,8 @@ class Host:
         self.ready, self._served = ready, True
         self._change("ready")
 
-    # ── its end ───────────────────────────────────────────────────────────────
-
-    def _bury(self, reason: str) -> None:
-        """End every call and every question of this life, synchronously."""
+    def _on_exit(self, reason: str) -> None:
+        """End every call and every question of this process, synchronously."""
         self.last_error, self._pid, self._load = reason, None, None
         while self._calls:
             self._calls.popitem()[1].fail(EngineError(f"engine host {self.index} died: {reason}"))
@@ -413,22 +398,21 @@ class Host:
         found = self._diagnosis()
         if not self._served:
             return f"{found.line}; {found.advice} (log: {self._settings.log_path(self.index)})"
-        return (
-            f"{self._last_words or f'exit status {returncode}'} (log: {self._settings.log_path(self.index)})"
-        )
+        reason = self._fatal_message or f"exit status {returncode}"
+        return f"{reason} (log: {self._settings.log_path(self.index)})"
 
     def _diagnosis(self) -> Diagnosis:
-        return diagnose(log_tail(self._settings.log_path(self.index)), self._last_words)
+        return diagnose(log_tail(self._settings.log_path(self.index)), self._fatal_message)
 
     def _change(self, state: HostState) -> None:
         self.state = state
         self._on_change()
 
     def _version(self) -> str:
-        """What the host was brought to; what it says of its load is older."""
+        """The version it was brought to; the one in its load reports is older."""
         return self.ready.weight_version if self.ready is not None else self._settings.weight_version
 
 
-async def _ask_to_end(stream: trio.SocketStream) -> None:
+async def _shut_down(stream: trio.SocketStream) -> None:
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # it may be dying already
         await stream.send_all(encode(Shutdown()))

@@ -1,16 +1,13 @@
-"""What an engine host leaves behind, and who removes it: its temporary folder, its semaphores, its shared
-memory.
+"""What an engine host holds on the machine: temporary folder, shared memory, socket pair, lifeline pipe, log
+file.
 
 SGLang ends its own helpers with SIGKILL, so they never clean up. Every host therefore gets a tag of its own,
-which is in the name of its folder and of all it puts into /dev/shm. The node holds a lock in the folder; a
-folder whose lock is free belongs to a node that was killed.
+which is in the name of its folder and of everything it puts into /dev/shm. The node holds a lock in the
+folder; a folder whose lock is free belongs to a node that was killed, and is swept.
 
-What ties a node to one life of an engine host: a socket pair for frames, a lifeline pipe, and a log file.
-Opened and closed together.
-
-Rule for whoever edits it: nobody but the node may hold the lifeline's write end. Descriptors are made
-non-inheritable (PEP 446), and only the host's own two are passed on; when the node dies, however it dies, the
-kernel closes the write end and the host ends itself.
+Only the node may hold the lifeline's write end. Descriptors are made non-inheritable (PEP 446), and only the
+host's own two are passed on; when the node dies, however it dies, the kernel closes the write end and the
+host ends itself.
 """
 
 import contextlib
@@ -30,8 +27,6 @@ from attrs import define, frozen
 
 from polarnode.core.errors import EngineError
 from polarnode.engine.settings import TAIL
-
-# ── scratch ────────────────────────────────────────────────────────────
 
 PREFIX = "polarnode-engine-"
 SHARED_MEMORY = Path("/dev/shm")
@@ -108,9 +103,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-# ── wires ────────────────────────────────────────────────────────────
-
-
 @define(eq=False)
 class Wires:
     """`ours` is non-blocking and ours; `host` and `lifeline` are the host's until `close_theirs`, `_held` is
@@ -134,7 +126,7 @@ class Wires:
         self._lifeline = _close(self._lifeline)
 
     def cut(self) -> None:
-        """Tell the host, whatever it is doing, to end its session now."""
+        """Close the lifeline: the host ends its session now, whatever it is doing."""
         self._held = _close(self._held)
 
     def close(self) -> None:
@@ -145,7 +137,7 @@ class Wires:
 
 @contextmanager
 def open_wires() -> Iterator[Wires]:
-    """Fresh wires for one life; all of our ends are closed with the block."""
+    """Fresh wires for one process; all of our ends are closed with the block."""
     ours, host = socket.socketpair()
     ours.setblocking(False)
     lifeline, held = os.pipe()

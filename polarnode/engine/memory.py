@@ -1,7 +1,6 @@
-"""Memory lent to a trainer on the same GPUs, and groups in which weights are received.
+"""GPU memory lent to a trainer on the same GPUs, and process groups that receive weights.
 
-Rule for whoever edits it: what SGLang asserts, it asserts in its scheduler, which ends; whatever can not be
-is refused here with a remedy.
+What SGLang would assert, and so end its scheduler process, is refused here first, with a remedy.
 """
 
 import trio
@@ -27,13 +26,13 @@ from polarnode.engine.weights import Weights
 
 @define(eq=False)
 class EngineControl:
-    """Beside `Weights`, with which it takes turns. `keeps`: released weights are kept in main memory and come
-    back by themselves.
+    """Takes turns with `Weights`. `keeps`: released weights are kept in main memory and restored from
+    there.
     """
 
     weights: Weights
     keeps: bool = False
-    _groups: dict[str, tuple[int, ...]] = field(factory=dict)  # the lives of all hosts when they joined
+    _groups: dict[str, tuple[int, ...]] = field(factory=dict)  # restarts of all hosts when they joined
 
     # ── memory ────────────────────────────────────────────────────────────────
 
@@ -73,7 +72,7 @@ class EngineControl:
     async def join(self, order: GroupOrder) -> None:
         """Every GPU of the node joins; returns when the trainer has joined too."""
         engines = self.weights.engines
-        check_group(order, len(engines.lives) * engines.ranks)
+        check_group(order, len(engines.restarts) * engines.ranks)
         async with self.weights.alone():
             self.weights.insist_closed()
             if order.name in self._groups:
@@ -86,10 +85,10 @@ class EngineControl:
                 # those that joined are of a group that never was
                 await self._failed(lambda call, _: LeaveGroup(call=call, name=order.name))
                 raise failed
-            self._groups[order.name] = engines.lives
+            self._groups[order.name] = engines.restarts
 
     async def leave(self, name: str) -> bool:
-        """Whether it was a group. Hosts that were started again since are in none."""
+        """Whether there was such a group. Hosts restarted since are in none."""
         async with self.weights.alone():
             self.weights.insist_closed()
             if self._groups.pop(name, None) is None:
@@ -101,17 +100,17 @@ class EngineControl:
 
     def insist_joined(self, name: str) -> None:
         """Conflict unless every host is in the group: those that are would wait for a broadcast the others
-        can not take.
+        cannot take.
         """
         if name not in self._groups:
             raise Conflict(f"no group {name!r} is joined: POST /v1/weights/groups first")
-        if self._groups[name] != self.weights.engines.lives:
+        if self._groups[name] != self.weights.engines.restarts:
             raise Conflict(
-                f"an engine host was started again since group {name!r} was joined: leave the group and join"
+                f"an engine host was restarted since group {name!r} was joined: leave the group and join"
                 " it again"
             )
 
-    def received(self, update_id: str, said: BroadcastBucket) -> Make:
+    def received(self, update_id: str, bucket: BroadcastBucket) -> Make:
         """A bucket of an open update that comes over its group."""
         source = self.weights.opened(update_id).order.source
         if not isinstance(source, DistributedSource):
@@ -119,14 +118,14 @@ class EngineControl:
                 f"update {update_id!r} was begun with {source.kind} as its source: send its kind of buckets"
             )
         self.insist_joined(source.group)
-        return broadcast(said, source.group)
+        return broadcast(bucket, source.group)
 
-    def mapped(self, said: TensorBucket) -> Make:
+    def mapped(self, bucket: TensorBucket) -> Make:
         """A bucket of an open update that is handles of memory."""
-        return tensors(said, hosts=len(self.weights.engines.lives), ranks=self.weights.engines.ranks)
+        return tensors(bucket, hosts=len(self.weights.engines.restarts), ranks=self.weights.engines.ranks)
 
     async def _failed(self, make: Make) -> EngineError | None:
-        """Tell every host; what went wrong, if anything did."""
+        """Send an order to every host; the error, if one failed."""
         with trio.move_on_after(STEP_S, shield=True):
             try:
                 await self.weights.engines.order(make)

@@ -1,20 +1,14 @@
-"""What a node says to an engine host about weights and memory: the messages of `protocol.py` that make new
-weights one version on all hosts.
-
-An update is told in steps, so that no host serves new weights before all can: BeginUpdate (keep the old
-ones), loads, CheckUpdate (all there?), and CommitUpdate or RollBack. The node has paused the host before.
-Rule for whoever edits it: plain values, as all of the protocol.
-
-What a node and an engine host say to each other: attrs values, packed with msgpack into length-prefixed
-frames. Sans-I/O.
+"""The messages between a node and an engine host: attrs values in length-prefixed msgpack frames. Sans-I/O.
 
 A frame is four bytes of length (big-endian) and one msgpack array of messages, so that one frame may carry
 the chunks of many requests; a message is an array of its class's code and its fields in order. Token ids
 travel as little-endian int32 bytes, logprobs as float32 bytes: a Python list of ints costs ten times the
-memory and the time. Both ends are the same release of this package, so there is no version to negotiate. Rule
-for whoever edits it: a new message is a class and its place in a table below; this, `updates` and
-`checkpoints` are the only modules of the room that others import, so nothing here waits and nothing here is
-sglang's.
+memory and the time. Both ends are the same release of this package, so there is no version to negotiate.
+
+New weights come in steps, so that no host serves them before all can: BeginUpdate (keep the old ones), loads,
+CheckUpdate (is it a whole model?), then CommitUpdate or RollBack. The node pauses the host before. A new
+message is a class and its place in a table below; the module imports nothing of SGLang's, because both sides
+import it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +18,6 @@ import msgpack  # type: ignore[import-untyped]
 from attrs import define, field, fields, frozen
 
 from polarnode.core.conversation import Json
-
-# ── updates ────────────────────────────────────────────────────────────
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
@@ -73,8 +65,8 @@ class LoadBroadcast:
 
 @frozen(kw_only=True)
 class CheckUpdate:
-    """All has been sent: say whether it is a whole model, and with `flush` forget the keys and values of the
-    old weights.
+    """All has been sent: answer whether it is a whole model, and with `flush` drop the KV cache of the old
+    weights.
     """
 
     call: int
@@ -140,8 +132,6 @@ Update = (
 )
 
 
-# ── protocol ────────────────────────────────────────────────────────────
-
 MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
 # chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
 CHUNKS_A_FRAME = 1024
@@ -186,9 +176,6 @@ class Marks:
     call_close: int | None = None
 
 
-# ── node to host ──────────────────────────────────────────────────────────────
-
-
 @frozen(kw_only=True)
 class Start:
     """The first frame: `arguments` are `sglang.Engine`'s own."""
@@ -200,9 +187,9 @@ class Start:
 class Generate:
     """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
 
-    `top_logprobs` alternatives are told with each token; `processor` is a logit processor in SGLang's
-    spelling; the constraint among the sampling parameters begins behind `constraint_after`, where that is
-    said. `routed_from`: the first position whose experts are told.
+    `top_logprobs` alternatives come with each token; `processor` is a logit processor in SGLang's
+    spelling; the constraint among the sampling parameters begins after `constraint_after`, where that is
+    set. `routed_from`: the first position whose experts are reported.
     """
 
     rid: str
@@ -239,9 +226,6 @@ class Shutdown:
     """End the engine and this process."""
 
 
-# ── host to node ──────────────────────────────────────────────────────────────
-
-
 class Experts(NamedTuple):
     """What a row of routed experts is: `top_k` numbers below `number` for each of `layers`."""
 
@@ -250,8 +234,8 @@ class Experts(NamedTuple):
     number: int
 
 
-def _row(said: Sequence[int] | None) -> Experts | None:
-    return None if said is None else Experts(*said)
+def _experts(fields: Sequence[int] | None) -> Experts | None:
+    return None if fields is None else Experts(*fields)
 
 
 @frozen(kw_only=True)
@@ -267,12 +251,12 @@ class Ready:
     max_total_tokens: int
     weight_version: str
     sglang_version: str
-    experts: Experts | None = field(default=None, converter=_row)
+    experts: Experts | None = field(default=None, converter=_experts)
 
 
-def _spans(said: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
+def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
     """Arrays come off the wire as lists; this field alone is a value of ours."""
-    return tuple(cast(tuple[str, int, int], tuple(each)) for each in said)
+    return tuple(cast(tuple[str, int, int], tuple(each)) for each in arrays)
 
 
 @frozen(kw_only=True)
@@ -280,7 +264,7 @@ class Piece:
     """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
 
     The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole
-    sample as (version, start, end). Alternatives, where they were asked for: equally many for each of `ids`,
+    sample as (version, start, end). Alternatives, where they were requested: equally many for each of `ids`,
     one token's after the other's, as int32 and float32 bytes.
     """
 
@@ -313,7 +297,7 @@ class Routed:
 
 @frozen(kw_only=True)
 class Failed:
-    """A generation that will give no more, and why."""
+    """A generation that failed, and why."""
 
     rid: str
     message: str
@@ -322,7 +306,7 @@ class Failed:
 
 @frozen(kw_only=True)
 class Done:
-    """The answer to a Pause, a Continue, or a message of `updates`."""
+    """The answer to a Pause, a Continue, or a message of an update."""
 
     call: int
     ok: bool
@@ -331,7 +315,7 @@ class Done:
 
 @frozen(kw_only=True)
 class Load:
-    """How busy the engine is, as its scheduler last said; sent when it changes."""
+    """How busy the engine is, as its scheduler last reported; sent when it changes."""
 
     running: int
     waiting: int
@@ -341,7 +325,7 @@ class Load:
 
 @frozen(kw_only=True)
 class Fatal:
-    """The host's last words."""
+    """Why the host ends: its last message."""
 
     message: str
 

@@ -1,10 +1,7 @@
-"""Which host serves a call, and whether a dead one is started again. Two small machines that are told the
-time and the loads; nothing waits.
+"""Which host serves a call, whether a dead one is restarted, and the statistics of all hosts. Pure.
 
-Rule for whoever edits it: a session's prompts extend one another, so the host that holds its prefix is worth
-far more than an even load.
-
-What the engines can be asked at any time: frozen values, served at `/v1/status` and asserted in tests.
+A session's prompts extend one another, so the host that holds its prefix is worth far more than an even load.
+The statistics are frozen values, served at `/v1/status`.
 """
 
 from collections import OrderedDict, deque
@@ -13,13 +10,11 @@ from typing import Literal
 
 from attrs import define, field, frozen
 
-# ── routing ────────────────────────────────────────────────────────────
-
 # calls a session's host may have more than the least loaded: filling 20-30 thousand tokens again costs about
 # what they do
 SLACK = 16
 REMEMBERED = 65_536  # sessions: some 10 MB, and a hundred times what one machine runs at once
-DEATHS = 5  # within WINDOW: then the cause is not chance, and starting again only hides it
+DEATHS = 5  # within WINDOW: then the cause is not chance, and a restart only hides it
 WINDOW = 600.0  # seconds
 # seconds before the second restart of a window; it doubles from there, the first restart is at once
 FIRST_DELAY = 1.0
@@ -27,15 +22,15 @@ FIRST_DELAY = 1.0
 
 @define(eq=False)
 class Router:
-    """Sessions stay with their host while it is ready and not overloaded; others go where the fewest calls
-    are.
+    """A session stays with its host while that is ready and not overloaded; other calls go to the host with
+    the fewest calls.
     """
 
     _homes: "OrderedDict[str, int]" = field(factory=OrderedDict, init=False)
 
     def choose(self, affinity: str, loads: Mapping[int, int]) -> int:
-        """A host among `loads` (ready host to its calls in flight; never empty). An empty affinity belongs to
-        no session.
+        """A host of `loads` (calls in flight by ready host; never empty). An empty affinity belongs to no
+        session.
         """
         least = min(loads, key=lambda index: (loads[index], index))
         home = self._homes.get(affinity)
@@ -51,7 +46,7 @@ class Router:
 
 @define(eq=False)
 class Deaths:
-    """The times a host died lately."""
+    """When a host died, within the last WINDOW seconds."""
 
     _times: "deque[float]" = field(factory=deque, init=False)
 
@@ -65,16 +60,14 @@ class Deaths:
         return 0.0 if len(self._times) == 1 else FIRST_DELAY * 2 ** (len(self._times) - 2)
 
 
-# ── statistics ────────────────────────────────────────────────────────────
-
 # stale: waits for weights; dead: about to be restarted; failed: given up
 HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 
 
 @frozen(kw_only=True)
 class HostStatistics:
-    """One engine host. `in_flight` calls are ours, aborting ones included; `running` and `waiting` are the
-    scheduler's own, 0.25 s old at most.
+    """One engine host. `in_flight` counts our calls, aborting ones included; `running` and `waiting` are the
+    scheduler's own counts, at most 0.25 s old.
     """
 
     index: int

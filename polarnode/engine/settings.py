@@ -1,14 +1,9 @@
-"""What the engines are told, and how it becomes the arguments and the environment of each host. Plain
-functions, no waiting.
+"""The settings of the engines, the arguments and environment of each host, and why a host did not start.
+Pure.
 
-Rule for whoever edits it: an argument that the rest of the house relies on is RESERVED; every other one of
-SGLang's can be given through `extra`, unchecked here, because SGLang checks its own.
-
-Why an engine host did not start, as one sentence that says which setting to change. Pure: the end of its log
-in, a sentence out.
-
-Rule for whoever edits it: a row of ADVICE is a pattern seen in a real log and a remedy in the words of the
-command line; the first that matches wins, so the more special come first.
+An argument that the node relies on is RESERVED; every other one of SGLang's can be given through `extra`,
+unchecked here because SGLang checks its own. A row of ADVICE is a pattern seen in a real log and a remedy in
+the words of the command line; the first match wins, so special patterns come first.
 """
 
 import json
@@ -22,8 +17,6 @@ from attrs import asdict, field, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EngineError
 from polarnode.engine.protocol import EXPERT_COUNTS, Marks, Simulation
-
-# ── settings ────────────────────────────────────────────────────────────
 
 # requests decoded together: torch's own attention loops over them, so more only makes each slower
 CPU_RUNNING = 16
@@ -50,7 +43,7 @@ RESERVED = frozenset(
 
 @frozen(kw_only=True)
 class Simulated:
-    """That the engine is simulated, and what its hosts must know of the model, since they load none."""
+    """Settings of a simulated engine: what its hosts must know of the model, since they load none."""
 
     simulation: Simulation
     marks: Marks
@@ -90,7 +83,7 @@ class EngineSettings:
 
 
 def check(settings: EngineSettings) -> None:
-    """Raises EngineError naming the setting that can not work, before anything is started."""
+    """Raises EngineError naming the setting that cannot work, before anything is started."""
     if not (settings.model_path / "config.json").is_file():
         raise _wrong(
             f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face"
@@ -116,7 +109,7 @@ def check(settings: EngineSettings) -> None:
 
 
 def unrouted(settings: EngineSettings) -> str | None:
-    """Why no engine of these settings can tell routed experts, whatever it is told; None when it can."""
+    """Why an engine of these settings cannot report routed experts; None when it can."""
     if settings.simulated is not None:
         return (
             "the simulated engine's answers are random, and no experts read them; leave it out, or start a"
@@ -124,8 +117,8 @@ def unrouted(settings: EngineSettings) -> str | None:
         )
     config = json.loads((settings.model_path / "config.json").read_text())
     text = config.get("text_config")
-    told = {**config, **text} if isinstance(text, dict) else config
-    if any(_whole(told, name, 0) for name in EXPERT_COUNTS):
+    merged = {**config, **text} if isinstance(text, dict) else config
+    if any(_whole(merged, name, 0) for name in EXPERT_COUNTS):
         return None
     return f"the model {settings.model_path.name} is dense: it has no experts; leave it out"
 
@@ -253,31 +246,27 @@ def host_environment(
 
 def _visible(gpus: tuple[int, ...], base: Mapping[str, str]) -> str:
     """GPU numbers count among those this process was given, as CUDA itself counts."""
-    given = [each for each in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    if not given:
+    visible = [each for each in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if not visible:
         return ",".join(map(str, gpus))
-    if gpus and max(gpus) >= len(given):
+    if gpus and max(gpus) >= len(visible):
         raise _wrong(
-            f"--gpus {max(gpus)}: CUDA_VISIBLE_DEVICES={','.join(given)} shows this node only {len(given)},"
-            " counted from 0"
+            f"--gpus {max(gpus)}: CUDA_VISIBLE_DEVICES={','.join(visible)} shows this node"
+            f" only {len(visible)}, counted from 0"
         )
-    return ",".join(given[each] for each in gpus)
+    return ",".join(visible[each] for each in gpus)
 
 
 def _wrong(sentence: str) -> EngineError:
     return EngineError(sentence, retryable=False)
 
 
-# ── diagnosis ────────────────────────────────────────────────────────────
-
 TAIL = 65_536  # bytes of log read: a traceback of each of SGLang's processes and the warnings between
 
 
 @frozen(kw_only=True)
 class Diagnosis:
-    """`line` is the log's last meaningful one; `chance` says that the very same start may work the
-    next time.
-    """
+    """`line` is the log's last meaningful line; `chance`: the same start may work the next time."""
 
     line: str
     advice: str
@@ -325,14 +314,14 @@ ADVICE: tuple[tuple[str, str], ...] = (
     (r"dtype", "change the engine's dtype"),
     (
         r"safetensors|Cannot find any model weights|HeaderTooLarge|size mismatch|state_dict",
-        "the weights under --model can not be read: check them",
+        "the weights under --model cannot be read: check them",
     ),
     (
         (
             r"[Mm]odel architectures?.*not supported|Transformers does not recognize|Unrecognized"
             r" model|config\.json"
         ),
-        "this SGLang can not serve that model: choose another --model",
+        "this SGLang cannot serve that model: choose another --model",
     ),
     (r"No space left|Errno 28", "the disk or /dev/shm is full: make room"),
 )
@@ -344,9 +333,9 @@ _NOISE = re.compile(
 )
 
 
-def diagnose(log: str, last_words: str | None = None) -> Diagnosis:
-    """`log` is the end of the host's log, `last_words` what the host could still say of itself."""
-    line = _told(last_words) or _last_meaningful(log)
+def diagnose(log: str, fatal_message: str | None = None) -> Diagnosis:
+    """`log` is the end of the host's log, `fatal_message` what the host still sent about itself."""
+    line = _first_line(fatal_message) or _last_meaningful(log)
     for text in (line, log):
         for pattern, advice in ADVICE:
             if re.search(pattern, text):
@@ -354,12 +343,12 @@ def diagnose(log: str, last_words: str | None = None) -> Diagnosis:
     return Diagnosis(line=line, advice=_UNKNOWN)
 
 
-def _told(last_words: str | None) -> str | None:
-    """The words unless they only repeat that some other process failed first."""
+def _first_line(fatal_message: str | None) -> str | None:
+    """Its first line, unless it only repeats that another process failed first."""
     return (
         None
-        if last_words is None or "died" in last_words or "EOFError" in last_words
-        else last_words.splitlines()[0]
+        if fatal_message is None or "died" in fatal_message or "EOFError" in fatal_message
+        else fatal_message.splitlines()[0]
     )
 
 

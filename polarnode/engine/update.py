@@ -1,9 +1,8 @@
-"""New weights on all hosts as one version: paused, loaded, checked, and only then served; or the old ones
-served again, on all.
+"""One update of the weights on all hosts: paused, loaded, checked, then served; or rolled back everywhere.
 
-Rule for whoever edits it: the moment of truth is `check`, which every host must pass; before it whatever
-fails is rolled back everywhere, after it the new version is the node's, and a host that can not follow ends
-and comes back with it. A host that does not answer is ended: a process of unknown weights must not serve.
+Every host must pass `check`. Whatever fails before that is rolled back on all hosts. After it the new version
+is the node's, and a host that cannot follow is restarted with it. A host that does not answer is ended: a
+process with unknown weights must not serve.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,8 +28,8 @@ from polarnode.engine.protocol import (
 UpdateMode = Literal["in_place", "retract", "drain", "abort"]
 Make = Callable[[int, Host], ToHost]
 
-# seconds for one step on all hosts: 70 GB from a network disk take four minutes; a sender that never sends is
-# given up by it
+# seconds for one step on all hosts: 70 GB from a network disk take four minutes; it also bounds a sender that
+# never sends
 STEP_S = 600.0
 # seconds for calls under way to end: 8,000 tokens at 80 a second, longer answers are rare; then they are
 # retracted
@@ -40,15 +39,15 @@ ALIVE = ("ready", "stale")
 
 @define(eq=False)
 class Update:
-    """One update of `hosts`. Made by `Engines.updating`; `hosts` are all that live, `everyone` the dead ones
-    too.
+    """One update, made by `Engines.updating`. `hosts` are those that run; `everyone` includes the
+    dead ones.
     """
 
     everyone: tuple[Host, ...]
     mode: UpdateMode
     before: PauseMode | None
     hosts: tuple[Host, ...] = ()
-    seconds: dict[int, float] = field(factory=dict)  # until each host had all it was to load
+    seconds: dict[int, float] = field(factory=dict)  # until each host had loaded all parts
     committed: bool = False
     _kept: set[int] = field(factory=set)
 
@@ -62,11 +61,11 @@ class Update:
                 while not drained():
                     await changed().wait()
         pause: PauseMode = "retract" if self.mode == "drain" else self.mode
-        self._insist(await self._ask(self.hosts, lambda call, _: Pause(call=call, mode=pause)))
+        self._require(await self._ask(self.hosts, lambda call, _: Pause(call=call, mode=pause)))
         ranks = sum(host.ranks for host in self.hosts)
         answers = await self._ask(self.hosts, lambda call, _: BeginUpdate(call=call, ranks=ranks))
-        self._kept = {index for index, said in answers.items() if said.ok}
-        self._insist(answers)
+        self._kept = {index for index, answer in answers.items() if answer.ok}
+        self._require(answers)
 
     async def load(self, make: Make) -> None:
         """One part of the new weights, on every host at once."""
@@ -75,23 +74,23 @@ class Update:
         def note(host: Host) -> None:
             self.seconds[host.index] = self.seconds.get(host.index, 0.0) + trio.current_time() - began
 
-        self._insist(await self._ask(self.hosts, make, note))
+        self._require(await self._ask(self.hosts, make, note))
 
     async def check(self) -> None:
         """Everything has been sent. When this returns, every host can serve it and none does yet."""
         # requests frozen in place keep their cache; nobody else finds it, as the version is its salt
         flush = self.mode != "in_place"
-        self._insist(await self._ask(self.hosts, lambda call, _: CheckUpdate(call=call, flush=flush)))
+        self._require(await self._ask(self.hosts, lambda call, _: CheckUpdate(call=call, flush=flush)))
 
     async def commit(self, loaded: Loaded) -> None:
         """Serve it, and let generation go on unless it was held before."""
         self.committed = True
         for host in self.everyone:
-            host.loaded = loaded  # first: who dies from here on comes back with it
+            host.loaded = loaded  # first: a host that dies from here on comes back with it
         answers = await self._ask(self.hosts, lambda call, _: CommitUpdate(call=call, version=loaded.version))
         for host in self._survivors(answers, f"could not serve weights {loaded.version}"):
             host.serve(loaded.version)
-        await self._go_on()
+        await self._continue()
 
     async def roll_back(self) -> None:
         """Serve what was served before."""
@@ -100,27 +99,25 @@ class Update:
             await self._ask(kept, lambda call, _: RollBack(call=call)),
             "could not go back to the weights before",
         )
-        await self._go_on()
+        await self._continue()
 
-    # ── inside ────────────────────────────────────────────────────────────────
-
-    async def _go_on(self) -> None:
+    async def _continue(self) -> None:
         if self.before is None:
             self._survivors(
                 await self._ask(self.hosts, lambda call, _: Continue(call=call)),
-                "could not go on after an update of weights",
+                "could not continue after an update of weights",
             )
 
     async def _ask(
         self, hosts: Iterable[Host], make: Make, note: Callable[[Host], None] = lambda _: None
     ) -> dict[int, Done]:
-        """What each of `hosts` says; who died or says nothing within STEP_S has failed, and the latter is
+        """The answer of each of `hosts`. One that died or is silent for STEP_S has failed; a silent one is
         ended.
         """
-        asked = tuple(hosts)
+        addressed = tuple(hosts)
         answers = {
             host.index: Done(call=0, ok=False, message=host.last_error or "the engine host died")
-            for host in asked
+            for host in addressed
         }
 
         async def ask(host: Host) -> None:
@@ -129,31 +126,31 @@ class Update:
 
         with trio.move_on_after(STEP_S) as patience:
             async with trio.open_nursery() as nursery:
-                for host in asked:
+                for host in addressed:
                     if host.state in ALIVE:
                         answers[host.index] = Done(
                             call=0, ok=False, message=f"no answer within {STEP_S:.0f} s"
                         )
                         nursery.start_soon(ask, host)
         if patience.cancelled_caught:
-            for host in asked:
+            for host in addressed:
                 if answers[host.index].message.startswith("no answer"):
-                    host.condemn(answers[host.index].message)
+                    host.restart_with_reason(answers[host.index].message)
         return answers
 
     def _survivors(self, answers: dict[int, Done], what: str) -> list[Host]:
-        """Those that did as told; the others are ended."""
+        """The hosts that obeyed; the others are ended."""
         for host in self.hosts:
-            said = answers.get(host.index)
-            if said is not None and not said.ok and host.state in ALIVE:
-                host.condemn(f"{what}: {said.message}")
+            answer = answers.get(host.index)
+            if answer is not None and not answer.ok and host.state in ALIVE:
+                host.restart_with_reason(f"{what}: {answer.message}")
         return [host for host in self.hosts if host.index in answers and answers[host.index].ok]
 
-    def _insist(self, answers: dict[int, Done]) -> None:
-        failed = {index: said.message for index, said in answers.items() if not said.ok}
+    def _require(self, answers: dict[int, Done]) -> None:
+        failed = {index: answer.message for index, answer in answers.items() if not answer.ok}
         if not failed:
             return
         text = "; ".join(f"engine host {index}: {message}" for index, message in failed.items())
         if all(host.state in ALIVE for host in self.hosts):
-            raise Refused(f"the weights were not taken, those before are served: {text}", path="$.source")
-        raise EngineError(f"the weights were not taken, those before are served: {text}")
+            raise Refused(f"the weights were refused, the previous ones are served: {text}", path="$.source")
+        raise EngineError(f"the weights were refused, the previous ones are served: {text}")

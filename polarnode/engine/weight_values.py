@@ -191,7 +191,7 @@ def digest(order: UpdateOrder) -> str:
     return sha256(dump_json(plain(order.source))).hexdigest()
 
 
-def told(order: UpdateOrder, buckets: int) -> dict[str, str]:
+def source_record(order: UpdateOrder, buckets: int) -> dict[str, str]:
     """A source as the history tells it."""
     match order.source:
         case DiskSource(path=path):

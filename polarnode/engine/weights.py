@@ -1,12 +1,8 @@
-"""What the journal says of weights: rows as values, and which weights a node begins with.
+"""The weights a node serves: one update at a time, on all hosts or on none, recorded in the journal.
 
-Rule for whoever edits it: a node that was restarted serves the weights it served last, or says in words that
-it does not; it never guesses.
-
-The node's weights, live: one update at a time, on all hosts or on none, remembered in the journal.
-
-Rule for whoever edits it: whoever asked may leave at any time, but an update that began comes to its end,
-within a bound; a version is in the journal before a token bears it.
+A version is in the journal before a token is sampled by it. The trainer that sent an update may leave at any
+time, but an update that began ends within a bound. A restarted node serves the weights it served last, or
+reports why it does not.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -36,13 +32,11 @@ from polarnode.engine.weight_values import (
     check,
     digest,
     loads,
-    told,
+    source_record,
 )
 from polarnode.journal.entries import WeightsRow
 from polarnode.journal.journal import Journal
 from polarnode.support.background import open_background
-
-# ── history ────────────────────────────────────────────────────────────
 
 
 def served_of(row: WeightsRow) -> Served:
@@ -65,12 +59,14 @@ def report_of(served: Served, *, created: bool) -> UpdateReport:
     )
 
 
-async def answered(journal: Journal, versions: Sequence[str], order: UpdateOrder) -> UpdateReport | None:
-    """The answer to an order that is served already; None for one to obey. Conflict for a version that is the
-    name of other weights.
+async def report_if_served(
+    journal: Journal, versions: Sequence[str], order: UpdateOrder
+) -> UpdateReport | None:
+    """The report of an order whose weights are served already; None for a new one. Conflict for a version
+    that names other weights.
 
-    `versions` are those of this life of the node. What an earlier life served last, and this one could not
-    begin with, may be sent again.
+    `versions` were served since the node started. What was served last before a restart, and could not be
+    loaded after it, may be sent again.
     """
     row = await journal.weights_of(order.version)
     if row is None:
@@ -80,17 +76,17 @@ async def answered(journal: Journal, versions: Sequence[str], order: UpdateOrder
                 " name"
             )
         return None
-    known, last = served_of(row), (await journal.weights(1))[0]
-    if (isinstance(order.source, DiskSource) and known.digest != digest(order)) or known.source[
+    recorded, last = served_of(row), (await journal.weights(1))[0]
+    if (isinstance(order.source, DiskSource) and recorded.digest != digest(order)) or recorded.source[
         "kind"
     ] != order.source.kind:
         raise Conflict(
             f"version {order.version!r} was served with another source: give these weights a version of"
             " their own"
         )
-    if order.version == versions[-1] and known.digest == digest(order):
-        return report_of(known, created=False)
-    if order.version in versions or order.version != last.version or not await _unchanged(known):
+    if order.version == versions[-1] and recorded.digest == digest(order):
+        return report_of(recorded, created=False)
+    if order.version in versions or order.version != last.version or not await _unchanged(recorded):
         raise Conflict(
             f"version {order.version!r} was served before and others are now: give these weights a version of"
             " their own"
@@ -98,17 +94,17 @@ async def answered(journal: Journal, versions: Sequence[str], order: UpdateOrder
     return None
 
 
-async def _unchanged(known: Served) -> bool:
-    """A trainer's tensors are taken by its word."""
+async def _unchanged(recorded: Served) -> bool:
+    """Whether the same version still means the same weights; of a trainer's own tensors this is assumed."""
     return (
-        known.source["kind"] != "disk"
-        or await trio.to_thread.run_sync(fingerprint, Path(known.source["path"])) == known.files
+        recorded.source["kind"] != "disk"
+        or await trio.to_thread.run_sync(fingerprint, Path(recorded.source["path"])) == recorded.files
     )
 
 
 async def last_weights(journal: Journal, model: str, *, resume: bool) -> tuple[Loaded | None, str | None]:
-    """What to serve in place of `model`'s own weights, and a sentence when the last version can not be
-    served, or is on purpose not.
+    """What to serve instead of `model`'s own weights, and a sentence when the last version cannot be served
+    or is not to be.
     """
     rows = await journal.weights(1)
     if not rows:
@@ -138,8 +134,6 @@ def _why_not(last: Served, model: str, resume: bool) -> str | None:
     return None if fingerprint(path) == last.files else f"the files under {path} have changed since"
 
 
-# ── weights ────────────────────────────────────────────────────────────
-
 # seconds for one update, everything included: 70 GB from a network disk take four minutes, on a bad day three
 # times that
 UPDATE_S = 900.0
@@ -150,13 +144,13 @@ IDLE_S = 120.0
 # generation
 WRITTEN_S = 5.0
 CLOSE_S = 30.0  # seconds to roll back what is open when the node ends: its engines end next
-HISTORY = 100  # versions that are told: a trainer's last hours
+HISTORY = 100  # versions listed: a trainer's last hours
 
 
 @define(eq=False)
 class _Open:
-    """An update of several requests; `stack` holds `Engines.updating`, `heard` is when its trainer last
-    spoke.
+    """An update of several requests; `stack` holds `Engines.updating`, `last_seen` is when its trainer last
+    sent something.
     """
 
     id: str
@@ -164,7 +158,7 @@ class _Open:
     update: Update
     stack: AsyncExitStack
     began: float
-    heard: float
+    last_seen: float
     buckets: int = 0
 
 
@@ -193,9 +187,9 @@ class Weights:
         EngineError with the old ones served.
         """
         check(order)
-        makes = loads(order, hosts=len(self.engines.lives), ranks=self.engines.ranks)
+        makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
-            if (again := await answered(self.journal, self.engines.versions, order)) is not None:
+            if (again := await report_if_served(self.journal, self.engines.versions, order)) is not None:
                 return again
             self.insist_free()
             with trio.move_on_after(UPDATE_S, shield=True):
@@ -224,15 +218,15 @@ class Weights:
     # ── an update of several requests ─────────────────────────────────────────
 
     async def open(self, order: UpdateOrder) -> UpdateOpened:
-        """Hold generation and take weights in pieces, until `commit` or `give_up`, or IDLE_S without
-        a word.
+        """Hold generation and take weights in pieces, until `commit` or `give_up`, or IDLE_S of
+        silence.
         """
         check(order)
         if isinstance(order.source, DiskSource):
             raise Refused("a checkpoint on a disk is one request: POST /v1/weights", path="$.source.kind")
-        makes = loads(order, hosts=len(self.engines.lives), ranks=self.engines.ranks)
+        makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
-            if await answered(self.journal, self.engines.versions, order) is not None:
+            if await report_if_served(self.journal, self.engines.versions, order) is not None:
                 raise Conflict(f"version {order.version!r} is served already")
             self.insist_free()
             with trio.CancelScope(shield=True):  # bounded by the steps' own bounds
@@ -246,10 +240,12 @@ class Weights:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._counted(order.version))
             update = await stack.enter_async_context(self.engines.updating(order.mode))
-            self._open = _Open(uuid4().hex, order, update, stack.pop_all(), began, heard=trio.current_time())
+            self._open = _Open(
+                uuid4().hex, order, update, stack.pop_all(), began, last_seen=trio.current_time()
+            )
 
     async def add(self, update_id: str, make: Make) -> UpdateOpened:
-        """One more bucket. One that can not be loaded ends the update, and the old weights are served."""
+        """One more bucket. One that cannot be loaded ends the update, and the old weights are served."""
         async with self._lock:
             self.opened(update_id)
             with trio.CancelScope(shield=True):
@@ -264,7 +260,7 @@ class Weights:
             with trio.move_on_after(UPDATE_S, shield=True):
                 await self._close(held)
             raise
-        held.buckets, held.heard = held.buckets + 1, trio.current_time()
+        held.buckets, held.last_seen = held.buckets + 1, trio.current_time()
 
     async def commit(self, update_id: str) -> UpdateReport:
         """All buckets are there: serve them."""
@@ -318,10 +314,12 @@ class Weights:
         while True:
             held = self._open
             await trio.sleep(
-                IDLE_S / 10 if held is None else max(0.0, held.heard + IDLE_S - trio.current_time()) + 0.01
+                IDLE_S / 10
+                if held is None
+                else max(0.0, held.last_seen + IDLE_S - trio.current_time()) + 0.01
             )
             async with self._lock:
-                if held is not None and held is self._open and trio.current_time() - held.heard > IDLE_S:
+                if held is not None and held is self._open and trio.current_time() - held.last_seen > IDLE_S:
                     with trio.CancelScope(shield=True):
                         await self._close(held)
 
@@ -340,7 +338,7 @@ class Weights:
         served = Served(
             version=order.version,
             mode=order.mode,
-            source=told(order, buckets),
+            source=source_record(order, buckets),
             seconds=trio.current_time() - began,
             hosts=tuple(
                 HostReport(index=index, seconds=seconds) for index, seconds in sorted(update.seconds.items())
@@ -374,7 +372,7 @@ class Weights:
 
     @asynccontextmanager
     async def _counted(self, version: str) -> AsyncIterator[None]:
-        """What is told of an update under way."""
+        """Keep the figures of an update under way."""
         self._updating, before = version, self._updates
         try:
             yield
@@ -390,7 +388,7 @@ class Weights:
             )
 
     def insist_free(self) -> None:
-        """Conflict while an update is open, or while the memory of weights is somebody else's."""
+        """Conflict while an update is open, or while the memory of the weights is lent."""
         self.insist_closed()
         if "weights" in self.released:
             raise Conflict(
@@ -446,7 +444,7 @@ class Weights:
 async def open_weights(
     engines: Engines, journal: Journal, *, model: str, warning: str | None = None
 ) -> AsyncIterator[Weights]:
-    """The weights of a node, and the watch over updates whose trainer is gone."""
+    """The weights of a node, with the watch over updates whose trainer is gone."""
     weights = Weights(engines=engines, journal=journal, model=model, warning=warning)
     async with open_background(weights.watch):
         try:

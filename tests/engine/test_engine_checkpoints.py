@@ -18,7 +18,7 @@ from polarnode.engine.checkpoints import (
     fingerprint,
     manifest,
 )
-from polarnode.engine.host import Loaded, Questions, Stale, bring
+from polarnode.engine.host import Loaded, Questions, Stale, load_target
 from polarnode.engine.protocol import (
     BeginUpdate,
     CheckUpdate,
@@ -149,14 +149,14 @@ class Asked:
 
 async def test_a_host_is_brought_to_what_is_wanted_when_it_is_done() -> None:
     asked = Asked(Loaded(version="1", path="/one"), then=Loaded(version="2", path="/two"))
-    assert await bring(lambda: asked.wanted, asked.ask) == Loaded(version="2", path="/two")
+    assert await load_target(lambda: asked.wanted, asked.ask) == Loaded(version="2", path="/two")
     assert asked.said == [
         LoadDisk(call=1, path="/one"),
         CommitUpdate(call=1, version="1"),
         LoadDisk(call=1, path="/two"),
         CommitUpdate(call=1, version="2"),
     ]
-    assert await bring(lambda: None, asked.ask) is None
+    assert await load_target(lambda: None, asked.ask) is None
 
 
 async def test_what_can_not_be_loaded_again(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ async def test_what_can_not_be_loaded_again(tmp_path: Path) -> None:
     ):
         asked = Asked(wanted, ok=False)
         with pytest.raises(kind) as caught:
-            await bring(lambda wanted=wanted: wanted, asked.ask)  # type: ignore[misc]
+            await load_target(lambda wanted=wanted: wanted, asked.ask)  # type: ignore[misc]
         assert isinstance(caught.value, Stale) is (kind is Stale)
 
 

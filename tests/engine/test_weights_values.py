@@ -19,7 +19,7 @@ from polarnode.engine.weight_values import (
     check_group,
     digest,
     loads,
-    told,
+    source_record,
 )
 from polarnode.engine.weights import plain_of, served_of
 from polarnode.journal.entries import WeightsRow
@@ -37,12 +37,12 @@ def test_a_source_is_known_again_whatever_the_mode() -> None:
 
 
 def test_sources_are_told_in_short() -> None:
-    assert told(order(DISK), 1) == {"kind": "disk", "path": "/w"}
-    assert told(order({"version": "1", "source": {"kind": "tensor"}}), 3) == {
+    assert source_record(order(DISK), 1) == {"kind": "disk", "path": "/w"}
+    assert source_record(order({"version": "1", "source": {"kind": "tensor"}}), 3) == {
         "kind": "tensor",
         "buckets": "3",
     }
-    assert told(order({"version": "1", "source": {"kind": "distributed", "group": "g"}}), 2) == {
+    assert source_record(order({"version": "1", "source": {"kind": "distributed", "group": "g"}}), 2) == {
         "kind": "distributed",
         "group": "g",
         "buckets": "2",
