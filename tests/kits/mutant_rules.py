@@ -131,8 +131,8 @@ ATTACHING = rules(
     ),
     (
         "a change is excused without proof",
-        "if index in proven and turn.answer is not None",
-        "if turn.answer is not None",
+        "index in proven\n                and turn.answer",
+        "turn.answer",
         ("tests/merge/test_merge_attach.py",),
     ),
     (
@@ -143,8 +143,8 @@ ATTACHING = rules(
     ),
     (
         "twins that tie are not told of",
-        "if len(tied) > 1 else []\n    return tied",
-        "if len(tied) > 99 else []\n    return tied",
+        "if len(tied) > 1\n",
+        "if len(tied) > 99\n",
         (P6_FLAG,),
     ),
     (
@@ -185,14 +185,14 @@ PLANS = rules(
     "merge.lineage",
     (
         "what is new lacks its first message",
-        "conversation.messages[found.matched :]) if self._thoughts is None",
-        "conversation.messages[found.matched + 1 :]) if self._thoughts is None",
+        "conversation.messages[found.matched :])\n",
+        "conversation.messages[found.matched + 1 :])\n",
         (P1,),
     ),
     (
         "what is new repeats the answer",
-        "conversation.messages[found.matched :]) if self._thoughts is None",
-        "conversation.messages[max(0, found.matched - 1) :]) if self._thoughts is None",
+        "conversation.messages[found.matched :])\n",
+        "conversation.messages[max(0, found.matched - 1) :])\n",
         (P1, P2),
     ),
     (
@@ -298,8 +298,8 @@ PROMPTS = (
         ),
         (
             "the turn end is written twice",
-            "close = ids() if sampled and sampled[-1] in self.family.turn_ends else",
-            "close =",
+            "if sampled and sampled[-1] in self.family.turn_ends\n",
+            "if False\n",
             (P10, P8),
         ),
     ),
@@ -517,8 +517,9 @@ CHECKING = (
         (
             "a prompt's ids are not compared",
             (
-                '        _same(f"law 1: {name}, prompt of turn {turn.index}", tokens, start -'
-                " len(turn.prompt_delta), turn.prompt_delta)\n"
+                '        _same(\n            f"law 1: {name}, prompt of turn {turn.index}",\n'
+                "            tokens,\n            start - len(turn.prompt_delta),\n"
+                "            turn.prompt_delta,\n        )\n"
             ),
             "        pass\n",
             (LAWS,),
@@ -651,8 +652,8 @@ PARTS = (
         ("a long row is not cut", "    if limit is None or end <= limit:\n", "    if end > 0:\n", (SLICES,)),
         (
             "a sample that is too long is not marked",
-            "over_long=length > limit)",
-            "over_long=False)",
+            "over_long=length > limit",
+            "over_long=False",
             (SLICES,),
         ),
         (
@@ -699,17 +700,14 @@ PARTS = (
         ),
         (
             "thoughts are given to who claims to be ours",
-            (
-                "turn is not None and turn.answer is not None and excusable(self.references,"
-                " turn.answer.as_message(), message)"
-            ),
-            "turn is not None and turn.answer is not None",
+            "            and excusable(self.references, turn.answer.as_message(), message)\n",
+            "",
             (THOUGHTS,),
         ),
         (
             "the template's word on thoughts is not asked",
-            "and self.ledger.thoughtful(found.parent) and self.drops(new)",
-            "and self.ledger.thoughtful(found.parent) and not self.drops(new)",
+            "and self.drops(new)\n",
+            "and not self.drops(new)\n",
             (THOUGHTS,),
         ),
     ),
