@@ -34,7 +34,7 @@ class VersionSpan:
 
 
 @frozen(kw_only=True)
-class Heard:
+class NewMessages:
     """What a turn's `prompt_delta` was rendered from, in words: the messages behind its parent's, without our
     references in them.
 
@@ -94,7 +94,7 @@ class Turn:
     matched: int | None = None
     messages: int | None = None
     # None where only ids are known: in journals of 0.1, and of calls merged by tokens
-    heard: Heard | None = None
+    heard: NewMessages | None = None
 
     @property
     def begin(self) -> int:

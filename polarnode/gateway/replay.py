@@ -30,7 +30,7 @@ from polarnode.merge.attach import Plan
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.roles import recast
-from polarnode.merge.transcript import heard_of
+from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.template import Template
 
 # ── answers ────────────────────────────────────────────────────────────
@@ -315,7 +315,7 @@ class _Player:
             before_key=plan.before_key,
             message_key="" if answer is None else plan.after(answer),
             answer=answer,
-            heard=heard_of(plan, request.conversation),
+            heard=new_messages_of(plan, request.conversation),
             notes=plan.notes,
         )
 

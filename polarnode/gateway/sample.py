@@ -31,7 +31,7 @@ from polarnode.core.trajectory import Turn, TurnState, VersionSpan
 from polarnode.gateway.call_events import Asked, Rendered
 from polarnode.merge.attach import Plan
 from polarnode.merge.token_extras import Carry, held_of
-from polarnode.merge.transcript import heard_of
+from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.output_parser import joined
 from polarnode.tokens.parser import Finished
 
@@ -225,7 +225,7 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         close_length=sample.rendered.close_length,
         matched=plan.matched,
         messages=plan.total,
-        heard=heard_of(plan, asked.request.conversation),
+        heard=new_messages_of(plan, asked.request.conversation),
         sampled=sample.ids,
         logprobs=sample.logprobs,
         version_spans=sample.spans,

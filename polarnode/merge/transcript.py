@@ -13,18 +13,18 @@ from attrs import evolve
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.codec.turns import line_of
 from polarnode.core.conversation import Conversation, Json, Message, Tool
-from polarnode.core.trajectory import Heard, Turn
+from polarnode.core.trajectory import NewMessages, Turn
 from polarnode.merge.attach import RESUMED, Plan
 
 
-def heard_of(plan: Plan, conversation: Conversation) -> Heard:
+def new_messages_of(plan: Plan, conversation: Conversation) -> NewMessages:
     """What the turn of this plan hears: what is rendered of it, and at a root what stands at the head of the
     prompt.
     """
     messages = tuple(evolve(message, refs=()) if message.refs else message for message in plan.new)
     if plan.parent is not None:
-        return Heard(messages=messages)
-    return Heard(messages=messages, tools=_written(conversation.tools), thinking=conversation.thinking)
+        return NewMessages(messages=messages)
+    return NewMessages(messages=messages, tools=_written(conversation.tools), thinking=conversation.thinking)
 
 
 def _written(tools: Sequence[Tool]) -> str:
@@ -37,7 +37,7 @@ def _written(tools: Sequence[Tool]) -> str:
     return dump_json(said).decode()
 
 
-def tools_of(heard: Heard) -> tuple[Tool, ...]:
+def tools_of(heard: NewMessages) -> tuple[Tool, ...]:
     """A root's tools again."""
     found = read_json(heard.tools.encode()) if heard.tools else []
     return tuple(_tool(each) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()

@@ -24,7 +24,7 @@ from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
 from polarnode.core.codec.turns import prompt_digests, sequence
 from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.core.errors import JournalError, Refused
-from polarnode.core.trajectory import Heard, LeftOut, Outcome, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import LeftOut, NewMessages, Outcome, Trajectory, Turn, VersionSpan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import carried_of
 
@@ -404,7 +404,7 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
         matched=1, messages=2, used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
         top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),
         routed=RoutedExperts(start=4, layers=2, top_k=1, dtype="int16", data=bytes(8)),
-        heard=Heard(messages=(Message(role="tool", text="ok", call_id="c1"),), tools='[{"name":"bash"}]', thinking=False),
+        heard=NewMessages(messages=(Message(role="tool", text="ok", call_id="c1"),), tools='[{"name":"bash"}]', thinking=False),
     )  # fmt: skip
     plain_ones = [
         field.name

@@ -18,7 +18,7 @@ import torch
 from polarnode.core.arrays import floats, ids
 from polarnode.core.codec import dump_json
 from polarnode.core.conversation import Answer, Message, TextPart, ToolCall
-from polarnode.core.trajectory import Heard, Outcome, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import NewMessages, Outcome, Trajectory, Turn, VersionSpan
 from polarnode.merge.builders import per_request, prefix_merging
 from polarnode.node.config import TINY_MODEL
 
@@ -217,7 +217,9 @@ RESULT = "\n<|im_start|>user\n<tool_response>\nkiwi\n</tool_response><|im_end|>\
 
 def session(learner: Learner, first: str) -> Trajectory:
     """Two turns, of a harness with a tool: a call spelled as `first`, and an answer in words."""
-    heard = Heard(messages=(Message(role="user", text="Read a.txt."),), tools=dump_json([READ]).decode())
+    heard = NewMessages(
+        messages=(Message(role="user", text="Read a.txt."),), tools=dump_json([READ]).decode()
+    )
     messages, tools = [{"role": "user", "content": "Read a.txt."}], [{"type": "function", "function": READ}]
     prompt = learner.tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True
@@ -226,7 +228,7 @@ def session(learner: Learner, first: str) -> Trajectory:
     one = turn(
         learner, None, prompt, first, heard=heard, answer=Answer(parts=(call,), finish_reason="tool_calls")
     )
-    told = Heard(messages=(Message(role="tool", text="kiwi", call_id="c1"),))
+    told = NewMessages(messages=(Message(role="tool", text="kiwi", call_id="c1"),))
     two = turn(
         learner,
         one,

@@ -21,7 +21,7 @@ from polarnode.api.metrics import Figures
 from polarnode.core.conversation import Message
 from polarnode.core.errors import Busy, DiskFull
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
-from polarnode.core.trajectory import Heard, Outcome, Trajectory
+from polarnode.core.trajectory import NewMessages, Outcome, Trajectory
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
@@ -165,7 +165,7 @@ def worded(trajectory: Trajectory) -> Trajectory:
     ]
     return evolve(
         trajectory,
-        turns=tuple(evolve(turn, heard=Heard(messages=said[turn.index])) for turn in trajectory.turns),
+        turns=tuple(evolve(turn, heard=NewMessages(messages=said[turn.index])) for turn in trajectory.turns),
     )
 
 

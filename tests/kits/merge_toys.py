@@ -22,11 +22,11 @@ from polarnode.core.conversation import (
     Tool,
     ToolCall,
 )
-from polarnode.core.trajectory import Heard, Turn, TurnState, VersionSpan
+from polarnode.core.trajectory import NewMessages, Turn, TurnState, VersionSpan
 from polarnode.merge.attach import Plan
 from polarnode.merge.figures import DIVERGED, word_of
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.transcript import heard_of
+from polarnode.merge.transcript import new_messages_of
 
 SECRET = b"merge toys, thirty-two bytes ok."
 HEAD, START, END, ASK = 1, 2, 3, 4
@@ -86,7 +86,7 @@ class Pending:
     plan: Plan
     prompt: "array[int]"
     delta: "array[int]"
-    heard: Heard = field(factory=Heard)
+    heard: NewMessages = field(factory=NewMessages)
 
 
 class Session:
@@ -108,7 +108,9 @@ class Session:
         plan = self.lineages.plan(conversation, request_key=request_key, hints=hints or {})
         history = self.lineages.history(plan)
         delta = ids(full(conversation) if plan.parent is None else self.close(plan) + suffix(plan.new))
-        return Pending(plan=plan, prompt=history + delta, delta=delta, heard=heard_of(plan, conversation))
+        return Pending(
+            plan=plan, prompt=history + delta, delta=delta, heard=new_messages_of(plan, conversation)
+        )
 
     def close(self, plan: Plan) -> list[int]:
         parent = next(turn for turn in self.turns if turn.index == plan.parent)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Answer, Message, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.core.trajectory import (
-    Heard,
     LeftOut,
+    NewMessages,
     Outcome,
     Timing,
     Trace,
@@ -61,7 +61,10 @@ MESSAGES = st.builds(
 )
 TOOLS = st.sampled_from(["", '[{"name":"bash","description":"","parameters":{"type":"object"}}]'])
 HEARD = st.builds(
-    Heard, messages=st.lists(MESSAGES, max_size=2).map(tuple), tools=TOOLS, thinking=st.none() | st.booleans()
+    NewMessages,
+    messages=st.lists(MESSAGES, max_size=2).map(tuple),
+    tools=TOOLS,
+    thinking=st.none() | st.booleans(),
 )
 SEEDS = st.integers(0, 2**16)
 

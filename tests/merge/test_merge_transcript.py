@@ -8,7 +8,7 @@ from merge_toys import BASH, Session, ask, said, system, told, user
 from polarnode.core import codec
 from polarnode.core.codec.turns import HeardShape, heard_json, read_heard
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.trajectory import Heard, Turn
+from polarnode.core.trajectory import NewMessages, Turn
 from polarnode.merge.transcript import tools_of, transcript
 
 
@@ -100,7 +100,7 @@ def test_words_survive_the_journal_as_they_were() -> None:
         calls=first.answer.calls if first.answer else (),
         thinking="hm",
     )
-    turn = evolve(first, heard=Heard(messages=(odd, told("c1", "")), tools="[]", thinking=True))
+    turn = evolve(first, heard=NewMessages(messages=(odd, told("c1", "")), tools="[]", thinking=True))
     assert codec.unpack_turn(codec.pack_turn(turn)) == turn
 
 

@@ -14,7 +14,7 @@ from trainers_kit import make_turn, no_row, one_row, publish, published, trained
 from polarnode.core.codec import dump_json, read_json
 from polarnode.core.conversation import Answer, FinishReason, Message, TextPart, Tool, ToolCall
 from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
-from polarnode.core.trajectory import Heard, Outcome, Status, Trajectory
+from polarnode.core.trajectory import NewMessages, Outcome, Status, Trajectory
 from polarnode.trainers import polar as projection
 from polarnode.trainers.polar import (
     PHASES,
@@ -135,8 +135,8 @@ def test_one_that_is_not_kept_says_so() -> None:
 # ── words ─────────────────────────────────────────────────────────────────────
 
 
-def heard(first: str, tools: str = "") -> Heard:
-    return Heard(messages=(Message(role="user", text=first),), tools=tools)
+def heard(first: str, tools: str = "") -> NewMessages:
+    return NewMessages(messages=(Message(role="user", text=first),), tools=tools)
 
 
 def spoken() -> Trajectory:
@@ -152,7 +152,7 @@ def spoken() -> Trajectory:
         answer=Answer(parts=(call,), finish_reason="tool_calls"),
         finish_reason="tool_calls",
     )
-    result = Heard(messages=(Message(role="tool", text="nothing", call_id="c1"),))
+    result = NewMessages(messages=(Message(role="tool", text="nothing", call_id="c1"),))
     second = make_turn(
         1, first, [4], [5], heard=result, answer=Answer(parts=(TextPart("Nothing."),), finish_reason="stop")
     )

@@ -21,8 +21,8 @@ from polarnode.core.codec.turns import line_of, pack_heard, sequence, unpack_hea
 from polarnode.core.conversation import Answer, Part, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.core.errors import JournalError
 from polarnode.core.trajectory import (
-    Heard,
     LeftOut,
+    NewMessages,
     Outcome,
     Timing,
     Trace,
@@ -115,7 +115,7 @@ COMPACT: Mapping[type, Callable[[Any], Any]] = {
     TextPart: lambda part: part.text,
     ThinkingPart: lambda part: [part.text],
     ToolCall: lambda call: [call.id, call.name, call.arguments],
-    Heard: pack_heard,
+    NewMessages: pack_heard,
 }
 
 

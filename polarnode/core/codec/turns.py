@@ -43,14 +43,14 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.core.trajectory import Heard, Turn, TurnKind, TurnRole, TurnState, VersionSpan
+from polarnode.core.trajectory import NewMessages, Turn, TurnKind, TurnRole, TurnState, VersionSpan
 
 # ── heard ────────────────────────────────────────────────────────────
 
 # ── as JSON ───────────────────────────────────────────────────────────────────
 
 
-def heard_json(heard: Heard | None) -> Json:
+def heard_json(heard: NewMessages | None) -> Json:
     """The messages, and of a root its tools and its thinking flag."""
     if heard is None:
         return None
@@ -98,12 +98,12 @@ class HeardShape:
     thinking: bool | None = None
 
 
-def read_heard(shape: HeardShape | None) -> Heard | None:
+def read_heard(shape: HeardShape | None) -> NewMessages | None:
     """What a full row says."""
     if shape is None:
         return None
     tools = dump_json(list(shape.tools)).decode() if shape.tools else ""
-    return Heard(messages=tuple(map(_message_of, shape.messages)), tools=tools, thinking=shape.thinking)
+    return NewMessages(messages=tuple(map(_message_of, shape.messages)), tools=tools, thinking=shape.thinking)
 
 
 def _message_of(shape: HeardMessageShape) -> Message:
@@ -116,7 +116,7 @@ def _message_of(shape: HeardMessageShape) -> Message:
 # ── as the journal's bytes ────────────────────────────────────────────────────
 
 
-def pack_heard(heard: Heard) -> dict[str, Any]:
+def pack_heard(heard: NewMessages) -> dict[str, Any]:
     """What msgpack knows, without what is not there."""
     packed: dict[str, Any] = {"messages": [_packed(message) for message in heard.messages]}
     if heard.tools:
@@ -133,12 +133,12 @@ def _packed(message: Message) -> list[Any]:
     return [message.role, message.text, calls, message.call_id, message.thinking]
 
 
-def unpack_heard(found: Mapping[str, Any] | None) -> Heard | None:
+def unpack_heard(found: Mapping[str, Any] | None) -> NewMessages | None:
     """What `pack_heard` was given."""
     return (
         None
         if found is None
-        else Heard(**{**found, "messages": tuple(_unpacked(*message) for message in found["messages"])})
+        else NewMessages(**{**found, "messages": tuple(_unpacked(*message) for message in found["messages"])})
     )
 
 
