@@ -28,7 +28,7 @@ from polarnode.api.query import Query
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Message
 from polarnode.core.task import HarnessSpec, TaskSpec
-from polarnode.core.trajectory import Heard, Outcome, Trajectory
+from polarnode.core.trajectory import NewMessages, Outcome, Trajectory
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.schema import STEPS, VERSION, connect
 from polarnode.journal.values import Filters
@@ -85,7 +85,7 @@ def finished(version: int) -> tuple[Trajectory, Trajectory]:
         first = attrs.evolve(first, top=top, routed=routed, matched=0, messages=1)
         a = attrs.evolve(a, traces=(attrs.evolve(a.traces[0], top=top),))
     if version >= 3:
-        first = attrs.evolve(first, heard=Heard(messages=(Message(role="user", text="do it"),)))
+        first = attrs.evolve(first, heard=NewMessages(messages=(Message(role="user", text="do it"),)))
     return attrs.evolve(a, turns=(first, *others)), b
 
 
