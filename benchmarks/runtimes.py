@@ -46,7 +46,7 @@ from polarnode.merge.trajectory import Identity
 from polarnode.rollouts import session, session_containers
 from polarnode.rollouts.scheduler import Scheduler, Who
 from polarnode.rollouts.services import House, Stages
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 AT_ONCE: Final = 4  # the node's init_limit
 RUN_PLACES: Final = 4
@@ -166,7 +166,7 @@ async def _start_one(
 
 async def _warmed(runtimes: Runtimes, spec: RuntimeSpec, count: int) -> None:
     """A group was submitted a while ago: the pool is as full as its own rule makes it."""
-    runtimes.want(spec, 1000 if count else 0)
+    runtimes.prewarm(spec, 1000 if count else 0)
     while count and not runtimes.statistics().warm:  # noqa: ASYNC110 (seen from outside)
         await trio.sleep(0.05)
 
@@ -322,10 +322,10 @@ async def open_scheduler(
 ) -> AsyncIterator[Scheduler]:
     """The sessions' part of a node, with doors that lead nowhere."""
     stages = Stages(
-        live=Gate(limit=RUN_PLACES + ready),
-        init=Gate(limit=AT_ONCE),
-        run=Gate(limit=RUN_PLACES),
-        post=Gate(limit=8),
+        live=PrioritySemaphore(limit=RUN_PLACES + ready),
+        init=PrioritySemaphore(limit=AT_ONCE),
+        run=PrioritySemaphore(limit=RUN_PLACES),
+        post=PrioritySemaphore(limit=8),
     )
     house = House(
         runtimes=runtimes,
@@ -341,7 +341,13 @@ async def open_scheduler(
     who, lives = Who(node="benchmark", model="none"), LiveSessions()
     async with trio.open_nursery() as nursery:
         yield Scheduler(
-            nursery=nursery, house=house, lives=lives, record=notes, who=who, want=runtimes.want, warm=warm
+            nursery=nursery,
+            house=house,
+            lives=lives,
+            record=notes,
+            who=who,
+            prewarm=runtimes.prewarm,
+            warm=warm,
         )
 
 

@@ -87,7 +87,6 @@ TESTED_ELSEWHERE = {
     "polarnode.engine.embedded.serving",
     "polarnode.engine.embedded.weights",
     "polarnode.cli.generate",
-    "polarnode.containers.starter",
     "polarnode.containers.sweeper",
     "polarnode.journal.pending_callbacks",
     "polarnode.tokens.syntax.harmony",

@@ -20,8 +20,8 @@ from polarnode.api.callbacks import CallbackStatistics
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.engine.weight_values import WeightsStatus
-from polarnode.support.metrics import LagStatistics, Tally
-from polarnode.support.semaphore import GateStatistics
+from polarnode.support.metrics import LagStatistics, NodeCounters
+from polarnode.support.semaphore import SemaphoreStatistics
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _TURN: Final = ("provider", "kind", "reason", "role", "state")
@@ -33,9 +33,9 @@ class Figures:
     was within the last minute.
     """
 
-    tally: Tally
+    tally: NodeCounters
     engine: EngineStatistics
-    stages: Mapping[str, GateStatistics]
+    stages: Mapping[str, SemaphoreStatistics]
     live: int
     journal_bytes: int
     journal_backlog: int
@@ -70,7 +70,7 @@ class _Once(Collector):
             yield from _of_runtimes(self.figures.runtimes)
 
 
-def _of_turns(tally: Tally) -> Iterator[Metric]:
+def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
     turns = CounterMetricFamily("polarnode_turns", "Model calls that were recorded.", labels=_TURN)
     for labels, count in tally.turns.items():
         turns.add_metric(labels, count)
@@ -98,7 +98,7 @@ def _of_turns(tally: Tally) -> Iterator[Metric]:
     )
 
 
-def _of_sessions(tally: Tally) -> Iterator[Metric]:
+def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
     yield _counter("polarnode_sessions", "Sessions that ended.", "status", tally.sessions)
     yield _counter(
         "polarnode_retried_sessions",

@@ -1,14 +1,11 @@
-"""HTTP/1.1 to the Podman service on a Trio stream: short calls, and the hijacked stream of an exec.
+"""Calls to the Podman service: raw HTTP/1.1 on Trio streams, and podman-py in threads.
 
-Only what `exec.py` needs: podman-py can not do an exec that is fed, bounded and cancelled, and its threads
-can not be cancelled at all.
-
-Calls to the node's Podman service through podman-py, in threads, few at a time.
-
-podman-py is synchronous and its sessions are not for sharing, so each call borrows one client. Rule for
-whoever edits it: only calls that are short and that end by themselves (the socket has a deadline) may come
-here, because a thread can not be cancelled; what may take long is in `exec.py`. A call is never abandoned: a
-create whose answer nobody reads would leave a container nobody knows.
+The raw part carries what may take long or must be cancelled, above all the hijacked stream of an exec
+(`exec.py`): podman-py cannot feed, bound or cancel an exec. Everything else goes through podman-py, which is
+synchronous and whose sessions are not for sharing: each call borrows one client, a few at a time. Invariant:
+only calls that are short and end by themselves (the socket has a deadline) go through a thread, because a
+thread cannot be cancelled; and none is abandoned, because a create whose answer nobody reads would leave an
+unrecorded container.
 """
 
 import json
@@ -27,7 +24,7 @@ from podman.errors import APIError
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault, boundary
 
-# ── rest ────────────────────────────────────────────────────────────
+# ── raw HTTP ──────────────────────────────────────────────────────────────────
 
 READ = 64 * 1024  # bytes at a time: conmon writes frames of at most 8 KiB, several fit
 BODY_LIMIT = 4 << 20  # bytes of an answer: an inspect is 10 KB
@@ -35,7 +32,7 @@ API = "/v4.0.0/libpod"  # the service takes any version in the path, 4 and 5 ali
 
 
 @frozen(kw_only=True)
-class Reply:
+class PodmanReply:
     """A whole answer."""
 
     status: int
@@ -72,7 +69,7 @@ class Hijacked:
             return b""
 
 
-async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | None = None) -> Reply:
+async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | None = None) -> PodmanReply:
     """One request on a connection of its own. Raises RuntimeFault when the service can not be reached or
     talks nonsense.
     """
@@ -126,18 +123,18 @@ async def _event(stream: trio.SocketStream, connection: h11.Connection) -> Any:
     return event
 
 
-async def _reply(stream: trio.SocketStream, connection: h11.Connection) -> Reply:
+async def _reply(stream: trio.SocketStream, connection: h11.Connection) -> PodmanReply:
     head = await _event(stream, connection)
     return await _rest(stream, connection, head.status_code)
 
 
-async def _rest(stream: trio.SocketStream, connection: h11.Connection, status: int) -> Reply:
+async def _rest(stream: trio.SocketStream, connection: h11.Connection, status: int) -> PodmanReply:
     body = bytearray()
     while isinstance(event := await _event(stream, connection), h11.Data):
         body += event.data
         if len(body) > BODY_LIMIT:
             raise RuntimeFault(f"podman: an answer of more than {BODY_LIMIT} bytes")
-    return Reply(status=status, body=bytes(body))
+    return PodmanReply(status=status, body=bytes(body))
 
 
 async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> Hijacked:
@@ -148,7 +145,7 @@ async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> 
     raise RuntimeFault(f"podman: an exec was answered with {head.status_code} and no stream")
 
 
-# ── client ────────────────────────────────────────────────────────────
+# ── podman-py in threads ──────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")
 # seconds without a byte before a call fails: 3 s were seen with 32 calls on two cores, ten times that is no
@@ -162,7 +159,7 @@ PAUSES = (0.1, 0.5, 2.0)
 
 
 @frozen(kw_only=True)
-class Listed:
+class ListedContainer:
     """A container as the service lists it."""
 
     id: str
@@ -171,7 +168,7 @@ class Listed:
 
 
 @frozen(kw_only=True)
-class Initialised:
+class InitialisedContainer:
     """A container whose first process waits to be started: its id on this machine, and the folder its layer
     is written to.
     """
@@ -181,7 +178,7 @@ class Initialised:
 
 
 @define(eq=False)
-class Client:
+class ContainerClient:
     """At most `calls` calls at a time, each on a client of its own."""
 
     socket: Path
@@ -208,14 +205,14 @@ class Client:
             ),
         )
 
-    async def init(self, container: str) -> Initialised:
+    async def init(self, container: str) -> InitialisedContainer:
         """Make the container's namespaces, with its first process waiting in them."""
 
-        def work(client: Any) -> Initialised:
+        def work(client: Any) -> InitialisedContainer:
             _checked(client.api.post(f"/containers/{container}/init"))
             told = _checked(client.api.get(f"/containers/{container}/json")).json()
             upper = ((told.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
-            return Initialised(pid=int(told["State"]["Pid"]), upper=Path(upper) if upper else None)
+            return InitialisedContainer(pid=int(told["State"]["Pid"]), upper=Path(upper) if upper else None)
 
         return await self._call("init", work)
 
@@ -235,17 +232,19 @@ class Client:
 
         await self._persistent("remove", work)
 
-    async def labelled(self, label: str) -> Sequence[Listed]:
+    async def labelled(self, label: str) -> Sequence[ListedContainer]:
         """Every container that has the label, running or not."""
 
-        def work(client: Any) -> list[Listed]:
+        def work(client: Any) -> list[ListedContainer]:
             found = _checked(
                 client.api.get(
                     "/containers/json", params={"all": True, "filters": json.dumps({"label": [label]})}
                 )
             ).json()
             return [
-                Listed(id=each["Id"], names=tuple(each.get("Names") or ()), labels=each.get("Labels") or {})
+                ListedContainer(
+                    id=each["Id"], names=tuple(each.get("Names") or ()), labels=each.get("Labels") or {}
+                )
                 for each in found
             ]
 

@@ -1,16 +1,15 @@
-"""Folders of this machine that a task may see: only below those that the node's own config names.
+"""What a session's container is: its volumes, its shape, its owner's label, and the libpod spec made of them.
 
-What counts is where a path really leads. It is looked up when the task is submitted, again when a container
-is made, and the folder that stands in the container is compared with the one that was checked before anything
-runs in there, so that no link moved meanwhile leads elsewhere. Rule for whoever edits it: a source is judged
-by its resolved path alone, never by how it is written.
+The spec is pure. It gives no network but loopback, no capabilities and no way to gain any, a user namespace
+of its own where that costs nothing, and a limit for everything a container could exhaust. The root is one
+layer and writable here; the node makes it read-only, except for the workspace, while a harness runs
+(`sealing.py`): Podman's own read-only root would copy each image's workdir into a volume at every start, and
+the layer of a prepared container would lack it.
 
-What a session's container is, as the value Podman is given.
-
-Pure. No network but loopback, no capabilities, no way to gain any, its own user namespace where that costs
-nothing, and limits for all it could exhaust. The root is one layer and writable here; the node makes it
-read-only, but for the workspace, while a harness runs (`sealing.py`): Podman's own read-only root would copy
-each image's workdir into a volume at every start, and the layer of a prepared container would lack it.
+A volume's source must lie below a folder that the node's config names. Its resolved path is checked when the
+task is submitted and again when a container is made, and the folder mounted in the container is compared with
+the one that was checked before anything runs, so that no link moved meanwhile leads elsewhere. Invariant: a
+source is judged by its resolved path alone, never by how it is written.
 """
 
 import os
@@ -27,7 +26,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import RuntimeSpec, VolumeSpec
 
-# ── volumes ────────────────────────────────────────────────────────────
+# ── volumes ───────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -42,12 +41,12 @@ class Volume:
 def check_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> None:
     """Refused, with its path, for the first that this node does not allow."""
     for index, volume in enumerate(volumes):
-        refusal = why_not(volume.source, allowed)
+        refusal = volume_refusal(volume.source, allowed)
         if refusal is not None:
             raise Refused(refusal, path=f"$.runtime.volumes[{index}].source")
 
 
-def why_not(source: str, allowed: Sequence[str]) -> str | None:
+def volume_refusal(source: str, allowed: Sequence[str]) -> str | None:
     """What is wrong with a source, None when nothing is."""
     try:
         real = Path(source).resolve(strict=True)
@@ -80,14 +79,14 @@ def why_not(source: str, allowed: Sequence[str]) -> str | None:
 
 
 @contextmanager
-def open_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> Iterator["Sources"]:
+def open_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> Iterator["OpenVolumes"]:
     """The sources, held open while their container is made. RuntimeFault for one that is no longer
     allowed.
     """
     with ExitStack() as stack:
         found: list[tuple[Volume, int]] = []
         for volume in volumes:
-            refusal = why_not(volume.source, allowed)
+            refusal = volume_refusal(volume.source, allowed)
             if refusal is not None:
                 raise RuntimeFault(refusal)
             real = str(Path(volume.source).resolve(strict=True))
@@ -97,11 +96,11 @@ def open_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> Itera
                 raise RuntimeFault(f"volume {volume.source}: {error.strerror}") from error
             stack.callback(os.close, opened)
             found.append((Volume(source=real, target=volume.target, write=volume.write), opened))
-        yield Sources(tuple(found))
+        yield OpenVolumes(tuple(found))
 
 
 @frozen
-class Sources:
+class OpenVolumes:
     """Allowed volumes, each with its source open."""
 
     _found: tuple[tuple[Volume, int], ...]
@@ -127,7 +126,7 @@ class Sources:
                 raise RuntimeFault(f"volume {volume.source} was replaced while its container was made")
 
 
-# ── container ────────────────────────────────────────────────────────────
+# ── the spec ──────────────────────────────────────────────────────────────────
 
 INIT_INSIDE = "/dev/polarnode-init"  # on the container's own /dev, so nothing is left in its layer
 CPU_PERIOD = 100_000  # microseconds; the kernel's default

@@ -1,9 +1,9 @@
 """Copies of prepared containers, as images in the store that all nodes of the machine share.
 
-A copy is one layer on the task's image, made by Podman's commit. What commit gets wrong is mended in the
-layer before it has its name: in a user namespace Podman (4.3 at least) writes the ids of this machine instead
-of the container's, and times lose what is below a second. The rule for whoever edits it: a layer is touched
-only between its commit and its name, when nobody can have mounted it.
+A copy is one layer on the task's image, made by Podman's commit. Two faults of commit are corrected in the
+layer before it gets its name: in a user namespace Podman (4.3 at least) writes the ids of this machine
+instead of the container's, and times lose what is below a second. Invariant: a layer is touched only between
+its commit and its name, while nobody can have mounted it.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""A folder of one container made the same in another, by the node, from outside, in constant memory.
+"""Make a folder of one container the same in another, from outside, in constant memory.
 
-Neither container's programs have a part in it: the one is the agent's, which must not say what is unpacked
-beside a judge, and the other may have no tar. Ids, modes, times, links, second names and holes stay as they
-are. What both still have of the image they came from is let be: only what was changed is copied. Rule for
-whoever edits it: the source is hostile and walked as such; the target is ours and nothing runs in it.
+Neither container's programs take part: the source's may be the agent's, which must not decide what is
+unpacked beside a judge, and the target may have no tar. Ids, modes, times, links, hard links and holes are
+preserved. What both still share with their image is skipped: only what changed is copied. Invariant: the
+source is hostile and walked as such; the target is ours and nothing runs in it.
 """
 
 import errno
@@ -19,8 +19,8 @@ from polarnode.containers.files import (
     DEEPEST,
     FILE_FLAGS,
     FOLDER_FLAGS,
-    Entry,
-    Rooted,
+    ContainerFiles,
+    TreeEntry,
     entries,
     opened_below,
     opened_child,
@@ -39,8 +39,8 @@ PIECE = 8 << 20  # bytes between two looks whether the budget is over
 class Copy:
     """One copy of a folder. `copied` and `size` count what had to be written."""
 
-    source: Rooted
-    target: Rooted
+    source: ContainerFiles
+    target: ContainerFiles
     limit: int
     looked: int = field(default=0, init=False)
     copied: int = field(default=0, init=False)
@@ -76,7 +76,7 @@ class Copy:
         for name in surplus:
             remove(right, name)
 
-    def _made(self, entry: Entry, right: int, depth: int) -> bool:
+    def _made(self, entry: TreeEntry, right: int, depth: int) -> bool:
         """Whether there is something of this name in the target now."""
         if entry.is_folder:
             return self._made_folder(entry, right, depth)
@@ -90,7 +90,7 @@ class Copy:
                     self._write(entry, left, right)
         return True  # what is mounted is a volume or Podman's own, and the target has its own
 
-    def _made_folder(self, entry: Entry, right: int, depth: int) -> bool:
+    def _made_folder(self, entry: TreeEntry, right: int, depth: int) -> bool:
         if depth >= DEEPEST:
             raise EvaluatorError(
                 f"the workspace is more than {DEEPEST} folders deep: evaluate it where it is, without"
@@ -107,7 +107,7 @@ class Copy:
                 self._dress(below, entry.told)
         return True
 
-    def _same(self, entry: Entry, right: int) -> bool:
+    def _same(self, entry: TreeEntry, right: int) -> bool:
         """Whether the target has the very file, of the image both came from: a write would have changed its
         ctime, which nobody can set back.
         """
@@ -120,7 +120,7 @@ class Copy:
             self._first_name(entry)
         return same
 
-    def _write(self, entry: Entry, left: int, right: int) -> None:
+    def _write(self, entry: TreeEntry, left: int, right: int) -> None:
         self.copied += 1
         if entry.is_link:
             os.symlink(entry.leads_to(), entry.name, dir_fd=right)
@@ -128,7 +128,7 @@ class Copy:
         elif not self._linked(entry, right):
             self._copy_file(left, right, entry)
 
-    def _linked(self, entry: Entry, right: int) -> bool:
+    def _linked(self, entry: TreeEntry, right: int) -> bool:
         """Whether it is a second name of a file that is already there."""
         if entry.told.st_nlink < 2:
             return False
@@ -140,7 +140,7 @@ class Copy:
             return True
         return False
 
-    def _first_name(self, entry: Entry) -> bytes:
+    def _first_name(self, entry: TreeEntry) -> bytes:
         """The first name met of a file; its own where too many files have several."""
         key = (entry.told.st_dev, entry.told.st_ino)
         return (
@@ -149,7 +149,7 @@ class Copy:
             else self._first_names.get(key, entry.path)
         )
 
-    def _copy_file(self, left: int, right: int, entry: Entry) -> None:
+    def _copy_file(self, left: int, right: int, entry: TreeEntry) -> None:
         made = os.open(
             entry.name,
             os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -242,7 +242,7 @@ def _is_folder(above: int, name: bytes) -> bool:
         return False
 
 
-def _entered(stack: ExitStack, entry: Entry, flags: int) -> int | None:
+def _entered(stack: ExitStack, entry: TreeEntry, flags: int) -> int | None:
     """What an entry names, open for as long as the stack; None where another file system is mounted on it."""
     try:
         return stack.enter_context(opened_child(entry.above, entry.name, flags))

@@ -1,10 +1,9 @@
-"""What sessions write, and an end for those that write too much.
+"""Bound what sessions write: measure the containers' layers, and end those over their limit.
 
-A quota of the file system is the better bound and is used where there is one (`probe.py`); everywhere one
-file is bounded by its size limit. This watcher bounds the sum: it looks how free the disk is, which costs
-nothing, and measures containers only when that moved. Rule for whoever edits it: what is measured belongs to
-somebody hostile, so a measurement is a program of its own that follows no link and may take long, and never
-holds up that of another.
+A quota of the file system is the better bound and is used where there is one (`probe.py`); each single file
+is bounded by its size limit everywhere. This watch bounds the sum: it reads the free space of the disk, which
+costs nothing, and measures containers only when that moved. Invariant: what is measured is hostile, so a
+measurement is a program of its own that follows no link, may take long, and never delays another.
 """
 
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.inside import Group
+from polarnode.containers.inside import ControlGroup
 from polarnode.core.errors import RuntimeFault
 
 LOOK_S = 0.5  # seconds between looks at the free space, one system call
@@ -45,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
-class Room:
+class DiskSpace:
     """What a disk still has room for, in bytes: of content, and of files though they be empty."""
 
     content: int = 0
@@ -56,30 +55,30 @@ class Room:
         """The shorter of the two."""
         return min(self.content, self.files)
 
-    def moved(self, since: "Room") -> bool:
+    def moved(self, since: "DiskSpace") -> bool:
         """Whether somebody wrote or removed enough, of either kind, to be worth a measurement."""
         return max(abs(self.content - since.content), abs(self.files - since.files)) >= MOVED
 
 
 @frozen(kw_only=True)
-class Upper:
+class WritableLayer:
     """Where a container writes: its layer's folder on this machine, the group of its processes, the device
     they see its files on.
     """
 
     folder: Path
-    group: Group
+    group: ControlGroup
     device: int
 
 
 @define(eq=False, kw_only=True)
-class Written:
+class WatchedContainer:
     """One container under watch. `because` says why it was ended, None while it was not; `for_room`: for the
     machine's sake, not for its limit.
     """
 
     id: str
-    upper: Upper
+    upper: WritableLayer
     limit_mb: int
     end: Callable[[], Awaitable[None]]
     because: str | None = field(default=None, init=False)
@@ -114,12 +113,12 @@ class DiskWatch:
     store: Path
     reserve: int
     ended: int = field(default=0, init=False)
-    _watched: dict[str, Written] = field(factory=dict, init=False)
-    _room: Room = field(factory=Room, init=False)  # when all were last told to be measured
+    _watched: dict[str, WatchedContainer] = field(factory=dict, init=False)
+    _room: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last told to be measured
     _all_at: float = field(default=-math.inf, init=False)
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
 
-    def add(self, written: Written) -> None:
+    def add(self, written: WatchedContainer) -> None:
         """Watch a container from now on."""
         self._watched[written.id] = written
 
@@ -134,7 +133,7 @@ class DiskWatch:
             due: set[str] = set()
             while True:
                 await trio.sleep(LOOK_S)
-                room = room_at(self.store)
+                room = disk_space_at(self.store)
                 due = self._due(due, room)
                 for each in self._rested(due):
                     due.discard(each.id)
@@ -143,7 +142,7 @@ class DiskWatch:
                 if room.least < self.reserve // 2:
                     await self._end_largest()
 
-    def _due(self, due: set[str], room: Room) -> set[str]:
+    def _due(self, due: set[str], room: DiskSpace) -> set[str]:
         """Who is still to be measured: all, when the disk moved or it is long ago."""
         now = trio.current_time()
         if not room.moved(self._room) and now - self._all_at < SELDOM_S:
@@ -151,11 +150,11 @@ class DiskWatch:
         self._room, self._all_at = room, now
         return set(self._watched)
 
-    def _rested(self, due: set[str]) -> list[Written]:
+    def _rested(self, due: set[str]) -> list[WatchedContainer]:
         now = trio.current_time()
         return [self._watched[id] for id in due if self._watched[id].not_before <= now]
 
-    async def _measure(self, written: Written) -> None:
+    async def _measure(self, written: WatchedContainer) -> None:
         async with self._limiter:
             began = trio.current_time()
             measured = await used_bytes(written.upper)
@@ -182,7 +181,7 @@ class DiskWatch:
             f"the machine's disk is nearly full and this session wrote the most, {largest.size >> 20} MB",
         )
 
-    async def _end(self, written: Written, because: str) -> None:
+    async def _end(self, written: WatchedContainer, because: str) -> None:
         written.because = written.because or because
         written.limit = written.size + (written.limit_mb << 20) // AGAIN
         self.ended += 1
@@ -191,15 +190,15 @@ class DiskWatch:
             await written.end()
 
 
-def room_at(folder: Path) -> Room:
+def disk_space_at(folder: Path) -> DiskSpace:
     """What root may still write there."""
     told = os.statvfs(folder)
     content = told.f_bfree * told.f_frsize
     # no number: they are made as they are needed
-    return Room(content=content, files=told.f_ffree * ENTRY if told.f_files else content)
+    return DiskSpace(content=content, files=told.f_ffree * ENTRY if told.f_files else content)
 
 
-async def used_bytes(upper: Upper) -> int | None:
+async def used_bytes(upper: WritableLayer) -> int | None:
     """What a container has on disk: its layer's files, each counted once, and those it unlinked and still
     holds. None when it is gone.
     """
@@ -209,7 +208,7 @@ async def used_bytes(upper: Upper) -> int | None:
     return max(on_disk, entries * ENTRY) + await trio.to_thread.run_sync(unlinked_bytes, upper)
 
 
-async def _walked(upper: Upper, counted: str) -> int | None:
+async def _walked(upper: WritableLayer, counted: str) -> int | None:
     argv = ["nice", "-n", "19", "du", "--summarize", counted, "--one-file-system", "--", str(upper.folder)]
     try:
         done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
@@ -221,7 +220,7 @@ async def _walked(upper: Upper, counted: str) -> int | None:
     return int(total) if total.isdigit() else None
 
 
-def unlinked_bytes(upper: Upper) -> int:
+def unlinked_bytes(upper: WritableLayer) -> int:
     """What is in files that have no name any more: no walk finds them."""
     found: dict[int, int] = {}
     for number, path in enumerate(_open_files(upper.group)):
@@ -234,7 +233,7 @@ def unlinked_bytes(upper: Upper) -> int:
     return sum(found.values())
 
 
-def _open_files(group: Group) -> Iterator[str]:
+def _open_files(group: ControlGroup) -> Iterator[str]:
     """Everything the group's processes hold open or have mapped after it was unlinked, as paths of this
     machine.
     """

@@ -1,9 +1,9 @@
-"""Sockets of the node inside a runtime: listeners made by the node in the container's own network namespace.
+"""The node's listening sockets inside a runtime, made in the container's own network namespace.
 
-A container has no network but its loopback, and these are all that listens there: the model plane's door, and
-beside it, where a task may reach names of the world, the proxy's. The accepting socket tells which session
-calls. Rule for whoever edits it: setns changes one thread for good, so it runs in a thread that is thrown
-away, never in one of Trio's, which are lent to others.
+A container has no network but its loopback. All that listens there is the session's model endpoint and, where
+the task may reach outside names, the egress proxy. The accepting socket tells which session calls. Invariant:
+setns changes a thread for good, so it runs in a thread of its own that ends with it, never in one of Trio's,
+which are reused.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ from functools import partial
 
 import trio
 
-from polarnode.containers.inside import CLONE_NEWNET, enter, thrown_away
+from polarnode.containers.inside import CLONE_NEWNET, enter, in_own_thread
 from polarnode.core.errors import RuntimeFault
 
-DOOR_HOST = "127.0.0.1"
-DOOR_PORT = 8080  # any would do: nobody else is in there
-EGRESS_PORT = 3128  # any other would do: this one is known as a proxy's
+ENDPOINT_HOST = "127.0.0.1"
+ENDPOINT_PORT = 8080  # any would do: nothing else listens in there
+EGRESS_PORT = 3128  # any other would do: this one is commonly a proxy's
 # waiting connections; a harness opens one, its sub-agents a few each, and a fork bomb of clients is refused
 BACKLOG = 128
 # a client inside that reads nothing for so long is cut: Hypercorn shields its sends without a deadline
@@ -29,28 +29,25 @@ UNREAD_MS = 30_000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 
-async def open_door(pid: int) -> socket.socket:
-    """A non-blocking socket that listens at DOOR_HOST:DOOR_PORT in the network namespace of process `pid` (13
-    ms on a loaded machine).
+async def open_model_endpoint(pid: int) -> socket.socket:
+    """Listen at ENDPOINT_HOST:ENDPOINT_PORT in the network namespace of process `pid`, without blocking.
 
-    The caller closes it; it keeps the namespace alive until then. Raises RuntimeFault when the namespace can
-    not be entered.
+    Takes 13 ms on a loaded machine. The caller closes the socket, which keeps the namespace alive until then.
+    Raises RuntimeFault when the namespace cannot be entered.
     """
-    return await trio.to_thread.run_sync(_made_in, partial(_namespace_of_process, pid), DOOR_PORT)
+    return await trio.to_thread.run_sync(_made_in, partial(_namespace_of_process, pid), ENDPOINT_PORT)
 
 
 async def open_listener(network: int, port: int) -> socket.socket:
-    """Another listener, at `port`, in a network namespace that is open as a descriptor, which stays the
-    caller's.
-    """
+    """Listen at `port` in a network namespace that is open as a descriptor, which the caller keeps."""
     return await trio.to_thread.run_sync(_made_in, partial(os.dup, network), port)
 
 
 def _made_in(open_namespace: Callable[[], int], port: int) -> socket.socket:
     try:
-        return thrown_away(lambda: _entered(open_namespace(), port))
+        return in_own_thread(lambda: _entered(open_namespace(), port))
     except OSError as error:
-        raise RuntimeFault(f"no door could be made in a container: {error}") from error
+        raise RuntimeFault(f"the model endpoint could not be opened in a container: {error}") from error
 
 
 def _namespace_of_process(pid: int) -> int:
@@ -68,23 +65,25 @@ def _entered(namespace: int, port: int) -> socket.socket:
 
 
 def _listen(port: int) -> socket.socket:
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        _raise_loopback(door)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)  # accepted sockets inherit it
-        door.bind((DOOR_HOST, port))
-        door.listen(BACKLOG)
-        door.setblocking(False)
+        _raise_loopback(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS
+        )  # accepted sockets inherit it
+        listener.bind((ENDPOINT_HOST, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
     except OSError:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
-def _raise_loopback(door: socket.socket) -> None:
+def _raise_loopback(listener: socket.socket) -> None:
     """Bring `lo` up where the container runtime has not."""
-    asked = struct.pack("16sH14x", b"lo", 0)
-    flags = struct.unpack("16sH14x", fcntl.ioctl(door, SIOCGIFFLAGS, asked))[1]
+    request = struct.pack("16sH14x", b"lo", 0)
+    flags = struct.unpack("16sH14x", fcntl.ioctl(listener, SIOCGIFFLAGS, request))[1]
     if not flags & IFF_UP:
-        fcntl.ioctl(door, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
+        fcntl.ioctl(listener, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))

@@ -1,14 +1,11 @@
-"""The output of an exec: frames of stdout and stderr, cut from a stream of bytes, and kept within a bound.
+"""Run a program in a container: feed it, split its output into stdout and stderr, end it when cancelled.
 
-Pure. A frame is a stream's number, three zero bytes, the length as four bytes (big-endian), and that many
-bytes.
-
-A program run in a container: fed, its output cut into stdout and stderr, ended when we are cancelled.
-
-On our own stream to the service, because a thread can not be cancelled and an exec may run for an hour. Rules
-for whoever edits it: an exec is over when an inspect says so, never because its stream ended (the service may
-have died, and the program runs on); starting one is not cancellable, so that none starts after we have left;
-hanging up ends nothing, so what we leave behind is ended by signals.
+`Frames` and `Tail` are pure: they cut Podman's stream into pieces and keep the last of them. A frame is the
+stream's number, three zero bytes, the length as four bytes (big-endian), and that many bytes. `Execs` uses a
+raw stream to the service, because a thread cannot be cancelled and an exec may run for an hour. Invariants:
+an exec is over when an inspect says so, never because its stream ended (the service may have died while the
+program runs on); starting one is not cancellable, so that none starts after we have left; hanging up ends
+nothing, so what we leave is ended by signals.
 """
 
 import math
@@ -27,7 +24,7 @@ from polarnode.containers.inside import Inside
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 
-# ── frames ────────────────────────────────────────────────────────────
+# ── the stream ────────────────────────────────────────────────────────────────
 
 HEADER = 8
 STDOUT, STDERR = 1, 2
@@ -98,7 +95,7 @@ class Tail:
         return self._pieces[0]
 
 
-# ── exec ────────────────────────────────────────────────────────────
+# ── running ───────────────────────────────────────────────────────────────────
 
 START_S = 90.0  # seconds an exec may take to start: 70 ms quiet, 3 s seen with 32 at once on two cores
 TERM_GRACE = 3.0  # seconds a program has between TERM and KILL: time to write its last file

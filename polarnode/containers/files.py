@@ -1,22 +1,11 @@
-"""Files of a container, written and read from outside through its root, as root, in threads.
+"""Files of a container: read, written, walked and archived from outside through its root, in threads.
 
-Faster than an exec by two orders, and it needs nothing of the image. Rule for whoever edits it: every path is
-opened by openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_SYMLINKS, because whoever is inside may put a link
-anywhere at any time, and these files are opened with the node's rights.
-
-A tree of somebody hostile, walked from outside: every folder is opened from the one above it, by the kernel's
-rules against links.
-
-Rule for whoever edits it: nothing in here is opened by a path of more than one name, no link is followed, no
-other file system is entered, and no folder, however wide or deep, costs more than two descriptors a level and
-a page of names.
-
-What a task wants kept of a session, as one tar that the node writes while it walks the container's files from
-outside.
-
-The container's own programs have no part in it: they may be the agent's by now. Rule for whoever edits it:
-plain files, folders and links (never followed) go in, nothing else; the tar has a bound in bytes and in
-entries; and what is left out is said.
+This is two orders of magnitude faster than an exec and needs nothing of the image. The content is hostile:
+whoever is inside may put a link anywhere at any time, and these files are opened with the node's rights.
+Invariants: every path is opened by openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_SYMLINKS; a walk opens every
+folder from the one above it, by a single name, follows no link, enters no other file system, and costs at
+most two descriptors a level and a page of names. Artifacts are one tar of plain files, folders and links,
+bounded in bytes and entries; everything left out is reported.
 """
 
 import ctypes
@@ -36,7 +25,7 @@ from attrs import define, field, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 
-# ── files ────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────
 
 SYS_OPENAT2 = 437  # the same number on every architecture
 RESOLVE = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
@@ -63,7 +52,7 @@ class Account:
 
 
 @frozen(kw_only=True)
-class Rooted:
+class ContainerFiles:
     """A container's files. `root` is an open descriptor of its root; `shift` is what its ids are moved by on
     this machine.
     """
@@ -240,7 +229,7 @@ def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resol
     return opened
 
 
-# ── tree ────────────────────────────────────────────────────────────
+# ── walking a tree ────────────────────────────────────────────────────────────
 
 # folders in one another: the deepest that package managers made was 60, and each takes two descriptors
 DEEPEST = 200
@@ -251,7 +240,7 @@ Skipped = Callable[[bytes, str], None]  # told what was left out, and why
 
 
 @frozen(kw_only=True)
-class Entry:
+class TreeEntry:
     """Something in a folder that is open as `above`. `path` is relative to where the walk began, `told` its
     lstat.
     """
@@ -278,12 +267,14 @@ class Entry:
         return os.readlink(self.name, dir_fd=self.above)
 
 
-def entry_of(above: int, name: bytes, path: bytes) -> Entry:
+def entry_of(above: int, name: bytes, path: bytes) -> TreeEntry:
     """What stands under a name. OSError where nothing does."""
-    return Entry(above=above, name=name, path=path, told=os.stat(name, dir_fd=above, follow_symlinks=False))
+    return TreeEntry(
+        above=above, name=name, path=path, told=os.stat(name, dir_fd=above, follow_symlinks=False)
+    )
 
 
-def walk(entry: Entry, skipped: Skipped, depth: int = 0) -> Iterator[Entry]:
+def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEntry]:
     """The entry and everything below it, folders before what is in them."""
     yield entry
     if not entry.is_folder:
@@ -322,7 +313,7 @@ def remove(above: int, name: bytes, depth: int = 0) -> None:
             raise
 
 
-def entries(opened: int, path: bytes) -> Iterator[Entry]:
+def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
     """What is in an open folder. What goes away meanwhile is not in it."""
     with os.scandir(opened) as listing:
         for found in listing:
@@ -334,7 +325,7 @@ def entries(opened: int, path: bytes) -> Iterator[Entry]:
             yield below
 
 
-# ── artifacts ────────────────────────────────────────────────────────────
+# ── artifacts ─────────────────────────────────────────────────────────────────
 
 # of content: a patch, logs, a small build; ten thousand sessions of it are a disk's worth already
 BYTES_LIMIT = 256 << 20
@@ -370,7 +361,7 @@ def artifacts_path(folder: Path, session_id: str) -> Path:
     return folder / f"{session_id}{ENDING}"
 
 
-def collect(files: Rooted, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
+def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
     """Write the tar; half of one is never left. RuntimeFault where it can not be written. Runs in a thread,
     and ends when that is cancelled.
     """
@@ -422,7 +413,7 @@ class _Archive:
         """What was left out."""
         return (*self._left_out, *([f"and {self._unsaid} more"] if self._unsaid else []))
 
-    def _walk(self, top: Entry) -> None:
+    def _walk(self, top: TreeEntry) -> None:
         for entry in walk(top, self._leave_out):
             trio.from_thread.check_cancelled()
             if entry.path in self._names:
@@ -437,7 +428,7 @@ class _Archive:
             self._put(entry)
         return None
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: TreeEntry) -> None:
         if entry.is_folder:
             self._head(entry, tarfile.DIRTYPE)
         elif entry.is_link:
@@ -447,7 +438,7 @@ class _Archive:
         else:
             self._leave_out(entry.path, "it is neither a file nor a folder nor a link")
 
-    def _file(self, entry: Entry) -> None:
+    def _file(self, entry: TreeEntry) -> None:
         """Its size is what reading it gives, holes and all; one that shrinks meanwhile is filled up."""
         size = entry.told.st_size
         if self.size + size > BYTES_LIMIT:
@@ -474,7 +465,7 @@ class _Archive:
             self.sink.write(bytes(READ))
         self.sink.write(bytes(left % READ + -size % tarfile.BLOCKSIZE))
 
-    def _head(self, entry: Entry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
+    def _head(self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
         """GNU's format: names of any bytes and any length, sizes beyond 8 GiB, read by every tar."""
         told = tarfile.TarInfo(os.fsdecode(entry.path))
         told.type, told.size, told.linkname = kind, size, os.fsdecode(link)

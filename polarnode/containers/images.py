@@ -1,14 +1,12 @@
-"""Images: what is missing or of another recipe is built, once, however many nodes and sessions ask.
+"""Build the images that are missing or outdated, once, however many nodes and sessions ask.
 
-Built with the podman command line, because podman-py can not mount the machine's own certificates into a
-build. Rule for whoever edits it: a build may reach the network, a container never; nothing of this machine
-but its certificates enters an image, and those only for a step.
+Built with the podman command line, because podman-py cannot mount the machine's own certificates into a
+build. Invariant: a build may reach the network, a container never; nothing of this machine but its
+certificates enters an image, and those only for a step.
 
-Images of tasks: built from the environment folder of a task, by the operator, on the node's own machine.
-
-The rule for whoever edits it: such a folder is somebody else's program, and building it runs that program
-with this machine's network. It is done only at a person's word (`polarnode run`, `submit`, `convert
---build`), never because a task that came over the network asks for it.
+Images of tasks are built from a task's environment folder. Such a folder is somebody else's program, and
+building it runs that program with this machine's network. It is done only at an operator's command
+(`polarnode run`, `submit`, `convert --build`), never because a task that came over the network asks for it.
 """
 
 import fcntl
@@ -34,11 +32,11 @@ from polarnode.containers.recipes import (
     default_runtimes_dir,
     read_recipes,
 )
-from polarnode.containers.service import ready_store
+from polarnode.containers.service import configure_store
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.sources.values import Build
 
-# ── images ────────────────────────────────────────────────────────────
+# ── images ────────────────────────────────────────────────────────────────────
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 RECIPE_LABEL = "polarnode.recipe"
@@ -250,7 +248,7 @@ class Builder:
 
 
 async def open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> Builder:
-    ready = await ready_store(settings.state_dir)
+    ready = await configure_store(settings.state_dir)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
     tools = Tools(podman=ready.podman, store=ready.store, log=log)
     return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
@@ -304,7 +302,7 @@ def _locked(held: int) -> bool:
     return True
 
 
-# ── task images ────────────────────────────────────────────────────────────
+# ── images of tasks ───────────────────────────────────────────────────────────
 
 
 async def build_task_images(

@@ -1,22 +1,13 @@
-"""A running container seen from the machine: its first process, its namespaces of processes and of mounts,
-its root.
+"""A running container seen from the machine: its first process, namespaces, root and control group.
 
-Opened between init and start and kept open, so that a process id given to somebody else meanwhile can not
-mislead us. Ending everything is done from outside, by one signal to all processes of the namespace at once:
-it needs no program in the image, no free process id in it, and no capability of the container's. Rule for
-whoever edits it: never act on a bare process id without asking which namespace it is in.
+`Inside` is opened between init and start and kept open, so that a process id reused meanwhile cannot mislead
+us. All processes are ended from outside, by one signal to the whole namespace: it needs no program in the
+image, no free process id in it, and no capability of the container's. Invariant: never act on a bare process
+id without checking which namespace it is in.
 
-A container's control group as a folder of this machine: which processes are in it, and what the kernel ended
-for want of memory.
-
-Both versions of cgroups, since both are met: the memory controller is in a tree of its own (v1, hybrid) or in
-the one tree (v2).
-
-Work in a namespace of a container, done by the node: in a thread of its own, which is thrown away with what
-it entered.
-
-Rule for whoever edits it: setns changes one thread for good, so what is done here never runs in one of
-Trio's.
+Both versions of cgroups are supported: the memory controller is in a tree of its own (v1, hybrid) or in the
+one tree (v2). Work in a container's namespace runs in a thread of its own that ends with it: setns changes a
+thread for good, so it never runs in one of Trio's.
 """
 
 import ctypes
@@ -36,7 +27,7 @@ from attrs import define, field, frozen
 
 from polarnode.core.errors import PolarnodeError, RuntimeFault, boundary
 
-# ── inside ────────────────────────────────────────────────────────────
+# ── the first process ─────────────────────────────────────────────────────────
 
 KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the sender
 # seconds for the kernel to be done with killed processes; one in uninterruptible I/O takes as long as its
@@ -180,7 +171,7 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-# ── cgroups ────────────────────────────────────────────────────────────
+# ── control groups ────────────────────────────────────────────────────────────
 
 ROOT = Path("/sys/fs/cgroup")
 OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
@@ -189,7 +180,7 @@ KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @frozen
-class Group:
+class ControlGroup:
     """A container's group, where its memory is counted."""
 
     folder: Path
@@ -217,7 +208,7 @@ class Group:
         return found
 
 
-def group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Group:
+def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:
     """The group of a container, by its first process."""
     lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
     by_controllers = {controllers: path for _, controllers, path in lines}
@@ -225,10 +216,10 @@ def group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Group:
     tree = root if path is None else root / "memory"
     place = Path((path if path is not None else by_controllers.get("", "/")).lstrip("/"))
     named = [each for each in (place, *place.parents) if OURS in each.name]
-    return Group(tree / (named[0] if named else place))
+    return ControlGroup(tree / (named[0] if named else place))
 
 
-# ── namespaces ────────────────────────────────────────────────────────────
+# ── threads in a namespace ────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")
 
@@ -237,7 +228,7 @@ CLONE_FS, CLONE_NEWNS, CLONE_NEWNET = 0x0000_0200, 0x0002_0000, 0x4000_0000
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def thrown_away(work: Callable[[], Answer]) -> Answer:
+def in_own_thread(work: Callable[[], Answer]) -> Answer:
     """Do something in a thread that ends with it. OSErrors and errors of ours come out as they are."""
     done: list[Answer] = []
     failed: list[OSError | PolarnodeError] = []

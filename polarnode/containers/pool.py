@@ -1,24 +1,15 @@
-"""How many warm runtimes of a shape are enough: as many as are taken while another one starts, and some for
-luck.
+"""The node's runtimes: a warm one where one of the shape is ready, else a fresh one; used once, then removed.
 
-Pure. By Little's law `rate * start_s` are on their way at any time; takes come in bursts, so as many again as
-the root of that stand ready (the square-root rule of staffing). The rule for whoever edits it: never more
-than may be taken, so that nothing is started for nobody.
+A warm runtime is started and has its model endpoint, and nothing of any session is in it; its image may be a
+copy of a prepared workspace. How many of a shape are kept follows from how many sessions wait and how fast
+they take them: by Little's law `rate * start_s` are starting at any time, and because takes come in bursts,
+the root of that is added (the square-root rule of staffing). The count is never more than may be taken.
+Invariant: the pool starts containers in the background, and leaves most of Podman's calls to the sessions.
 
-The node's runtimes: a warm one where one of the shape stands ready, else a fresh one; used once, then
-removed.
-
-A warm runtime is started and has its door, and nothing of any session is in it; its image may be a copy of a
-prepared workspace. How many of a shape are kept follows how many sessions wait and how fast they take them
-(`sizing.py`). Rule for whoever edits it: the pool starts containers in the background, and never takes more
-of Podman's calls than leave most of them to the sessions.
-
-How many containers are about to be asked for, told to the warm pool as it changes.
-
-The rule for whoever edits it: what was expected of a session is taken back once, whatever becomes of it, so
-that all numbers end at zero. A session whose evaluator has a container of its own asks twice: for the second
-while its harness runs. Tasks that need the same container with the same workspace in it share the warm ones,
-so they are counted together.
+`Demand` reports to the pool how many containers are about to be taken. Tasks that need the same container
+with the same workspace share the warm ones, so they are counted together. A session whose evaluator has a
+container of its own needs two: the second while its harness runs. Invariant: what was expected of a session
+is taken back exactly once, whatever becomes of it, so that all numbers end at zero.
 """
 
 import logging
@@ -33,12 +24,11 @@ from attrs import define, evolve, field, frozen
 from polarnode.containers.container import Shape, shape_of
 from polarnode.containers.prepared import Workspace, workspace_of
 from polarnode.containers.recipes import Recipes
-from polarnode.containers.runtime import REMOVE_S, PodmanRuntime
-from polarnode.containers.starter import Starter
+from polarnode.containers.runtime import REMOVE_S, PodmanRuntime, Starter
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import RuntimeSpec
 
-# ── sizing ────────────────────────────────────────────────────────────
+# ── how many ──────────────────────────────────────────────────────────────────
 
 # seconds over which takes are counted: longer than a start takes on the busiest machine seen, shorter than a
 # group's runs
@@ -50,15 +40,15 @@ FIRST_START_S = 0.5  # seconds a start is thought to take before one was seen
 
 
 @define(eq=False)
-class Pace:
+class TakeRate:
     """Takes of one shape lately, as a count that fades."""
 
-    _count: float = 0.0
+    _value: float = 0.0
     _counted_at: float = -math.inf
 
-    def taken(self, now: float) -> None:
+    def count(self, now: float) -> None:
         """One was taken, warm or not."""
-        self._count = self._faded(now) + 1.0
+        self._value = self._faded(now) + 1.0
         self._counted_at = now
 
     def rate(self, now: float) -> float:
@@ -66,11 +56,11 @@ class Pace:
         return self._faded(now) / WINDOW_S
 
     def _faded(self, now: float) -> float:
-        return self._count * math.exp((self._counted_at - now) / WINDOW_S)
+        return self._value * math.exp((self._counted_at - now) / WINDOW_S)
 
 
 @define(eq=False)
-class Starts:
+class StartDurations:
     """How long starts take, of all shapes: what differs is the load of the machine, not the image."""
 
     mean_s: float = FIRST_START_S
@@ -90,7 +80,7 @@ def enough(*, waiting: int, rate: float, start_s: float, most: int) -> int:
     return min(waiting, most, max(1, math.ceil(under_way + math.sqrt(under_way))))
 
 
-# ── pool ────────────────────────────────────────────────────────────
+# ── the pool ──────────────────────────────────────────────────────────────────
 
 WARM_LIMIT = 64  # warm runtimes of all shapes: about 64 MB
 WARM_AGE_S = 1800.0  # seconds a warm one waits before it is replaced; its dead-man switch runs from its start
@@ -128,7 +118,7 @@ class RuntimesStatistics:
 
 
 @frozen(kw_only=True)
-class Want:
+class PrewarmRequest:
     """So many sessions will take a runtime of the shape. `workspace` is what it is to be prepared with, where
     a copy of that would do.
     """
@@ -149,7 +139,7 @@ class Shelf:
     awaited: int = 0  # sessions that wait for one that is being started
     started_for: float = 0.0  # the lifetime of those being started
     settled: trio.Event = field(factory=trio.Event)  # set when one of them is started, or failed
-    pace: Pace = field(factory=Pace)
+    takes: TakeRate = field(factory=TakeRate)
     ready: "deque[PodmanRuntime]" = field(factory=deque)
 
     def usable(self, runtime: PodmanRuntime, lifetime_s: float) -> bool:
@@ -185,8 +175,8 @@ class Pool:
     # the machine is short of something: nothing is started for later
     held: bool = field(default=False, init=False)
     _cold: int = field(default=0, init=False)  # sessions that wait for a start of their own
-    _starts: Starts = field(factory=Starts, init=False)
-    _wants: dict[tuple[Shape, Workspace | None], Want] = field(factory=dict, init=False)
+    _starts: StartDurations = field(factory=StartDurations, init=False)
+    _requests: dict[tuple[Shape, Workspace | None], PrewarmRequest] = field(factory=dict, init=False)
     _shelves: dict[Shape, Shelf] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
 
@@ -198,11 +188,11 @@ class Pool:
         """The shape a task asks for, its image by Podman's name."""
         return shape_of(spec, self.recipes.image(spec.image))
 
-    def want(self, want: Want) -> None:
+    def prewarm(self, request: PrewarmRequest) -> None:
         """Expect that many from now on; 0 lets the warm ones go."""
-        self._wants.pop((want.shape, want.workspace), None)
-        if want.count > 0:
-            self._wants[want.shape, want.workspace] = want
+        self._requests.pop((request.shape, request.workspace), None)
+        if request.count > 0:
+            self._requests[request.shape, request.workspace] = request
         self.look()
 
     def look(self) -> None:
@@ -213,7 +203,7 @@ class Pool:
         """A runtime for one session, warm where one stands ready. The caller lends it with `lent`."""
         shelf = self._shelf(shape)
         shelf.lifetime_s = max(shelf.lifetime_s, lifetime_s)
-        shelf.pace.taken(trio.current_time())
+        shelf.takes.count(trio.current_time())
         ready = shelf.pop(lifetime_s)
         while ready is None and shelf.coming(lifetime_s):
             await self._wait_settled(shelf)
@@ -292,7 +282,7 @@ class Pool:
     def _missing(self, shelf: Shelf) -> bool:
         now = trio.current_time()
         kept = enough(
-            waiting=shelf.waiting, rate=shelf.pace.rate(now), start_s=self._starts.mean_s, most=self.most
+            waiting=shelf.waiting, rate=shelf.takes.rate(now), start_s=self._starts.mean_s, most=self.most
         )
         return len(shelf.ready) + shelf.starting < kept and shelf.retry_at <= now
 
@@ -347,16 +337,16 @@ class Pool:
         """How many wait for each shape, by what is known of its workspace now."""
         for shelf in self._shelves.values():
             shelf.waiting = 0
-        for want in self._wants.values():
-            shape, count = self._meant(want)
+        for request in self._requests.values():
+            shape, count = self._expected_shape(request)
             self._shelf(shape).waiting += count
 
-    def _meant(self, want: Want) -> tuple[Shape, int]:
+    def _expected_shape(self, request: PrewarmRequest) -> tuple[Shape, int]:
         """The shape they will take: of a copy where there is one."""
-        if want.workspace is None:
-            return want.shape, want.count
-        copy, count = self.expected(want.workspace, want.count)
-        return (evolve(want.shape, image=copy) if copy else want.shape), count
+        if request.workspace is None:
+            return request.shape, request.count
+        copy, count = self.expected(request.workspace, request.count)
+        return (evolve(request.shape, image=copy) if copy else request.shape), count
 
     def _stale(self, shelf: Shelf) -> list[PodmanRuntime]:
         worn = [runtime for runtime in shelf.ready if not shelf.usable(runtime, shelf.lifetime_s)]
@@ -373,28 +363,28 @@ class Pool:
         return self._shelves.setdefault(shape, Shelf())
 
 
-# ── demand ────────────────────────────────────────────────────────────
+# ── demand ────────────────────────────────────────────────────────────────────
 
 Kind = tuple[Shape, Workspace | None]
 
 
 @define(eq=False)
 class Demand:
-    """`want` is the pool's; of each kind at most `warm` are asked of it."""
+    """`prewarm` is the pool's; it is asked for at most `warm` of each kind."""
 
-    want: Callable[[RuntimeSpec, int], None]
+    prewarm: Callable[[RuntimeSpec, int], None]
     warm: int
     # by session: how many containers it has yet to get
     _waiting: dict[str, tuple[RuntimeSpec, int]] = field(factory=dict, init=False)
     _coming: "Counter[Kind]" = field(factory=Counter, init=False)
-    _told: dict[Kind, int] = field(factory=dict, init=False)
+    _requested: dict[Kind, int] = field(factory=dict, init=False)
 
     def expect(self, session_ids: Iterable[str], spec: RuntimeSpec, *, each: int = 1) -> None:
         """These sessions will need so many containers each."""
         for session_id in session_ids:
             self._waiting[session_id] = spec, each
             self._coming[_kind(spec)] += each
-        self._tell(spec)
+        self._update(spec)
 
     def served(self, session_id: str, *, left: int = 0) -> None:
         """This session will need at most so many more. Later calls say nothing new."""
@@ -405,16 +395,16 @@ class Demand:
         if left:
             self._waiting[session_id] = spec, left
         self._coming[_kind(spec)] -= waiting - left
-        self._tell(spec)
+        self._update(spec)
 
-    def _tell(self, spec: RuntimeSpec) -> None:
+    def _update(self, spec: RuntimeSpec) -> None:
         kind = _kind(spec)
         count = min(self.warm, self._coming[kind])
-        if self._told.get(kind, 0) != count:
-            self.want(spec, count)
-        self._told[kind] = count
+        if self._requested.get(kind, 0) != count:
+            self.prewarm(spec, count)
+        self._requested[kind] = count
         if not self._coming[kind]:
-            del self._told[kind], self._coming[kind]
+            del self._requested[kind], self._coming[kind]
 
 
 def _kind(spec: RuntimeSpec) -> Kind:

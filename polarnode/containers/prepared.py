@@ -1,11 +1,10 @@
-"""Prepared workspaces: a task's files and steps are done once, and every other session of it starts from a
-copy.
+"""Prepared workspaces: a task's files and steps are done once, and its other sessions start from a copy.
 
-One session prepares, those that come meanwhile wait; what it leaves is copied (`copies.py`) and the first
-keeps its own container. Where its steps fail the others try for themselves, side by side. The rules for
-whoever edits it: nobody is worse off than without this, so whatever keeps a workspace from being copied costs
-a word in the log and every session prepares its own; and what makes two workspaces equal is all that a step
-could see, the image's id included.
+One session prepares while the others wait; its container is copied (`copies.py`) and it keeps the original.
+Where the steps fail, the others try for themselves, side by side. Invariants: nobody is worse off than
+without this, so whatever keeps a workspace from being copied costs a line in the log and every session
+prepares its own; and two workspaces are equal only if everything a step could see is equal, the image's id
+included.
 """
 
 import hashlib

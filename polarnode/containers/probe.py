@@ -1,15 +1,12 @@
-"""Where this house's Podman lives: a store of its own, apart from every other Podman on the machine.
+"""What this machine's Podman is and lacks, and where our store of images and containers is.
 
-Images stay in `state_dir` between runs and are shared by all nodes that name the same folder. Rule for
-whoever edits it: the database in `state_dir` remembers its run folder and silently overrides a changed one,
-so the run folder is a pure function of `state_dir`.
-
-What this machine's Podman is and lacks, found without touching any store.
+The store is separate from every other Podman on the machine. Images stay in `state_dir` between runs and are
+shared by all nodes that name the same folder. Its run folder is a pure function of `state_dir`, because the
+database in `state_dir` remembers it and silently overrides a changed one.
 
 Each finding is a fact, whether a node can work with it, and a remedy. `open_runtimes` writes its
-configuration from the same findings that `polarnode doctor` shows, so what doctor calls well is what the node
-uses. Rule for whoever edits it: nothing here starts a container, and no podman is run that would open its
-default store.
+configuration from the same findings that `polarnode doctor` shows. Invariant: probing starts no container and
+runs no podman that would open its default store.
 """
 
 import hashlib
@@ -29,7 +26,7 @@ from attrs import frozen
 from polarnode.containers.sealing import can_seal
 from polarnode.core.errors import RuntimeFault
 
-# ── store ────────────────────────────────────────────────────────────
+# ── the store ─────────────────────────────────────────────────────────────────
 
 # emptied by a reboot, which is how Podman learns that there was one
 MEMORY_FOLDERS = (Path("/dev/shm"), Path("/run"))
@@ -145,7 +142,7 @@ def _memory_folder(fallback: Path) -> Path:
     return fallback
 
 
-# ── probe ────────────────────────────────────────────────────────────
+# ── what is probed ────────────────────────────────────────────────────────────
 
 Cgroups = Literal["v1", "v2", "hybrid"]
 
@@ -339,7 +336,7 @@ def _root() -> Finding:
             name="rights",
             ok=False,
             what="not root",
-            remedy="run polarnode as root: limits and doors in containers need it",
+            remedy="run polarnode as root: limits and listeners in containers need it",
         )
     effective = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")

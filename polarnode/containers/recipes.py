@@ -1,22 +1,14 @@
-"""What a node's runtimes are told.
+"""Settings of the runtimes, the recipes of `runtimes/`, and the base image they stand on.
 
-Podman's command line and other programs that build images: asked for an answer, or told to do something whose
-output goes to a log.
+A recipe is one folder of `runtimes/`. Its digest covers its files, its base's digest and the configured base
+image, so that a change below rebuilds everything above; a built image is labelled with it. A harness can be
+put on top of a task's own image: then its recipes are built one upon the other from there, and the images are
+named after the task's image and all these recipes.
 
-The recipes of `runtimes/`: what each folder says, and the digest by which a built image is known to be of
-this very recipe.
-
-A harness can be put on top of a task's own image: then its recipes are built one upon the other from there,
-and the images are called by the task's image and all these recipes. Pure but for reading those folders. A
-recipe's digest covers its files, its base's digest and the base image asked for, so that a change below
-rebuilds what stands above.
-
-The Debian that images stand on: the public image asked for, else one that can be pulled, else one built from
-this machine's own archive.
-
-Which was taken is said aloud. Nothing here names a host: the public image is asked for by its short name,
-which the machine's own registries.conf resolves or does not, and the archive is the one this machine's apt
-uses.
+The base is the configured image, else a public Debian image that can be pulled, else one built from this
+machine's own archive; the choice is reported. Nothing here names a host: the public image is requested by its
+short name, which the machine's own registries.conf resolves or does not, and the archive is the one this
+machine's apt uses.
 """
 
 import hashlib
@@ -34,7 +26,7 @@ from polarnode.core import codec
 from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
 from polarnode.support.processes import open_process_group
 
-# ── settings ────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -60,7 +52,7 @@ class RuntimesSettings:
     disk_reserve_mb: int = 4096
 
 
-# ── tools ────────────────────────────────────────────────────────────
+# ── the podman program ────────────────────────────────────────────────────────
 
 LAST_WORDS = 1500  # bytes of a failed build's log in its error: the error line, not the download
 
@@ -133,7 +125,7 @@ class Tools:
             return told.read().decode(errors="replace").strip()
 
 
-# ── recipes ────────────────────────────────────────────────────────────
+# ── recipes ───────────────────────────────────────────────────────────────────
 
 PREFIX = "localhost/polarnode"  # Podman's own word for images no registry gave
 CONTAINERFILE = "Containerfile"
@@ -142,7 +134,7 @@ ON = "+"
 
 
 @frozen(kw_only=True)
-class Told:
+class RecipeConfig:
     """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian
     itself. User and workdir are the task's.
 
@@ -164,7 +156,7 @@ class Recipe:
     name: str
     folder: Path
     digest: str
-    told: Told
+    told: RecipeConfig
 
     @property
     def image(self) -> str:
@@ -288,7 +280,7 @@ def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
 
 def _make(
     name: str,
-    told: Mapping[str, Told],
+    told: Mapping[str, RecipeConfig],
     made: dict[str, Recipe],
     folder: Path,
     base: str | None,
@@ -310,9 +302,9 @@ def _make(
     return made[name]
 
 
-def _told(path: Path) -> Told:
+def _told(path: Path) -> RecipeConfig:
     try:
-        return codec.structure(tomllib.loads(path.read_text()), Told, forbid_extra=True)
+        return codec.structure(tomllib.loads(path.read_text()), RecipeConfig, forbid_extra=True)
     except (Refused, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path.parent.name}/runtime.toml: {error}") from error
 
@@ -325,7 +317,7 @@ def _digest(folder: Path, below: str) -> str:
     return running.hexdigest()[:24]
 
 
-# ── rootfs ────────────────────────────────────────────────────────────
+# ── the base image ────────────────────────────────────────────────────────────
 
 PUBLIC = "debian:bookworm-slim"
 BUILT = f"{PREFIX}/debian:latest"

@@ -1,26 +1,47 @@
-"""A started container with its own door, as a session uses it: `ports.Runtime` on Podman.
+"""A session's runtime, `ports.Runtime` on Podman: a started container with its model endpoint, and its start.
 
 Programs run through `exec.py`; files are written and read from outside through `files.py`. A runtime is used
 once and never again.
+
+`Starter` makes one of a shape: create, init, volumes, endpoint, workdir, start. The order is what makes the
+endpoint reliable: `init` makes the namespaces, the listener is made in them, what is mounted is compared with
+what is allowed, and only then does anything run. A start that fails leaves nothing.
 """
 
+import itertools
 import logging
+import os
+import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 
 import trio
 from attrs import define, field
 
-from polarnode.containers.client import Client
+from polarnode.containers.client import ContainerClient
+from polarnode.containers.container import (
+    FIRST_SHIFT,
+    IDS,
+    LABEL_NODE,
+    LABEL_OWNER,
+    LABEL_SESSION,
+    SLOTS,
+    Owner,
+    Shape,
+    container_spec,
+    open_volumes,
+)
 from polarnode.containers.copying import Copy
-from polarnode.containers.disk import Written
-from polarnode.containers.endpoint import DOOR_HOST, DOOR_PORT
+from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
+from polarnode.containers.endpoint import ENDPOINT_HOST, ENDPOINT_PORT, open_model_endpoint
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
-from polarnode.containers.files import Account, Collected, Rooted, collect
-from polarnode.containers.inside import Inside
-from polarnode.containers.sealing import Sealed, seal, unseal
+from polarnode.containers.files import Account, Collected, ContainerFiles, collect
+from polarnode.containers.inside import Inside, control_group_of, look_inside
+from polarnode.containers.probe import PodmanFindings
+from polarnode.containers.sealing import SealState, seal, unseal
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
@@ -40,25 +61,25 @@ _log = logging.getLogger(__name__)
 
 @define(eq=False, kw_only=True)
 class PodmanRuntime:
-    """A container that runs. `door` listens inside it and is served by the node; `expires` is when its
+    """A container that runs. `endpoint` listens inside it and is served by the node; `expires` is when its
     dead-man switch fires (Trio's clock).
     """
 
     id: str
-    door: socket.socket
+    endpoint: socket.socket
     workdir: str
     user: str
     account: Account
     expires: float
-    base_url: str = f"http://{DOOR_HOST}:{DOOR_PORT}"
+    base_url: str = f"http://{ENDPOINT_HOST}:{ENDPOINT_PORT}"
     _inside: Inside
-    _files: Rooted
+    _files: ContainerFiles
     _execs: Execs
-    _client: Client
+    _client: ContainerClient
     _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
-    _written: Written
+    _written: WatchedContainer
     _closed: bool = field(default=False, init=False)
-    _sealed: Sealed | None = field(default=None, init=False)
+    _sealed: SealState | None = field(default=None, init=False)
 
     @property
     def home(self) -> str:
@@ -83,7 +104,7 @@ class PodmanRuntime:
 
     @property
     def network(self) -> int:
-        """Its network namespace, as a descriptor that is open until it is closed: the door's own ends with
+        """Its network namespace, as a descriptor that is open until it is closed: the endpoint's ends with
         the run.
         """
         return self._inside.network
@@ -214,13 +235,13 @@ class PodmanRuntime:
         await self._inside.kill_all()
 
     async def close(self) -> None:
-        """Close the door and remove the container. Bounded, shielded, and never raises; more than once is
+        """Close the endpoint and remove the container. Bounded, shielded, and never raises; more than once is
         fine.
         """
         if self._closed:
             return
         self._closed = True
-        self.door.close()
+        self.endpoint.close()
         self._inside.close()
         with trio.move_on_after(REMOVE_S, shield=True) as scope:
             try:
@@ -265,3 +286,139 @@ class PodmanRuntime:
             raise RuntimeFault(
                 "the container has ended: its lifetime is over, or the kernel ended its first process"
             )
+
+
+# ── starting ──────────────────────────────────────────────────────────────────
+
+
+def _shifts() -> Iterator[int]:
+    """Ranges of user ids, one container each; nodes begin at different places."""
+    first = os.getpid() * 64
+    return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
+
+
+@define(eq=False, kw_only=True)
+class Starter:
+    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must let
+    be.
+    """
+
+    client: ContainerClient
+    api: Path
+    findings: PodmanFindings
+    node_id: str
+    owner: Owner
+    watch: DiskWatch
+    allowed_volumes: tuple[str, ...] = ()
+    alive: set[str] = field(factory=set, init=False)
+    _shift: Iterator[int] = field(factory=_shifts, init=False)
+
+    async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
+        """A fresh runtime. Raises RuntimeFault, and then nothing of it is left."""
+        shift = next(self._shift) if self.findings.user_namespaces else 0
+        name = f"polarnode-{secrets.token_hex(8)}"
+        self.alive.add(name)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._discard, name)
+            expires = trio.current_time() + lifetime_s
+            inside, upper = await self._made(
+                shape, name, session_id=session_id, lifetime_s=lifetime_s, shift=shift
+            )
+            undo.callback(inside.close)
+            endpoint = await open_model_endpoint(inside.pid)
+            undo.callback(endpoint.close)
+            files = ContainerFiles(root=inside.root, shift=shift)
+            account = await trio.to_thread.run_sync(_prepare, files, shape)
+            await self.client.start(name)
+            undo.pop_all()
+        return self._runtime(
+            name, shape, account, expires, inside, files, endpoint, self._watched(name, shape, inside, upper)
+        )
+
+    async def _made(
+        self, shape: Shape, name: str, *, session_id: str, lifetime_s: float, shift: int
+    ) -> tuple[Inside, Path | None]:
+        """A container with its namespaces and its volumes, in which nothing runs yet, and where its layer is
+        written.
+        """
+        labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
+        with ExitStack() as opened:
+            sources = await trio.to_thread.run_sync(
+                opened.enter_context, open_volumes(shape.volumes, self.allowed_volumes)
+            )
+            spec = container_spec(
+                shape,
+                self.findings,
+                name=name,
+                labels=labels,
+                lifetime_s=lifetime_s,
+                shift=shift,
+                volumes=sources.volumes,
+            )
+            await self.client.create(spec)
+            initialised = await self.client.init(name)
+            inside = look_inside(initialised.pid)
+            try:
+                sources.check_mounted(inside.root)
+            except RuntimeFault:
+                inside.close()
+                raise
+        return inside, initialised.upper
+
+    def _watched(self, name: str, shape: Shape, inside: Inside, upper: Path | None) -> WatchedContainer:
+        """Its disk under watch, where there is a layer to measure."""
+        group = control_group_of(inside.pid)
+        place = WritableLayer(
+            folder=upper or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
+        )
+        written = WatchedContainer(id=name, upper=place, limit_mb=shape.disk_mb, end=inside.kill_all)
+        if upper is not None:
+            self.watch.add(written)
+        return written
+
+    def _runtime(
+        self,
+        name: str,
+        shape: Shape,
+        account: Account,
+        expires: float,
+        inside: Inside,
+        files: ContainerFiles,
+        endpoint: socket.socket,
+        written: WatchedContainer,
+    ) -> PodmanRuntime:
+        execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
+        return PodmanRuntime(
+            id=name,
+            endpoint=endpoint,
+            workdir=shape.workdir,
+            user=shape.user,
+            account=account,
+            expires=expires,
+            inside=inside,
+            files=files,
+            execs=execs,
+            written=written,
+            client=self.client,
+            on_close=self._forget,
+        )
+
+    def _forget(self, name: str) -> None:
+        self.watch.discard(name)
+        self.alive.discard(name)
+
+    async def _discard(self, name: str) -> None:
+        with trio.move_on_after(REMOVE_S, shield=True):
+            try:
+                await self.client.remove(name)
+            except RuntimeFault as fault:
+                _log.warning("container %s is left to the sweeper: %s", name, fault)
+        self.alive.discard(name)
+
+
+def _prepare(files: ContainerFiles, shape: Shape) -> Account:
+    """See that the workdir is there and `/` as it is elsewhere, and find who the user is."""
+    account = files.account(shape.user)
+    files.own_top()
+    files.make_folder(shape.workdir, account)
+    return account

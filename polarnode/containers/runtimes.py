@@ -1,6 +1,4 @@
-"""`open_runtimes`: Podman probed, configured and served, orphans swept, the pool and the sweeper running, all
-taken down in reverse.
-"""
+"""`open_runtimes`: probe, configure and serve Podman, sweep orphans, run the pool; close in reverse order."""
 
 import os
 import secrets
@@ -10,18 +8,17 @@ from pathlib import Path
 
 from attrs import define, evolve
 
-from polarnode.containers.client import Client
+from polarnode.containers.client import ContainerClient
 from polarnode.containers.container import this_process
 from polarnode.containers.copies import PodmanCopies
 from polarnode.containers.disk import DiskWatch
-from polarnode.containers.pool import Pool, RuntimesStatistics, Want
+from polarnode.containers.pool import Pool, PrewarmRequest, RuntimesStatistics
 from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
 from polarnode.containers.probe import PodmanFindings, Store
 from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
-from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.service import Service, ready_store
-from polarnode.containers.starter import Starter
-from polarnode.containers.sweeper import Forgotten, Sweeper
+from polarnode.containers.runtime import PodmanRuntime, Starter
+from polarnode.containers.service import PodmanService, configure_store
+from polarnode.containers.sweeper import ForgottenContainers, Sweeper
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.background import open_background
 
@@ -37,7 +34,7 @@ class Runtimes:
     _pool: Pool
     _workspaces: Workspaces[PodmanRuntime]
     _sweeper: Sweeper
-    _service: Service
+    _service: PodmanService
 
     @asynccontextmanager
     async def open(
@@ -86,11 +83,13 @@ class Runtimes:
         """Wait until nobody is; it costs no place and no call."""
         await self._workspaces.wait_settled(self._workspace(spec))
 
-    def want(self, spec: RuntimeSpec, count: int) -> None:
+    def prewarm(self, spec: RuntimeSpec, count: int) -> None:
         """So many sessions will need a runtime for this task; the pool fills in the background, up to
         `settings.warm` of a shape.
         """
-        self._pool.want(Want(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count))
+        self._pool.prewarm(
+            PrewarmRequest(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count)
+        )
 
     def hold(self, held: bool) -> None:
         """Start nothing for later while the machine is short of something."""
@@ -128,7 +127,7 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
     Opening removes what killed nodes left. Leave it after the sessions: warm runtimes go, then the sweeper,
     then the service.
     """
-    ready = await ready_store(settings.state_dir)
+    ready = await configure_store(settings.state_dir)
     async with _served(settings, ready.findings, ready.store, ready.podman) as runtimes:
         yield runtimes
 
@@ -137,8 +136,8 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
 async def _served(
     settings: RuntimesSettings, findings: PodmanFindings, store: Store, podman: Path
 ) -> AsyncIterator[Runtimes]:
-    service = Service(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
-    client = Client(service.socket, settings.calls)
+    service = PodmanService(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+    client = ContainerClient(service.socket, settings.calls)
     try:
         async with (
             open_background(service.run),
@@ -151,7 +150,11 @@ async def _served(
 
 @asynccontextmanager
 async def _pooled(
-    settings: RuntimesSettings, findings: PodmanFindings, service: Service, client: Client, store: Store
+    settings: RuntimesSettings,
+    findings: PodmanFindings,
+    service: PodmanService,
+    client: ContainerClient,
+    store: Store,
 ) -> AsyncIterator[Runtimes]:
     owner = this_process()
     watch = DiskWatch(store=store.state_dir, reserve=settings.disk_reserve_mb << 20)
@@ -164,7 +167,9 @@ async def _pooled(
         watch=watch,
         allowed_volumes=settings.volumes,
     )
-    forgotten = Forgotten(storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc"))
+    forgotten = ForgottenContainers(
+        storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc")
+    )
     sweeper = Sweeper(client, owner, starter.alive, forgotten)
     await sweeper.sweep(at_once=settings.calls)  # nothing else calls yet
     copies = PodmanCopies(api=service.socket, limiter=client.limiter, owner=owner, most=settings.prepared)

@@ -1,11 +1,10 @@
-"""A read-only root with writable places, made by the node in a container's own mount namespace, and undone by
-it.
+"""Make a container's root read-only except for writable places, in its own mount namespace, and undo it.
 
 The layer stays one overlay, so that a copy of a prepared container keeps its workspace, and nothing is copied
 at a start. The writable places are mounted on themselves; then the root, and what Podman mounts over its
 files, is made read-only. Nobody inside can undo it: that takes a capability over the namespace, which no
-process in there has, and in a namespace of their own such mounts are locked by the kernel. Rule for whoever
-edits it: what a seal changed it must be able to undo, whatever fails on the way.
+process in there has, and in a namespace of their own such mounts are locked by the kernel. Invariant:
+whatever fails on the way, a seal can undo what it changed.
 """
 
 import errno
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from polarnode.containers.inside import CLONE_FS, CLONE_NEWNS, Inside, checked, enter, libc, thrown_away
+from polarnode.containers.inside import CLONE_FS, CLONE_NEWNS, Inside, checked, enter, in_own_thread, libc
 from polarnode.core.errors import Refused, RuntimeFault
 
 Answer = TypeVar("Answer")
@@ -46,14 +45,14 @@ class Mount:
 
 
 @frozen(kw_only=True)
-class Sealed:
+class SealState:
     """What a seal changed, and what undoes it."""
 
     closed: tuple[Mount, ...]
     opened: tuple[str, ...]
 
 
-def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -> Sealed:
+def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -> SealState:
     """Make all read-only but the `writable` places, those that are folders, and mounts at or below `kept`.
 
     Refused where a program that a prepare step left running holds a file open for writing, in a writable
@@ -70,7 +69,7 @@ def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -
         ) from error
 
 
-def unseal(inside: Inside, sealed: Sealed) -> None:
+def unseal(inside: Inside, sealed: SealState) -> None:
     """Make all as it was before the seal."""
     try:
         in_mounts(inside, lambda: _unseal(sealed))
@@ -88,7 +87,7 @@ def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
         enter(inside.mounts, CLONE_NEWNS)
         return work()
 
-    return thrown_away(entered)
+    return in_own_thread(entered)
 
 
 def can_seal() -> str | None:
@@ -101,7 +100,7 @@ def can_seal() -> str | None:
         _remount("/proc", MS_RDONLY)
 
     try:
-        thrown_away(trial)
+        in_own_thread(trial)
     except OSError as error:
         return str(error)
     return None
@@ -129,10 +128,10 @@ def _unescaped(place: str) -> str:
 # ── in the container's namespace ──────────────────────────────────────────────
 
 
-def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, ...]) -> Sealed:
+def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, ...]) -> SealState:
     places = _places(writable)
     if "/" in places:
-        return Sealed(closed=(), opened=())
+        return SealState(closed=(), opened=())
     spared = (*places, *map(os.path.realpath, kept), *MACHINERY)
     to_close = [mount for mount in mounts if mount.writable and not _below(mount.place, spared)]
     with ExitStack() as undo:
@@ -143,10 +142,10 @@ def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, .
             _remount(mount.place, mount.flags | MS_RDONLY)
             undo.callback(_remount, mount.place, mount.flags)
         undo.pop_all()
-    return Sealed(closed=tuple(to_close), opened=places)
+    return SealState(closed=tuple(to_close), opened=places)
 
 
-def _unseal(sealed: Sealed) -> None:
+def _unseal(sealed: SealState) -> None:
     for mount in reversed(sealed.closed):
         _remount(mount.place, mount.flags)
     for place in reversed(sealed.opened):

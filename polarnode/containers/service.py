@@ -1,16 +1,13 @@
-"""Podman's two configuration files, written from what the probe found.
+"""The node's own Podman service, on a socket only root can open, and its configuration.
 
-Defaults do not work everywhere: limits above ours are refused where CAP_SYS_RESOURCE is missing, and crun
-refuses mixed cgroups. Every node of a store writes the same texts, so a file is replaced only when its text
-differs, in one step.
+containers.conf and storage.conf are written from what the probe found, because the defaults do not work
+everywhere: limits above ours are refused without CAP_SYS_RESOURCE, and crun refuses mixed cgroups. Every node
+of a store writes the same texts, so a file is replaced only when its text differs, in one step.
 
-The node's own Podman service: `podman system service` on a socket only root can open, for as long as the node
-lives.
-
-It dies with the node even when the node is killed: its shell keeps a watcher on a pipe that only the node
-holds open, and the watcher ends the whole process group when the pipe closes. (PR_SET_PDEATHSIG would watch
-the thread that started it, and Trio starts programs from threads that retire.) Containers do not hang on the
-service: one that dies is started again, and calls meanwhile fail as RuntimeFault.
+The service ends with the node even when the node is killed: its shell keeps a watcher on a pipe that only the
+node holds open, and the watcher ends the whole process group when the pipe closes. (PR_SET_PDEATHSIG would
+watch the thread that started it, and Trio starts programs from threads that retire.) Containers do not depend
+on the service: one that dies is started again, and calls meanwhile fail with RuntimeFault.
 """
 
 import logging
@@ -28,7 +25,7 @@ from attrs import define, field, frozen
 from polarnode.containers.probe import SERVICE_PATH, PodmanFindings, Store, make_folders, probe, store_at
 from polarnode.core.errors import RuntimeFault
 
-# ── conf ────────────────────────────────────────────────────────────
+# ── configuration ─────────────────────────────────────────────────────────────
 
 # seconds an ended exec can be asked for its exit code: 5 was too short under load, the default 300 keeps 2
 # processes each
@@ -36,7 +33,7 @@ EXEC_KEPT_S = 60
 
 
 @frozen(kw_only=True)
-class Ready:
+class ConfiguredStore:
     """A store that podman can be run on, and what was found of the machine on the way."""
 
     store: Store
@@ -44,7 +41,7 @@ class Ready:
     findings: PodmanFindings
 
 
-async def ready_store(state_dir: Path) -> Ready:
+async def configure_store(state_dir: Path) -> ConfiguredStore:
     """Probe the machine, and make and configure the store. RuntimeFault with the remedies where the machine
     lacks something.
     """
@@ -54,7 +51,7 @@ async def ready_store(state_dir: Path) -> Ready:
     store = store_at(state_dir)
     make_folders(store)
     write_configuration(store, findings)
-    return Ready(store=store, podman=findings.podman, findings=findings)
+    return ConfiguredStore(store=store, podman=findings.podman, findings=findings)
 
 
 def write_configuration(store: Store, findings: PodmanFindings) -> None:
@@ -112,7 +109,7 @@ def _replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-# ── service ────────────────────────────────────────────────────────────
+# ── the service ───────────────────────────────────────────────────────────────
 
 # seconds until the socket answers: 0.1 s quiet, 1-3 s on a loaded machine, more where a reboot left a store
 # to refresh
@@ -151,7 +148,7 @@ def _tells_something(path: Path) -> bool:
 
 
 @define(eq=False)
-class Service:
+class PodmanService:
     """A running service. `restarts` counts how often it had to be started again."""
 
     podman: Path

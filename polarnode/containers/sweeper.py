@@ -1,17 +1,14 @@
-"""Containers that Podman has forgotten and the kernel has not: a node that is killed between a container's
-`init` and its note of that.
-
-Its conmon and its first process, which waits to be let run, then live on, and Podman, for which that
-container never began, removes no more than its own record. They are found by their conmon. The rule for
-whoever edits it: processes are read before Podman is asked, because a container is in its records from before
-its conmon begins until after its first process has ended; what it does not know then, nobody will ever end
-but us.
-
-Removes containers nobody owns: of nodes that were killed, and our own that a removal left behind.
+"""Remove containers that nobody owns: those of killed nodes, our own that a removal left, and forgotten ones.
 
 An owner is a process id with its start time and the machine's boot, so that no other process is taken for it.
-Containers of another node that lives are never touched, whatever its name. Rule for whoever edits it: a label
-that can not be read is not ours to judge.
+Containers of another living node are never touched, whatever its name. Invariant: a label that cannot be read
+is not ours to judge.
+
+Podman forgets a container whose node is killed between its `init` and Podman's note of it. Its conmon and its
+first process, which waits to be started, live on, and Podman, for which that container never began, removes
+only its own record. They are found by their conmon. Invariant: processes are read before Podman is queried,
+because a container is in its records from before its conmon begins until after its first process has ended;
+what it does not list then, nobody else will ever end.
 """
 
 import logging
@@ -25,11 +22,11 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.client import Client, Listed
+from polarnode.containers.client import ContainerClient, ListedContainer
 from polarnode.containers.container import LABEL_OWNER, Owner, read_owner
 from polarnode.core.errors import RuntimeFault
 
-# ── forgotten ────────────────────────────────────────────────────────────
+# ── containers Podman forgot ──────────────────────────────────────────────────
 
 PROGRAM = b"conmon"
 # seconds for the OCI runtime to clear what it knows of one: 0.05 quiet; one that hangs must not keep a node
@@ -48,7 +45,7 @@ class Conmon:
 
 
 @frozen(kw_only=True)
-class Forgotten:
+class ForgottenContainers:
     """Those of one store. `storage` is its graph root, below which the bundles of its containers are and of
     no other Podman's.
     """
@@ -132,7 +129,7 @@ def _cleans_up(pid: int) -> bool:
         return True
 
 
-# ── sweeper ────────────────────────────────────────────────────────────
+# ── the sweeper ───────────────────────────────────────────────────────────────
 
 # seconds: what a killed node left is swept when the next one starts; this catches removals that failed
 SWEEP_EVERY_S = 60.0
@@ -143,10 +140,10 @@ AT_ONCE = 3  # removals side by side, fewer than the calls a node may make, so t
 class Sweeper:
     """Sweeps one store for one node. `alive` are names of containers our own process still has a use for."""
 
-    client: Client
+    client: ContainerClient
     owner: Owner
     alive: set[str]
-    forgotten: Forgotten
+    forgotten: ForgottenContainers
     swept: int = field(default=0, init=False)
     _suspects: set[str] = field(factory=set, init=False)
 
@@ -181,7 +178,7 @@ class Sweeper:
             except RuntimeFault as fault:
                 _log.warning("the sweep failed and is tried again in %.0f s: %s", SWEEP_EVERY_S, fault)
 
-    def _is_orphan(self, each: Listed, known: set[str]) -> bool:
+    def _is_orphan(self, each: ListedContainer, known: set[str]) -> bool:
         owner = read_owner(each.labels[LABEL_OWNER])
         if owner is None:
             return False
@@ -189,7 +186,7 @@ class Sweeper:
             return self._forgotten(each, known | self.alive)
         return not owner.lives()
 
-    def _forgotten(self, each: Listed, known: set[str]) -> bool:
+    def _forgotten(self, each: ListedContainer, known: set[str]) -> bool:
         """Ours, and unknown in two sweeps: one that is just being removed is unknown for a moment."""
         if known.intersection(each.names):
             self._suspects.discard(each.id)

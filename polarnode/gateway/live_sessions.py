@@ -37,7 +37,7 @@ from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import Carrier
 from polarnode.providers.contract import Call, Fault
 from polarnode.support.bounded import remember
-from polarnode.support.metrics import Tally
+from polarnode.support.metrics import NodeCounters
 
 # ── retries ────────────────────────────────────────────────────────────
 
@@ -189,7 +189,7 @@ class LiveSession:
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     carrier: Carrier = field(factory=lambda: Carrier(CarrySpec(), limit=0), kw_only=True)
-    tally: Tally = field(factory=Tally, kw_only=True)  # the node's: what all its sessions did
+    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's: what all its sessions did
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)

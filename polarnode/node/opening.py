@@ -56,8 +56,8 @@ from polarnode.rollouts.scheduler import Scheduler, Who
 from polarnode.rollouts.services import House, Stages
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.background import open_background
-from polarnode.support.metrics import lift_descriptor_limit, open_lag
-from polarnode.support.semaphore import Gate
+from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
+from polarnode.support.semaphore import PrioritySemaphore
 from polarnode.tokens.families import Family
 from polarnode.tokens.template import LoadedModel, load_model
 
@@ -204,7 +204,7 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
-                        open_lag() as lag,
+                        open_loop_lag() as lag,
                         open_captures(config, journal, scheduler, served, recordings) as captures,
                     ):
                         node = Node(
@@ -306,7 +306,7 @@ async def _open_sessions(
             lives=plane.sessions,
             record=journal,
             who=Who(node=config.node_id, model=model.name),
-            want=runtimes.want,
+            prewarm=runtimes.prewarm,
             warm=config.warm,
         )
 
@@ -372,8 +372,8 @@ def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
 
 def _stages(config: NodeConfig) -> Stages:
     return Stages(
-        live=Gate(limit=config.run_limit + config.ready_limit),
-        init=Gate(limit=config.init_limit),
-        run=Gate(limit=config.run_limit),
-        post=Gate(limit=config.post_limit),
+        live=PrioritySemaphore(limit=config.run_limit + config.ready_limit),
+        init=PrioritySemaphore(limit=config.init_limit),
+        run=PrioritySemaphore(limit=config.run_limit),
+        post=PrioritySemaphore(limit=config.post_limit),
     )

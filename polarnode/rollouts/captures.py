@@ -32,7 +32,7 @@ from polarnode.merge.builders import build
 from polarnode.merge.lineage import DropsThinking, Lineages
 from polarnode.merge.token_extras import Carrier
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
-from polarnode.support.metrics import Tally
+from polarnode.support.metrics import NodeCounters
 
 # ── capture ────────────────────────────────────────────────────────────
 
@@ -70,7 +70,7 @@ class CaptureHouse:
     publish: Callable[[Trajectory], None]
     limit: int  # open at once
     drops_thinking: DropsThinking
-    tally: Tally
+    tally: NodeCounters
     allowed_imports: tuple[str, ...] = ()
     carried_limit: int = 0
     unrouted: str | None = None  # why no capture can have its routed experts; None when it can

@@ -52,8 +52,8 @@ from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.services import House, SessionOrder
 from polarnode.rollouts.session import Phase, Session
-from polarnode.support.metrics import Tally
-from polarnode.support.semaphore import GateStatistics
+from polarnode.support.metrics import NodeCounters
+from polarnode.support.semaphore import SemaphoreStatistics
 
 # ── places ────────────────────────────────────────────────────────────
 
@@ -106,7 +106,7 @@ class SchedulerStatistics:
     not among the `ended`.
     """
 
-    stages: Mapping[str, GateStatistics]
+    stages: Mapping[str, SemaphoreStatistics]
     live: int
     ended: int
     retried: int
@@ -156,7 +156,7 @@ class _Open:
 class GroupWatch:
     """By task, as a task's sessions are a group."""
 
-    tally: Tally
+    tally: NodeCounters
     _open: dict[str, _Open] = field(factory=dict, init=False)
 
     def begin(self, task_id: str, spec: TaskSpec, over: Iterable[Facts] = ()) -> None:
@@ -245,9 +245,9 @@ class Scheduler:
     lives: LiveSessions
     record: Record
     who: Who
-    want: Callable[[RuntimeSpec, int], None]
+    prewarm: Callable[[RuntimeSpec, int], None]
     warm: int
-    tally: Tally = field(factory=Tally, init=False)
+    tally: NodeCounters = field(factory=NodeCounters, init=False)
     groups: GroupWatch = field(init=False)
     stopping: bool = field(default=False, init=False)
     # set when the last session of a stopping node is over
@@ -262,7 +262,7 @@ class Scheduler:
 
     @_demand.default
     def _make_demand(self) -> Demand:
-        return Demand(self.want, self.warm)
+        return Demand(self.prewarm, self.warm)
 
     @groups.default
     def _make_groups(self) -> GroupWatch:

@@ -21,7 +21,7 @@ from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 
 @frozen(kw_only=True)
@@ -74,10 +74,10 @@ def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str
 class Stages:
     """The stage limits every session passes."""
 
-    live: Gate
-    init: Gate
-    run: Gate
-    post: Gate
+    live: PrioritySemaphore
+    init: PrioritySemaphore
+    run: PrioritySemaphore
+    post: PrioritySemaphore
 
 
 @frozen(kw_only=True)

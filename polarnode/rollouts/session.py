@@ -32,7 +32,7 @@ from polarnode.merge.trajectory import Result, assemble, without_traces
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.services import House, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Beforehand, Containers, open_beforehand
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Session:
     ) -> Result | PolarnodeError:
         try:
             launch = await self._furnished(runtime)
-            async with self.house.serve_door(self.order.identity.session_id, runtime.door):
+            async with self.house.serve_door(self.order.identity.session_id, runtime.endpoint):
                 await init.aclose()
                 ran = await self._ready_and_run(runtime, launch, expires, beforehand)
         except PolarnodeError as error:
@@ -310,7 +310,7 @@ class Session:
 
     # ── its scopes, places and times ──────────────────────────────────────────
 
-    def _slot(self, stage: Gate) -> AbstractAsyncContextManager[None]:
+    def _slot(self, stage: PrioritySemaphore) -> AbstractAsyncContextManager[None]:
         return stage.slot(priority=self.order.spec.priority)
 
     @contextmanager

@@ -37,7 +37,7 @@ from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, last_words
 from polarnode.merge.roles import recast
 from polarnode.rollouts.services import House, SessionOrder
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 # ── workspace ────────────────────────────────────────────────────────────
 
@@ -127,7 +127,7 @@ class Beforehand:
     """`begin` says that it may be made now, `take` gives it to the one who needs it."""
 
     open: Callable[[], AbstractAsyncContextManager[PodmanRuntime]]
-    gate: Gate
+    gate: PrioritySemaphore
     budget_s: float
     on_settled: Callable[[], None]  # told once, when it is made or will never be
     _may_begin: trio.Event = field(factory=trio.Event, init=False)
@@ -172,7 +172,7 @@ class Beforehand:
 @asynccontextmanager
 async def open_beforehand(
     open_runtime: Callable[[], AbstractAsyncContextManager[PodmanRuntime]],
-    gate: Gate,
+    gate: PrioritySemaphore,
     *,
     budget_s: float,
     on_settled: Callable[[], None],

@@ -1,1 +1,1 @@
-"""Whatever waits, and is not the web."""
+"""What every waiting room uses: background services, processes, semaphores, counters, loop lag."""

@@ -1,8 +1,7 @@
-"""A task that outlives its users: it runs behind a block, and is ended when the block is over, never by a
-cancellation from outside.
+"""A background service: it runs beside a block, outlives the block's users, and ends when the block ends.
 
 In one nursery a service and its users are cancelled together, and the users' teardown then finds no service
-(trio.md P15). The shield has no deadline of its own because the block's end is what ends it.
+(trio.md P15). The shield has no deadline of its own because the end of the block cancels it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable

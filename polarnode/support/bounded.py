@@ -1,8 +1,8 @@
-"""A log file of bounded size: its beginning and its end are kept, because the first says how a program was
-started and the last why it ended.
+"""Bounded memory: a log file that keeps its beginning and its end, and a table that keeps its latest entries.
 
-The second half of the file is a ring until it is closed; then it is put in order, with one line that says how
-much is missing. What was written is on disk as it comes, so the log of a killed node can be read too.
+A log's beginning says how a program was started and its end why it ended. The second half of the file is a
+ring until it is closed; then it is put in order, with one line that says how much is missing. Everything is
+on disk as soon as it is written, so the log of a killed node can be read too.
 """
 
 from collections.abc import Iterator

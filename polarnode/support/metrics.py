@@ -1,21 +1,11 @@
-"""How late the event loop is: a task that sleeps a moment, again and again, and notes by how much it
-overslept.
+"""A node's own measurements: how late its event loop is, its descriptor limit, and its counters.
 
-What a step of the loop takes, every session waits for, so this one figure says whether a node has room. The
-rule for whoever edits it: it costs a wake-up a TICK_S and a few kilobytes, and never more.
+`LoopLag` measures how much a sleeping task oversleeps: every session waits for each step of the loop, so this
+one figure tells whether the node is overloaded. It costs a wake-up each TICK_S and a few kilobytes.
 
-How many files and sockets this process may have open: as many as the machine lets it.
-
-The usual soft limit of 1,024 is that of programs which use select(), and a node is none: a container takes
-seven descriptors, its door up to 256 connections, its proxy 64 times two. Whoever is out of descriptors can
-neither take a connection nor start a container, for any session.
-
-What a node's sessions did since it started: numbers that only grow, for whoever watches the node from
-outside.
-
-The rule for whoever edits it: counting is an increment in a dictionary, on the path of every turn, and
-nothing else; and every label has a fixed set of values, because each combination is kept for ever. What is
-not in its set is counted as `other`.
+`NodeCounters` counts what sessions did since the node started. Invariants: counting is an increment in a
+dictionary, on the path of every turn, and nothing else; every label has a fixed set of values, because each
+combination is kept forever, and a value outside its set is counted as `other`.
 """
 
 import resource
@@ -35,7 +25,7 @@ from polarnode.merge import figures
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
 
-# ── lag ────────────────────────────────────────────────────────────
+# ── event loop lag ────────────────────────────────────────────────────────────
 
 # 20 looks a second: a step of 50 ms is seen each time, and the looking is 0.1 % of a core
 TICK_S: Final = 0.05
@@ -79,7 +69,7 @@ class LoopLag:
 
 
 @asynccontextmanager
-async def open_lag() -> AsyncIterator[LoopLag]:
+async def open_loop_lag() -> AsyncIterator[LoopLag]:
     """Looks at the loop for as long as the block."""
     lag = LoopLag()
     async with trio.open_nursery() as nursery:
@@ -95,7 +85,7 @@ async def _look(lag: LoopLag) -> None:
         lag.note(max(0.0, trio.current_time() - meant))
 
 
-# ── descriptors ────────────────────────────────────────────────────────────
+# ── descriptors ───────────────────────────────────────────────────────────────
 
 
 def lift_descriptor_limit() -> int:
@@ -105,7 +95,7 @@ def lift_descriptor_limit() -> int:
     return hard
 
 
-# ── tally ────────────────────────────────────────────────────────────
+# ── counters ──────────────────────────────────────────────────────────────────
 
 OTHER: Final = "other"
 # Why built-in builders leave turns out, and whose fault it is where there are no traces; builders of one's
@@ -131,7 +121,7 @@ LEFT_OUT: Final = frozenset(
 
 
 @define(eq=False)
-class Tally:
+class NodeCounters:
     """Counts by their labels. One a node; a session counts into its node's."""
 
     # provider, kind, reason, role, state
@@ -153,9 +143,9 @@ class Tally:
     # sessions further behind than their task wants, by what it does with them
     stale: "Counter[str]" = field(factory=Counter)
 
-    def copied(self) -> "Tally":
+    def copied(self) -> "NodeCounters":
         """These numbers as they are now, for a reader in another thread."""
-        return Tally(**{each.name: copy(getattr(self, each.name)) for each in fields(Tally)})
+        return NodeCounters(**{each.name: copy(getattr(self, each.name)) for each in fields(NodeCounters)})
 
     def turn(self, turn: Turn) -> None:
         """A turn was kept."""

@@ -1,9 +1,9 @@
-"""A process and everything it started, as one thing that ends with its block.
+"""A process and everything it started, as one unit that ends with its block.
 
-A killed process leaves its grandchildren, and a process that ends well may leave its background children;
-both are ended here by their process group. Rule for whoever edits it: output goes to files, never to pipes (a
-grandchild that keeps a pipe open would hold up its reader); teardown is bounded, shielded, and never raises.
-A program that makes a session of its own leaves the group: what must not escape belongs in a container.
+A killed process leaves its grandchildren, and a process that ends well may leave background children; both
+are ended here by their process group. Invariants: output goes to files, never to pipes (a grandchild that
+keeps a pipe open would hold up its reader); teardown is bounded, shielded, and never raises. A program that
+makes a session of its own leaves the group: what must not escape belongs in a container.
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""Stage limits: how many sessions may be in a stage at once, the more urgent first.
+"""A semaphore with priorities, for stage limits: how many sessions may be in a stage at once.
 
-A `Gate` is a semaphore that wakes its waiters by priority, then by age. Trio's own limiters are first come,
-first served, and a trainer that raises the priority of a task expects its sessions to pass the waiting ones.
-A limit may change at any time: who is inside stays inside.
+It wakes its waiters by priority, then by age. Trio's own limiters are first come, first served, and a trainer
+that raises the priority of a task expects its sessions to pass the waiting ones. A limit may change at any
+time; who is inside stays inside.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 
 @frozen(kw_only=True)
-class GateStatistics:
+class SemaphoreStatistics:
     """`inside` of at most `limit` sessions are in the stage; `waiting` are before it. `held_back`: why fewer
     are let in than could be.
     """
@@ -27,7 +27,7 @@ class GateStatistics:
 
 
 @define(eq=False)
-class Gate:
+class PrioritySemaphore:
     """At most `limit` holders; waiters enter by priority (0-100, higher first), then in the order
     they came.
     """
@@ -81,8 +81,8 @@ class Gate:
         else:
             self._inside -= 1
 
-    def statistics(self) -> GateStatistics:
+    def statistics(self) -> SemaphoreStatistics:
         """How full the stage is."""
-        return GateStatistics(
+        return SemaphoreStatistics(
             limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back
         )

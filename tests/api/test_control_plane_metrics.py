@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from polarnode.api.metrics import CONTENT_TYPE, Figures, exposition
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
-from polarnode.support.metrics import LagStatistics, Tally
-from polarnode.support.semaphore import GateStatistics
+from polarnode.support.metrics import LagStatistics, NodeCounters
+from polarnode.support.semaphore import SemaphoreStatistics
 
 HOST = HostStatistics(
     index=0,
@@ -43,14 +43,14 @@ def value(found: Samples, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
-def figures(tally: Tally) -> Figures:
+def figures(tally: NodeCounters) -> Figures:
     hosts = (HOST, evolve(HOST, index=1, state="dead"))
     engine = EngineStatistics(
         hosts=hosts, vocab_size=10, context_length=10, weight_version="7", paused="for weights"
     )
     stages = {
-        "run": GateStatistics(limit=8, inside=5, waiting=2),
-        "init": GateStatistics(limit=0, inside=0, waiting=1, held_back="memory"),
+        "run": SemaphoreStatistics(limit=8, inside=5, waiting=2),
+        "init": SemaphoreStatistics(limit=0, inside=0, waiting=1, held_back="memory"),
     }
     runtimes = RuntimesStatistics(
         live=4,
@@ -77,7 +77,7 @@ def figures(tally: Tally) -> Figures:
 
 
 def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
-    found = samples(exposition(figures(Tally())).decode())
+    found = samples(exposition(figures(NodeCounters())).decode())
     assert [value(found, "polarnode_stage_held_back", stage=stage) for stage in ("run", "init")] == [0, 1]
     names = ("started_total", "served_warm_total", "reused_total", "failed_total", "live", "warm", "prepared")
     assert [value(found, f"polarnode_runtimes_{name}") for name in names] == [9, 6, 5, 1, 4, 3, 2]
@@ -85,7 +85,7 @@ def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
 
 def test_how_late_the_loop_was() -> None:
     found = samples(
-        exposition(evolve(figures(Tally()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))).decode()
+        exposition(evolve(figures(NodeCounters()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))).decode()
     )
     assert [
         value(found, "polarnode_event_loop_lag_seconds", quantile=quantile)
@@ -93,8 +93,8 @@ def test_how_late_the_loop_was() -> None:
     ] == [0.001, 0.04, 0.2]
 
 
-def busy() -> Tally:
-    tally = Tally()
+def busy() -> NodeCounters:
+    tally = NodeCounters()
     turn = evolve(make_turn("s"), reason="first")
     for number in range(3):
         tally.turn(evolve(turn, index=number, notes=("edited: something",)))
@@ -137,7 +137,9 @@ def test_every_number_is_there_with_its_labels() -> None:
 
 
 def test_a_node_that_did_nothing_has_its_families_all_the_same() -> None:
-    names = {family.name for family in text_string_to_metric_families(exposition(figures(Tally())).decode())}
+    names = {
+        family.name for family in text_string_to_metric_families(exposition(figures(NodeCounters())).decode())
+    }
     assert {
         "polarnode_turns",
         "polarnode_sessions",
@@ -167,6 +169,6 @@ async def test_it_is_served_behind_the_token_and_counts_go_on(tmp_path: Path) ->
 
 @pytest.mark.parametrize("hostile", ['a"b', "a\nb", "a\\b"])
 def test_a_label_can_not_break_the_text(hostile: str) -> None:
-    tally = Tally()
+    tally = NodeCounters()
     tally.refusals[hostile] = 1
     assert value(samples(exposition(figures(tally)).decode()), "polarnode_refusals_total", kind=hostile) == 1

@@ -11,7 +11,7 @@ from podman_parts import LIFETIME_S, SMALL
 
 from polarnode.containers.egress.proxy import Egress, NodeEgress, open_egress
 from polarnode.containers.egress.requests import Resolver, World
-from polarnode.containers.egress.rules import check_egress, rules_of
+from polarnode.containers.egress.rules import check_egress, egress_rules
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core.errors import Refused
@@ -63,7 +63,7 @@ async def curl(runtime: PodmanRuntime, egress: Egress, *arguments: str) -> tuple
 
 async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: Runtimes, packages: int) -> None:
     names = ["localhost", "private.example", "metadata.example", "rebound.example"]
-    rules = evolve(rules_of(names, ["127.0.0.0/8", "::1/128"]), ports=frozenset({packages, 80}))
+    rules = evolve(egress_rules(names, ["127.0.0.0/8", "::1/128"]), ports=frozenset({packages, 80}))
     site = f"localhost:{packages}"
     async with (
         runtimes.open(SMALL, session_id="egress", lifetime_s=LIFETIME_S) as runtime,
@@ -149,8 +149,8 @@ async def test_two_containers_have_lists_of_their_own(runtimes: Runtimes, packag
     async with (
         runtimes.open(SMALL, session_id="egress-one", lifetime_s=LIFETIME_S) as one,
         runtimes.open(SMALL, session_id="egress-two", lifetime_s=LIFETIME_S) as two,
-        open_egress(one.network, rules_of(["one.example"], []), World(resolve=resolve)) as first,
-        open_egress(two.network, rules_of(["two.example"], []), World(resolve=resolve)) as second,
+        open_egress(one.network, egress_rules(["one.example"], []), World(resolve=resolve)) as first,
+        open_egress(two.network, egress_rules(["two.example"], []), World(resolve=resolve)) as second,
     ):
         assert first.env == second.env
         assert "not on this task's list (two.example)" in (await curl(two, second, "http://one.example/"))[1]

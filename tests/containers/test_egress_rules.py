@@ -11,15 +11,15 @@ from polarnode.containers.egress.rules import (
     EgressRules,
     check_egress,
     covers,
+    egress_rules,
     is_public,
     name_fault,
-    rules_of,
     spelled,
 )
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.node.config import read_config
 
-RULES = rules_of(["pypi.example", "*.python.example"], ["10.1.0.0/16", "fd12::/16"])
+RULES = egress_rules(["pypi.example", "*.python.example"], ["10.1.0.0/16", "fd12::/16"])
 LABELS = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=8).map(lambda text: f"a{text}")
 NAMES = st.lists(LABELS, min_size=1, max_size=5).map(".".join)
 
@@ -112,7 +112,7 @@ def test_other_ports_are_refused(port: int) -> None:
 
 
 def test_a_long_list_is_not_told_whole() -> None:
-    told = rules_of([f"n{index}.example" for index in range(100)], []).refusal("other.example", 443)
+    told = egress_rules([f"n{index}.example" for index in range(100)], []).refusal("other.example", 443)
     assert told is not None
     assert "(n0.example, n1.example," in told
     assert "and 92 more)" in told
@@ -134,7 +134,7 @@ def test_a_wildcard_is_all_below_and_not_the_name_itself(name: str, label: str) 
 @given(NAMES, st.text("cC.", max_size=1))
 def test_every_spelling_of_a_name_is_the_same(name: str, end: str) -> None:
     assert spelled(name.upper()) == spelled(f"{name}.") == name
-    assert rules_of([name.title()], []).refusal(f"{name.upper()}.", 443) is None
+    assert egress_rules([name.title()], []).refusal(f"{name.upper()}.", 443) is None
 
 
 @given(st.text(max_size=40))
@@ -318,7 +318,7 @@ def test_a_task_that_asks_for_more_is_refused_with_the_setting(name: str) -> Non
 @pytest.mark.parametrize("text", ["10.1.0.0/33", "10.1.2.3/16", "example", "", "10.1.0.0-10.2.0.0"])
 def test_a_network_that_is_none_is_named_with_its_setting(text: str) -> None:
     with pytest.raises(ConfigError, match=r"setting egress_networks: .* is no network .*: write it as"):
-        rules_of([], [text])
+        egress_rules([], [text])
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from polarnode.containers.inside import CLONE_FS, checked, libc, thrown_away
+from polarnode.containers.inside import CLONE_FS, checked, in_own_thread, libc
 from polarnode.core.errors import Refused
 
 
 def test_what_the_work_gives_comes_out() -> None:
-    assert thrown_away(lambda: threading.current_thread() is threading.main_thread()) is False
+    assert in_own_thread(lambda: threading.current_thread() is threading.main_thread()) is False
 
 
 @pytest.mark.parametrize("error", [OSError(5, "no"), Refused("no")])
@@ -21,7 +21,7 @@ def test_its_errors_come_out_as_they_are(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        thrown_away(fails)
+        in_own_thread(fails)
     assert caught.value is error
 
 
@@ -33,7 +33,7 @@ def test_what_it_changes_of_itself_is_its_own() -> None:
 
     here = os.getcwd()
     assert here != "/"
-    assert thrown_away(elsewhere) == "/"
+    assert in_own_thread(elsewhere) == "/"
     assert os.getcwd() == here
 
 

@@ -17,7 +17,7 @@ from attrs import define, evolve
 from podman_parts import LIFETIME_S, SMALL
 
 from polarnode.containers import files
-from polarnode.containers.files import Collected, Rooted, artifacts_path, collect
+from polarnode.containers.files import Collected, ContainerFiles, artifacts_path, collect
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core import codec
 from polarnode.core.errors import RuntimeFault
@@ -32,7 +32,7 @@ class Box:
     opened: int
 
     async def kept(self, *paths: str, shift: int = 0) -> Collected:
-        files = Rooted(root=self.opened, shift=shift)
+        files = ContainerFiles(root=self.opened, shift=shift)
         return await trio.to_thread.run_sync(
             partial(collect, files, paths=paths, workdir="/work", to=self.tar)
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.containers.inside import Group, group_of
+from polarnode.containers.inside import ControlGroup, control_group_of
 
 ID = "0d4f"
 V1 = f"5:pids:/libpod_parent/libpod-{ID}\n4:memory:/libpod_parent/libpod-{ID}\n1:name=systemd:/libpod_parent/libpod-{ID}\n"
@@ -33,7 +33,9 @@ def told(proc: Path, text: str) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
     text, folder = LAYOUTS[layout]
-    assert group_of(7, root=tmp_path, proc=told(tmp_path / "proc", text)) == Group(tmp_path / folder)
+    assert control_group_of(7, root=tmp_path, proc=told(tmp_path / "proc", text)) == ControlGroup(
+        tmp_path / folder
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,13 +47,13 @@ def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
 )
 def test_what_the_kernel_ended_is_counted(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    assert Group(tmp_path).oom_kills() == 3
+    assert ControlGroup(tmp_path).oom_kills() == 3
 
 
 def test_an_old_kernel_counts_nothing_and_a_group_that_is_gone_neither(tmp_path: Path) -> None:
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\n")
-    assert Group(tmp_path).oom_kills() == 0
-    gone = Group(tmp_path / "gone")
+    assert ControlGroup(tmp_path).oom_kills() == 0
+    gone = ControlGroup(tmp_path / "gone")
     assert (gone.oom_kills(), gone.processes()) == (0, [])
 
 
@@ -59,4 +61,4 @@ def test_processes_in_groups_below_are_the_containers_too(tmp_path: Path) -> Non
     (tmp_path / "container").mkdir()
     (tmp_path / "cgroup.procs").write_text("")
     (tmp_path / "container" / "cgroup.procs").write_text("12\n13\n")
-    assert Group(tmp_path).processes() == [12, 13]
+    assert ControlGroup(tmp_path).processes() == [12, 13]

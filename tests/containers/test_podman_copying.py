@@ -23,7 +23,7 @@ from podman_parts import LIFETIME_S, SMALL, settings
 
 from polarnode.containers import copying
 from polarnode.containers.copying import Copy
-from polarnode.containers.files import Rooted
+from polarnode.containers.files import ContainerFiles
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.task import RuntimeSpec, VolumeSpec
@@ -42,8 +42,8 @@ class Pair:
 
     def copy(self, limit: int = 1 << 30, shifts: tuple[int, int] = (0, 0)) -> Copy:
         return Copy(
-            source=Rooted(root=self.left, shift=shifts[0]),
-            target=Rooted(root=self.right, shift=shifts[1]),
+            source=ContainerFiles(root=self.left, shift=shifts[0]),
+            target=ContainerFiles(root=self.right, shift=shifts[1]),
             limit=limit,
         )
 

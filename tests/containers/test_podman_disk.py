@@ -13,8 +13,16 @@ from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL, until
 
 from polarnode.containers import disk
-from polarnode.containers.disk import DiskWatch, Room, Upper, Written, room_at, unlinked_bytes, used_bytes
-from polarnode.containers.inside import Group
+from polarnode.containers.disk import (
+    DiskSpace,
+    DiskWatch,
+    WatchedContainer,
+    WritableLayer,
+    disk_space_at,
+    unlinked_bytes,
+    used_bytes,
+)
+from polarnode.containers.inside import ControlGroup
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
 from polarnode.support.background import open_background
@@ -22,20 +30,22 @@ from polarnode.support.background import open_background
 MB = 1 << 20
 
 
-def upper_at(folder: Path, *pids: int) -> Upper:
+def upper_at(folder: Path, *pids: int) -> WritableLayer:
     """A container's layer that is a folder, and a group of those processes."""
     (folder / "diff").mkdir(parents=True)
     (folder / "group").mkdir()
     (folder / "group" / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
-    return Upper(folder=folder / "diff", group=Group(folder / "group"), device=os.stat(folder).st_dev)
+    return WritableLayer(
+        folder=folder / "diff", group=ControlGroup(folder / "group"), device=os.stat(folder).st_dev
+    )
 
 
-def written_to(folder: Path, ended: list[str], limit_mb: int = 4) -> Written:
+def written_to(folder: Path, ended: list[str], limit_mb: int = 4) -> WatchedContainer:
     async def end() -> None:
         await trio.lowlevel.checkpoint()
         ended.append(folder.name)
 
-    return Written(id=folder.name, upper=upper_at(folder), limit_mb=limit_mb, end=end)
+    return WatchedContainer(id=folder.name, upper=upper_at(folder), limit_mb=limit_mb, end=end)
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────
@@ -129,7 +139,7 @@ async def test_nothing_is_measured_while_the_disk_stands_still(
 ) -> None:
     free = {"content": 100 * MB, "files": 10 * MB}
     monkeypatch.setattr(disk, "MOVED", 10 * MB)
-    monkeypatch.setattr(disk, "room_at", lambda folder: Room(**free))
+    monkeypatch.setattr(disk, "disk_space_at", lambda folder: DiskSpace(**free))
     each = written_to(tmp_path / "one", [])
     watch = DiskWatch(store=tmp_path, reserve=0)
     watch.add(each)
@@ -149,7 +159,7 @@ async def test_nothing_is_measured_while_the_disk_stands_still(
 async def test_one_slow_measurement_holds_up_no_other(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def slow(upper: Upper) -> int | None:
+    async def slow(upper: WritableLayer) -> int | None:
         if upper is slow_one.upper:
             await trio.sleep_forever()
         return await used_bytes(upper)
@@ -168,7 +178,7 @@ async def test_a_full_disk_ends_the_largest_and_then_waits_for_it_to_go(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, ended = [100 * MB], list[str]()
-    monkeypatch.setattr(disk, "room_at", lambda folder: Room(content=free[0], files=1000 * MB))
+    monkeypatch.setattr(disk, "disk_space_at", lambda folder: DiskSpace(content=free[0], files=1000 * MB))
     watch, each = DiskWatch(store=tmp_path, reserve=80 * MB), []
     for number in range(3):
         each.append(written_to(tmp_path / f"{number}", ended, limit_mb=100))
@@ -219,7 +229,7 @@ async def test_who_leaves_while_it_is_measured_is_forgotten(
     (one.upper.folder / "file").write_bytes(os.urandom(3 * MB))
     measuring = trio.Event()
 
-    async def noting(upper: Upper) -> int | None:
+    async def noting(upper: WritableLayer) -> int | None:
         watch.discard("one")
         measuring.set()
         return await used_bytes(upper)
@@ -237,7 +247,7 @@ def test_the_room_is_that_of_the_folder(tmp_path: Path) -> None:
     told = subprocess.run(
         ["stat", "-f", "-c", "%f %S %d", str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout.split()
-    room = room_at(tmp_path)
+    room = disk_space_at(tmp_path)
     assert room.content == pytest.approx(int(told[0]) * int(told[1]), rel=0.05)
     assert room.files == pytest.approx(int(told[2]) * 4096, rel=0.05)
 
@@ -262,13 +272,13 @@ def test_a_disk_without_room_for_files_is_full(tmp_path: Path, monkeypatch: pyte
             )
         )
         monkeypatch.setattr(disk.os, "statvfs", lambda folder, short=short: short)
-        assert (room_at(tmp_path).content, room_at(tmp_path).least) == (content, least)
+        assert (disk_space_at(tmp_path).content, disk_space_at(tmp_path).least) == (content, least)
         monkeypatch.undo()
 
 
 def test_what_is_written_moves_the_room_wherever_there_is_less_of() -> None:
     """On a disk with few places for files the free bytes must still be looked at, and the other way round."""
-    before = Room(content=100 << 30, files=1 << 30)
+    before = DiskSpace(content=100 << 30, files=1 << 30)
     assert evolve(before, content=99 << 30).moved(before)
     assert evolve(before, files=0).moved(before)
     assert not evolve(before, content=before.content - 1).moved(before)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.containers.files import Account, Rooted
+from polarnode.containers.files import Account, ContainerFiles
 from polarnode.core.errors import RuntimeFault
 
 ME = Account(uid=os.geteuid(), gid=os.getegid(), home="/")
@@ -28,9 +28,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def files(root: Path) -> Iterator[Rooted]:
+def files(root: Path) -> Iterator[ContainerFiles]:
     opened = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    yield Rooted(root=opened, shift=0)
+    yield ContainerFiles(root=opened, shift=0)
     os.close(opened)
 
 
@@ -38,7 +38,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_is_written_with_its_folders_and_mode(files: Rooted, root: Path) -> None:
+def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root: Path) -> None:
     files.write("/work/a/b.sh", b"one", ME, 0o750)
     assert (root / "work/a/b.sh").read_bytes() == b"one"
     assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o750
@@ -51,13 +51,15 @@ def test_a_file_is_written_with_its_folders_and_mode(files: Rooted, root: Path) 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_ids_are_moved_by_the_namespaces_shift(root: Path) -> None:
     opened = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    Rooted(root=opened, shift=100_000).write("/new/file", b"", Account(uid=1000, gid=1001, home="/"), 0o644)
+    ContainerFiles(root=opened, shift=100_000).write(
+        "/new/file", b"", Account(uid=1000, gid=1001, home="/"), 0o644
+    )
     os.close(opened)
     for path in (root / "new", root / "new/file"):
         assert (path.stat().st_uid, path.stat().st_gid) == (101_000, 101_001)
 
 
-def test_a_second_name_of_a_file_is_not_written_through(files: Rooted, root: Path) -> None:
+def test_a_second_name_of_a_file_is_not_written_through(files: ContainerFiles, root: Path) -> None:
     (root / "work").mkdir()
     os.link(root / "etc/passwd", root / "work/mine")
     files.write("/work/mine", b"new", ME, 0o644)
@@ -69,7 +71,7 @@ LINKS = ["../outside", "/etc/passwd", "loop", "/proc/self/cwd"]
 
 
 @pytest.mark.parametrize("target", LINKS)
-def test_links_are_neither_read_nor_written(files: Rooted, root: Path, target: str) -> None:
+def test_links_are_neither_read_nor_written(files: ContainerFiles, root: Path, target: str) -> None:
     (root / "loop").symlink_to(target)
     assert files.read("/loop", 100) is None
     assert files.read("/loop/passwd", 100) is None
@@ -84,12 +86,12 @@ def test_links_are_neither_read_nor_written(files: Rooted, root: Path, target: s
 
 
 @pytest.mark.parametrize("path", ["", "/", "work", "./work", "/work/../../outside", "/.."])
-def test_odd_paths_are_refused(files: Rooted, path: str) -> None:
+def test_odd_paths_are_refused(files: ContainerFiles, path: str) -> None:
     with pytest.raises(RuntimeFault, match="no path in a container"):
         files.write(path, b"x", ME, 0o644)
 
 
-def test_reading_is_bounded_and_of_plain_files_alone(files: Rooted, root: Path) -> None:
+def test_reading_is_bounded_and_of_plain_files_alone(files: ContainerFiles, root: Path) -> None:
     (root / "large").write_bytes(b"x" * 5000)
     os.mkfifo(root / "pipe")
     assert files.read("/large", 10) == b"x" * 10
@@ -105,7 +107,7 @@ def test_reading_is_bounded_and_of_plain_files_alone(files: Rooted, root: Path) 
         files.write("/pipe", b"x", ME, 0o644)
 
 
-def test_no_descriptor_stays_open(files: Rooted, root: Path) -> None:
+def test_no_descriptor_stays_open(files: ContainerFiles, root: Path) -> None:
     (root / "link").symlink_to("/etc")
     before = open_descriptors()
     for _ in range(3):
@@ -130,10 +132,10 @@ def test_no_descriptor_stays_open(files: Rooted, root: Path) -> None:
         ("bare", Account(uid=7, gid=7, home="/")),
     ],
 )
-def test_users_are_found_by_name_and_number(files: Rooted, user: str, expected: Account) -> None:
+def test_users_are_found_by_name_and_number(files: ContainerFiles, user: str, expected: Account) -> None:
     assert files.account(user) == expected
 
 
-def test_an_unknown_user_is_refused_with_those_there_are(files: Rooted) -> None:
+def test_an_unknown_user_is_refused_with_those_there_are(files: ContainerFiles) -> None:
     with pytest.raises(RuntimeFault, match="no user ghost: name one of root, agent, bare"):
         files.account("ghost")

@@ -20,7 +20,7 @@ async def wait_warm(runtimes: Runtimes, count: int) -> None:
 
 async def test_a_warm_one_is_given_once_and_replaced(podman: None) -> None:
     async with open_runtimes(settings(warm=2)) as runtimes:
-        runtimes.want(SMALL, 5)
+        runtimes.prewarm(SMALL, 5)
         await wait_warm(runtimes, 1)
         async with runtimes.open(SMALL, session_id="first", lifetime_s=LIFETIME_S) as first:
             assert runtimes.statistics().served_warm == 1
@@ -37,7 +37,7 @@ async def test_more_are_kept_where_they_are_taken_faster_than_they_start(podman:
     async with open_runtimes(settings(warm=3)) as runtimes:
         # a very busy machine, so that what starts take here makes no difference
         runtimes._pool._starts.took(300.0)
-        runtimes.want(SMALL, 10)
+        runtimes.prewarm(SMALL, 10)
         await wait_warm(runtimes, 1)
         async with (
             runtimes.open(SMALL, session_id="one", lifetime_s=LIFETIME_S),
@@ -48,12 +48,12 @@ async def test_more_are_kept_where_they_are_taken_faster_than_they_start(podman:
 
 async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         with trio.fail_after(120):
             while not any(shelf.starting for shelf in runtimes._pool._shelves.values()):  # noqa: ASYNC110 (seen from outside)
                 await trio.sleep(0.001)
         async with runtimes.open(SMALL, session_id="first", lifetime_s=LIFETIME_S) as runtime:
-            runtimes.want(SMALL, 0)
+            runtimes.prewarm(SMALL, 0)
             assert (await runtime.run(["true"])).exit_code == 0
             assert (runtimes.statistics().served_warm, runtimes.statistics().live) == (1, 1)
 
@@ -61,7 +61,7 @@ async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> No
 async def test_nothing_is_started_for_later_while_the_machine_is_short(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.hold(True)
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         await trio.sleep(0.5)
         assert runtimes.statistics().started == 0
         async with runtimes.open(SMALL, session_id="at once", lifetime_s=LIFETIME_S):
@@ -72,7 +72,7 @@ async def test_nothing_is_started_for_later_while_the_machine_is_short(podman: N
 
 async def test_a_warm_ones_door_is_ready(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
         async with runtimes.open(SMALL, session_id="door", lifetime_s=LIFETIME_S) as runtime:
             ended = await runtime.run(
@@ -87,7 +87,7 @@ async def test_a_warm_ones_door_is_ready(podman: None) -> None:
 
 async def test_another_shape_gets_a_fresh_one(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
         other = RuntimeSpec(memory_mb=300, pids=64)
         async with runtimes.open(other, session_id="other", lifetime_s=LIFETIME_S) as runtime:
@@ -98,7 +98,7 @@ async def test_another_shape_gets_a_fresh_one(podman: None) -> None:
 
 async def test_files_and_environment_make_no_other_shape(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(RuntimeSpec(memory_mb=256, pids=64, env={"A": "b"}, image="agent"), 1)
+        runtimes.prewarm(RuntimeSpec(memory_mb=256, pids=64, env={"A": "b"}, image="agent"), 1)
         await wait_warm(runtimes, 1)
         async with runtimes.open(
             RuntimeSpec(memory_mb=256, pids=64, image="base"), session_id="same", lifetime_s=LIFETIME_S
@@ -108,7 +108,7 @@ async def test_files_and_environment_make_no_other_shape(podman: None) -> None:
 
 async def test_one_that_would_not_live_long_enough_stays(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
         async with runtimes.open(SMALL, session_id="long", lifetime_s=10 * 86400.0) as runtime:
             assert runtime.expires - trio.current_time() > 9 * 86400
@@ -117,7 +117,7 @@ async def test_one_that_would_not_live_long_enough_stays(podman: None) -> None:
 
 async def test_a_dead_one_is_not_given(podman: None) -> None:
     async with open_runtimes(settings(warm=1)) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
         (ready,) = next(iter(runtimes._pool._shelves.values())).ready
         await runtimes._pool.starter.client.remove(ready.id)
@@ -128,16 +128,16 @@ async def test_a_dead_one_is_not_given(podman: None) -> None:
 
 async def test_what_is_no_longer_wanted_goes(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
-        runtimes.want(SMALL, 2)
+        runtimes.prewarm(SMALL, 2)
         await wait_warm(runtimes, 1)
-        runtimes.want(SMALL, 0)
+        runtimes.prewarm(SMALL, 0)
         await wait_warm(runtimes, 0)
         assert await runtimes.sweep() == 0, "and nothing of it is left"
 
 
 async def test_a_shape_that_can_not_start_does_not_stop_the_others(podman: None) -> None:
     async with open_runtimes(settings(warm=1)) as runtimes:
-        runtimes.want(RuntimeSpec(image="localhost/none/such"), 1)
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(RuntimeSpec(image="localhost/none/such"), 1)
+        runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
         assert runtimes.statistics().failed == 1

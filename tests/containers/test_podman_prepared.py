@@ -136,7 +136,7 @@ async def test_the_least_lately_used_goes_and_one_in_use_stays(podman: None) -> 
 async def test_warm_ones_are_of_the_copy(podman: None) -> None:
     async with open_runtimes(settings(warm=2)) as runtimes:
         asked = spec("echo here > /work/here")
-        runtimes.want(asked, 9)
+        runtimes.prewarm(asked, 9)
         await until(lambda: runtimes.statistics().warm == 1)
         async with opened(runtimes, asked, "one"):
             await until(lambda: runtimes.statistics().warm == 1)
@@ -144,7 +144,7 @@ async def test_warm_ones_are_of_the_copy(podman: None) -> None:
             async with opened(runtimes, asked, "two") as runtime:
                 assert await runtime.read("/work/here") == b"here\n"
             assert runtimes.statistics().served_warm == before + 1
-        runtimes.want(asked, 0)
+        runtimes.prewarm(asked, 0)
         await until(lambda: runtimes.statistics().warm == 0)
 
 

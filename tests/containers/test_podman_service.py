@@ -14,7 +14,7 @@ from podman_parts import LIFETIME_S, SMALL, settings
 from polarnode.containers.client import call
 from polarnode.containers.probe import default_state_dir, make_folders, store_at
 from polarnode.containers.runtimes import Runtimes, open_runtimes
-from polarnode.containers.service import Service, sweep
+from polarnode.containers.service import PodmanService, sweep
 from polarnode.core.errors import ConfigError, RuntimeFault
 from polarnode.support.background import open_background
 
@@ -108,7 +108,7 @@ async def test_teardown_reaches_podman_although_everything_is_cancelled(podman: 
         assert again.statistics().swept == 0, "nothing was left"
 
 
-def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Service:
+def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> PodmanService:
     # so that all of it is in the test's own folder
     monkeypatch.setattr("polarnode.containers.probe.MEMORY_FOLDERS", ())
     store = store_at(folder / "state")
@@ -116,7 +116,7 @@ def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> 
     script = folder / "podman"
     script.write_text(f"#!/bin/sh\n{program}\n")
     script.chmod(0o755)
-    return Service(script, store, store.sockets / "x.sock")
+    return PodmanService(script, store, store.sockets / "x.sock")
 
 
 async def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

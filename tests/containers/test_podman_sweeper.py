@@ -16,7 +16,7 @@ import pytest
 import trio
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.client import Listed
+from polarnode.containers.client import ListedContainer
 from polarnode.containers.container import (
     LABEL_NODE,
     LABEL_OWNER,
@@ -36,7 +36,7 @@ from polarnode.containers.runtimes import open_runtimes
 
 async def main():
     async with open_runtimes(settings("victim")) as runtimes:
-        runtimes.want(SMALL, 1)
+        runtimes.prewarm(SMALL, 1)
         async with runtimes.open(SMALL, session_id="victim-1", lifetime_s=LIFETIME_S) as runtime:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(runtime.run, ["sleep", "424242"])
@@ -72,7 +72,7 @@ def node() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.stdout.close()
 
 
-async def of_node(runtimes: Runtimes, node_id: str) -> list[Listed]:
+async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:
     return list(await runtimes._pool.starter.client.labelled(f"{LABEL_NODE}={node_id}"))
 
 

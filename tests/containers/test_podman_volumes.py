@@ -12,7 +12,7 @@ import pytest
 from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.container import Volume, check_volumes, open_volumes, why_not
+from polarnode.containers.container import Volume, check_volumes, open_volumes, volume_refusal
 from polarnode.containers.runtimes import open_runtimes
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec, VolumeSpec
@@ -31,13 +31,13 @@ def allowed(tmp_path: Path) -> Path:
 
 def test_what_lies_below_an_allowed_folder_is_allowed(allowed: Path) -> None:
     for source in (allowed, allowed / "data", f"{allowed}/./data/"):
-        assert why_not(str(source), [str(allowed)]) is None
+        assert volume_refusal(str(source), [str(allowed)]) is None
 
 
 def test_a_prefix_that_is_itself_a_link_allows_what_it_leads_to(allowed: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(allowed)
-    assert why_not(str(allowed / "data"), [str(tmp_path / "alias")]) is None
-    assert why_not(str(tmp_path / "alias" / "data"), [str(allowed)]) is None
+    assert volume_refusal(str(allowed / "data"), [str(tmp_path / "alias")]) is None
+    assert volume_refusal(str(tmp_path / "alias" / "data"), [str(allowed)]) is None
 
 
 def test_what_is_not_allowed_is_refused_with_the_setting_named(allowed: Path, tmp_path: Path) -> None:
@@ -51,19 +51,19 @@ def test_what_is_not_allowed_is_refused_with_the_setting_named(allowed: Path, tm
         allowed / "up",
         Path("/"),
     ):
-        said = why_not(str(source), [str(allowed)])
+        said = volume_refusal(str(source), [str(allowed)])
         assert said is not None, source
         assert "this node's setting volumes allows" in said
-    assert f"(it leads to {tmp_path}/outside)" in str(why_not(str(allowed / "up"), [str(allowed)]))
-    assert "it names none" in str(why_not(str(allowed), []))
+    assert f"(it leads to {tmp_path}/outside)" in str(volume_refusal(str(allowed / "up"), [str(allowed)]))
+    assert "it names none" in str(volume_refusal(str(allowed), []))
     for source in (allowed / "none", allowed / "loop", allowed / "data" / "file"):
-        assert "is not a folder" in str(why_not(str(source), [str(allowed)])), source
+        assert "is not a folder" in str(volume_refusal(str(source), [str(allowed)])), source
 
 
 def test_a_folder_with_something_mounted_in_it_is_refused() -> None:
     """Its own rights would not be what the task was given."""
-    assert "has another file system mounted in it" in str(why_not("/", ["/"]))
-    assert why_not("/proc", ["/"]) is None or "mounted in it" in str(why_not("/proc", ["/"]))
+    assert "has another file system mounted in it" in str(volume_refusal("/", ["/"]))
+    assert volume_refusal("/proc", ["/"]) is None or "mounted in it" in str(volume_refusal("/proc", ["/"]))
 
 
 def test_a_refusal_names_the_field(allowed: Path) -> None:

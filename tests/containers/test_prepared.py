@@ -15,7 +15,7 @@ from session_kit import agent, town
 from trio.abc import Clock
 from trio.testing import MockClock
 
-from polarnode.containers.pool import WINDOW_S, Pace, Starts, enough
+from polarnode.containers.pool import WINDOW_S, StartDurations, TakeRate, enough
 from polarnode.containers.prepared import MANY_FILES, Workspace, Workspaces, workspace_of
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec, VolumeSpec
@@ -399,17 +399,17 @@ def test_as_many_are_enough_as_are_taken_while_one_starts(
     assert enough(waiting=waiting, rate=rate, start_s=start_s, most=8) == kept
 
 
-def test_a_pace_is_of_late() -> None:
-    pace = Pace()
-    assert pace.rate(5.0) == 0.0
+def test_the_take_rate_is_of_late() -> None:
+    takes = TakeRate()
+    assert takes.rate(5.0) == 0.0
     for at in range(800):
-        pace.taken(at / 4)
-    assert pace.rate(200.0) == pytest.approx(4.0, rel=0.05)
-    assert pace.rate(200.0 + 5 * WINDOW_S) < 0.05
+        takes.count(at / 4)
+    assert takes.rate(200.0) == pytest.approx(4.0, rel=0.05)
+    assert takes.rate(200.0 + 5 * WINDOW_S) < 0.05
 
 
 def test_starts_are_as_slow_as_the_last_few() -> None:
-    starts = Starts()
+    starts = StartDurations()
     starts.took(2.0)
     assert starts.mean_s == 2.0
     for _ in range(20):

@@ -24,7 +24,7 @@ from polarnode.groups import EARLY_STOP, Facts, read_group, stopped_early
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.recovery import recover
 from polarnode.rollouts.scheduler import GroupWatch, Scheduler, Who
-from polarnode.support.metrics import Tally
+from polarnode.support.metrics import NodeCounters
 
 GONE = RuntimeFault("the container is gone")
 
@@ -248,7 +248,7 @@ def scored(index: int) -> Trajectory:
 
 
 def watching(enough: int | None, places: int, over: tuple[Facts, ...] = ()) -> GroupWatch:
-    watch = GroupWatch(Tally())
+    watch = GroupWatch(NodeCounters())
     watch.begin("t", task(num_samples=places, group=GroupSpec(early_stop_min=enough)), over)
     return watch
 
@@ -281,7 +281,13 @@ async def life(path: Path, program: Program) -> AsyncIterator[tuple[Journal, Sch
     async with open_journal(path, now=time.time) as journal, town(path.parent, {"agent": program}) as place:
         house = evolve(place.scheduler.house, publish=journal.publish)
         scheduler = Scheduler(
-            place.nursery, house, place.lives, journal, Who(node="n1", model="tiny"), place.runtimes.want, 0
+            place.nursery,
+            house,
+            place.lives,
+            journal,
+            Who(node="n1", model="tiny"),
+            place.runtimes.prewarm,
+            0,
         )
         yield journal, scheduler
         await scheduler.stop(cancel=False)

@@ -28,7 +28,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import CaptureStatus, Opened
 from polarnode.rollouts.scheduler import SessionStatus
-from polarnode.support.semaphore import GateStatistics
+from polarnode.support.semaphore import SemaphoreStatistics
 
 REQUEST: dict[str, Any] = {
     "task_id": "calc-7",
@@ -100,7 +100,8 @@ class BusyTaker(TaskTaker):
             hosts=(), vocab_size=1, context_length=1, weight_version="v3", paused=self.held.mode
         )
         stages = {
-            name: GateStatistics(limit=4, inside=1, waiting=2) for name in ("live", "init", "run", "post")
+            name: SemaphoreStatistics(limit=4, inside=1, waiting=2)
+            for name in ("live", "init", "run", "post")
         }
         return Figures(
             tally=self.tally.copied(),

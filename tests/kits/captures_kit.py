@@ -29,7 +29,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import open_server
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import CaptureHouse, Captures
-from polarnode.support.metrics import Tally
+from polarnode.support.metrics import NodeCounters
 
 HI: Any = {"role": "user", "content": "hi"}
 
@@ -41,7 +41,7 @@ class Desk:
     caller: Caller
     captures: Captures
     journal: Journal
-    tally: Tally
+    tally: NodeCounters
 
     async def open(self, **spec: Any) -> "dict[str, Any]":
         answer = await self.caller.post("/v1/capture", spec)
@@ -63,7 +63,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
     """Captures of a node that has nothing else. What is open at the end is left so, as by a node that
     dies.
     """
-    served, tally, lives = model(), Tally(), LiveSessions()
+    served, tally, lives = model(), NodeCounters(), LiveSessions()
     plane = ModelPlane(
         sessions=lives,
         model=Model(

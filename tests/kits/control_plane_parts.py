@@ -28,7 +28,7 @@ from polarnode.integrations.polar import PolarFace
 from polarnode.integrations.polar.answers import PolarHouse
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.support.metrics import Tally
+from polarnode.support.metrics import NodeCounters
 
 
 @define(eq=False)
@@ -40,7 +40,7 @@ class TaskTaker:
     has_a_bug: bool = False
     refuses: PolarnodeError | None = None
     live: set[str] = field(factory=set)
-    tally: Tally = field(factory=Tally)
+    tally: NodeCounters = field(factory=NodeCounters)
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         if self.refuses is not None:

@@ -60,7 +60,7 @@ class MemoryRuntime:
     owners: dict[str, str] = field(factory=dict)
     modes: dict[str, int] = field(factory=dict)
     links: set[str] = field(factory=set)
-    door: socket.socket = field(init=False)
+    endpoint: socket.socket = field(init=False)
     network: int = field(init=False)
     alive: bool = True
     ended_because: str | None = None
@@ -70,13 +70,13 @@ class MemoryRuntime:
     _running: set[trio.CancelScope] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.door.setblocking(False)
-        self.network = self.door.fileno()
+        self.endpoint = socket.create_server(("127.0.0.1", 0))
+        self.endpoint.setblocking(False)
+        self.network = self.endpoint.fileno()
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.door.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.endpoint.getsockname()[1]}"
 
     async def run(
         self,
@@ -170,7 +170,7 @@ class MemoryRuntime:
 
     async def close(self) -> None:
         self.alive = False
-        self.door.close()
+        self.endpoint.close()
         await trio.lowlevel.checkpoint()
 
     def copied(self) -> "MemoryRuntime":
@@ -182,7 +182,7 @@ class MemoryRuntime:
             modes=dict(self.modes),
             links=set(self.links),
         )
-        other.door.close()
+        other.endpoint.close()
         return other
 
     def _call(
@@ -347,7 +347,7 @@ class MemoryRuntimes:
     def hold(self, held: bool) -> None:
         self.held = held
 
-    def want(self, spec: RuntimeSpec, count: int) -> None:
+    def prewarm(self, spec: RuntimeSpec, count: int) -> None:
         self.wanted[spec.image] = count
 
     def statistics(self) -> RuntimesStatistics:

@@ -76,7 +76,7 @@ def finished(
 
 def quiet(runtime: Quiet) -> Quiet:
     """A runtime in memory without its door, which nobody knocks at here."""
-    runtime.door.close()
+    runtime.endpoint.close()
     return runtime
 
 

@@ -30,7 +30,7 @@ from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.scheduler import Scheduler, Who
 from polarnode.rollouts.services import House, Stages
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 ALLOWED = ("session_kit",)
 
@@ -99,8 +99,8 @@ class Containers(MemoryRuntimes):
         async with super().open(spec, session_id=session_id, lifetime_s=lifetime_s) as runtime:
             yield runtime
 
-    def want(self, spec: RuntimeSpec, count: int) -> None:
-        super().want(spec, count)
+    def prewarm(self, spec: RuntimeSpec, count: int) -> None:
+        super().prewarm(spec, count)
         self.most[spec.image] = max(self.most[spec.image], count)
 
 
@@ -190,7 +190,12 @@ async def town(
     )
     for program in runtimes.programs.values():
         setattr(program, "lives", lives)  # noqa: B010 - how a program in memory finds the session of its key
-    stages = Stages(live=Gate(limit=live), init=Gate(limit=init), run=Gate(limit=run), post=Gate(limit=post))
+    stages = Stages(
+        live=PrioritySemaphore(limit=live),
+        init=PrioritySemaphore(limit=init),
+        run=PrioritySemaphore(limit=run),
+        post=PrioritySemaphore(limit=post),
+    )
     house = House(
         runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
         stages=stages,
@@ -204,7 +209,9 @@ async def town(
         allowed_imports=ALLOWED,
     )
     async with trio.open_nursery() as nursery:
-        scheduler = Scheduler(nursery, house, lives, notes, Who(node="n0", model="tiny"), runtimes.want, warm)
+        scheduler = Scheduler(
+            nursery, house, lives, notes, Who(node="n0", model="tiny"), runtimes.prewarm, warm
+        )
         found = Town(scheduler, runtimes, notes, lives, stages, nursery, doors)
         yield found
         await scheduler.stop(cancel=False)

@@ -19,7 +19,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import EvaluatorSpec, PrepareStep, RuntimeSpec
 from polarnode.rollouts.session_containers import open_beforehand
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 # ── the seal ──────────────────────────────────────────────────────────────────
 
@@ -220,7 +220,7 @@ async def test_an_error_beside_it_is_not_wrapped_and_lets_it_go(autojump_clock: 
     async def fails() -> None:
         opened = partial(runtimes.open, RuntimeSpec(), session_id="s", lifetime_s=9.0)
         async with open_beforehand(
-            opened, Gate(limit=1), budget_s=9.0, on_settled=lambda: settled.append(True)
+            opened, PrioritySemaphore(limit=1), budget_s=9.0, on_settled=lambda: settled.append(True)
         ) as beforehand:  # type: ignore[arg-type]
             beforehand.begin()
             await trio.sleep(1)
@@ -238,7 +238,7 @@ async def test_one_that_takes_longer_than_its_budget_is_let_go(autojump_clock: C
         await trio.sleep_forever()
         yield
 
-    gate = Gate(limit=1)
+    gate = PrioritySemaphore(limit=1)
     async with open_beforehand(never, gate, budget_s=9.0, on_settled=lambda: None) as beforehand:
         beforehand.begin()
         await trio.sleep(1)

@@ -19,7 +19,7 @@ from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.evaluation import evaluated
 from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 
 async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ async def test_an_evaluator_does_not_wait_behind_sessions_for_what_was_not_begun
         place.nursery.cancel_scope.cancel()
 
 
-async def hold(gate: Gate, task_status: trio.TaskStatus[None]) -> None:
+async def hold(gate: PrioritySemaphore, task_status: trio.TaskStatus[None]) -> None:
     async with gate.slot(priority=50):
         task_status.started()
         await trio.sleep_forever()
@@ -291,13 +291,13 @@ async def test_a_second_container_is_wanted_until_the_evaluator_has_it(
     told: list[tuple[float, int]] = []
     async with town(tmp_path, {"agent": writes}) as place:
         demand = place.scheduler._demand
-        want, began = demand.want, trio.current_time()
+        want, began = demand.prewarm, trio.current_time()
 
         def noting(spec: RuntimeSpec, count: int) -> None:
             told.append((round(trio.current_time() - began), count))
             want(spec, count)
 
-        demand.want = noting
+        demand.prewarm = noting
         place.runtimes.takes = [2.0, 3.0]
         await place.one(evaluator=FRESH)
     assert told == [(0, 2), (2, 1), (5, 0)]

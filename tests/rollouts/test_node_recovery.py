@@ -64,7 +64,7 @@ async def life(
     ):
         house = evolve(place.scheduler.house, publish=journal.publish, allowed_imports=import_paths)
         who = Who(node="n1", model="tiny-2")
-        scheduler = Scheduler(place.nursery, house, place.lives, journal, who, place.runtimes.want, 0)
+        scheduler = Scheduler(place.nursery, house, place.lives, journal, who, place.runtimes.prewarm, 0)
         yield journal, scheduler
         await scheduler.stop(cancel=False)
 

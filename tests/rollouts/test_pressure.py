@@ -16,7 +16,7 @@ from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.rollouts.machine_watch import Machine, PressureWatch, read_machine
 from polarnode.rollouts.services import Stages
 from polarnode.rollouts.stage_limits import FEW, SETTLE, Bounds, Readings, Standing, State, begin, decide
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 BOUNDS = Bounds(init=4, run=64, post=8, memory_mb=1000, disk_mb=4000)
 WORK = Standing(at_work=10, running=64)
@@ -229,7 +229,12 @@ def test_without_the_kernels_pressure_the_load_is_asked(tmp_path: Path) -> None:
 
 
 async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock) -> None:
-    stages = Stages(live=Gate(limit=68), init=Gate(limit=4), run=Gate(limit=64), post=Gate(limit=8))
+    stages = Stages(
+        live=PrioritySemaphore(limit=68),
+        init=PrioritySemaphore(limit=4),
+        run=PrioritySemaphore(limit=64),
+        post=PrioritySemaphore(limit=8),
+    )
     host = HostStatistics(
         index=0, state="ready", pid=1, gpus=(0,), in_flight=0, running=32, waiting=64, token_usage=0.9, restarts=0, weight_version="1", last_error=None
     )  # fmt: skip

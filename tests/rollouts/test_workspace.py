@@ -101,7 +101,7 @@ def test_a_session_as_its_evaluator_sees_it() -> None:
     )
     assert (seen.runtime.workdir, seen.left.workdir) == ("/w", "/work")
     for runtime in (clean, left):
-        runtime.door.close()
+        runtime.endpoint.close()
 
 
 @pytest.mark.parametrize("reward", [0, 1.5, -3, 2**70, 1e308])

@@ -4,7 +4,7 @@ import time
 
 import trio
 
-from polarnode.support.metrics import KEPT, TICK_S, LagStatistics, LoopLag, open_lag
+from polarnode.support.metrics import KEPT, TICK_S, LagStatistics, LoopLag, open_loop_lag
 
 
 def test_quantiles_of_the_last_looks() -> None:
@@ -19,7 +19,7 @@ def test_quantiles_of_the_last_looks() -> None:
 
 
 async def test_a_step_that_holds_the_loop_is_seen() -> None:
-    async with open_lag() as lag:
+    async with open_loop_lag() as lag:
         await trio.sleep(2 * TICK_S)
         time.sleep(0.3)  # noqa: ASYNC251  the very fault that is looked for
         await trio.sleep(2 * TICK_S)
@@ -27,6 +27,6 @@ async def test_a_step_that_holds_the_loop_is_seen() -> None:
 
 
 async def test_an_idle_loop_is_looked_at_and_the_block_ends(autojump_clock: trio.testing.MockClock) -> None:
-    async with open_lag() as lag:
+    async with open_loop_lag() as lag:
         await trio.sleep(10)
         assert lag.statistics() == LagStatistics(p50=0.0, p99=0.0, max=0.0)

@@ -11,11 +11,11 @@ from polarnode.gateway.live_sessions import LiveSession
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
-from polarnode.support.metrics import LEFT_OUT, OTHER, Tally
+from polarnode.support.metrics import LEFT_OUT, OTHER, NodeCounters
 
 
 def test_a_turn_is_counted_by_what_it_is() -> None:
-    tally = Tally()
+    tally = NodeCounters()
     turn = evolve(
         make_turn("s"),
         reason="appended",
@@ -37,14 +37,14 @@ def test_a_turn_is_counted_by_what_it_is() -> None:
 
 @pytest.mark.parametrize(("reason", "expected"), [("first", "first"), ("what a plug-in made up", OTHER)])
 def test_reasons_are_a_fixed_set(reason: str, expected: str) -> None:
-    tally = Tally()
+    tally = NodeCounters()
     tally.turn(evolve(make_turn("s"), reason=reason))
     assert [labels[2] for labels in tally.turns] == [expected]
     assert OTHER not in REASONS
 
 
 def test_an_ended_session_is_counted_with_its_rows() -> None:
-    tally = Tally()
+    tally = NodeCounters()
     left = (LeftOut(turn=0, reason="superseded"), LeftOut(turn=1, reason="a word of a builder of one's own"))
     tally.published(evolve(make_trajectory("s", turns=2), left_out=left))
     tally.published(make_trajectory("s", status="timeout"))
@@ -56,7 +56,7 @@ def test_an_ended_session_is_counted_with_its_rows() -> None:
 
 
 def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowhere_else() -> None:
-    tally = Tally()
+    tally = NodeCounters()
     for outcome in (
         Outcome(status="error", boundary="runtime"),
         Outcome(status="interrupted", boundary="node"),
@@ -68,14 +68,14 @@ def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowh
 
 
 def test_a_live_session_counts_into_its_nodes_tally() -> None:
-    tally, lineages = Tally(), Lineages(session_id="s", secret=b"secret")
+    tally, lineages = NodeCounters(), Lineages(session_id="s", secret=b"secret")
     live = LiveSession("s", "key", lineages, Sampling(), Budgets(), lambda turn: None, tally=tally)
     live.refused(Fault(kind="session_over", message="over"))
     assert tally.refusals == live.counters.refusals == {"session_over": 1}
 
 
 def test_a_copy_stays_as_it_was() -> None:
-    tally = Tally()
+    tally = NodeCounters()
     tally.turn(make_turn("s"))
     then = tally.copied()
     tally.turn(make_turn("s"))

@@ -1,15 +1,10 @@
-"""What went through a session's proxy, counted for its trajectory.
+"""The egress proxy of one session: a listener in its container that serves bounded connections.
 
-Pure. Names come from the container, which may make up as many as it likes: only so many are told apart.
-
-The proxy of one session: a listener in its container, and what each connection to it may do and for how long.
-
-It runs behind the session and ends with it. The rules for whoever edits it: a connection is a stranger's, so
-everything of it has a bound with its reason; what goes wrong in one stays in it; and who is refused is told
-why and what to do, because the reader is a model that will try again.
-
-What a node lets its tasks reach, and how it opens a session's proxy: the one thing of this package a session
-is given.
+It runs beside the session and ends with it. `NodeEgress` opens it. Invariants: a connection is untrusted, so
+everything of it has a bound with its reason; a failure in one stays in it; and a refused client gets the
+reason and a remedy, because the reader is a model that will try again. What went through is counted for the
+trajectory; names come from the container, which may invent any number, so only `NAMES_LIMIT` are counted
+apart.
 """
 
 import logging
@@ -40,12 +35,12 @@ from polarnode.containers.egress.requests import (
     read,
     tunnel,
 )
-from polarnode.containers.egress.rules import EgressRules, name_fault, rules_of, spelled
-from polarnode.containers.endpoint import DOOR_HOST, EGRESS_PORT, open_listener
+from polarnode.containers.egress.rules import EgressRules, egress_rules, name_fault, spelled
+from polarnode.containers.endpoint import EGRESS_PORT, ENDPOINT_HOST, open_listener
 from polarnode.core.conversation import Json
 from polarnode.support.background import open_background
 
-# ── figures ────────────────────────────────────────────────────────────
+# ── counts ────────────────────────────────────────────────────────────────────
 
 TOLD_APART = 64  # names of each kind: an installation meets a handful of hosts, an attack makes them up
 OTHERS = "(others)"
@@ -78,7 +73,7 @@ class EgressFigures:
         }
 
 
-# ── serving ────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────
 
 # open at once: uv, the greediest installer known, opens 50; one more waits in the kernel until another ends
 CONNECTIONS = 64
@@ -89,7 +84,7 @@ IDLE_S = 120.0
 LINGER_S = 2.0  # for a refused client to read why
 NO_ROOM_S = 0.5  # until the next try to accept, where the node has no descriptor left
 
-# what is not asked of the proxy: the model's door, and servers the harness starts itself
+# what is not asked of the proxy: the model endpoint, and servers the harness starts itself
 LOOPBACK = "localhost,127.0.0.1,::1"
 
 _log = logging.getLogger(__name__)
@@ -134,7 +129,7 @@ async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIt
 @asynccontextmanager
 async def serve_egress(listener: socket, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
     """The proxy on a listening socket, which it closes at the end."""
-    egress = Egress(f"http://{DOOR_HOST}:{listener.getsockname()[1]}")
+    egress = Egress(f"http://{ENDPOINT_HOST}:{listener.getsockname()[1]}")
     served = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
     serving = _Serving(listener=served, rules=rules, world=world, figures=egress._figures)
     async with open_background(serving.run):
@@ -292,7 +287,7 @@ async def _leave(client: Side) -> bool:
     return False
 
 
-# ── node ────────────────────────────────────────────────────────────
+# ── on the node ───────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -306,10 +301,10 @@ class NodeEgress:
     world: World = field(factory=World)
 
     def __attrs_post_init__(self) -> None:
-        rules_of(self.names, self.networks)  # a network that is none is said when the node starts
+        egress_rules(self.names, self.networks)  # a network that is none is said when the node starts
 
     def open(self, network: int, asked: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
         """The proxy in a container's network namespace (a descriptor), for what its task asked for; checked
         before. Raises RuntimeFault.
         """
-        return open_egress(network, rules_of(asked, self.networks), self.world)
+        return open_egress(network, egress_rules(asked, self.networks), self.world)

@@ -1,22 +1,12 @@
-"""What a client in a container asks of the proxy: a tunnel, a plain request to hand on, or something that is
-refused.
+"""One request of a client in a container: parsed, dialled, and forwarded or tunnelled.
 
-Pure: h11's events in, a value out. The proxy never hands on bytes it did not parse: a request is read
-whole-heartedly or refused, and what goes out is written anew from what was read, so that no two programs can
-take it for different requests. Rule for whoever edits it: a header is dropped unless it is the end points'
-own business.
-
-Bytes and plain requests handed on between a container and the world.
-
-Everything here is given its two ends and ends with them; how long it may take is the caller's, who is told by
-`moved` of all that passes. Rule for whoever edits it: what a peer does wrong ends its own connection and is
-no error of ours.
-
-From an allowed name to a connection: looked up by the node, its addresses checked, and the very address that
-was checked connected to.
-
-The container looks up nothing. Rule for whoever edits it: no name is given to anything that connects, only an
-address that passed.
+Parsing is pure: h11's events in, a value out. The proxy never forwards bytes it did not parse: a request is
+read as a whole or refused, and what goes out is rewritten from what was parsed, so that no two programs can
+take it for different requests. A header is dropped unless it is end to end. Forwarding ends with its two
+ends; how long it may take is the caller's decision, who learns through `moved` of all that passes. What a
+peer does wrong ends its own connection and is no error of ours. Invariant of dialling: the container looks up
+nothing; names are resolved by the node, and only an address that passed the rules is connected to, never a
+name.
 """
 
 import logging
@@ -33,7 +23,7 @@ from trio.abc import HalfCloseableStream
 
 from polarnode.containers.egress.rules import EgressRules, spelled
 
-# ── asking ────────────────────────────────────────────────────────────
+# ── parsing a request ─────────────────────────────────────────────────────────
 
 HTTP_PORT = 80
 CONNECT = re.compile(r"([^\s:@/?#\[\]]+):(\d{1,5})")
@@ -179,7 +169,7 @@ def _malformed(text: str, *, status: int = 400) -> Denial:
     return Denial(status=status, text=text)
 
 
-# ── forwarding ────────────────────────────────────────────────────────────
+# ── forwarding ────────────────────────────────────────────────────────────────
 
 READ_BYTES = 64 << 10  # at once: a download is some hundred of them a second
 # of a request's or an answer's head: package indexes set a few headers, not kilobytes of them
@@ -305,7 +295,7 @@ async def _pour(
         both.cancel()
 
 
-# ── dialing ────────────────────────────────────────────────────────────
+# ── dialling ──────────────────────────────────────────────────────────────────
 
 LOOKUPS = 64  # at once, of all sessions: each is a thread that waits
 RESOLVE_S = 10.0  # a resolver asks its servers for 5 s each, and most have two
@@ -342,9 +332,7 @@ async def connect(address: str, port: int) -> HalfCloseableStream:
 
 
 def is_own(address: str) -> bool:
-    """Whether an address is this machine's: its own doors may trust who comes from it. No packet is sent to
-    find out.
-    """
+    """Whether an address is this machine's own: services may trust connections from it. No packet is sent."""
     family, nobodys = (socket.AF_INET6, "2001:db8::1") if ":" in address else (socket.AF_INET, "192.0.2.1")
     # this machine lets programs take any address (ip_nonlocal_bind), so that says nothing
     if _can_be_bound(nobodys, family):

@@ -1,9 +1,9 @@
-"""What a container may reach, as plain rules: names asked for, and addresses they lead to.
+"""What a container may reach, as plain rules: the names it requests, and the addresses they lead to.
 
-Pure. Two questions, asked apart: may this name be reached (the task's list), and may this address be
-connected to (the node's networks). The second is asked of the very address that is then used, so a name that
-changes its mind between two look-ups gains nothing. Rule for whoever edits it: what is not understood is
-refused, because a spelling two programs read differently is how such lists are passed.
+Pure. Two separate questions: may this name be reached (the task's list), and may this address be connected to
+(the node's networks). The second is asked of the very address that is then used, so a name that changes its
+address between two look-ups gains nothing. Invariant: what is not understood is refused, because a spelling
+that two programs read differently is how such lists are bypassed.
 """
 
 import ipaddress
@@ -87,7 +87,7 @@ class EgressRules:
         return _within(address, self.networks) or _within(_meant(address), self.networks)
 
 
-def rules_of(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
+def egress_rules(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
     """The rules for a task's names on a node with these networks. ConfigError for a network that is none."""
     return EgressRules(names=tuple(map(spelled, names)), networks=tuple(map(read_network, networks)))
 

@@ -60,7 +60,7 @@ def service_of_the_machine() -> Iterator[int]:
 
 async def serve(runtime: PodmanRuntime, seen: list[bytes]) -> None:
     """Answer what comes through the door with the runtime's own name."""
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(runtime.door.dup()))
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(runtime.endpoint.dup()))
 
     async def answer(stream: trio.SocketStream) -> None:
         seen.append(bytes(await stream.receive_some(65536)))
@@ -117,6 +117,6 @@ async def test_the_machine_is_not_described_inside(runtimes: Runtimes) -> None:
 
 async def test_a_closed_door_refuses(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="closed", lifetime_s=LIFETIME_S) as runtime:
-        runtime.door.close()
+        runtime.endpoint.close()
         ended = await runtime.run(["python3", "-c", GET])
         assert b"ConnectionRefusedError" in ended.stderr

@@ -1,4 +1,4 @@
-"""A door in a network namespace: reached from inside, by nobody else, gone with its closing. A bare namespace
+"""A listener in a network namespace: only inside reaches it, and it is gone once closed. A bare namespace
 stands for a container.
 """
 
@@ -14,12 +14,18 @@ import pytest
 import trio
 
 from polarnode.containers import endpoint
-from polarnode.containers.endpoint import DOOR_HOST, DOOR_PORT, EGRESS_PORT, open_door, open_listener
+from polarnode.containers.endpoint import (
+    EGRESS_PORT,
+    ENDPOINT_HOST,
+    ENDPOINT_PORT,
+    open_listener,
+    open_model_endpoint,
+)
 from polarnode.core.errors import RuntimeFault
 
 ASK = f"""
 import socket
-with socket.create_connection(({DOOR_HOST!r}, {DOOR_PORT}), 20) as asking:
+with socket.create_connection(({ENDPOINT_HOST!r}, {ENDPOINT_PORT}), 20) as asking:
     asking.sendall(b'ping')
     print(asking.recv(100).decode())
 """
@@ -47,31 +53,31 @@ def ask_inside(pid: int) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
 
 
-async def answer_once(door: socket.socket) -> None:
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(door))
-    async with await listener.accept() as stream:
+async def answer_once(listener: socket.socket) -> None:
+    served = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+    async with await served.accept() as stream:
         assert await stream.receive_some(100) == b"ping"
         await stream.send_all(b"pong")
 
 
 async def test_a_client_inside_reaches_the_node(namespace: int) -> None:
-    door = await open_door(namespace)
+    listener = await open_model_endpoint(namespace)
     answers: list[str] = []
 
     async def ask() -> None:
         answers.append(await trio.to_thread.run_sync(ask_inside, namespace))
 
-    with door:
-        assert not door.getblocking()
+    with listener:
+        assert not listener.getblocking()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(answer_once, door)
+            nursery.start_soon(answer_once, listener)
             nursery.start_soon(ask)
     assert answers == ["pong"]
 
 
 async def test_the_machine_itself_does_not_get_the_port(namespace: int) -> None:
-    with await open_door(namespace) as first:
-        assert first.getsockname() == (DOOR_HOST, DOOR_PORT)
+    with await open_model_endpoint(namespace) as first:
+        assert first.getsockname() == (ENDPOINT_HOST, ENDPOINT_PORT)
         inode = os.fstat(first.fileno()).st_ino
         assert f" {inode} " not in await trio.Path("/proc/self/net/tcp").read_text()
         inside = await trio.Path(f"/proc/{namespace}/net/tcp").read_text()
@@ -79,15 +85,15 @@ async def test_the_machine_itself_does_not_get_the_port(namespace: int) -> None:
 
 
 async def test_it_is_closed_when_it_is_closed(namespace: int) -> None:
-    (await open_door(namespace)).close()
+    (await open_model_endpoint(namespace)).close()
     assert await trio.to_thread.run_sync(ask_inside, namespace) == ""
-    with await open_door(namespace) as again:
+    with await open_model_endpoint(namespace) as again:
         assert again.fileno() > 0
 
 
 async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
     mine = os.stat("/proc/self/ns/net").st_ino
-    with await open_door(namespace):
+    with await open_model_endpoint(namespace):
         for _ in range(20):
             seen = await trio.to_thread.run_sync(
                 lambda: os.stat(f"/proc/self/task/{threading.get_native_id()}/ns/net").st_ino
@@ -99,21 +105,21 @@ async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
 
 
 async def test_a_slow_reader_is_cut_in_the_end(namespace: int) -> None:
-    with await open_door(namespace) as door:
-        assert door.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == endpoint.UNREAD_MS
+    with await open_model_endpoint(namespace) as listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == endpoint.UNREAD_MS
 
 
 async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> None:
     os.kill(namespace, signal.SIGKILL)
     with pytest.raises(RuntimeFault, match="shares this machine's network"):
-        await open_door(os.getpid())
-    with pytest.raises(RuntimeFault, match="no door"):
-        await open_door(2**22 + 1)
+        await open_model_endpoint(os.getpid())
+    with pytest.raises(RuntimeFault, match="the model endpoint could not be opened"):
+        await open_model_endpoint(2**22 + 1)
 
 
 async def test_a_port_that_is_taken_is_refused(namespace: int) -> None:
-    with await open_door(namespace), pytest.raises(RuntimeFault, match="in use"):
-        await open_door(namespace)
+    with await open_model_endpoint(namespace), pytest.raises(RuntimeFault, match="in use"):
+        await open_model_endpoint(namespace)
 
 
 # ── another beside it ─────────────────────────────────────────────────────────
@@ -128,13 +134,13 @@ def network(namespace: int) -> Iterator[int]:
 
 
 async def test_another_listens_beside_it_in_the_same_namespace(namespace: int, network: int) -> None:
-    with await open_door(namespace), await open_listener(network, EGRESS_PORT) as other:
-        assert other.getsockname() == (DOOR_HOST, EGRESS_PORT)
+    with await open_model_endpoint(namespace), await open_listener(network, EGRESS_PORT) as other:
+        assert other.getsockname() == (ENDPOINT_HOST, EGRESS_PORT)
         assert not other.getblocking()
         inside = await trio.Path(f"/proc/{namespace}/net/tcp").read_text()
         assert f" {os.fstat(other.fileno()).st_ino} " in inside
         with pytest.raises(RuntimeFault, match="in use"):
-            await open_listener(network, DOOR_PORT)
+            await open_listener(network, ENDPOINT_PORT)
 
 
 async def test_it_is_in_that_namespace_though_its_process_is_gone(namespace: int, network: int) -> None:

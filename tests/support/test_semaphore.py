@@ -5,15 +5,15 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.support.semaphore import Gate
+from polarnode.support.semaphore import PrioritySemaphore
 
 
 async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> None:
-    gate, inside, most = Gate(limit=3), 0, 0
+    semaphore, inside, most = PrioritySemaphore(limit=3), 0, 0
 
     async def visit() -> None:
         nonlocal inside, most
-        async with gate.slot(priority=50):
+        async with semaphore.slot(priority=50):
             inside += 1
             most = max(most, inside)
             await trio.sleep(1)
@@ -23,17 +23,17 @@ async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> 
         for _ in range(10):
             nursery.start_soon(visit)
     assert (most, inside) == (3, 0)
-    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+    assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
 async def test_the_urgent_enter_first_then_the_oldest(autojump_clock: trio.abc.Clock) -> None:
-    gate, entered = Gate(limit=1), []
+    semaphore, entered = PrioritySemaphore(limit=1), []
 
     async def visit(name: str, priority: int) -> None:
-        async with gate.slot(priority=priority):
+        async with semaphore.slot(priority=priority):
             entered.append(name)
 
-    async with trio.open_nursery() as nursery, gate.slot(priority=0):
+    async with trio.open_nursery() as nursery, semaphore.slot(priority=0):
         for name, priority in (("low", 10), ("first", 50), ("second", 50), ("high", 90)):
             nursery.start_soon(visit, name, priority)
             await trio.testing.wait_all_tasks_blocked()
@@ -41,31 +41,31 @@ async def test_the_urgent_enter_first_then_the_oldest(autojump_clock: trio.abc.C
 
 
 async def test_a_waiter_that_gives_up_leaves_no_hole(autojump_clock: trio.abc.Clock) -> None:
-    gate = Gate(limit=1)
-    async with gate.slot(priority=50):
+    semaphore = PrioritySemaphore(limit=1)
+    async with semaphore.slot(priority=50):
         with trio.move_on_after(1) as scope:
-            async with gate.slot(priority=50):
+            async with semaphore.slot(priority=50):
                 raise AssertionError("entered a full stage")
         assert scope.cancelled_caught
     with trio.fail_after(1):
-        async with gate.slot(priority=50):
+        async with semaphore.slot(priority=50):
             pass
 
 
 async def test_a_place_handed_over_in_the_tick_of_cancellation_is_not_lost() -> None:
-    gate, scope = Gate(limit=1), trio.CancelScope()
+    semaphore, scope = PrioritySemaphore(limit=1), trio.CancelScope()
 
     async def waiter() -> None:
         with scope:
-            async with gate.slot(priority=50):
+            async with semaphore.slot(priority=50):
                 await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        async with gate.slot(priority=50):
+        async with semaphore.slot(priority=50):
             nursery.start_soon(waiter)
             await trio.testing.wait_all_tasks_blocked()
         scope.cancel()  # the place was handed to the waiter just now, and it has not run yet
-    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+    assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
 @given(
@@ -75,12 +75,12 @@ async def test_a_place_handed_over_in_the_tick_of_cancellation_is_not_lost() -> 
 def test_whatever_is_cancelled_the_stage_ends_empty(
     visits: list[tuple[int, float, float]], limit: int
 ) -> None:
-    gate = Gate(limit=limit)
+    semaphore = PrioritySemaphore(limit=limit)
 
     async def visit(priority: int, stay: float, patience: float) -> None:
         with trio.move_on_after(patience):
-            async with gate.slot(priority=priority):
-                assert gate.statistics().inside <= limit
+            async with semaphore.slot(priority=priority):
+                assert semaphore.statistics().inside <= limit
                 await trio.sleep(stay)
 
     async def main() -> None:
@@ -89,16 +89,16 @@ def test_whatever_is_cancelled_the_stage_ends_empty(
                 nursery.start_soon(visit, *each)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+    assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
 async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_inside_finish(
     autojump_clock: trio.abc.Clock,
 ) -> None:
-    gate, entered = Gate(limit=3), list[int]()
+    semaphore, entered = PrioritySemaphore(limit=3), list[int]()
 
     async def visit(number: int) -> None:
-        async with gate.slot(priority=50):
+        async with semaphore.slot(priority=50):
             entered.append(number)
             await trio.sleep(10)
 
@@ -106,20 +106,20 @@ async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_insid
         for number in range(8):
             nursery.start_soon(visit, number)
             await trio.testing.wait_all_tasks_blocked()
-        gate.adjust(1, "engine: it is full")
-        assert (gate.statistics().inside, gate.statistics().held_back) == (3, "engine: it is full")
+        semaphore.adjust(1, "engine: it is full")
+        assert (semaphore.statistics().inside, semaphore.statistics().held_back) == (3, "engine: it is full")
         await trio.sleep(15)
-        assert (len(entered), gate.statistics().inside) == (4, 1)
-        gate.adjust(0)
+        assert (len(entered), semaphore.statistics().inside) == (4, 1)
+        semaphore.adjust(0)
         await trio.sleep(10)
-        assert (len(entered), gate.statistics().inside, gate.statistics().held_back) == (4, 0, None)
-        gate.adjust(2)
+        assert (len(entered), semaphore.statistics().inside, semaphore.statistics().held_back) == (4, 0, None)
+        semaphore.adjust(2)
         await trio.testing.wait_all_tasks_blocked()
         assert sorted(entered) == [0, 1, 2, 3, 4, 5], "the oldest of those that wait"
-        gate.adjust(9)
+        semaphore.adjust(9)
         await trio.testing.wait_all_tasks_blocked()
         assert sorted(entered) == list(range(8))
-    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+    assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
 @given(
@@ -129,19 +129,19 @@ async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_insid
 def test_whatever_the_limits_do_the_stage_ends_empty(
     visits: list[tuple[int, float, float]], limits: list[tuple[float, int]]
 ) -> None:
-    gate, most = Gate(limit=2), [2]
+    semaphore, most = PrioritySemaphore(limit=2), [2]
 
     async def visit(priority: int, stay: float, patience: float) -> None:
         with trio.move_on_after(patience):
-            async with gate.slot(priority=priority):
-                assert gate.statistics().inside <= max(most)
+            async with semaphore.slot(priority=priority):
+                assert semaphore.statistics().inside <= max(most)
                 await trio.sleep(stay)
 
     async def change() -> None:
         for after, limit in limits:
             await trio.sleep(after)
             most.append(limit)
-            gate.adjust(limit)
+            semaphore.adjust(limit)
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -150,4 +150,4 @@ def test_whatever_the_limits_do_the_stage_ends_empty(
                 nursery.start_soon(visit, *each)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert (gate.statistics().inside, gate.statistics().waiting) == (0, 0)
+    assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
