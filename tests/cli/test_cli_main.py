@@ -42,7 +42,7 @@ HEAVY = (
     "hypercorn",
     "podman",
     "rich",
-    "polarnode.node",
+    "polarnode.node.opening",
 )
 
 

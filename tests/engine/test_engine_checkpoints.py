@@ -114,7 +114,7 @@ def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
 
 def test_a_simulated_host_refuses_as_a_real_one_does(tmp_path: Path) -> None:
     updates = Updates(version="0", model=MODEL)
-    assert updates.obey(RollBack(call=1)) == (False, "nothing was kept to go back to")
+    assert updates.obey(RollBack(call=1)) == (False, "no old weights are kept to roll back to")
     assert updates.obey(BeginUpdate(call=1, ranks=2)) == (True, "")
     assert updates.obey(CheckUpdate(call=2, flush=True)) == (
         False,

@@ -167,7 +167,7 @@ async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Pa
 
 async def test_weights_that_do_not_load_are_refused_and_not_remembered(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
-        with pytest.raises(Refused, match="those before are served: engine host 0: /weights/bad"):
+        with pytest.raises(Refused, match="the previous ones are served: engine host 0: /weights/bad"):
             await engines.update_weights_from_disk(Path("/weights/bad"), "9")
         assert (tmp_path / "state/engine-0.log").read_text().split() == [
             "Pause",
@@ -204,7 +204,7 @@ async def test_one_host_that_takes_no_weights_leaves_all_with_the_old_ones(tmp_p
 async def test_a_host_that_dies_in_an_update_leaves_all_with_the_old_weights(tmp_path: Path) -> None:
     async with opened(tmp_path, hosts=2) as engines:
         await engines.update_weights_from_disk(Path("/weights/old"), "1")
-        with pytest.raises(EngineError, match="those before are served: engine host 1"):
+        with pytest.raises(EngineError, match="the previous ones are served: engine host 1"):
             async with engines.updating("retract") as update:
                 await update.load(sent("good", "deadly"))
         await until_state(engines, "ready", restarts=1, index=1)

@@ -172,7 +172,7 @@ def test_many_experts_take_two_bytes() -> None:
 @pytest.mark.parametrize(
     ("meta", "sentence"),
     [
-        ({}, "gave no routed experts"),
+        ({}, "returned no routed experts"),
         (experts([[[1, 2]] * 3] * 4), "24 numbers for 5 positions of 3 layers with 2 experts each"),
         (experts([[[1, 2]] * 3] * 6), "36 numbers for 5 positions"),
         (experts([1] * 29), "29 numbers for 5 positions"),

@@ -127,7 +127,9 @@ async def what_is_no_whole_model_leaves_the_old_weights(
         {"kind": "tensor", "buckets": [{"payloads": [first]}, {"payloads": [spoiled]}]},
         "has shape [3, 3]",
     )
-    await refused(plane, {"kind": "tensor", "buckets": [{"payloads": ["AAAA"]}]}, "those before are served")
+    await refused(
+        plane, {"kind": "tensor", "buckets": [{"payloads": ["AAAA"]}]}, "the previous ones are served"
+    )
     async with plane.engines.generate(order(PROMPT, max_tokens=TOKENS, temperature=1.0)) as stream:
         chunks = [await stream.__anext__()]
         await refused(plane, missing, f"{names[-1]} is missing")

@@ -171,7 +171,7 @@ def test_nothing_of_merging_is_in_it() -> None:
     }
     assert taken == {
         "polarnode.core.conversation",
-        "polarnode.providers.dialect",
+        "polarnode.providers.contract",
         "polarnode.gateway.recorded_request",
     }
 

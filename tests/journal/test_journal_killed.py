@@ -6,6 +6,7 @@ compares.
 """
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -46,7 +47,10 @@ async def write_for_ever(path: Path, life: int) -> None:
 def killed_after(path: Path, life: int, lines: int) -> list[dict[str, object]]:
     """Start the child, kill it once it has said so many lines, and return all it said."""
     with subprocess.Popen(
-        [sys.executable, __file__, str(path), str(life)], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, str(path), str(life)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "kits")},
     ) as child:
         assert child.stdout is not None
         said = [child.stdout.readline() for _ in range(lines)]

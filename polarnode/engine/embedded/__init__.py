@@ -1,1 +1,1 @@
-"""The child process around one SGLang engine: the only asyncio and the only sglang in the house."""
+"""The child process around one SGLang engine: the only place of asyncio and sglang in the package."""

@@ -1,9 +1,9 @@
 """`python -m polarnode.engine.embedded`: the child process around one SGLang engine. Started by
-`shell/engine`, never by hand.
+`engine/host.py`.
 
-Rule for whoever edits it: `multiprocessing` imports this very module again in each of SGLang's own children,
-so nothing but definitions may happen on import, and neither torch nor sglang may be imported at the top of
-this module or of those it names.
+`multiprocessing` imports this module again in each of SGLang's own children. So nothing but definitions may
+happen on import, and neither torch nor sglang may be imported at the top of this module or of those it
+imports.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from polarnode.engine.protocol import Fatal, FrameDecoder, Start, encode
 
 
 class Options:
-    """The command line: two inherited descriptors, and the tag that all our semaphores and shared memory
-    bear.
+    """The command line: two inherited descriptors, and the tag that names all our semaphores and shared
+    memory.
     """
 
     fd: int
@@ -35,8 +35,8 @@ class Options:
 
 
 def main() -> None:
-    """Read the settings, build the engine, serve until told to stop. Leaves by `_exit`: SGLang's exit hooks
-    kill whatever they find.
+    """Read the settings, build the engine, serve until ordered to stop. Leaves by `_exit`: SGLang's exit
+    hooks kill whatever they find.
     """
     options = _options()
     if os.getsid(0) != os.getpid():
@@ -50,7 +50,7 @@ def main() -> None:
     lifeline.watch(options.lifeline_fd, tag=options.tag, scratch=scratch)
     try:
         _serve(socket.socket(fileno=options.fd), options.tag)
-    except Exception:  # the process's own edge: the node has been told, the traceback belongs in the log
+    except Exception:  # the process's own edge: the node has been informed, the traceback belongs in the log
         traceback.print_exc()
         lifeline.end_session(tag=options.tag, scratch=scratch)
     lifeline.remove_leftovers(tag=options.tag, scratch=scratch)
@@ -87,7 +87,7 @@ def _serve(connection: socket.socket, tag: str) -> None:
             control=control,
             experts=ready.experts,
         )
-        serving.say(ready)
+        serving.send(ready)
         await serving.run()
 
     engine.loop.run_until_complete(run())
@@ -99,7 +99,7 @@ def _arguments(connection: socket.socket, decoder: FrameDecoder) -> Mapping[str,
             if not isinstance(message, Start):
                 raise ValueError(f"expected Start first, got {type(message).__name__}")
             return message.arguments
-    raise EOFError("the node closed the connection before it said what to start")
+    raise EOFError("the node closed the connection before it sent what to start")
 
 
 if __name__ == "__main__":

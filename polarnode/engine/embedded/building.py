@@ -1,16 +1,12 @@
-"""What runs in each of SGLang's scheduler processes: SGLang's own program, with constrained sampling that
-needs no tokenizer of SGLang's, and with weight updates that have a way back.
-
-Started by `building.build` through `Engine.run_scheduler_process_func`, the place SGLang keeps for this. Rule
-for whoever edits it: neither torch nor sglang at the top, because the parent imports this module to name the
-function.
-
-How an `sglang.Engine` is made here: what must be true of this process before SGLang is imported, then the
+"""How an `sglang.Engine` is made: what must hold in this process before SGLang is imported, then the
 constructor.
 
-Rule for whoever edits it: imports of torch and sglang stay inside functions, because `multiprocessing`
-imports this package again in every child before it sets that child up. Each private name of SGLang or the
-standard library touched here says why.
+`run` is what runs in each of SGLang's scheduler processes (`Engine.run_scheduler_process_func`): SGLang's own
+program with our constrained sampling and with weight updates that can be rolled back.
+
+Imports of torch and sglang stay inside functions, because `multiprocessing` imports this package again in
+every child before it sets that child up, and the parent imports it to name the function. Each private name of
+SGLang or of the standard library used here says why.
 """
 
 import importlib
@@ -23,8 +19,6 @@ from typing import Any
 
 from polarnode.core.conversation import Json
 from polarnode.engine.protocol import EXPERT_COUNTS, Experts, Ready
-
-# ── scheduling ────────────────────────────────────────────────────────────
 
 
 def run(*args: Any, **kwargs: Any) -> None:
@@ -39,13 +33,11 @@ def run(*args: Any, **kwargs: Any) -> None:
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
-# ── building ────────────────────────────────────────────────────────────
-
 STUBS = Path(__file__).parent / "stubs"
 
 
 def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
-    """A started `sglang.Engine`. Blocks for as long as the weights load; an engine that can not start may
+    """A started `sglang.Engine`. Blocks for as long as the weights load; an engine that cannot start may
     SIGKILL this process instead.
     """
     _name_semaphores(tag)

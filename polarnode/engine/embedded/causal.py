@@ -1,7 +1,7 @@
-"""Causal attention of a sequence's last positions in plain torch: linear in the prefix, where padding the
-queries would be quadratic.
+"""Causal attention of a sequence's last positions in plain torch, linear in the length of the prefix.
 
-Rule for whoever edits it: torch only, so that it can be tested against the definition without an engine.
+Padding the queries to the whole sequence would be quadratic. Torch only, so that it can be tested against the
+definition without an engine.
 """
 
 import torch

@@ -1,14 +1,10 @@
-"""Requests and chunks in SGLang's words and in ours. Plain functions: no asyncio, no sglang.
+"""What the node orders of a whole engine (hold generation, change weights, release memory), and SGLang's
+messages as ours.
 
-Rule for whoever edits it: whatever SGLang gives in another shape than the one written here is a failure of
-that one request, said in numbers.
-
-What the node orders of a whole engine: hold generation, change the weights, give memory back. One order at a
-time.
-
-Rule for whoever edits it: an order gets exactly one `Done` and is never cancelled, because SGLang has one
-answer slot a kind and a late answer would go to the next caller. `version` changes in one place, when an
-update is committed.
+One order at a time. An order gets exactly one `Done` and is never cancelled, because SGLang has one answer
+slot for each kind of order and a late answer would go to the next caller. `version` changes in one place,
+when an update is committed. Whatever SGLang returns in another shape than the one expected here fails that
+one request, with numbers.
 """
 
 import asyncio
@@ -44,13 +40,11 @@ from polarnode.engine.protocol import (
     Update,
 )
 
-# ── words ────────────────────────────────────────────────────────────
-
-# among a request's custom_params, for `grammars`: the id behind which its constraint begins
+# among a request's custom_params, for `grammars`: the id after which its constraint begins
 AFTER = "polarnode_constraint_after"
 OURS = "polarnode:"  # before an action of ours among those of SGLang's check_weights
 SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
-# nats, in place of float32's least: what OpenAI shows for a token that can not be sampled
+# nats, in place of float32's least: what OpenAI shows for a token that cannot be sampled
 IMPOSSIBLE = -9999.0
 
 
@@ -121,24 +115,24 @@ def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: in
 
 def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, Any]) -> list[Routed] | Failed:
     """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and
-    sample, as its last chunk tells them.
+    sample, as its last chunk reports them.
 
     SGLang sends int32, and the last token has no row. A build that ignores where to start sends all rows, and
     is understood.
     """
-    told = meta.get("routed_experts")
-    if told is None:
-        return _unrouted(order, "the engine gave no routed experts, which it was asked for")
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        return _unrouted(order, "the engine returned no routed experts, which were requested")
     start, width = order.routed_from or 0, experts.layers * experts.top_k
-    given = numpy.frombuffer(b64decode(told), dtype="<i4")
+    flat = numpy.frombuffer(b64decode(encoded), dtype="<i4")
     wanted = max(0, length - 1 - start)
-    if given.size not in (wanted * width, (length - 1) * width):
+    if flat.size not in (wanted * width, (length - 1) * width):
         numbers = (
-            f"{given.size} numbers for {wanted} positions of {experts.layers} layers with {experts.top_k}"
+            f"{flat.size} numbers for {wanted} positions of {experts.layers} layers with {experts.top_k}"
             " experts each"
         )
         return _unrouted(order, f"the engine gave routed experts in another shape: {numbers}")
-    rows = given[given.size - wanted * width :]
+    rows = flat[flat.size - wanted * width :]
     # in one pass: what is below 0 is above everything so
     if rows.size and not rows.view("<u4").max() < experts.number:
         return _unrouted(
@@ -178,11 +172,9 @@ def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
     return None
 
 
-# ── control ────────────────────────────────────────────────────────────
-
 Order = Pause | Continue | Update
 ORDERS = get_args(Order)
-Said = tuple[bool, str]
+Outcome = tuple[bool, str]
 
 
 @define(eq=False)
@@ -204,14 +196,14 @@ class Control:
                 ok, text = False, f"{type(error).__name__}: {error}"
         return Done(call=order.call, ok=ok, message=text)
 
-    async def _obey(self, order: Order) -> Said:
+    async def _obey(self, order: Order) -> Outcome:
         match order:
             case Pause(mode=mode):
                 return await self._pause(mode)
             case Continue():
                 return await self._continue()
             case BeginUpdate(ranks=ranks):
-                return await self._say(f"keep {ranks}")
+                return await self._act(f"keep {ranks}")
             case LoadDisk() | LoadTensors() | LoadBroadcast():
                 return await self._load(order)
             case CheckUpdate(flush=flush):
@@ -219,7 +211,7 @@ class Control:
             case CommitUpdate(version=version):
                 return await self._commit(version)
             case RollBack():
-                return await self._say("restore")
+                return await self._act("restore")
             case JoinGroup() | LeaveGroup():
                 return await self._group(order)
             case Memory():
@@ -229,18 +221,18 @@ class Control:
 
     # ── generation ────────────────────────────────────────────────────────────
 
-    async def _pause(self, mode: PauseMode) -> Said:
+    async def _pause(self, mode: PauseMode) -> Outcome:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self.resumed.clear()
         if mode == "abort" and self._paused in ("in_place", "retract"):
-            # frozen requests do not hear that they are aborted, and SGLang would wait for them
+            # frozen requests do not notice that they are aborted, and SGLang would wait for them
             await self._go_on()
         self._paused = mode
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
         return True, ""
 
-    async def _continue(self) -> Said:
+    async def _continue(self) -> Outcome:
         if self._released:
             return False, f"{', '.join(sorted(self._released))} are released: take that memory again first"
         await self._go_on()
@@ -255,8 +247,8 @@ class Control:
 
     # ── weights ───────────────────────────────────────────────────────────────
 
-    async def _load(self, order: LoadDisk | LoadTensors | LoadBroadcast) -> Said:
-        """Nothing is flushed and no version said here: `CheckUpdate` and `CommitUpdate` do, once for the
+    async def _load(self, order: LoadDisk | LoadTensors | LoadBroadcast) -> Outcome:
+        """Nothing is flushed and no version set here: `CheckUpdate` and `CommitUpdate` do, once for the
         whole update.
         """
         from sglang.srt.managers.io_struct import (
@@ -290,29 +282,29 @@ class Control:
                 assert_never(order)
         return bool(ok), str(text)
 
-    async def _check(self, *, flush: bool) -> Said:
-        ok, text = await self._say("check")
+    async def _check(self, *, flush: bool) -> Outcome:
+        ok, text = await self._act("check")
         if ok and flush and not (await self._manager.flush_cache()).success:
             return False, "the cache of the old weights could not be flushed: some request still runs"
         return ok, text
 
-    async def _commit(self, version: str) -> Said:
+    async def _commit(self, version: str) -> Outcome:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         )
         self.version = version
-        return await self._say("drop")
+        return await self._act("drop")
 
-    async def _say(self, action: str) -> Said:
-        """Tell the keeper in every scheduler (`weights.py`)."""
+    async def _act(self, action: str) -> Outcome:
+        """Send an action to the `Keeper` in every scheduler (`weights.py`)."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         ok, text, *_ = await self._manager.check_weights(CheckWeightsReqInput(action=f"{OURS}{action}"))
         return bool(ok), str(text)
 
-    async def _group(self, order: JoinGroup | LeaveGroup) -> Said:
+    async def _group(self, order: JoinGroup | LeaveGroup) -> Outcome:
         from sglang.srt.managers.io_struct import (
             DestroyWeightsUpdateGroupReqInput,
             InitWeightsUpdateGroupReqInput,
@@ -336,9 +328,9 @@ class Control:
 
     # ── memory ────────────────────────────────────────────────────────────────
 
-    async def _memory(self, order: Memory) -> Said:
-        """SGLang asserts much of this in its schedulers, which an assertion ends: what can not be is said
-        here.
+    async def _memory(self, order: Memory) -> Outcome:
+        """SGLang asserts much of this in its schedulers, which an assertion ends: what is impossible is
+        refused here.
         """
         from sglang.srt.managers.io_struct import (
             ReleaseMemoryOccupationReqInput,
@@ -349,7 +341,7 @@ class Control:
             return (
                 False,
                 (
-                    "this engine can not give memory back: start the node with the setting memory_saver ="
+                    "this engine cannot release memory: start the node with the setting memory_saver ="
                     ' "discard" or "backup"'
                 ),
             )

@@ -1,15 +1,13 @@
-"""SGLang's torch-native attention, with its extension of a cached prefix made linear in the prefix.
+"""Two parts of SGLang replaced on machines without a GPU: torch-native attention, and the memory of routed
+experts.
 
-The class it replaces pads the new queries to the whole sequence: 200 new tokens behind a cached prompt of 25
-000 cost 25 000 x 25 000 again, 1.8 s a layer on two cores where 0.09 s suffice (measured), and an agent's
-every turn is such an extension. Rule for whoever edits it: only plain causal attention is ours; whatever else
-a model asks for goes to SGLang's own method.
+SGLang's `torch_native` backend pads the new queries to the whole sequence: 200 new tokens after a cached
+prompt of 25 000 cost 25 000 x 25 000 again, 1.8 s a layer on two cores where 0.09 s suffice (measured), and
+every turn of an agent is such an extension. Only plain causal attention is replaced; everything else goes to
+SGLang's own method.
 
-The experts that SGLang remembers for each token, on a machine without a GPU.
-
-SGLang keeps them in memory that it registers with CUDA for quicker copies, which needs a CUDA build of torch.
-Where the model itself is in plain memory there is nothing to copy from a device, so plain memory is what they
-are kept in. Rule for whoever edits it: nothing but that.
+SGLang keeps routed experts in memory that it registers with CUDA for quicker copies, which needs a CUDA build
+of torch. Here they are kept in plain memory, and nothing else changes.
 """
 
 from typing import Any
@@ -20,8 +18,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
 from polarnode.engine.embedded.causal import extend
-
-# ── cpu attention ────────────────────────────────────────────────────────────
 
 
 def install_cpu_attention() -> None:
@@ -72,9 +68,6 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is n
             ).movedim(0, 1)
             first += count
         return output
-
-
-# ── cpu experts ────────────────────────────────────────────────────────────
 
 
 def install_cpu_experts() -> None:

@@ -1,10 +1,8 @@
-"""SGLang's out-of-tree platform for machines without a GPU: the same engine, torch's own kernels, no
-`sgl_kernel` and no vLLM.
+"""SGLang's out-of-tree platform for machines without a GPU: the same engine on torch's own kernels.
 
-SGLang finds it by the entry point `polarnode_cpu` (group `sglang.srt.platforms`) and asks `activate()` in
-every process of it where this package is installed, GPU hosts too. Rule for whoever edits it: `activate()`
-answers None unless `SGLANG_PLATFORM` names us, and the module imports only what SGLang's platform layer has
-imported already.
+SGLang finds it by the entry point `polarnode_cpu` (group `sglang.srt.platforms`) and calls `activate()` in
+every process where this package is installed, GPU hosts too. So `activate()` returns None unless
+`SGLANG_PLATFORM` names us, and the module imports only what SGLang's platform layer has imported already.
 """
 
 import os

@@ -1,13 +1,15 @@
-"""Sampling that a JSON schema, a regular expression or a grammar constrains, in an engine that knows token
-ids and no text.
+"""Sampling constrained by a JSON schema, a regular expression or a grammar, in an engine that knows only
+token ids.
 
 SGLang leaves its grammar backend out where it has no tokenizer (`skip_tokenizer_init`), and refuses
-constrained requests; here the backend gets the house's own tokenizer, loaded with the first constrained
-request and on the backend's own thread, so that an engine nobody constrains pays nothing and no other request
-waits. Two things are ours beyond that. Control tokens match no grammar: their text may stand in a JSON
-string, but as a token it would open a tool call there. And a constraint may begin behind a thought: `AFTER`
-among a request's `custom_params` is the id that ends it. Rule for whoever edits it: this runs in the
-scheduler's process; what is raised here ends it.
+constrained requests. Here the backend gets the package's own tokenizer, loaded with the first constrained
+request and on the backend's own thread, so that an engine without constraints pays nothing and no other
+request waits.
+
+Two things differ from SGLang. Control tokens match no grammar: their text may stand in a JSON string, but as
+a token it would open a tool call there. And a constraint may begin after a thought: `AFTER` among a request's
+`custom_params` is the id that ends it. This runs in the scheduler's process, which any exception raised here
+would end.
 """
 
 import logging
@@ -68,8 +70,8 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
 
 
 class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
-    """xgrammar behind our tokenizer. What was compiled is kept, the latest `KEPT`: every schema there ever
-    was would fill the memory.
+    """xgrammar on our tokenizer. The latest `KEPT` compiled grammars are cached: all of them would fill the
+    memory.
     """
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, stop_ids: frozenset[int]) -> None:
@@ -94,7 +96,7 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
         grammar = self._loaded._init_value_dispatch(key, require_reasoning)
         if isinstance(grammar, InvalidGrammarObject):
             return InvalidGrammarObject(plain(grammar.error_message))
-        # which id ends a thought is each request's to say
+        # which id ends a thought is set by each request
         late = ReasonerGrammarObject(grammar=grammar, think_end_ids=(0,))
         late.maybe_init_reasoning(require_reasoning)
         return late

@@ -1,9 +1,8 @@
-"""The engine host's tie to its node: a pipe only the node can write to. When it closes, the node is gone,
-however it went, and so are we.
+"""The engine host's tie to its node: a pipe only the node can write to. When it closes, the host ends.
 
-Rule for whoever edits it: this works on a thread of its own, because `sglang.Engine()` blocks the main thread
+The watch has a thread of its own, because `sglang.Engine()` blocks the main thread
 for minutes, and it must not need anything from there. It ends the host's whole process session; files go
-first, because after the kill nobody is left to remove them.
+first, because after the kill no process is left to remove them.
 """
 
 import os

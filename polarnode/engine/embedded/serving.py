@@ -1,9 +1,8 @@
-"""What an engine host does once its engine serves: obeys the node's messages, and sends back what the engine
-says.
+"""What an engine host does while its engine serves: it obeys the node's messages and sends back what is
+sampled.
 
-Rule for whoever edits it: every request of the node gets exactly one ending (a last `Piece`, or `Failed`),
-every control call one `Done`; all chunks that are ready go out in one frame. What is ordered of the whole
-engine is `control.py`'s.
+Every request of the node gets exactly one end (a last `Piece`, or `Failed`), every control call one `Done`;
+all chunks that are ready leave in one frame. Orders for the whole engine are handled in `control.py`.
 """
 
 import asyncio
@@ -68,8 +67,8 @@ class Serving:
         obeying.result()
         await self._shut_down()
 
-    def say(self, message: ToNode) -> None:
-        """Queue a message. Bounded by the tokens asked for: the node takes frames as fast as the engine makes
+    def send(self, message: ToNode) -> None:
+        """Queue a message. Bounded by the requested tokens: the node takes frames as fast as the engine makes
         them, or the engine's work waits here.
         """
         self._outbox.append(message)
@@ -94,7 +93,7 @@ class Serving:
                     self._calls[rid].cancel()
             case _:
                 if not isinstance(message, Order):
-                    raise ValueError(f"the node may not say {type(message).__name__} here")
+                    raise ValueError(f"the node may not send {type(message).__name__} here")
                 self._start(self._answer(message))
 
     async def _send(self) -> None:
@@ -122,14 +121,14 @@ class Serving:
                 await self._control.resumed.wait()
             await self._stream(order)
         except asyncio.CancelledError:
-            self.say(
+            self.send(
                 Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._control.version, finish="abort")
             )
             raise
         except ValueError as error:
-            self.say(Failed(rid=order.rid, message=str(error), retryable=False))
+            self.send(Failed(rid=order.rid, message=str(error), retryable=False))
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
-            self.say(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
+            self.send(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
         finally:
             self._calls.pop(order.rid, None)
 
@@ -150,28 +149,28 @@ class Serving:
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]
             length += len(sampled)
-            said = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs)
-            for message in self._with_experts(order, said, length, meta):
-                self.say(message)
+            last = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs)
+            for message in self._with_experts(order, last, length, meta):
+                self.send(message)
 
     def _with_experts(
-        self, order: Generate, said: Piece | Failed, length: int, meta: Mapping[str, Any]
+        self, order: Generate, last: Piece | Failed, length: int, meta: Mapping[str, Any]
     ) -> Sequence[ToNode]:
-        """A piece, and before the last one the experts that were asked for; an aborted request tells none."""
+        """A piece, and before the last one the experts that were requested; an aborted request has none."""
         if (
             order.routed_from is None
             or self._experts is None
-            or not isinstance(said, Piece)
-            or said.finish in (None, "abort")
+            or not isinstance(last, Piece)
+            or last.finish in (None, "abort")
         ):
-            return (said,)
+            return (last,)
         rows = routed(order, self._experts, length, meta)
-        return (rows,) if isinstance(rows, Failed) else (*rows, said)
+        return (rows,) if isinstance(rows, Failed) else (*rows, last)
 
     # ── control ───────────────────────────────────────────────────────────────
 
     async def _answer(self, order: Order) -> None:
-        self.say(await self._control.answer(order))
+        self.send(await self._control.answer(order))
 
     async def _watch_load(self) -> None:
         last: Load | None = None
@@ -184,7 +183,7 @@ class Serving:
                 weight_version=self._control.version,
             )
             if load != last:
-                self.say(load)
+                self.send(load)
                 last = load
             await asyncio.sleep(LOAD_INTERVAL)
 
@@ -229,7 +228,9 @@ class Serving:
 
 
 class EngineDied(Exception):
-    """A process of the engine ended by itself; the host must end too, for SGLang can not serve without it."""
+    """A process of the engine ended by itself; the host must end too, because SGLang cannot serve
+    without it.
+    """
 
 
 def _wait_for_schedulers() -> None:

@@ -1,10 +1,10 @@
-"""SGLang's weight updates with a way back, in each of its scheduler processes: checked before anything is
-touched, kept until it is sure.
+"""SGLang's weight updates with a way back, in each of its scheduler processes.
 
 SGLang's own updates leave a model half-changed when a load fails, and an error in one ends the scheduler.
-Here every step is told from `control.py` through SGLang's check_weights (its one control call with free
-words), answers for all ranks, and raises nothing. Rule for whoever edits it: it is imported in a scheduler
-process only, for torch and sglang are at its top.
+Here everything is checked before a tensor is touched, the old weights are kept until the commit, and nothing
+is raised: every step is ordered by `control.py` through SGLang's check_weights (its one control call with
+free text) and answers for all ranks. Imported in scheduler processes only, because torch and sglang are
+imported at the top.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ from polarnode.engine.checkpoints import (
 from polarnode.engine.embedded.control import OURS
 
 Named = Sequence[tuple[str, torch.Tensor]]
-Said = tuple[bool, str]
+Outcome = tuple[bool, str]
 # times the copy's bytes must be free in main memory: an engine that is killed for want of it helps nobody
 SPARE = 1.1
 TYPES = {
@@ -67,11 +67,11 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         super().__post_init__()
         self.kept: list[Kept] = []
         self.loaded: set[str] = set()
-        self.opened = False  # the runners were told that tensors come
+        self.opened = False  # the runners expect tensors
         self.path = self._updaters()[0].model_config.model_path
         self.model: Manifest = manifest(Path(self.path))
 
-    # ── what the host says ────────────────────────────────────────────────────
+    # ── orders of the host ────────────────────────────────────────────────────
 
     def check_weights(self, recv_req: CheckWeightsReqInput) -> CheckWeightsReqOutput:
         if not recv_req.action.startswith(OURS):
@@ -92,7 +92,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         def load() -> None:
             check_folder(Path(recv_req.model_path), self.model)
             for updater in self._updaters():
-                _insist(updater.update_weights_from_disk(recv_req.model_path, recv_req.load_format))
+                _require(updater.update_weights_from_disk(recv_req.model_path, recv_req.load_format))
             self.loaded |= self.model.keys()
 
         ok, text = self._agreed(load)
@@ -115,7 +115,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
     def update_weights_from_distributed(
         self, recv_req: UpdateWeightsFromDistributedReqInput
     ) -> UpdateWeightsFromDistributedReqOutput:
-        """Received before it is judged: whoever sends would hang in a broadcast that nobody takes."""
+        """Received before it is checked: the sender would hang in a broadcast that nobody receives."""
 
         def load() -> None:
             received = self._updaters()[0].receive_weights_from_distributed(
@@ -152,11 +152,11 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         """In place, because captured CUDA graphs read these very addresses."""
         self._close()
         if not self.kept:
-            raise BadCheckpoint("nothing was kept to go back to")
+            raise BadCheckpoint("no old weights are kept to roll back to")
         current = {place.data_ptr() for place in self._places()}
         for place, copy in self.kept:
             if place.data_ptr() not in current:
-                raise BadCheckpoint("a load replaced tensors of the model, which can not be undone in place")
+                raise BadCheckpoint("a load replaced tensors of the model, which cannot be undone in place")
             with torch.no_grad():
                 place.copy_(copy)
         for updater in self._updaters():
@@ -181,24 +181,24 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             for updater in self._updaters():
                 updater.begin_weight_update()
         for updater in self._updaters():
-            _insist(
+            _require(
                 updater.load_weights_from_distributed(
                     [each for each in named if not self.model or each[0] in self.model]
                 )
             )
         self.loaded |= found.keys()
 
-    def _tensors(self, said: Any, layout: str | None) -> Named:
+    def _tensors(self, payload: Any, layout: str | None) -> Named:
         device = torch.device(self._updaters()[0].device)
         if layout == "flattened_bucket":
             bucket = FlattenedTensorBucket(
-                flattened_tensor=said["flattened_tensor"].to(device), metadata=said["metadata"]
+                flattened_tensor=payload["flattened_tensor"].to(device), metadata=payload["metadata"]
             )
             return list(bucket.reconstruct_tensors())
         rank = get_parallel().tp_rank
         return [
             (name, (each.get(rank) if isinstance(each, LocalSerializedTensor) else each).to(device))
-            for name, each in said
+            for name, each in payload
         ]
 
     def _close(self) -> None:
@@ -218,26 +218,26 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             {(each.data_ptr(), each.shape, each.stride()): each for each in found if each.numel()}.values()
         )
 
-    def _agreed(self, step: Callable[[], None]) -> Said:
+    def _agreed(self, step: Callable[[], None]) -> Outcome:
         """Whether every rank did it, and why one did not. Nothing is raised: an error in a scheduler
         ends it.
         """
         try:
             step()
-            said: Said = (True, "")
+            outcome: Outcome = (True, "")
         except Exception as error:  # an isolation edge: a bad payload must not end an engine that serves
-            said = (
+            outcome = (
                 False,
                 str(error) if isinstance(error, BadCheckpoint) else f"{type(error).__name__}: {error}",
             )
         ranks = torch.distributed.get_world_size(group=self.tp_cpu_group)
         if ranks == 1:
-            return said
-        all_said: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(all_said, said, group=self.tp_cpu_group)
-        return next((each for each in all_said if not each[0]), said)
+            return outcome
+        outcomes: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(outcomes, outcome, group=self.tp_cpu_group)
+        return next((each for each in outcomes if not each[0]), outcome)
 
 
-def _insist(said: Said) -> None:
-    if not said[0]:
-        raise BadCheckpoint(said[1])
+def _require(outcome: Outcome) -> None:
+    if not outcome[0]:
+        raise BadCheckpoint(outcome[1])

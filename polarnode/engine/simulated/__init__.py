@@ -1,5 +1,6 @@
-"""An engine host without an engine: the same frames, random answers, the speed of a GPU one does not have.
+"""An engine host without an engine: the same frames, random answers, at the speed of a GPU that need not be
+there.
 
-For sizing a node and for loading one in benchmarks and tests; never a default, and every trajectory names its
+It sizes a node and loads one in benchmarks and tests. It is never a default, and every trajectory names its
 model `simulated:…`.
 """

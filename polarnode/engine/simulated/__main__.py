@@ -1,8 +1,7 @@
-"""`python -m polarnode.engine.simulated`: an engine host whose answers are random. Started by `shell/engine`,
-never by hand.
+"""`python -m polarnode.engine.simulated`: an engine host whose answers are random. Started by
+`engine/host.py`.
 
-Rule for whoever edits it: it starts in less than a second, so nothing of torch, transformers or sglang is
-imported here or below.
+It starts in less than a second: nothing of torch, transformers or sglang is imported here or below.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class Options:
 
 
 def main() -> None:
-    """Read the settings, serve until told to stop."""
+    """Read the settings, serve until ordered to stop."""
     parser = ArgumentParser(prog="polarnode.engine.simulated")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
@@ -55,7 +54,8 @@ async def _converse(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
         await (await _started(reader, writer)).run()
-    except Exception as error:  # the process's own edge: the node is told, the traceback belongs in the log
+    except Exception as error:
+        # the process's own edge: the node is informed, the traceback belongs in the log
         traceback.print_exc()
         writer.write(encode(Fatal(message=f"{type(error).__name__}: {error}")))
     with suppress(ConnectionError):  # the node may be gone
@@ -67,22 +67,24 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     decoder = FrameDecoder()
     while not (messages := decoder.feed(await reader.read(1 << 16))):
         if reader.at_eof():
-            raise EOFError("the node closed the connection before it said what to start")
+            raise EOFError("the node closed the connection before it sent what to start")
     start = messages[0]
     if not isinstance(start, Start):
         raise ValueError(f"expected Start first, got {type(start).__name__}")
-    said: dict[str, Any] = dict(start.arguments)
-    settings, marks = Simulation(**said["simulation"]), Marks(**said["marks"])
-    answers = Answers(vocabulary=load_vocabulary(Path(said["model_path"])), marks=marks, settings=settings)
+    arguments: dict[str, Any] = dict(start.arguments)
+    settings, marks = Simulation(**arguments["simulation"]), Marks(**arguments["marks"])
+    answers = Answers(
+        vocabulary=load_vocabulary(Path(arguments["model_path"])), marks=marks, settings=settings
+    )
     ready = Ready(
-        vocab_size=said["vocab_size"],
-        context_length=said["context_length"],
-        capacity=said["context_length"],
-        max_total_tokens=said["context_length"] * settings.max_running,
-        weight_version=said["weight_version"],
+        vocab_size=arguments["vocab_size"],
+        context_length=arguments["context_length"],
+        capacity=arguments["context_length"],
+        max_total_tokens=arguments["context_length"] * settings.max_running,
+        weight_version=arguments["weight_version"],
         sglang_version="simulated",
     )
-    updates = Updates(version=ready.weight_version, model=manifest(Path(said["model_path"])))
+    updates = Updates(version=ready.weight_version, model=manifest(Path(arguments["model_path"])))
     return Serving(
         reader=reader,
         writer=writer,

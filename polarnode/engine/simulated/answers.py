@@ -1,21 +1,12 @@
-"""Tool calls and values made up from their JSON schemas. Pure: a schema and a source of chance in, a value
-out.
+"""What the simulated engine samples: random words, one whole tool call where the prompt lists tools, the
+turn's end.
 
-Rule for whoever edits it: a harness obeys what is made here, so commands only look, and a tool that runs
-commands is preferred to one that asks a person, starts other agents or writes files.
+Pure but for its caches. An answer depends on the settings' seed, the request's id and its prompt alone, so
+that a run can be repeated; and it parses as the family writes, or the harness would see an error no model
+makes. A harness obeys made-up calls, so commands only look, and a tool that runs commands is preferred to one
+that asks a user, starts other agents or writes files.
 
-A model's vocabulary as far as random answers need it: which ids are words, how a text is spelled, what a
-prompt says.
-
-Rule for whoever edits it: the tokenizers library alone reads tokenizer.json in a tenth of the time
-transformers takes.
-
-What the simulated engine says: random words of the model's vocabulary, one whole tool call where the prompt
-lists tools, the turn's end.
-
-Pure but for its caches. Rule for whoever edits it: an answer depends on the settings' seed, the request's id
-and its prompt alone, so that a run can be repeated; and it parses as the family writes, or the harness above
-sees an error no model would make.
+The vocabulary is read by the tokenizers library alone, in a tenth of the time transformers takes.
 """
 
 import json
@@ -32,8 +23,6 @@ from tokenizers import Tokenizer
 
 from polarnode.engine.protocol import Generate, Marks, Simulation
 
-# ── examples ────────────────────────────────────────────────────────────
-
 COMMANDS = ("ls", "pwd", "ls -la", "date", "head -n 5 *", "wc -c *", "uname -a", "env | wc -l")
 TAKES_COMMANDS = ("command", "cmd", "script")
 DEPTH = 4  # of made-up values: deeper ones are empty
@@ -48,10 +37,10 @@ def tool_call(tools: Sequence[Mapping[str, Any]], chance: Random) -> dict[str, A
     tool = chance.choice(runners or list(tools))
     schema = tool.get("parameters") or {}
     wanted = [*schema.get("required", ()), *(name for name in _properties(schema) if name in TAKES_COMMANDS)]
-    known = _properties(schema)
+    properties = _properties(schema)
     return {
         "name": tool["name"],
-        "arguments": {name: _named(name, known.get(name), chance) for name in dict.fromkeys(wanted)},
+        "arguments": {name: _named(name, properties.get(name), chance) for name in dict.fromkeys(wanted)},
     }
 
 
@@ -72,9 +61,12 @@ def value(schema: Any, chance: Random, depth: int = 0) -> Any:
 def _of_type(kind: str, schema: Mapping[str, Any], chance: Random, depth: int) -> Any:
     match kind:
         case "object":
-            known = _properties(schema)
+            properties = _properties(schema)
             return (
-                {name: value(known.get(name), chance, depth + 1) for name in schema.get("required", known)}
+                {
+                    name: value(properties.get(name), chance, depth + 1)
+                    for name in schema.get("required", properties)
+                }
                 if depth < DEPTH
                 else {}
             )
@@ -112,8 +104,6 @@ def _properties(schema: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-# ── vocabulary ────────────────────────────────────────────────────────────
-
 _WORD = re.compile(r"\u0120?[A-Za-z]+")  # U+0120 is how byte-level vocabularies write a blank
 
 
@@ -139,16 +129,16 @@ def load_vocabulary(model: Path) -> Vocabulary:
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     control = tokenizer.get_added_tokens_decoder()
-    known = tokenizer.get_vocab(with_added_tokens=False)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     words = tuple(
-        sorted(number for token, number in known.items() if number not in control and _WORD.fullmatch(token))
+        sorted(
+            number for token, number in vocabulary.items() if number not in control and _WORD.fullmatch(token)
+        )
     )
     if not words:
         raise ValueError(f"the tokenizer in {model} knows no words: it is not a byte-level one")
     return Vocabulary(words=words, tokenizer=tokenizer)
 
-
-# ── answers ────────────────────────────────────────────────────────────
 
 # system turns whose tools are remembered: reading one of 15 000 tokens takes 5 ms, and all turns of all
 # attempts share a few
@@ -157,7 +147,7 @@ THOUGHT = 8  # words of a thought that the prompt left open
 
 
 @frozen(kw_only=True)
-class Answer:
+class RandomAnswer:
     """All of one sample: `logprobs` are made up, of the size a real model's have at temperature 1."""
 
     ids: "array[int]"
@@ -174,20 +164,20 @@ class Answers:
     settings: Simulation
     _tools: "OrderedDict[bytes, tuple[Mapping[str, Any], ...]]" = field(factory=OrderedDict, init=False)
 
-    def answer(self, order: Generate) -> Answer:
-        """Raises ValueError for what random words can not keep."""
+    def answer(self, order: Generate) -> RandomAnswer:
+        """Raises ValueError for what random words cannot keep."""
         chance = Random(f"{self.settings.seed} {order.rid}")
         prompt = array("i", order.prompt)
         written = self._written(order, prompt, chance)
         limit = int(str(order.sampling["max_new_tokens"]))
         ids = array("i", written[:limit])
-        return Answer(
+        return RandomAnswer(
             ids=ids,
             logprobs=array("f", [-chance.expovariate(2.0) for _ in ids]),
             finish="stop" if len(written) <= limit else "length",
         )
 
-    def alternatives(self, order: Generate, answer: Answer) -> tuple["array[int]", "array[float]"]:
+    def alternatives(self, order: Generate, answer: RandomAnswer) -> tuple["array[int]", "array[float]"]:
         """For each token: itself, then random words, each less likely than the one before."""
         chance, words = Random(order.rid), self.vocabulary.words
         ids, logprobs = array("i"), array("f")
@@ -247,10 +237,10 @@ def _functions(text: str) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for line in listed[0].splitlines() if listed[1] else ():
         try:
-            told = json.loads(line)
+            listed = json.loads(line)
         except ValueError:
             continue
-        function = told.get("function", told) if isinstance(told, dict) else None
+        function = listed.get("function", listed) if isinstance(listed, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             found.append(function)
     return found

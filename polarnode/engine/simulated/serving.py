@@ -1,20 +1,10 @@
-"""Which part of a prompt a real engine would have in its cache. Pure: a set of hashes, of every BLOCK tokens
-with all that is before them.
+"""The simulated engine at work: requests wait, are prefilled, and give their tokens when a real engine would.
 
-Rule for whoever edits it: it is asked for every request, and reads each prompt once; the hashes alone are
-kept.
-
-Weight updates of an engine without weights: the same orders, refused for the same reasons where those can be
-seen without torch.
-
-Rule for whoever edits it: what is accepted here must be accepted by a real engine; a payload is only looked
-at as far as that it is a pickle.
-
-The simulated engine at work: requests wait, are read, and give their tokens when a real engine would.
-
-Rule for whoever edits it: as in the real host every request gets exactly one ending and every control call
-one `Done`; one task keeps the time of all requests, so that a thousand of them cost a heap and no tasks; what
-is due together leaves in one frame.
+As in the real host every request gets exactly one end and every control call one `Done`. One task keeps the
+time of all requests, so that a thousand of them cost a heap and no tasks; what is due together leaves in one
+frame. Prefix-cache hits are estimated from hashes of every BLOCK tokens. Weight updates obey the same orders
+and are refused for the same reasons where those can be seen without torch; of a payload only its pickle
+header is looked at.
 """
 
 import asyncio
@@ -56,9 +46,7 @@ from polarnode.engine.protocol import (
     Update,
     encode_all,
 )
-from polarnode.engine.simulated.answers import Answer, Answers
-
-# ── prefixes ────────────────────────────────────────────────────────────
+from polarnode.engine.simulated.answers import Answers, RandomAnswer
 
 BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
 KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
@@ -66,12 +54,12 @@ KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cach
 
 @define(eq=False)
 class Prefixes:
-    """The prompts of late. Those of other weights must be forgotten by `clear`."""
+    """The latest prompts. Those of other weights are dropped by `clear`."""
 
     _known: "OrderedDict[bytes, None]" = field(factory=OrderedDict, init=False)
 
     def cached(self, prompt: bytes) -> int:
-        """How many tokens of an int32 prompt were there before; it is known from now on. At least one token
+        """How many tokens of an int32 prompt were there before; it is cached from now on. At least one token
         is always read.
         """
         size, digest, leading, found = 4 * BLOCK, blake2b(digest_size=8), True, 0
@@ -89,8 +77,6 @@ class Prefixes:
     def clear(self) -> None:
         self._known.clear()
 
-
-# ── updates ────────────────────────────────────────────────────────────
 
 PICKLE = b"\x80"
 
@@ -120,16 +106,16 @@ class Updates:
                 self._load(order)
                 self._loaded += 1
             case CheckUpdate():
-                _insist(self._loaded > 0, "nothing was sent: send every tensor of the model")
+                _require(self._loaded > 0, "nothing was sent: send every tensor of the model")
             case CommitUpdate(version=version):
                 self.version, self._kept = version, False
             case RollBack():
-                _insist(self._kept, "nothing was kept to go back to")
+                _require(self._kept, "no old weights are kept to roll back to")
                 self._kept = False
             case JoinGroup(name=name):
                 self._groups.add(name)
             case LeaveGroup(name=name):
-                _insist(name in self._groups, "The group to be destroyed does not exist.")
+                _require(name in self._groups, "The group to be destroyed does not exist.")
                 self._groups.discard(name)
             case Memory():
                 raise BadCheckpoint("a simulated engine has no memory to give back")
@@ -141,19 +127,17 @@ class Updates:
             case LoadDisk(path=path):
                 check_folder(Path(path), self.model)
             case LoadTensors(payloads=payloads):
-                _insist(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
+                _require(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
             case LoadBroadcast(group=group):
-                _insist(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
+                _require(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
             case _:
                 assert_never(order)
 
 
-def _insist(holds: bool, sentence: str) -> None:
+def _require(holds: bool, sentence: str) -> None:
     if not holds:
         raise BadCheckpoint(sentence)
 
-
-# ── serving ────────────────────────────────────────────────────────────
 
 LOAD_INTERVAL = 0.25  # seconds, as the real host's
 TOGETHER = 0.002  # seconds: what is due within them leaves in one frame
@@ -161,11 +145,11 @@ READ_SIZE = 1 << 18
 
 
 @define(eq=False)
-class Request:
+class SimulatedRequest:
     """One generation. `begun` is when its first token is due; `sent` tokens have left."""
 
     order: Generate
-    answer: Answer
+    answer: RandomAnswer
     alternatives: tuple[bytes, bytes] = (b"", b"")
     cached: int = 0
     begun: float = 0.0
@@ -184,11 +168,11 @@ class Serving:
     settings: Simulation
     ready: Ready
     updates: Updates
-    _requests: dict[str, Request] = field(factory=dict, init=False)
+    _requests: dict[str, SimulatedRequest] = field(factory=dict, init=False)
     # bounded by the calls the node has in flight
-    _waiting: "deque[Request]" = field(factory=deque, init=False)
+    _waiting: "deque[SimulatedRequest]" = field(factory=deque, init=False)
     _running: int = field(default=0, init=False)
-    _due: "list[tuple[float, int, Request]]" = field(factory=list, init=False)
+    _due: "list[tuple[float, int, SimulatedRequest]]" = field(factory=list, init=False)
     _numbers: "count[int]" = field(factory=count, init=False)
     _prefixes: Prefixes = field(factory=Prefixes, init=False)
     _outbox: list[ToNode] = field(factory=list, init=False)
@@ -197,7 +181,7 @@ class Serving:
     _load: Load | None = field(default=None, init=False)
 
     async def run(self) -> None:
-        """Serve until the node says Shutdown or closes the connection."""
+        """Serve until the node sends Shutdown or closes the connection."""
         self._outbox.append(self.ready)
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(self._keep_time()), tasks.create_task(self._tell_load())]
@@ -223,7 +207,7 @@ class Serving:
                 self._abort(rid)
             case _:
                 if not isinstance(message, Pause | Continue | Update):
-                    raise ValueError(f"the node may not say {type(message).__name__} here")
+                    raise ValueError(f"the node may not send {type(message).__name__} here")
                 ok, text = self._obeyed(message)
                 self._outbox.append(Done(call=message.call, ok=ok, message=text))
 
@@ -241,7 +225,7 @@ class Serving:
         except ValueError as error:
             self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False))
             return
-        request = Request(order, answer)
+        request = SimulatedRequest(order, answer)
         if order.top_logprobs:
             ids, logprobs = self.answers.alternatives(order, answer)
             request.alternatives = (ids.tobytes(), logprobs.tobytes())
@@ -265,7 +249,7 @@ class Serving:
             request.begun = now + self.settings.first_token_s + prefill
             self._schedule(request)
 
-    def _schedule(self, request: Request) -> None:
+    def _schedule(self, request: SimulatedRequest) -> None:
         """When the next chunk is whole: a chunk's tokens come one by one."""
         rate = self.settings.tokens_per_s
         last = min(request.sent + self.settings.chunk_tokens, len(request.answer.ids))
@@ -281,7 +265,7 @@ class Serving:
             )
             self._end(request)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: SimulatedRequest) -> None:
         request.over = True
         del self._requests[request.order.rid]
         if request.begun:
@@ -311,7 +295,7 @@ class Serving:
             if not request.over:
                 self._outbox.append(self._piece(request))
 
-    def _piece(self, request: Request) -> Piece:
+    def _piece(self, request: SimulatedRequest) -> Piece:
         """The next chunk; schedules the one after it, or ends the request."""
         first, total = request.sent, len(request.answer.ids)
         last = request.sent = min(first + self.settings.chunk_tokens, total)
@@ -360,10 +344,10 @@ class Serving:
         return True, ""
 
     def _updated(self, message: Update) -> tuple[bool, str]:
-        said = self.updates.obey(message)
+        done = self.updates.obey(message)
         if isinstance(message, CheckUpdate) and message.flush:
             self._prefixes.clear()
-        return said
+        return done
 
     def _pause(self) -> None:
         if self._paused_at is None:
