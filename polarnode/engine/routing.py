@@ -10,14 +10,16 @@ from typing import Literal
 
 from attrs import define, field, frozen
 
+from polarnode.core.backoff import Backoff
+
 # calls a session's host may have more than the least loaded: filling 20-30 thousand tokens again costs about
 # what they do
 SLACK = 16
 REMEMBERED = 65_536  # sessions: some 10 MB, and a hundred times what one machine runs at once
 DEATHS = 5  # within WINDOW: then the cause is not chance, and a restart only hides it
 WINDOW = 600.0  # seconds
-# seconds before the second restart of a window; it doubles from there, the first restart is at once
-FIRST_DELAY = 1.0
+# before the second restart of a window and those after it; the first restart is at once
+RESTART_PAUSES = Backoff(first_s=1.0, longest_s=WINDOW)
 
 
 @define(eq=False)
@@ -57,7 +59,7 @@ class Deaths:
             self._times.popleft()
         if len(self._times) >= DEATHS:
             return None
-        return 0.0 if len(self._times) == 1 else FIRST_DELAY * 2 ** (len(self._times) - 2)
+        return 0.0 if len(self._times) == 1 else RESTART_PAUSES.delay(len(self._times) - 2)
 
 
 # stale: waits for weights; dead: about to be restarted; failed: given up

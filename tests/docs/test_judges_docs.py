@@ -20,7 +20,7 @@ from polarnode.evaluators.turn_rewards import (
     TurnRewardsConfig,
     WeightsConfig,
 )
-from polarnode.rollouts.judges import ANSWER_BYTES, LONGEST_PAUSE_S, LONGEST_WISH_S, PASSES
+from polarnode.rollouts.judges import ANSWER_BYTES, LONGEST_WISH_S, PASSES, PAUSES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
 SHAPES = (LlmJudgeConfig, CriterionConfig, ShowConfig, TurnRewardsConfig, WeightsConfig, TurnJudgeConfig)
@@ -39,7 +39,7 @@ def test_every_rule_is_told() -> None:
 def test_its_numbers_are_the_programs() -> None:
     text = section("A node's judges", PAGE)
     assert all(str(status) in text for status in PASSES)
-    assert f"4 … {LONGEST_PAUSE_S:.0f} s" in text
+    assert f"4 … {PAUSES.longest_s:.0f} s" in text
     assert f"above {LONGEST_WISH_S:.0f} s" in text
     assert f"more than {ANSWER_BYTES >> 20} MiB" in text
     assert f"up to {MOST_CRITERIA}" in section("LlmJudgeConfig", PAGE)

@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from fakes_engine import joined, order, sample
 
+from polarnode.core.backoff import Backoff
 from polarnode.core.errors import EngineError, Refused
 from polarnode.engine import host as host_module
 from polarnode.engine import routing
@@ -121,7 +122,7 @@ async def test_new_calls_wait_for_a_host_that_restarts(tmp_path: Path) -> None:
 
 
 async def test_a_host_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(routing, "RESTART_PAUSES", Backoff(first_s=0.01, longest_s=1.0))
     async with opened(tmp_path) as engines:
         for _ in range(DEATHS):
             with pytest.raises(EngineError, match="died"):

@@ -2,7 +2,7 @@
 chosen.
 """
 
-from polarnode.engine.routing import DEATHS, FIRST_DELAY, REMEMBERED, SLACK, WINDOW, Deaths, Router
+from polarnode.engine.routing import DEATHS, REMEMBERED, RESTART_PAUSES, SLACK, WINDOW, Deaths, Router
 
 
 def test_a_new_session_goes_where_the_fewest_calls_are() -> None:
@@ -50,9 +50,9 @@ def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
     deaths = Deaths()
     assert [deaths.note(float(second)) for second in range(DEATHS)] == [
         0.0,
-        FIRST_DELAY,
-        2 * FIRST_DELAY,
-        4 * FIRST_DELAY,
+        RESTART_PAUSES.first_s,
+        2 * RESTART_PAUSES.first_s,
+        4 * RESTART_PAUSES.first_s,
         None,
     ]
 
