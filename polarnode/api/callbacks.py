@@ -35,6 +35,7 @@ import httpx2
 import trio
 from attrs import define, field, frozen
 
+from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, boundary
@@ -234,10 +235,9 @@ def shown(url: str) -> str:
 
 # ── values ────────────────────────────────────────────────────────────
 
-FIRST_PAUSE_S = 1.0  # after a first failure; each later one is followed by twice as long a pause
-LONGEST_PAUSE_S = 60.0  # a trainer that is back is told within a minute or so
-JITTER = 0.25  # of a pause: what failed together need not come back together
-DOUBLINGS = 30  # far beyond the longest pause: a float has an end too
+# after a failure: a trainer that is back gets its events within a minute or so; what failed together does not
+# come back together
+PAUSES = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
 
 
 @frozen(kw_only=True)
@@ -272,9 +272,8 @@ class Pause:
 
     def longer(self) -> None:
         """It failed again."""
-        usual = min(FIRST_PAUSE_S * 2.0**self.failures, LONGEST_PAUSE_S)
-        self.failures = min(self.failures + 1, DOUBLINGS)
-        self.until = trio.current_time() + usual * (1 + JITTER * random.random())
+        self.until = trio.current_time() + PAUSES.delay(self.failures, draw=random.random())
+        self.failures += 1
 
 
 # ── callbacks ────────────────────────────────────────────────────────────

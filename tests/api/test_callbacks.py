@@ -18,6 +18,7 @@ from journal_samples import make_identity, make_spec, make_trajectory
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
 from polarnode.api.callbacks import Callbacks, open_callbacks, shown
+from polarnode.core.backoff import Backoff
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.trainers.polar import Origin, with_origin
@@ -26,8 +27,7 @@ from polarnode.trainers.polar import Origin, with_origin
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same waits, shorter: none of them is what is tested."""
-    monkeypatch.setattr(callbacks, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(callbacks, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(callbacks, "PAUSES", Backoff(first_s=0.05, longest_s=0.2, jitter=0.25))
     monkeypatch.setattr(module, "LOOK_S", 0.02)
     monkeypatch.setattr(module, "SETTLE_S", 0.5)
 
