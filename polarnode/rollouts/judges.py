@@ -24,6 +24,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core import codec
+from polarnode.core.backoff import Backoff
 from polarnode.core.codec.tasks import is_loopback
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, EvaluatorError, PolarnodeError, Refused, boundary
@@ -168,11 +169,11 @@ logger = logging.getLogger(__name__)
 
 # of an answer, its reasons and a judge's thoughts included: a hundred times a long one
 ANSWER_BYTES = 4 << 20
-FIRST_PAUSE_S = 1.0  # before the second attempt; each later one waits twice as long
-LONGEST_PAUSE_S = 30.0  # a post budget is five minutes: several such pauses must fit in it
+# between attempts: several of the longest must fit in a post budget of five minutes, and sessions that were
+# refused together must not come back together
+PAUSES = Backoff(first_s=1.0, longest_s=30.0, jitter=0.25)
 # a judge that asks to be left alone for longer has no quota left, and the session is told at once
 LONGEST_WISH_S = 120.0
-JITTER = 0.25  # of a pause: sessions that were refused together must not come back together
 CLOSE_S = 5.0  # for closing idle connections
 
 
@@ -313,8 +314,7 @@ class HttpJudge:
 
 
 def _pause(said: Passes, attempt: int) -> float:
-    usual = min(FIRST_PAUSE_S * float(2 ** (attempt - 1)), LONGEST_PAUSE_S)
-    return max(usual, said.after_s) * (1 + JITTER * random.random())
+    return PAUSES.delay(attempt - 1, at_least_s=said.after_s, draw=random.random())
 
 
 @define(eq=False)

@@ -33,6 +33,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
+from polarnode.core.backoff import Backoff
 from polarnode.core.errors import Refused
 from polarnode.core.task import Budgets, GroupSpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
@@ -57,8 +58,8 @@ from polarnode.support.semaphore import SemaphoreStatistics
 
 # ── places ────────────────────────────────────────────────────────────
 
-# seconds before an attempt, growing: a Podman service that died is back in one or two
-PAUSES: Final = (0.5, 2.0, 5.0)
+# before an attempt: a Podman service that died is back in one or two seconds
+PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
 
 
 def retries_left(identity: Identity, budgets: Budgets) -> bool:
@@ -75,7 +76,7 @@ def pause_before(attempt: int) -> float:
     """Seconds between a session's end and the beginning of the one that takes its place; none before the
     first.
     """
-    return PAUSES[min(attempt, len(PAUSES)) - 1] if attempt else 0.0
+    return PAUSES.delay(attempt - 1) if attempt else 0.0
 
 
 # ── glances ────────────────────────────────────────────────────────────

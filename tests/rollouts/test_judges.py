@@ -42,7 +42,7 @@ from polarnode.node.config import NodeConfig, read_config
 from polarnode.node.opening import open_node
 from polarnode.rollouts.judges import (
     ANSWER_BYTES,
-    LONGEST_PAUSE_S,
+    PAUSES,
     Passes,
     Reply,
     open_judges,
@@ -382,4 +382,4 @@ def test_judges_stand_in_the_settings_file() -> None:
 
 
 def test_pauses_fit_in_a_post_budget() -> None:
-    assert 9 * LONGEST_PAUSE_S <= 300
+    assert 9 * PAUSES.longest_s <= 300
