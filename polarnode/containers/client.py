@@ -21,6 +21,7 @@ import trio
 from attrs import define, field, frozen
 from podman.errors import APIError
 
+from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault, boundary
 
@@ -152,10 +153,10 @@ Answer = TypeVar("Answer")
 # hang yet
 CALL_S = 90.0
 
-# Seconds before a removal is tried again, as conmon's own cleanup of a container that ended may be under way
-# and a mount busy; and a listing, which fails when any node of the store removes one of those listed
-# meanwhile.
-PAUSES = (0.1, 0.5, 2.0)
+# Before a removal is tried again, as conmon's own cleanup of a container that ended may be under way and a
+# mount busy; and a listing, which fails when any node of the store removes one of those listed meanwhile.
+PAUSES = Backoff(first_s=0.1, longest_s=2.0, factor=5.0)
+RETRIES = 3
 
 
 @frozen(kw_only=True)
@@ -263,11 +264,11 @@ class ContainerClient:
 
     async def _persistent(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
         """A call that may be made again."""
-        for pause in PAUSES:
+        for attempt in range(RETRIES):
             try:
                 return await self._call(what, work)
             except RuntimeFault:
-                await trio.sleep(pause)
+                await trio.sleep(PAUSES.delay(attempt))
         return await self._call(what, work)
 
     async def _call(self, what: str, work: "Callable[[Any], Answer]") -> Answer:

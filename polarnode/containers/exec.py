@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 
 from polarnode.containers.client import Hijacked, call, hijack
 from polarnode.containers.inside import Inside
+from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 
@@ -99,8 +100,8 @@ class Tail:
 
 START_S = 90.0  # seconds an exec may take to start: 70 ms quiet, 3 s seen with 32 at once on two cores
 TERM_GRACE = 3.0  # seconds a program has between TERM and KILL: time to write its last file
-# seconds between looks whether it ended: at once after its stream did, slower where that was torn
-ASK_FIRST, ASK_LAST = 0.01, 1.0
+# between polls whether it ended: at once after its stream did, slower where that was torn
+POLLS = Backoff(first_s=0.01, longest_s=1.0)
 # seconds the service may take to notice that a program ended: milliseconds, seconds on a machine that swaps
 UNNOTICED_S = 15.0
 UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
@@ -176,7 +177,7 @@ class Execs:
         """The exit code. A service that died meanwhile never learns it: then the program's own end is what we
         see, and a RuntimeFault.
         """
-        pause, doubtful = ASK_FIRST, math.inf
+        pauses, doubtful = POLLS.delays(), math.inf
         while True:
             told = await self._inspect(exec_id)
             if not told["Running"] or not self.inside.alive():
@@ -189,8 +190,7 @@ class Execs:
                 raise RuntimeFault(
                     "the podman service died while a program ran in a container: its exit code is lost"
                 )
-            await trio.sleep(pause)
-            pause = min(2 * pause, ASK_LAST)
+            await trio.sleep(next(pauses))
 
     async def _inspect(self, exec_id: str) -> Mapping[str, int]:
         """What the service says of an exec, over a restart of the service if need be."""
@@ -201,7 +201,7 @@ class Execs:
             except RuntimeFault:
                 if trio.current_time() > until:
                     raise
-                await trio.sleep(ASK_LAST)
+                await trio.sleep(POLLS.longest_s)
             else:
                 told: Mapping[str, int] = reply.json()
                 return told

@@ -23,6 +23,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.containers.probe import SERVICE_PATH, PodmanFindings, Store, make_folders, probe, store_at
+from polarnode.core.backoff import Backoff
 from polarnode.core.errors import RuntimeFault
 
 # ── configuration ─────────────────────────────────────────────────────────────
@@ -116,8 +117,8 @@ def _replace(path: Path, text: str) -> None:
 START_S = 60.0
 END_S = 5.0  # seconds it has for the end; it holds nothing that a kill would lose
 POLL = 0.02  # seconds between looks for the socket while it starts
-# seconds before a restart, growing, so that one that can not start does not eat the machine
-RESTART_PAUSES = (0.1, 0.5, 2.0, 5.0, 10.0)
+# before a restart, growing, so that a service that cannot start does not eat the machine
+RESTART_PAUSES = Backoff(first_s=0.1, longest_s=10.0, factor=4.0)
 
 # Standard input is the lifeline. A background job gets its own from /dev/null unless told, and no shell but
 # bash dups two-digit descriptors.
@@ -171,7 +172,7 @@ class PodmanService:
             ready.set()
             await self._wait_ended()
         while True:
-            await trio.sleep(RESTART_PAUSES[min(self.restarts, len(RESTART_PAUSES) - 1)])
+            await trio.sleep(RESTART_PAUSES.delay(self.restarts))
             self.restarts += 1
             _log.warning("the podman service ended and is started again, for the %d. time", self.restarts)
             with suppress(RuntimeFault):  # told by the log; the next one may come up
