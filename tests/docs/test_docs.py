@@ -167,14 +167,14 @@ def test_the_routes_of_the_model_plane_are_those_it_has() -> None:
 
 
 FAULTS: dict[str, FaultKind] = {
-    "a field that can not be": "bad_request",
+    "an invalid field": "bad_request",
     "unknown key": "unauthorized",
     "the session is over": "session_over",
     "context too long": "context_too_long",
     "a budget of turns or tokens is spent": "budget_spent",
     "overload": "overloaded",
     "the engine failed": "engine_failed",
-    "new weights or an operator": "cancelled",
+    "cancelled by new weights": "cancelled",
     "the body is over 64 MiB": "too_large",
 }
 
