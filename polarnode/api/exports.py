@@ -28,7 +28,7 @@ from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import GONE, KEYS_ALONE, StoredEvent, Telling, as_json
-from polarnode.offline.rows import GROUP_TOKENS, Row, arrow, rows_of, schema, table
+from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
 from polarnode.offline.sft import sft_lines
 from polarnode.trainers import FORMATS, project
 
@@ -178,7 +178,7 @@ async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
     and no reader takes it.
     """
     file = await journal.read(ParquetFile)
-    waiting: list[Row] = []
+    waiting: list[ParquetRow] = []
     async for event in _finished(journal, query, KEYS_ALONE):
         trajectory = await journal.trajectory(event.key.partition(":")[2])
         waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
@@ -204,7 +204,7 @@ class ParquetFile:
 
         self._writer = pq.ParquetWriter(self, schema(), compression="zstd")
 
-    def written(self, rows: Sequence[Row]) -> bytes:
+    def written(self, rows: Sequence[ParquetRow]) -> bytes:
         """The bytes of one more row group, behind whatever came before; none of its own for no rows."""
         if rows:
             self._writer.write_table(table(rows))

@@ -33,9 +33,9 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import ModelError, boundary
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal
-from polarnode.offline.acceptance import Acceptance, Judged, judge
-from polarnode.offline.generation import ALL, Group, Slot, Split, Tally, grouping_of, split_of
-from polarnode.offline.rows import GROUP_TOKENS, Row, arrow, rows_of, schema, table
+from polarnode.offline.acceptance import Acceptance, AcceptanceResult, judge
+from polarnode.offline.generation import ALL, GenerationTable, Slot, Split, TableRow, grouping_of, split_of
+from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
 from polarnode.offline.sft import Found, SftLine, compared, sft_lines
 
 # ── words ────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ class Exported:
     tokens.
     """
 
-    tally: Tally
+    tally: GenerationTable
     files: dict[str, int]
     words: Words
     split: Split
@@ -149,7 +149,7 @@ async def export(
     """Write everything anew from what the journal holds."""
     metadata = [slot.spec.metadata for slot in slots]
     split = split_of(metadata, by=wanted.held_out_by, share=wanted.held_out)
-    tally = Tally(by=wanted.by or grouping_of(metadata))
+    tally = GenerationTable(by=wanted.by or grouping_of(metadata))
     words = open_words(model)
     with ExitStack() as stack:
         files = Files(out=out, wanted=wanted, split=split, words=words, stack=stack)
@@ -193,7 +193,7 @@ class Files:
     notes: list[str] = field(factory=list)
     _open: dict[str, BinaryIO] = field(factory=dict)
     _parquet: dict[Side, Any] = field(factory=dict)
-    _waiting: dict[Side, list[Row]] = field(factory=dict)
+    _waiting: dict[Side, list[ParquetRow]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         """All files exist, empty ones too: one that an earlier run left must not seem to be of this."""
@@ -206,7 +206,7 @@ class Files:
                 self._parquet[side] = self.stack.enter_context(_parquet(file))
                 self._waiting[side] = []
 
-    def write(self, trajectory: Trajectory, judged: Judged) -> None:
+    def write(self, trajectory: Trajectory, judged: AcceptanceResult) -> None:
         """One session: a line in a listing, and if it is data, its conversations and rows."""
         held_out = self.split.held_out(trajectory.metadata)
         side: Side = ".held-out" if held_out else ""
@@ -226,7 +226,7 @@ class Files:
             self.words.compare(line)
             self._line(f"sft{side}.jsonl", line.body)
 
-    def _keep(self, rows: list[Row], side: Side) -> None:
+    def _keep(self, rows: list[ParquetRow], side: Side) -> None:
         waiting = self._waiting[side]
         for row in rows:
             waiting.append(row)
@@ -245,7 +245,7 @@ class Files:
             self.counts[f"rows{side}.parquet"] += len(waiting)
             waiting.clear()
 
-    def tell(self, tally: Tally, acceptance: Acceptance) -> None:
+    def tell(self, tally: GenerationTable, acceptance: Acceptance) -> None:
         """The table, for programs."""
         held_out: Json = {"by": self.split.by, "values": list[Json](sorted(self.split.values))}
         files: dict[str, Json] = dict(self.counts)
@@ -275,7 +275,7 @@ def _parquet(file: BinaryIO) -> Any:
     return pq.ParquetWriter(file, schema(), compression="zstd")
 
 
-def _listed(trajectory: Trajectory, judged: Judged, *, held_out: bool) -> dict[str, Json]:
+def _listed(trajectory: Trajectory, judged: AcceptanceResult, *, held_out: bool) -> dict[str, Json]:
     said: dict[str, Json] = {
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
@@ -322,7 +322,7 @@ def shown(
             yield Text(f"  {name}: {count} {'row' if count == 1 else 'rows'}")
 
 
-def acceptance_table(tally: Tally, *, narrow: bool = False) -> Table:
+def acceptance_table(tally: GenerationTable, *, narrow: bool = False) -> Table:
     """Attempts, accepted and why not, a row a group and one for all."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     table.add_column(tally.by or "", overflow="fold")
@@ -343,6 +343,6 @@ def acceptance_table(tally: Tally, *, narrow: bool = False) -> Table:
     return table
 
 
-def percent(group: Group) -> str:
+def percent(group: TableRow) -> str:
     """The accepted share, with one digit as in the literature."""
     return f"{100 * group.share:.1f}"

@@ -1,19 +1,25 @@
-"""Finished sessions as data to train on later: what is accepted and why not, conversations for SFT, rows of
-tokens, tables of it.
+"""Finished sessions as training data: which are accepted and why not, conversations for SFT, rows of tokens.
 
-Pure: trajectories in, values out; whoever reads and writes files is `cli/generate/`. The rule for whoever
-edits it: nothing is accepted that was not judged, nothing is written that the session did not say, and of
-everything that is left out there is a reason in words.
+Pure: trajectories in, values out; `cli/generate*.py` reads and writes the files. Nothing is accepted that was
+not evaluated, nothing is written that the session does not contain, and whatever is left out has a reason in
+words.
 """
 
-from polarnode.offline.acceptance import COLUMNS, Acceptance, Judged, facts_of, judge, parse_acceptance
+from polarnode.offline.acceptance import (
+    COLUMNS,
+    Acceptance,
+    AcceptanceResult,
+    facts_of,
+    judge,
+    parse_acceptance,
+)
 from polarnode.offline.generation import (
     Attempt,
-    Group,
+    GenerationTable,
     Manifest,
     Slot,
     Split,
-    Tally,
+    TableRow,
     finished,
     manifest_of,
     next_attempt,
@@ -25,14 +31,14 @@ from polarnode.offline.sft import SftLine, sft_lines
 __all__ = [
     "COLUMNS",
     "Acceptance",
+    "AcceptanceResult",
     "Attempt",
-    "Group",
-    "Judged",
+    "GenerationTable",
     "Manifest",
     "SftLine",
     "Slot",
     "Split",
-    "Tally",
+    "TableRow",
     "facts_of",
     "finished",
     "judge",

@@ -1,21 +1,14 @@
-"""A small expression over named columns: read with `ast`, nothing in it but a whitelist, and evaluated
-without ever raising.
+"""Which sessions are training data: a user's expression over the columns of a trajectory, or the reason a
+session is not.
 
-Three-valued, as in SQL: what is said of a value that is missing is neither true nor false but `Unknown`, with
-the reason; `and` and `or` pass over it where the other side decides, and an Unknown at the end accepts
-nothing. The rule for whoever edits it: no attribute, no call but of FUNCTIONS, no name but a column, and no
-operator whose cost is not bounded by its operands.
+The expression is parsed with `ast`, restricted to a whitelist, and evaluated without ever raising: no
+attribute, no call except FUNCTIONS, no name except a column, no operator whose cost is not bounded by its
+operands. The logic is three-valued, as in SQL: a comparison with a missing value is `Unknown`, with the
+reason; `and` and `or` ignore it where the other side decides, and a result of Unknown accepts nothing.
 
-What an acceptance expression may speak of: the columns of a trajectory, by name.
-
-The rule for whoever edits it: a column that is added gets a line in COLUMNS and one in docs/offline-data.md;
-what a trajectory does not have is None, never a made-up 0.
-
-Which sessions are data: an expression of the person who generates, and for every other session the reason it
-is none.
-
-The rule for whoever edits it: one reason a session, from a closed list, so that a table of reasons adds up;
-the sentence beside it says more.
+A new column gets a line in COLUMNS and one in docs/offline-data.md; what a trajectory does not have is None,
+never a made-up 0. Every session has one reason from a closed list, so that a table of reasons adds up; a
+sentence beside it says more.
 """
 
 import ast
@@ -30,16 +23,14 @@ from polarnode.core.conversation import Json, Part, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 
-# ── expression ────────────────────────────────────────────────────────────
-
-# characters: what a person writes on a command line; a parser's recursion stays far away
+# characters: what a user writes on a command line; a parser's recursion stays far away
 LONGEST: Final = 1000
 _TYPES: Final = (type(None), bool, int, float, str)
 
 
 @frozen
 class Unknown:
-    """What can not be said, and why."""
+    """A value that cannot be determined, and why."""
 
     reason: str
 
@@ -68,13 +59,8 @@ _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 _SAME: Final = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)
 
 
-# ── reading ───────────────────────────────────────────────────────────────────
-
-
 def read_expression(text: str, columns: Collection[str]) -> ast.expr:
-    """The tree of an expression in which everything is known. Refused with one sentence that names what is
-    not.
-    """
+    """The tree of a valid expression. Refused with one sentence that names what is unknown."""
     if len(text) > LONGEST:
         raise Refused(f"the expression has {len(text)} characters: {LONGEST} are enough")
     try:
@@ -95,7 +81,7 @@ def _check(node: ast.expr, columns: Collection[str]) -> None:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if args:
             if name not in FUNCTIONS:
                 raise Refused(
-                    f"{name}() at column {node.col_offset + 1} is not known: known are {', '.join(FUNCTIONS)}"
+                    f"{name}() at column {node.col_offset + 1} is unknown: there are {', '.join(FUNCTIONS)}"
                 )
             _check_all(args, columns)
         case ast.BoolOp(values=values):
@@ -112,7 +98,7 @@ def _check(node: ast.expr, columns: Collection[str]) -> None:
             _check_all(elts, columns)
         case _:
             raise Refused(
-                f"{ast.unparse(node)!r} at column {node.col_offset + 1} can not be said here: compare columns"
+                f"{ast.unparse(node)!r} at column {node.col_offset + 1} is not allowed here: compare columns"
                 " with values, and, or, not"
             )
 
@@ -126,17 +112,12 @@ def _known(name: str, columns: Collection[str], node: ast.expr) -> None:
     if name in columns:
         return
     near = difflib.get_close_matches(name, columns, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(columns)}"
+    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(columns)}"
     raise Refused(f"{name} at column {node.col_offset + 1} is not a column: {remedy}")
 
 
-# ── evaluating ────────────────────────────────────────────────────────────────
-
-
 def evaluate(node: ast.expr, facts: Mapping[str, Json]) -> Any:
-    """What an expression that was read says of these facts; Unknown where it can not be said. Never
-    raises.
-    """
+    """The value of a parsed expression for these columns; Unknown where it has none. Never raises."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -156,7 +137,7 @@ def evaluate(node: ast.expr, facts: Mapping[str, Json]) -> Any:
             return _member(evaluate(value, facts), key)
         case ast.List(elts=elts) | ast.Tuple(elts=elts):
             return _listed([evaluate(each, facts) for each in elts])
-    return Unknown(f"{ast.unparse(node)} can not be evaluated")
+    return Unknown(f"{ast.unparse(node)} cannot be evaluated")
 
 
 def _listed(values: list[Any]) -> Any:
@@ -223,7 +204,7 @@ def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) ->
     try:
         return function(*values)
     except (TypeError, ValueError, ArithmeticError) as error:
-        return Unknown(f"{ast.unparse(node)} can not be reckoned: {error}")
+        return Unknown(f"{ast.unparse(node)} cannot be computed: {error}")
 
 
 def _compared(node: ast.Compare, facts: Mapping[str, Json]) -> Any:
@@ -255,14 +236,12 @@ def _pair(op: ast.cmpop, left: Any, right: Any, *, asked_of_nothing: bool, shown
     try:
         return bool(_COMPARE[type(op)](left, right))
     except TypeError:
-        return Unknown(f"{shown}: {_shown(left)} and {_shown(right)} can not be compared")
+        return Unknown(f"{shown}: {_shown(left)} and {_shown(right)} cannot be compared")
 
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
-
-# ── facts ────────────────────────────────────────────────────────────
 
 COLUMNS: Final[Mapping[str, str]] = {
     "reward": "the evaluator's, or None",
@@ -284,7 +263,7 @@ COLUMNS: Final[Mapping[str, str]] = {
     "group_id": "the group's",
     "sample": "which of the task's samples, from 0",
     "metadata": "the task's own, as metadata['repo']",
-    "metrics": "the session's, as metrics['refusals']; what the evaluator said is in metrics['evaluation']",
+    "metrics": "the session's, as metrics['refusals']; the evaluator's are in metrics['evaluation']",
 }
 
 
@@ -315,8 +294,6 @@ def facts_of(trajectory: Trajectory) -> dict[str, Json]:
     }
 
 
-# ── accept ────────────────────────────────────────────────────────────
-
 Reason = Literal[
     "accepted",
     "reward",
@@ -337,14 +314,14 @@ REASONS: Final[tuple[Reason, ...]] = (
 
 @frozen(kw_only=True)
 class Acceptance:
-    """What a session must be to be data, as it was written and as it was read."""
+    """The acceptance expression: its text and its parsed tree."""
 
     text: str
     tree: ast.expr
 
 
 @frozen(kw_only=True)
-class Judged:
+class AcceptanceResult:
     """Whether a session is data; `reason` is one of REASONS, `because` a sentence."""
 
     reason: Reason
@@ -373,31 +350,31 @@ def _says(part: Part) -> bool:
     return isinstance(part, ToolCall) or bool(part.text.strip())
 
 
-def judge(acceptance: Acceptance, trajectory: Trajectory) -> Judged:
+def judge(acceptance: Acceptance, trajectory: Trajectory) -> AcceptanceResult:
     """Never raises. An empty session and one without a trace have nothing to train on, whatever the
     expression says.
     """
-    if trajectory.outcome.status in ("cancelled", "interrupted"):  # it was not let come to its end
-        return Judged(reason=trajectory.outcome.status, because=_why(trajectory))
+    if trajectory.outcome.status in ("cancelled", "interrupted"):  # it was stopped before its end
+        return AcceptanceResult(reason=trajectory.outcome.status, because=_why(trajectory))
     if is_empty(trajectory):
-        return Judged(reason="empty", because="no turn of it has an answer")
+        return AcceptanceResult(reason="empty", because="no turn of it has an answer")
     facts = facts_of(trajectory)
     if truth(evaluate(acceptance.tree, facts)) is not True:
         return _refused(acceptance, trajectory, facts)
     if not trajectory.traces:
-        return Judged(reason="no trace", because="its builder made no training sequence")
-    return Judged(reason="accepted")
+        return AcceptanceResult(reason="no trace", because="its builder made no training sequence")
+    return AcceptanceResult(reason="accepted")
 
 
-def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str, Json]) -> Judged:
+def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str, Json]) -> AcceptanceResult:
     status, clause = trajectory.outcome.status, _clause(acceptance.tree, facts)
     found = truth(evaluate(clause, facts))
-    said = found.reason if isinstance(found, Unknown) else f"{ast.unparse(clause)} does not hold"
+    detail = found.reason if isinstance(found, Unknown) else f"{ast.unparse(clause)} does not hold"
     if status in ("timeout", "failed", "error"):
-        return Judged(reason=status, because=f"{_why(trajectory)}; {said}")
+        return AcceptanceResult(reason=status, because=f"{_why(trajectory)}; {detail}")
     of_reward = any(isinstance(node, ast.Name) and node.id == "reward" for node in ast.walk(clause))
-    named = f"{said} (reward is {trajectory.reward})" if of_reward else said
-    return Judged(reason="reward" if of_reward else "expression", because=named)
+    named = f"{detail} (reward is {trajectory.reward})" if of_reward else detail
+    return AcceptanceResult(reason="reward" if of_reward else "expression", because=named)
 
 
 def _clause(tree: ast.expr, facts: Mapping[str, Json]) -> ast.expr:

@@ -1,24 +1,13 @@
-"""What a folder of generated data was begun with, so that it is only ever gone on with as it was begun.
+"""One generation of offline data: its manifest, its slots (samples to run), the held-out split and the table
+of results.
 
-Acceptance, splits and retries are not in it: they are asked of what there is, each time. The rule for whoever
-edits it: a refusal names what is different, what it was, and what to do.
+The manifest records what a folder was started with, so that it is only resumed with the same. Acceptance,
+splits and retries are not in it: they are applied to what there is, each time.
 
-Which sessions a generation consists of, how their tasks are called, and which are still to run.
-
-A slot is one sample of one task of the source; each attempt at it is a task of its own with a name that tells
-both, so that the node's journal alone says after a `kill -9` what is done. The rule for whoever edits it:
-names never change for the same source, or a folder that was begun can not be gone on with.
-
-The table of what was generated: attempts, how many were accepted, and why the others were not, by group of
-tasks.
-
-The rule for whoever edits it: a row's reasons add up to its attempts, and the rows to the last one.
-
-Which tasks are held out: whole values of a metadata key (a repository), so that nothing of one is on both
-sides.
-
-The rule for whoever edits it: the same values and the same share give the same split, on every machine and in
-every order.
+A slot is one sample of one task of the source. Each attempt at it is a task of its own, whose name contains
+both, so that after a `kill -9` the node's journal alone says what is done. Names never change for the same
+source, or a folder could not be resumed. The same values and share give the same split on every machine and
+in every order. In the table, a row's reasons add up to its attempts, and the rows to the last one.
 """
 
 from collections import Counter
@@ -35,9 +24,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import GroupSpec, TaskSpec
 from polarnode.core.trajectory import Status, Trajectory
-from polarnode.offline.acceptance import REASONS, Judged, Reason
-
-# ── manifest ────────────────────────────────────────────────────────────
+from polarnode.offline.acceptance import REASONS, AcceptanceResult, Reason
 
 
 @frozen(kw_only=True)
@@ -54,11 +41,11 @@ class Manifest:
     version: int = 1
 
     def json(self) -> Json:
-        said: Json = plain(self)
-        return said
+        body: Json = plain(self)
+        return body
 
     def check(self, now: "Manifest", *, folder: str) -> None:
-        """Refused when the folder was begun with something else."""
+        """Refused when the folder was started with something else."""
         for each in fields(Manifest):
             was, is_now = getattr(self, each.name), getattr(now, each.name)
             if was != is_now:
@@ -74,7 +61,7 @@ class Manifest:
 
 
 def manifest_of(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: str, engine: str) -> Manifest:
-    """What these tasks would be begun with."""
+    """The manifest of these tasks."""
     digest = blake2b(digest_size=16)
     for name, spec in tasks:
         digest.update(dump_json([name, task_json(spec)]) + b"\n")
@@ -90,29 +77,25 @@ def manifest_of(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: st
     )
 
 
-def read_manifest(said: Json, *, folder: str) -> Manifest:
+def read_manifest(body: Json, *, folder: str) -> Manifest:
     """The manifest of a folder. Refused when it is none."""
     try:
-        return structure(said, Manifest)
+        return structure(body, Manifest)
     except Refused as refused:
         raise Refused(
-            f"{folder}: generate.json can not be read ({refused}): give another --out", path=refused.path
+            f"{folder}: generate.json cannot be read ({refused}): give another --out", path=refused.path
         ) from refused
 
 
-# ── slots ────────────────────────────────────────────────────────────
-
 _NAME: Final = 80  # characters of a source's own name kept in a task's: its whole is in the digest
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-# a session that was not let come to its end is no attempt
+# a session that was stopped before its end is no attempt
 RUN_AGAIN: Final[frozenset[Status]] = frozenset({"cancelled", "interrupted"})
 
 
 @frozen(kw_only=True, eq=False)
 class Slot:
-    """One sample of a task, known by itself. `task` is what its task is called in the data, `place` the
-    task's in the source.
-    """
+    """One sample of a task. `task` is the task's name in the data, `place` its position in the source."""
 
     place: int
     sample: int
@@ -120,12 +103,12 @@ class Slot:
     spec: TaskSpec
 
     def named(self, attempt: int) -> str:
-        """What the task of an attempt is called in the journal."""
+        """The name of an attempt's task in the journal."""
         again = f".r{attempt}" if attempt else ""
         return f"{self.place:06d}-{_plain(self.task)}.{self.sample}{again}"
 
     def order(self, attempt: int) -> TaskSpec:
-        """What is submitted for an attempt: one session, of which alone no group can be judged."""
+        """The task to submit for an attempt: a single session, so no group is formed."""
         return evolve(
             self.spec, task_id=self.named(attempt), group_id=self.group, num_samples=1, group=GroupSpec()
         )
@@ -138,7 +121,7 @@ class Slot:
 
 @frozen(kw_only=True)
 class Attempt:
-    """What became of one attempt at a slot: how it ended, whether it said nothing, whether it is data."""
+    """The result of one attempt at a slot: how it ended, whether it was empty, whether it is accepted."""
 
     session_id: str
     status: Status
@@ -147,7 +130,7 @@ class Attempt:
 
 
 def slots_of(tasks: Sequence[tuple[str, TaskSpec]]) -> Iterator[Slot]:
-    """Every sample of every task, samples of one task one behind the other: they share their prompt, and the
+    """Every sample of every task, samples of one task next to each other: they share their prompt, and the
     engine's cache holds it.
     """
     for place, (name, spec) in enumerate(tasks):
@@ -156,9 +139,7 @@ def slots_of(tasks: Sequence[tuple[str, TaskSpec]]) -> Iterator[Slot]:
 
 
 def finished(attempts: Sequence[Attempt], *, retry_empty: int) -> bool:
-    """Whether a slot is done: its last attempt came to its end, and was not an empty one that may be tried
-    again.
-    """
+    """Whether a slot is done: its last attempt finished, and was not an empty one that may be retried."""
     if not attempts or attempts[-1].status in RUN_AGAIN:
         return False
     empties = sum(attempt.empty for attempt in attempts if attempt.status not in RUN_AGAIN)
@@ -180,17 +161,15 @@ def _plain(name: str) -> str:
     )
 
 
-# ── tally ────────────────────────────────────────────────────────────
-
-# metadata that tells tasks' origin, the first that any task has
+# metadata that names the origin of tasks, the first that any task has
 GROUPING: Final = ("repo", "dataset", "source")
 ALL: Final = "all"
 OTHER: Final = "(none)"
 
 
 @define(eq=False)
-class Group:
-    """One row."""
+class TableRow:
+    """One row of the table."""
 
     name: str
     reasons: Counter[Reason] = field(factory=Counter)
@@ -208,33 +187,33 @@ class Group:
 
     @property
     def share(self) -> float:
-        """Of its attempts, so many were accepted; 0 for none."""
+        """Accepted attempts over attempts; 0 when there are none."""
         return self.accepted / self.attempts if self.attempts else 0.0
 
-    def add(self, trajectory: Trajectory, judged: Judged) -> None:
+    def add(self, trajectory: Trajectory, result: AcceptanceResult) -> None:
         """Count one session."""
-        self.reasons[judged.reason] += 1
+        self.reasons[result.reason] += 1
         self.turns += len(trajectory.turns)
         self.sampled_tokens += trajectory.sampled_tokens
         self.run_s += trajectory.timing.run_s
 
 
 @define(eq=False)
-class Tally:
-    """All rows. `by` is the metadata key that tells them apart; None puts everything into one."""
+class GenerationTable:
+    """All rows. `by` is the metadata key that groups them; None puts everything into one."""
 
     by: str | None
-    total: Group = field(factory=lambda: Group(ALL))
-    groups: dict[str, Group] = field(factory=dict)
+    total: TableRow = field(factory=lambda: TableRow(ALL))
+    groups: dict[str, TableRow] = field(factory=dict)
 
-    def add(self, trajectory: Trajectory, judged: Judged) -> None:
+    def add(self, trajectory: Trajectory, result: AcceptanceResult) -> None:
         """Count one session, in its row and in the sum."""
         if self.by is not None:
             name = group_name(trajectory.metadata, self.by)
-            self.groups.setdefault(name, Group(name)).add(trajectory, judged)
-        self.total.add(trajectory, judged)
+            self.groups.setdefault(name, TableRow(name)).add(trajectory, result)
+        self.total.add(trajectory, result)
 
-    def rows(self) -> list[Group]:
+    def rows(self) -> list[TableRow]:
         """The rows, the largest share first as in the literature, and the sum last."""
         ordered = sorted(self.groups.values(), key=lambda group: (-group.share, group.name))
         return [*ordered, self.total]
@@ -249,7 +228,7 @@ class Tally:
         return {"by": self.by, "rows": rows}
 
 
-def _row_json(group: Group) -> dict[str, Json]:
+def _row_json(group: TableRow) -> dict[str, Json]:
     return {
         "name": group.name,
         "attempts": group.attempts,
@@ -273,9 +252,6 @@ def grouping_of(tasks: Sequence[Mapping[str, Json]]) -> str | None:
     return next((key for key in GROUPING if any(metadata.get(key) is not None for metadata in tasks)), None)
 
 
-# ── split ────────────────────────────────────────────────────────────
-
-
 @frozen(kw_only=True)
 class Split:
     """`values` of the metadata key `by` are held out; no `by`, nothing is."""
@@ -284,7 +260,7 @@ class Split:
     values: frozenset[str] = frozenset()
 
     def held_out(self, metadata: Mapping[str, Json]) -> bool:
-        """Whether a task is on the other side."""
+        """Whether a task is held out."""
         return self.by is not None and group_name(metadata, self.by) in self.values
 
 

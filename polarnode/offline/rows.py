@@ -1,10 +1,9 @@
-"""Training sequences as rows of a Parquet file: token ids, mask and logprobs as packed columns, what they
-belong to beside them.
+"""Training rows in a Parquet file: token ids, mask and logprobs as packed columns, with the session they
+belong to.
 
-The rule for whoever edits it: the schema is written down in docs/offline-data.md; columns are added, never
-renamed; numbers go from packed array to column without a Python object each, and every row is an exact trace:
-what is read back is what was trained on. pyarrow is asked for when a table is made and at no other time (`pip
-install 'polarnode[data]'`).
+The schema is documented in docs/offline-data.md: columns are added, never renamed. Numbers go from packed
+array to column without a Python object each, and every row is an exact trace: what is read back is what was
+trained on. pyarrow is imported only when a table is made (`pip install 'polarnode[data]'`).
 """
 
 from array import array
@@ -27,8 +26,8 @@ GROUP_TOKENS: Final = 1 << 20
 
 
 @frozen(kw_only=True)
-class Row:
-    """One trace and the session it is of."""
+class ParquetRow:
+    """One trace and its session."""
 
     trajectory: Trajectory
     trace: Trace
@@ -40,10 +39,10 @@ class Row:
         return len(self.trace.token_ids)
 
 
-def rows_of(trajectory: Trajectory, *, accepted: bool, held_out: bool) -> list[Row]:
+def rows_of(trajectory: Trajectory, *, accepted: bool, held_out: bool) -> list[ParquetRow]:
     """A row for each trace of a session."""
     return [
-        Row(trajectory=trajectory, trace=trace, accepted=accepted, held_out=held_out)
+        ParquetRow(trajectory=trajectory, trace=trace, accepted=accepted, held_out=held_out)
         for trace in trajectory.traces
     ]
 
@@ -83,10 +82,10 @@ def schema() -> "pa.Schema":
     return pa.schema(columns, metadata={b"polarnode.rows": VERSION})
 
 
-def table(rows: Sequence[Row]) -> "pa.Table":
+def table(rows: Sequence[ParquetRow]) -> "pa.Table":
     """Rows as one table, a row group's worth of them."""
     pa = arrow()
-    said = [_plain_columns(row) for row in rows]
+    plain = [_plain_columns(row) for row in rows]
     packed: Mapping[str, Any] = {
         "token_ids": _lists(pa, [row.trace.token_ids for row in rows], pa.int32(), 4),
         "loss_mask": _lists(pa, [row.trace.loss_mask for row in rows], pa.uint8(), 1),
@@ -96,13 +95,13 @@ def table(rows: Sequence[Row]) -> "pa.Table":
     made = [
         packed[each.name]
         if each.name in packed
-        else pa.array([row[each.name] for row in said], type=each.type)
+        else pa.array([row[each.name] for row in plain], type=each.type)
         for each in columns
     ]
     return pa.Table.from_arrays(made, schema=columns)
 
 
-def _plain_columns(row: Row) -> dict[str, Json]:
+def _plain_columns(row: ParquetRow) -> dict[str, Json]:
     trajectory, trace = row.trajectory, row.trace
     return {
         "session_id": trajectory.session_id,

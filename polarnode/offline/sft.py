@@ -1,16 +1,13 @@
-"""How far a conversation in words is the tokens a model was trained on: the chat template's rendering of it
-against the sequence itself.
+"""A session as conversations for supervised fine-tuning, and how they compare with the tokens of the session.
 
-A sampled token is never encoded again in training, so the two need not be equal: a model may write its JSON
-with other blanks, a template may leave out what was thought before. The rule for whoever edits it: it only
-compares; where they differ the tokens are right.
+Messages and tools are written as `transformers.apply_chat_template` and TRL take them: one conversation for
+each main lineage, what stands at the end of its last training row, from the first message to the last answer,
+in the recorded words. Nothing is decoded from tokens and nothing is repaired; where words are missing there
+is no line, and a reason.
 
-A session as conversations for supervised fine-tuning: messages and tools, as
-`transformers.apply_chat_template` and TRL take them.
-
-One conversation a main lineage: what stands at the end of its last training sequence, from the first message
-to the last answer, in the words that were said. The rule for whoever edits it: nothing is read back from
-tokens, nothing is repaired; where words are missing there is no line, and a reason.
+A sampled token is never encoded again in training, so the template's rendering need not equal the trained
+tokens: a model may write its JSON with other whitespace, a template may leave out earlier thoughts.
+`compared` reports the first difference; where they differ the tokens are right.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +23,12 @@ from polarnode.core.trajectory import Trace, Trajectory, Turn
 from polarnode.merge.transcript import transcript
 from polarnode.tokens.rendering import tools_shape
 
-# ── fidelity ────────────────────────────────────────────────────────────
-
 Found = Literal["equal", "differs", "refused"]
-_TAIL: Final = 4  # ids a template writes behind the last turn's end: a line feed, as a rule
+_TAIL: Final = 4  # ids a template writes after the last turn's end: a line feed, as a rule
 
 
 @frozen(kw_only=True)
-class Compared:
+class Comparison:
     """`at` is the first token that differs, of `length` trained ones."""
 
     found: Found
@@ -42,7 +37,7 @@ class Compared:
     why: str = ""
 
 
-def compared(trained: Sequence[int], rendered: Sequence[int]) -> Compared:
+def compared(trained: Sequence[int], rendered: Sequence[int]) -> Comparison:
     """Equal when the rendering is the trained sequence, or that and what the template writes between two
     turns.
     """
@@ -51,18 +46,13 @@ def compared(trained: Sequence[int], rendered: Sequence[int]) -> Compared:
         min(len(trained), len(rendered)),
     )
     if shared == len(trained) and len(rendered) - shared <= _TAIL:
-        return Compared(found="equal", at=shared, length=len(trained))
-    return Compared(found="differs", at=shared, length=len(trained))
-
-
-# ── sft ────────────────────────────────────────────────────────────
+        return Comparison(found="equal", at=shared, length=len(trained))
+    return Comparison(found="differs", at=shared, length=len(trained))
 
 
 @frozen(kw_only=True)
 class SftLine:
-    """One line of sft.jsonl, and the exact tokens of the same conversation as the model had them, for whoever
-    compares.
-    """
+    """One line of sft.jsonl, and the exact tokens of the same conversation."""
 
     body: dict[str, Json]
     token_ids: Sequence[int]
@@ -75,8 +65,8 @@ def sft_lines(trajectory: Trajectory) -> tuple[list[SftLine], list[str]]:
     lines: list[SftLine] = []
     missing: list[str] = []
     for lineage, last in sorted(_last_turns(trajectory.traces).items()):
-        said = transcript(turns, last)
-        if said is None:
+        conversation = transcript(turns, last)
+        if conversation is None:
             missing.append(
                 f"lineage {lineage} of session {trajectory.session_id} has no words: it was recorded by"
                 " polarnode 0.1"
@@ -84,9 +74,9 @@ def sft_lines(trajectory: Trajectory) -> tuple[list[SftLine], list[str]]:
         else:
             lines.append(
                 SftLine(
-                    body=_line(trajectory, said, turns, last),
+                    body=_line(trajectory, conversation, turns, last),
                     token_ids=sequence(turns, last),
-                    thinking=said.thinking,
+                    thinking=conversation.thinking,
                 )
             )
     return lines, missing
@@ -102,12 +92,12 @@ def _last_turns(traces: Sequence[Trace]) -> dict[int, int]:
 
 
 def _line(
-    trajectory: Trajectory, said: Conversation, turns: Mapping[int, Turn], last: int
+    trajectory: Trajectory, conversation: Conversation, turns: Mapping[int, Turn], last: int
 ) -> dict[str, Json]:
     return {
-        "messages": list(messages_json(said.messages)),
-        "tools": plain(tools_shape(said.tools)),
-        "sampled": list[Json](_sampled(said.messages, turns, last)),
+        "messages": list(messages_json(conversation.messages)),
+        "tools": plain(tools_shape(conversation.tools)),
+        "sampled": list[Json](_sampled(conversation.messages, turns, last)),
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
@@ -122,19 +112,16 @@ def _line(
 
 
 def _sampled(messages: Sequence[Message], turns: Mapping[int, Turn], last: int) -> Iterator[int]:
-    """The places of the assistant messages that were sampled in this very sequence: the other ones were shown
-    to it as history.
+    """The places of the assistant messages that were sampled in this very sequence: the others were shown as
+    history.
     """
     line = line_of(turns, last) or ()
-    heard = [turn.heard.messages for turn in line if turn.heard is not None]
-    shown = len(heard[0]) if heard else 0
-    later = {id(message) for messages_heard in heard for message in messages_heard}
+    added = [turn.heard.messages for turn in line if turn.heard is not None]
+    shown = len(added[0]) if added else 0
+    later = {id(message) for messages in added for message in messages}
     for place, message in enumerate(messages):
         if message.role == "assistant" and (place >= shown and id(message) not in later):
             yield place
-
-
-# ── messages as chat templates take them ──────────────────────────────────────
 
 
 def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
@@ -146,16 +133,16 @@ def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
 
 
 def _message_json(message: Message, names: Mapping[str, str]) -> dict[str, Json]:
-    said: dict[str, Json] = {"role": message.role, "content": message.text}
+    body: dict[str, Json] = {"role": message.role, "content": message.text}
     if message.thinking:
-        said["reasoning_content"] = message.thinking
+        body["reasoning_content"] = message.thinking
     if message.calls:
-        said["tool_calls"] = [_call_json(call) for call in message.calls]
+        body["tool_calls"] = [_call_json(call) for call in message.calls]
     if message.call_id is not None:
-        said["tool_call_id"] = message.call_id
+        body["tool_call_id"] = message.call_id
         if message.call_id in names:
-            said["name"] = names[message.call_id]
-    return said
+            body["name"] = names[message.call_id]
+    return body
 
 
 def _call_json(call: ToolCall) -> dict[str, Json]:
@@ -167,9 +154,7 @@ def _call_json(call: ToolCall) -> dict[str, Json]:
 
 
 def _arguments(text: str) -> Json:
-    """An object, as templates want it; what is none stays the text it is, and nothing at all is an
-    empty one.
-    """
+    """An object, as templates want it; other text stays as it is, and no text is an empty object."""
     if not text.strip():
         return {}
     try:

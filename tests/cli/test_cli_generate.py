@@ -24,14 +24,14 @@ from rich.console import Console
 from polarnode.cli.generate_export import MOST, Exported, Words, acceptance_table, open_words, shown
 from polarnode.cli.generate_run import Made, duration, progress
 from polarnode.node.config import TINY_MODEL
-from polarnode.offline import Split, Tally, judge, parse_acceptance
+from polarnode.offline import GenerationTable, Split, judge, parse_acceptance
 from polarnode.offline.sft import SftLine
 
 # ── words and tables ──────────────────────────────────────────────────────────
 
 
-def tallied() -> Tally:
-    tally, acceptance = Tally(by="repo"), parse_acceptance("reward >= 1")
+def tallied() -> GenerationTable:
+    tally, acceptance = GenerationTable(by="repo"), parse_acceptance("reward >= 1")
     for number in range(5):
         one = evolve(
             make_trajectory(f"s{number}", reward=float(number > 1)),

@@ -116,7 +116,7 @@ def test_a_folder_is_gone_on_with_as_it_was_begun() -> None:
         again.check(other, folder="out")
     with pytest.raises(Refused, match="its model was 'tiny', not 'large'"):
         again.check(evolve(begun, model="large"), folder="out")
-    with pytest.raises(Refused, match=r"generate\.json can not be read"):
+    with pytest.raises(Refused, match=r"generate\.json cannot be read"):
         read_manifest({"version": "no"}, folder="out")
 
 

@@ -13,7 +13,7 @@ from wire_strategies import trajectories
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.offline import Tally, judge, parse_acceptance
+from polarnode.offline import GenerationTable, judge, parse_acceptance
 from polarnode.offline.acceptance import (
     COLUMNS,
     LONGEST,
@@ -59,17 +59,17 @@ def test_what_holds_is_accepted(text: str) -> None:
         ("reward >", "is no expression"),
         ("", "is no expression"),
         ("rewrad >= 1", "rewrad at column 1 is not a column: did you mean reward?"),
-        ("zzz", "zzz at column 1 is not a column: known are reward"),
-        ("reward.real > 0", "can not be said here"),
-        ("__import__('os')", "__import__() at column 1 is not known: known are len, min, max, abs"),
-        ("(lambda: 1)()", "can not be said here"),
-        ("[x for x in metadata]", "can not be said here"),
-        ("metadata[reward]", "can not be said here"),
-        ("2 ** 9999 > 1", "can not be said here"),
-        ("f'{reward}' == '1'", "can not be said here"),
-        ("(reward := 1)", "can not be said here"),
-        ("b'x' == 1", "can not be said here"),
-        ("max(metadata, key=len)", "can not be said here"),
+        ("zzz", "zzz at column 1 is not a column: there are reward"),
+        ("reward.real > 0", "is not allowed here"),
+        ("__import__('os')", "__import__() at column 1 is unknown: there are len, min, max, abs"),
+        ("(lambda: 1)()", "is not allowed here"),
+        ("[x for x in metadata]", "is not allowed here"),
+        ("metadata[reward]", "is not allowed here"),
+        ("2 ** 9999 > 1", "is not allowed here"),
+        ("f'{reward}' == '1'", "is not allowed here"),
+        ("(reward := 1)", "is not allowed here"),
+        ("b'x' == 1", "is not allowed here"),
+        ("max(metadata, key=len)", "is not allowed here"),
         ("(" * 400 + "1" + ")" * 400, "is no expression"),
         ("1" + " " * LONGEST, "characters"),
     ],
@@ -196,7 +196,7 @@ def test_every_column_is_there_and_told() -> None:
 
 
 def test_a_table_adds_up() -> None:
-    tally, acceptance = Tally(by="repo"), parse_acceptance("reward >= 1")
+    tally, acceptance = GenerationTable(by="repo"), parse_acceptance("reward >= 1")
     for number in range(12):
         repo = {"repo": ["moto", "mypy", None][number % 3]}
         status: Any = "timeout" if number == 3 else "completed"
