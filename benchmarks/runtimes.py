@@ -94,7 +94,7 @@ def main() -> int:
 async def measure(sessions: int, run_s: float, files: int) -> None:
     """All three tables."""
     with TemporaryDirectory() as folder:
-        await ensure_images(_settings(0), ["base"], log=Path(folder) / "build.log", say=print)
+        await ensure_images(_settings(0), ["base"], log=Path(folder) / "build.log", report=print)
         started = [await starts_a_second(way, sessions, files) for way in WAYS]
         table(
             "containers started",

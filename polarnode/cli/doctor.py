@@ -308,7 +308,7 @@ def recipes(config: NodeConfig) -> Finding:
 def _carried(found: Recipes) -> str:
     """`base, pi (for pi)`: each recipe, and the harnesses it carries."""
     return ", ".join(
-        recipe.name + (f" (for {', '.join(recipe.told.harnesses)})" if recipe.told.harnesses else "")
+        recipe.name + (f" (for {', '.join(recipe.config.harnesses)})" if recipe.config.harnesses else "")
         for recipe in found.by_name.values()
     )
 

@@ -97,7 +97,7 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, say: Callable
     settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
 
     async def build() -> None:
-        await build_task_images(settings, builds, log=log, say=say)
+        await build_task_images(settings, builds, log=log, report=say)
 
     trio.run(build)
 

@@ -42,12 +42,12 @@ class PodmanReply:
     def json(self) -> Any:
         """The body as JSON, or RuntimeFault with the service's own message when it refused."""
         try:
-            told = json.loads(self.body or b"{}")
+            parsed = json.loads(self.body or b"{}")
         except ValueError:
-            told = {"message": self.body.decode(errors="replace")}
+            parsed = {"message": self.body.decode(errors="replace")}
         if self.status >= 400:
-            raise RuntimeFault(f"podman: {told.get('message') or told.get('cause') or self.status}")
-        return told
+            raise RuntimeFault(f"podman: {parsed.get('message') or parsed.get('cause') or self.status}")
+        return parsed
 
 
 @define(eq=False)
@@ -111,11 +111,11 @@ async def _send(
         "Content-Length": str(len(content)),
         **extra,
     }
-    told = (
+    data = (
         connection.send(h11.Request(method=method, target=API + path, headers=list(headers.items()))) or b""
     )
-    told += connection.send(h11.Data(data=content)) or b""
-    await stream.send_all(told + (connection.send(h11.EndOfMessage()) or b""))
+    data += connection.send(h11.Data(data=content)) or b""
+    await stream.send_all(data + (connection.send(h11.EndOfMessage()) or b""))
 
 
 async def _event(stream: trio.SocketStream, connection: h11.Connection) -> Any:
@@ -175,7 +175,7 @@ class InitialisedContainer:
     """
 
     pid: int
-    upper: Path | None  # None where the storage driver has none, as vfs
+    layer: Path | None  # None where the storage driver has none, as vfs
 
 
 @define(eq=False)
@@ -211,9 +211,11 @@ class ContainerClient:
 
         def work(client: Any) -> InitialisedContainer:
             _checked(client.api.post(f"/containers/{container}/init"))
-            told = _checked(client.api.get(f"/containers/{container}/json")).json()
-            upper = ((told.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
-            return InitialisedContainer(pid=int(told["State"]["Pid"]), upper=Path(upper) if upper else None)
+            inspected = _checked(client.api.get(f"/containers/{container}/json")).json()
+            layer = ((inspected.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            return InitialisedContainer(
+                pid=int(inspected["State"]["Pid"]), layer=Path(layer) if layer else None
+            )
 
         return await self._call("init", work)
 
@@ -233,7 +235,7 @@ class ContainerClient:
 
         await self._persistent("remove", work)
 
-    async def labelled(self, label: str) -> Sequence[ListedContainer]:
+    async def list_labelled(self, label: str) -> Sequence[ListedContainer]:
         """Every container that has the label, running or not."""
 
         def work(client: Any) -> list[ListedContainer]:
@@ -251,7 +253,7 @@ class ContainerClient:
 
         return await self._persistent("list", work)
 
-    async def known(self) -> frozenset[str]:
+    async def all_ids(self) -> frozenset[str]:
         """The ids of every container of the store, whoever made it."""
 
         def work(client: Any) -> frozenset[str]:
@@ -291,7 +293,7 @@ def _checked(answer: Any) -> Any:
 
 def _explanation(answer: Any) -> str:
     try:
-        told = answer.json()
-        return str(told.get("message") or told.get("cause") or told)
+        parsed = answer.json()
+        return str(parsed.get("message") or parsed.get("cause") or parsed)
     except ValueError:
         return f"status {answer.status_code}"

@@ -186,7 +186,7 @@ class Owner:
     def label(self) -> str:
         return f"{self.pid}.{self.started}.{self.boot}"
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return _owner(self.pid) == self
 
 
@@ -301,5 +301,5 @@ def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
     """Those of containers.conf too, since giving one drops them all. No file outgrows the disk limit, holes
     included, and none is a core.
     """
-    told = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
-    return [{"type": name, "hard": most, "soft": most} for name, most in told.items()]
+    limits = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
+    return [{"type": name, "hard": most, "soft": most} for name, most in limits.items()]

@@ -119,28 +119,28 @@ class PodmanCopies:
             return False
 
     async def _listed(self) -> "Sequence[_Listed]":
-        asked = urlencode({"filters": json.dumps({"label": [LABEL_PREPARED]})})
+        query = urlencode({"filters": json.dumps({"label": [LABEL_PREPARED]})})
         async with self.limiter:
-            told = (await call(self.api, "GET", f"/images/json?{asked}")).json()
+            images = (await call(self.api, "GET", f"/images/json?{query}")).json()
         return [
             _listed(each)
-            for each in told
+            for each in images
             if any(name.startswith(f"{REPOSITORY}:") for name in each.get("RepoTags") or ())
         ]
 
     async def _digest(self, workspace: Workspace) -> str:
         async with self.limiter:
-            told = (await call(self.api, "GET", f"/images/{workspace.image}/json")).json()
-        return await trio.to_thread.run_sync(workspace.digest, str(told["Id"]))
+            inspected = (await call(self.api, "GET", f"/images/{workspace.image}/json")).json()
+        return await trio.to_thread.run_sync(workspace.digest, str(inspected["Id"]))
 
     async def _commit(self, runtime: PodmanRuntime, name: str) -> None:
         """Committed under a name nobody knows, mended, and only then called what others look for."""
-        unknown = f"making-{secrets.token_hex(8)}"
-        asked = {
+        unfinished = f"making-{secrets.token_hex(8)}"
+        parameters = {
             "container": runtime.id,
             "pause": "false",
             "repo": REPOSITORY,
-            "tag": unknown,
+            "tag": unfinished,
             "changes": [
                 f"LABEL {LABEL_PREPARED}={time.time():.0f}",
                 f"LABEL {LABEL_OWNER}={self.owner.label()}",
@@ -148,13 +148,13 @@ class PodmanCopies:
         }
         async with self.limiter:
             try:
-                (await call(self.api, "POST", f"/commit?{urlencode(asked, doseq=True)}")).json()
-                await self._mend(f"{REPOSITORY}:{unknown}", runtime)
+                (await call(self.api, "POST", f"/commit?{urlencode(parameters, doseq=True)}")).json()
+                await self._mend(f"{REPOSITORY}:{unfinished}", runtime)
                 to = urlencode({"repo": REPOSITORY, "tag": name.rpartition(":")[2]})
-                (await call(self.api, "POST", f"/images/{REPOSITORY}:{unknown}/tag?{to}")).json()
+                (await call(self.api, "POST", f"/images/{REPOSITORY}:{unfinished}/tag?{to}")).json()
             finally:
                 with trio.move_on_after(COMMIT_S, shield=True):
-                    await self._drop(unknown)
+                    await self._drop(unfinished)
 
     async def _mend(self, image: str, runtime: PodmanRuntime) -> None:
         layer, source = (
@@ -166,17 +166,17 @@ class PodmanCopies:
 
     async def _upper(self, path: str) -> Path:
         """The folder of an image's or a container's own layer."""
-        told: Mapping[str, Any] = (await call(self.api, "GET", path)).json()
-        upper = ((told.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+        inspected: Mapping[str, Any] = (await call(self.api, "GET", path)).json()
+        upper = ((inspected.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         if not isinstance(upper, str):
             raise Refused("this store keeps layers in no folder of their own (its driver is not overlay)")
         return Path(upper)
 
-    async def _drop(self, unknown: str) -> None:
+    async def _drop(self, unfinished: str) -> None:
         try:
-            await call(self.api, "DELETE", f"/images/{REPOSITORY}:{unknown}")
+            await call(self.api, "DELETE", f"/images/{REPOSITORY}:{unfinished}")
         except RuntimeFault as fault:
-            _log.warning("the unfinished copy %s is left to be pruned: %s", unknown, fault)
+            _log.warning("the unfinished copy %s is left to be pruned: %s", unfinished, fault)
 
 
 @frozen(kw_only=True)
@@ -186,14 +186,16 @@ class _Listed:
     made_at: float
 
     def owned(self) -> bool:
-        return self.owner is not None and self.owner.lives()
+        return self.owner is not None and self.owner.is_alive()
 
 
-def _listed(told: Mapping[str, Any]) -> _Listed:
-    labels = told.get("Labels") or {}
+def _listed(image: Mapping[str, Any]) -> _Listed:
+    labels = image.get("Labels") or {}
     made = str(labels.get(LABEL_PREPARED, ""))
     owner = read_owner(str(labels.get(LABEL_OWNER, "")))
-    return _Listed(name=str(told["RepoTags"][0]), owner=owner, made_at=float(made) if made.isdigit() else 0.0)
+    return _Listed(
+        name=str(image["RepoTags"][0]), owner=owner, made_at=float(made) if made.isdigit() else 0.0
+    )
 
 
 def mend(layer: Path, source: Path, shift: int) -> None:
@@ -232,7 +234,7 @@ def _own(path: Path, found: os.stat_result, shift: int) -> None:
 
 def _time(path: Path, original: Path) -> None:
     try:
-        known = original.lstat()
+        found = original.lstat()
     except OSError:
         return  # a folder the layer needs, and the container's does not
-    os.utime(path, ns=(known.st_atime_ns, known.st_mtime_ns), follow_symlinks=False)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns), follow_symlinks=False)

@@ -104,7 +104,7 @@ class Copy:
             below = None if left is None else _entered(stack, evolve(entry, above=right), FOLDER_FLAGS)
             if left is not None and below is not None:
                 self._folder(left, below, entry.path, depth + 1)
-                self._dress(below, entry.told)
+                self._dress(below, entry.lstat)
         return True
 
     def _same(self, entry: TreeEntry, right: int) -> bool:
@@ -115,7 +115,7 @@ class Copy:
             there = os.stat(entry.name, dir_fd=right, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        same = _fingerprint(there, self.target.shift) == _fingerprint(entry.told, self.source.shift)
+        same = _fingerprint(there, self.target.shift) == _fingerprint(entry.lstat, self.source.shift)
         if same and there.st_nlink > 1:
             self._first_name(entry)
         return same
@@ -124,13 +124,13 @@ class Copy:
         self.copied += 1
         if entry.is_link:
             os.symlink(entry.leads_to(), entry.name, dir_fd=right)
-            os.chown(entry.name, *self._ids(entry.told), dir_fd=right, follow_symlinks=False)
+            os.chown(entry.name, *self._ids(entry.lstat), dir_fd=right, follow_symlinks=False)
         elif not self._linked(entry, right):
             self._copy_file(left, right, entry)
 
     def _linked(self, entry: TreeEntry, right: int) -> bool:
         """Whether it is a second name of a file that is already there."""
-        if entry.told.st_nlink < 2:
+        if entry.lstat.st_nlink < 2:
             return False
         first = self._first_name(entry)
         if first == entry.path:
@@ -142,7 +142,7 @@ class Copy:
 
     def _first_name(self, entry: TreeEntry) -> bytes:
         """The first name met of a file; its own where too many files have several."""
-        key = (entry.told.st_dev, entry.told.st_ino)
+        key = (entry.lstat.st_dev, entry.lstat.st_ino)
         return (
             self._first_names.setdefault(key, entry.path)
             if len(self._first_names) < NAMES_LIMIT
@@ -158,7 +158,7 @@ class Copy:
         )
         try:
             self._copy_data(left, made, os.fstat(left).st_size)
-            self._dress(made, entry.told)
+            self._dress(made, entry.lstat)
         finally:
             os.close(made)
 
@@ -190,23 +190,23 @@ class Copy:
                 )
         return max(place, end)
 
-    def _dress(self, made: int, told: os.stat_result) -> None:
+    def _dress(self, made: int, original: os.stat_result) -> None:
         """Owner, mode and times, in this order: a change of owner takes bits of the mode away. What is right
         already is not touched.
         """
-        there, ids = os.fstat(made), self._ids(told)
+        there, ids = os.fstat(made), self._ids(original)
         if (there.st_uid, there.st_gid, there.st_mode, there.st_mtime_ns) == (
             *ids,
-            told.st_mode,
-            told.st_mtime_ns,
+            original.st_mode,
+            original.st_mtime_ns,
         ):
             return
         os.fchown(made, *ids)
-        os.fchmod(made, stat.S_IMODE(told.st_mode))
-        os.utime(made, ns=(told.st_atime_ns, told.st_mtime_ns))
+        os.fchmod(made, stat.S_IMODE(original.st_mode))
+        os.utime(made, ns=(original.st_atime_ns, original.st_mtime_ns))
 
-    def _ids(self, told: os.stat_result) -> tuple[int, int]:
-        return self._id(told.st_uid), self._id(told.st_gid)
+    def _ids(self, original: os.stat_result) -> tuple[int, int]:
+        return self._id(original.st_uid), self._id(original.st_gid)
 
     def _id(self, number: int) -> int:
         inside = number - self.source.shift
@@ -223,15 +223,15 @@ class Copy:
             )
 
 
-def _fingerprint(told: os.stat_result, shift: int) -> tuple[int, ...]:
+def _fingerprint(found: os.stat_result, shift: int) -> tuple[int, ...]:
     return (
-        told.st_ino,
-        told.st_size,
-        told.st_mode,
-        told.st_uid - shift,
-        told.st_gid - shift,
-        told.st_mtime_ns,
-        told.st_ctime_ns,
+        found.st_ino,
+        found.st_size,
+        found.st_mode,
+        found.st_uid - shift,
+        found.st_gid - shift,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
     )
 
 

@@ -78,7 +78,7 @@ class WatchedContainer:
     """
 
     id: str
-    upper: WritableLayer
+    layer: WritableLayer
     limit_mb: int
     end: Callable[[], Awaitable[None]]
     because: str | None = field(default=None, init=False)
@@ -114,13 +114,13 @@ class DiskWatch:
     reserve: int
     ended: int = field(default=0, init=False)
     _watched: dict[str, WatchedContainer] = field(factory=dict, init=False)
-    _room: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last told to be measured
+    _space: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last told to be measured
     _all_at: float = field(default=-math.inf, init=False)
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
 
-    def add(self, written: WatchedContainer) -> None:
+    def add(self, watched: WatchedContainer) -> None:
         """Watch a container from now on."""
-        self._watched[written.id] = written
+        self._watched[watched.id] = watched
 
     def discard(self, id: str) -> None:
         """A container is gone."""
@@ -133,40 +133,40 @@ class DiskWatch:
             due: set[str] = set()
             while True:
                 await trio.sleep(LOOK_S)
-                room = disk_space_at(self.store)
-                due = self._due(due, room)
+                space = disk_space_at(self.store)
+                due = self._due(due, space)
                 for each in self._rested(due):
                     due.discard(each.id)
                     each.not_before = math.inf  # until this measurement is done
                     nursery.start_soon(self._measure, each)
-                if room.least < self.reserve // 2:
+                if space.least < self.reserve // 2:
                     await self._end_largest()
 
-    def _due(self, due: set[str], room: DiskSpace) -> set[str]:
+    def _due(self, due: set[str], space: DiskSpace) -> set[str]:
         """Who is still to be measured: all, when the disk moved or it is long ago."""
         now = trio.current_time()
-        if not room.moved(self._room) and now - self._all_at < SELDOM_S:
+        if not space.moved(self._space) and now - self._all_at < SELDOM_S:
             return due & self._watched.keys()
-        self._room, self._all_at = room, now
+        self._space, self._all_at = space, now
         return set(self._watched)
 
     def _rested(self, due: set[str]) -> list[WatchedContainer]:
         now = trio.current_time()
         return [self._watched[id] for id in due if self._watched[id].not_before <= now]
 
-    async def _measure(self, written: WatchedContainer) -> None:
+    async def _measure(self, watched: WatchedContainer) -> None:
         async with self._limiter:
             began = trio.current_time()
-            measured = await used_bytes(written.upper)
+            measured = await used_bytes(watched.layer)
         now = trio.current_time()
-        crowd = 0.0 if self._room.least < self.reserve else EACH_S * len(self._watched)
-        written.not_before = now + max(LEAST_S, crowd, REST * (now - began))
-        written.measured += 1
-        if measured is None or written.id not in self._watched:
+        crowd = 0.0 if self._space.least < self.reserve else EACH_S * len(self._watched)
+        watched.not_before = now + max(LEAST_S, crowd, REST * (now - began))
+        watched.measured += 1
+        if measured is None or watched.id not in self._watched:
             return
-        written.size = measured
-        if measured > written.limit:
-            await self._end(written, f"the session wrote more than its disk_mb ({written.limit_mb})")
+        watched.size = measured
+        if measured > watched.limit:
+            await self._end(watched, f"the session wrote more than its disk_mb ({watched.limit_mb})")
 
     async def _end_largest(self) -> None:
         """The disk is nearly full. One at a time: its session removes it, and then there is room."""
@@ -181,35 +181,35 @@ class DiskWatch:
             f"the machine's disk is nearly full and this session wrote the most, {largest.size >> 20} MB",
         )
 
-    async def _end(self, written: WatchedContainer, because: str) -> None:
-        written.because = written.because or because
-        written.limit = written.size + (written.limit_mb << 20) // AGAIN
+    async def _end(self, watched: WatchedContainer, because: str) -> None:
+        watched.because = watched.because or because
+        watched.limit = watched.size + (watched.limit_mb << 20) // AGAIN
         self.ended += 1
-        _log.warning("container %s is ended: %s", written.id, because)
+        _log.warning("container %s is ended: %s", watched.id, because)
         with suppress(RuntimeFault):  # whoever tears it down ends what is left
-            await written.end()
+            await watched.end()
 
 
 def disk_space_at(folder: Path) -> DiskSpace:
     """What root may still write there."""
-    told = os.statvfs(folder)
-    content = told.f_bfree * told.f_frsize
+    found = os.statvfs(folder)
+    content = found.f_bfree * found.f_frsize
     # no number: they are made as they are needed
-    return DiskSpace(content=content, files=told.f_ffree * ENTRY if told.f_files else content)
+    return DiskSpace(content=content, files=found.f_ffree * ENTRY if found.f_files else content)
 
 
-async def used_bytes(upper: WritableLayer) -> int | None:
+async def used_bytes(layer: WritableLayer) -> int | None:
     """What a container has on disk: its layer's files, each counted once, and those it unlinked and still
     holds. None when it is gone.
     """
-    on_disk, entries = await _walked(upper, "--block-size=1"), await _walked(upper, "--inodes")
+    on_disk, entries = await _walked(layer, "--block-size=1"), await _walked(layer, "--inodes")
     if on_disk is None or entries is None:
         return None
-    return max(on_disk, entries * ENTRY) + await trio.to_thread.run_sync(unlinked_bytes, upper)
+    return max(on_disk, entries * ENTRY) + await trio.to_thread.run_sync(unlinked_bytes, layer)
 
 
-async def _walked(upper: WritableLayer, counted: str) -> int | None:
-    argv = ["nice", "-n", "19", "du", "--summarize", counted, "--one-file-system", "--", str(upper.folder)]
+async def _walked(layer: WritableLayer, counted: str) -> int | None:
+    argv = ["nice", "-n", "19", "du", "--summarize", counted, "--one-file-system", "--", str(layer.folder)]
     try:
         done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
     except OSError as error:
@@ -220,16 +220,20 @@ async def _walked(upper: WritableLayer, counted: str) -> int | None:
     return int(total) if total.isdigit() else None
 
 
-def unlinked_bytes(upper: WritableLayer) -> int:
+def unlinked_bytes(layer: WritableLayer) -> int:
     """What is in files that have no name any more: no walk finds them."""
     found: dict[int, int] = {}
-    for number, path in enumerate(_open_files(upper.group)):
+    for number, path in enumerate(_open_files(layer.group)):
         if number > DESCRIPTORS:
             break
         with suppress(OSError):  # closed while we looked
-            told = os.stat(path)
-            if stat.S_ISREG(told.st_mode) and told.st_nlink == 0 and told.st_dev == upper.device:
-                found[told.st_ino] = told.st_blocks * 512
+            found_stat = os.stat(path)
+            if (
+                stat.S_ISREG(found_stat.st_mode)
+                and found_stat.st_nlink == 0
+                and found_stat.st_dev == layer.device
+            ):
+                found[found_stat.st_ino] = found_stat.st_blocks * 512
     return sum(found.values())
 
 

@@ -179,10 +179,10 @@ class Execs:
         """
         pauses, doubtful = POLLS.delays(), math.inf
         while True:
-            told = await self._inspect(exec_id)
-            if not told["Running"] or not self.inside.alive():
-                return int(told["ExitCode"])
-            if not told["Pid"] or self.inside.holds(told["Pid"]):
+            state = await self._inspect(exec_id)
+            if not state["Running"] or not self.inside.alive():
+                return int(state["ExitCode"])
+            if not state["Pid"] or self.inside.holds(state["Pid"]):
                 doubtful = math.inf
             elif doubtful == math.inf:
                 doubtful = trio.current_time() + UNNOTICED_S
@@ -203,8 +203,8 @@ class Execs:
                     raise
                 await trio.sleep(POLLS.longest_s)
             else:
-                told: Mapping[str, int] = reply.json()
-                return told
+                state: Mapping[str, int] = reply.json()
+                return state
 
     async def _end(self, exec_id: str | None, alone: bool) -> None:
         """TERM, a grace, KILL. Never raises: whoever tears the container down ends what is left."""
@@ -217,13 +217,13 @@ class Execs:
             return  # the container is gone, or is about to be
 
     async def _end_group(self, exec_id: str) -> None:
-        told = await self._inspect(exec_id)
-        if not told["Running"] or not told["Pid"]:
+        state = await self._inspect(exec_id)
+        if not state["Running"] or not state["Pid"]:
             return
-        self.inside.signal_group(told["Pid"], signal.SIGTERM)
+        self.inside.signal_group(state["Pid"], signal.SIGTERM)
         with trio.move_on_after(TERM_GRACE):
             await self._wait_ended(exec_id)
-        self.inside.signal_group(told["Pid"], signal.SIGKILL)
+        self.inside.signal_group(state["Pid"], signal.SIGKILL)
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:

@@ -241,26 +241,26 @@ Skipped = Callable[[bytes, str], None]  # told what was left out, and why
 
 @frozen(kw_only=True)
 class TreeEntry:
-    """Something in a folder that is open as `above`. `path` is relative to where the walk began, `told` its
+    """Something in a folder that is open as `above`. `path` is relative to where the walk began, `lstat` its
     lstat.
     """
 
     above: int
     name: bytes
     path: bytes
-    told: os.stat_result
+    lstat: os.stat_result
 
     @property
     def is_folder(self) -> bool:
-        return stat.S_ISDIR(self.told.st_mode)
+        return stat.S_ISDIR(self.lstat.st_mode)
 
     @property
     def is_link(self) -> bool:
-        return stat.S_ISLNK(self.told.st_mode)
+        return stat.S_ISLNK(self.lstat.st_mode)
 
     @property
     def is_file(self) -> bool:
-        return stat.S_ISREG(self.told.st_mode)
+        return stat.S_ISREG(self.lstat.st_mode)
 
     def leads_to(self) -> bytes:
         """Where a link leads."""
@@ -270,7 +270,7 @@ class TreeEntry:
 def entry_of(above: int, name: bytes, path: bytes) -> TreeEntry:
     """What stands under a name. OSError where nothing does."""
     return TreeEntry(
-        above=above, name=name, path=path, told=os.stat(name, dir_fd=above, follow_symlinks=False)
+        above=above, name=name, path=path, lstat=os.stat(name, dir_fd=above, follow_symlinks=False)
     )
 
 
@@ -299,11 +299,11 @@ def remove(above: int, name: bytes, depth: int = 0) -> None:
     if depth > DEEPEST:
         raise OSError(errno.ENAMETOOLONG, f"it is more than {DEEPEST} folders deep", name)
     try:
-        told = os.stat(name, dir_fd=above, follow_symlinks=False)
+        found = os.stat(name, dir_fd=above, follow_symlinks=False)
         with opened_child(
-            above, name, FOLDER_FLAGS if stat.S_ISDIR(told.st_mode) else os.O_PATH | os.O_NOFOLLOW
+            above, name, FOLDER_FLAGS if stat.S_ISDIR(found.st_mode) else os.O_PATH | os.O_NOFOLLOW
         ) as opened:
-            if not stat.S_ISDIR(told.st_mode):
+            if not stat.S_ISDIR(found.st_mode):
                 return os.unlink(name, dir_fd=above)
             for below in os.listdir(opened):
                 remove(opened, os.fsencode(below), depth + 1)
@@ -330,7 +330,7 @@ def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
 # of content: a patch, logs, a small build; ten thousand sessions of it are a disk's worth already
 BYTES_LIMIT = 256 << 20
 ENTRIES_LIMIT = 100_000  # 512 bytes and 50 microseconds each: 50 MB and 5 s
-SAID_LIMIT = 50  # things left out that are named; the others are counted
+NAMED_LIMIT = 50  # things left out that are named; the others are counted
 READ = 1 << 20  # bytes at a time
 ENDING = ".artifacts.tar"
 
@@ -378,7 +378,7 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
         raise RuntimeFault(f"the session's artifacts could not be kept: {error}") from error
     finally:
         half.unlink(missing_ok=True)
-    return Collected(path=to, files=archive.files, bytes=archive.size, left_out=archive.said())
+    return Collected(path=to, files=archive.files, bytes=archive.size, left_out=archive.left_out())
 
 
 @define(eq=False)
@@ -392,7 +392,7 @@ class _Archive:
     entries: int = field(default=0, init=False)
     _names: set[bytes] = field(factory=set, init=False)
     _left_out: list[str] = field(factory=list, init=False)
-    _unsaid: int = field(default=0, init=False)
+    _unnamed: int = field(default=0, init=False)
 
     def add(self, root: int, path: str, workdir: str) -> None:
         """Add what stands under a path, relative to the workdir or absolute."""
@@ -409,9 +409,9 @@ class _Archive:
         """Two empty blocks are a tar's end."""
         self.sink.write(bytes(2 * tarfile.BLOCKSIZE))
 
-    def said(self) -> tuple[str, ...]:
+    def left_out(self) -> tuple[str, ...]:
         """What was left out."""
-        return (*self._left_out, *([f"and {self._unsaid} more"] if self._unsaid else []))
+        return (*self._left_out, *([f"and {self._unnamed} more"] if self._unnamed else []))
 
     def _walk(self, top: TreeEntry) -> None:
         for entry in walk(top, self._leave_out):
@@ -440,7 +440,7 @@ class _Archive:
 
     def _file(self, entry: TreeEntry) -> None:
         """Its size is what reading it gives, holes and all; one that shrinks meanwhile is filled up."""
-        size = entry.told.st_size
+        size = entry.lstat.st_size
         if self.size + size > BYTES_LIMIT:
             return self._leave_out(
                 entry.path, f"with its {size} bytes the artifacts would be larger than {BYTES_LIMIT}"
@@ -467,15 +467,15 @@ class _Archive:
 
     def _head(self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
         """GNU's format: names of any bytes and any length, sizes beyond 8 GiB, read by every tar."""
-        told = tarfile.TarInfo(os.fsdecode(entry.path))
-        told.type, told.size, told.linkname = kind, size, os.fsdecode(link)
-        told.mode, told.mtime = entry.told.st_mode & 0o777, int(entry.told.st_mtime)
-        told.uid, told.gid = max(0, entry.told.st_uid - self.shift), max(0, entry.told.st_gid - self.shift)
-        self.sink.write(told.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        info = tarfile.TarInfo(os.fsdecode(entry.path))
+        info.type, info.size, info.linkname = kind, size, os.fsdecode(link)
+        info.mode, info.mtime = entry.lstat.st_mode & 0o777, int(entry.lstat.st_mtime)
+        info.uid, info.gid = max(0, entry.lstat.st_uid - self.shift), max(0, entry.lstat.st_gid - self.shift)
+        self.sink.write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
         self.entries += 1
 
     def _leave_out(self, path: bytes, reason: str) -> None:
-        if len(self._left_out) < SAID_LIMIT:
+        if len(self._left_out) < NAMED_LIMIT:
             self._left_out.append(f"{path.decode('utf-8', 'replace')}: {reason}")
         else:
-            self._unsaid += 1
+            self._unnamed += 1

@@ -50,58 +50,58 @@ CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
 # programs that ask for an image at once: 500 sessions that each started their own took half a minute of both
 # cores
-QUESTIONS = 4
+CHECKS_AT_ONCE = 4
 
 
 @define(eq=False, kw_only=True)
 class Images:
-    """Sees to the images of one node. `ensure` may be called by many sessions at once; `say` is told each
+    """Sees to the images of one node. `ensure` may be called by many sessions at once; `report` is told each
     step that takes time.
     """
 
     settings: RuntimesSettings
     log: Path
-    say: Callable[[str], None]
-    _known: set[str] = field(factory=set, init=False)
+    report: Callable[[str], None]
+    _available: set[str] = field(factory=set, init=False)
     _builder: "Builder | None" = field(default=None, init=False)
     _opening: trio.Lock = field(factory=trio.Lock, init=False)
     _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
     # by name: hundreds of sessions want one image at once, and one question is enough
-    _asked: dict[str, trio.Lock] = field(factory=dict, init=False)
-    _asking: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(QUESTIONS), init=False)
+    _locks: dict[str, trio.Lock] = field(factory=dict, init=False)
+    _checks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(CHECKS_AT_ONCE), init=False)
 
     async def ensure(self, name: str) -> None:
         """See that the image of that name is there, building it if a recipe can. Raises RuntimeFault with the
         build's last words, and Refused for a name that is neither a recipe nor an image of this store.
         """
-        if name not in self._known:
-            async with self._asked.setdefault(name, trio.Lock()):
+        if name not in self._available:
+            async with self._locks.setdefault(name, trio.Lock()):
                 await self._ensured(name)
 
     async def _ensured(self, name: str) -> None:
-        if name in self._known:
+        if name in self._available:
             return
         builder = await self._opened()
         # asked aside from builds: who needs what is there does not wait for another's
-        async with self._asking:
+        async with self._checks:
             stands = await builder.stands(name)
         if not stands:
             async with self._one_at_a_time:
                 await builder.build_missing(name)
-        self._known.add(name)
+        self._available.add(name)
 
     async def _opened(self) -> "Builder":
         async with self._opening:
             if self._builder is None:
-                self._builder = await open_builder(self.settings, self.log, self.say)
+                self._builder = await open_builder(self.settings, self.log, self.report)
             return self._builder
 
 
 async def ensure_images(
-    settings: RuntimesSettings, names: Iterable[str], *, log: Path, say: Callable[[str], None]
+    settings: RuntimesSettings, names: Iterable[str], *, log: Path, report: Callable[[str], None]
 ) -> None:
     """See that the images of these names are there, without a node; as `Images.ensure`."""
-    images = Images(settings=settings, log=log, say=say)
+    images = Images(settings=settings, log=log, report=report)
     for name in names:
         await images.ensure(name)
 
@@ -114,7 +114,7 @@ class Builder:
     store: Store
     tools: Tools
     base: str | None
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     async def stands(self, name: str) -> bool:
         """Whether nothing is to be built for it."""
@@ -139,16 +139,16 @@ class Builder:
     @asynccontextmanager
     async def building(self) -> AsyncIterator[None]:
         """Alone with the store's builds; what no image needs any more is removed at the end."""
-        async with _one_builder(self.store, self.say):
+        async with _one_builder(self.store, self.report):
             await self._remove_unfinished()
             yield
             try:
-                await self.tools.do(
+                await self.tools.run_podman(
                     "removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}"
                 )
             except RuntimeFault as fault:
                 # others remove images too; what was built stands, and the next build removes the rest
-                self.say(f"old layers stay for now: {fault}")
+                self.report(f"old layers stay for now: {fault}")
 
     async def _build_on_top(self, name: str) -> None:
         below, stages = name.partition(ON)[2], self.recipes.stages(name)
@@ -173,20 +173,20 @@ class Builder:
 
     async def _build_stage(self, stage: Stage, task_image: str) -> None:
         started = trio.current_time()
-        self.say(f"building {stage.recipe.name} on the task's image {task_image}")
+        self.report(f"building {stage.recipe.name} on the task's image {task_image}")
         flags = [
             *_build_flags(stage.recipe, stage.below, tag=stage.image),
             "--label",
             f"{BELOW_LABEL}={await self._id(stage.below)}",
         ]
-        await self.tools.do(
+        await self.tools.run_podman(
             f"building {stage.recipe.name} on {task_image}", "build", *flags, str(stage.recipe.folder)
         )
-        self.say(f"built {stage.recipe.name} on {task_image} in {trio.current_time() - started:.0f} s")
+        self.report(f"built {stage.recipe.name} on {task_image} in {trio.current_time() - started:.0f} s")
 
     async def _id(self, image: str) -> str:
         return (
-            (await self.tools.ask("image", "inspect", "--format", "{{.Id}}", image)).strip()
+            (await self.tools.output("image", "inspect", "--format", "{{.Id}}", image)).strip()
             if await self.exists(image)
             else ""
         )
@@ -206,52 +206,55 @@ class Builder:
         """
         if not await self.exists(image):
             return False
-        told = (
-            json.loads(await self.tools.ask("image", "inspect", "--format", "{{json .Labels}}", image)) or {}
+        found = (
+            json.loads(await self.tools.output("image", "inspect", "--format", "{{json .Labels}}", image))
+            or {}
         )
-        return all(told.get(name) == value for name, value in labels.items())
+        return all(found.get(name) == value for name, value in labels.items())
 
     async def _build(self, recipe: Recipe) -> None:
         started = trio.current_time()
         below = (
-            self.recipes.by_name[recipe.told.base].image
-            if recipe.told.base
-            else await base_image(self.tools, self.store, self.base, self.say)
+            self.recipes.by_name[recipe.config.base].image
+            if recipe.config.base
+            else await base_image(self.tools, self.store, self.base, self.report)
         )
-        self.say(f"building runtime {recipe.name} on {below}")
-        await self.tools.do(
+        self.report(f"building runtime {recipe.name} on {below}")
+        await self.tools.run_podman(
             f"building runtime {recipe.name}",
             "build",
             *_build_flags(recipe, below, tag=recipe.image),
             str(recipe.folder),
         )
-        self.say(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
+        self.report(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
 
     async def _remove_unfinished(self) -> None:
         """Remove what builds that were killed left in the store; we hold the lock, so none of it is of a
         living one.
         """
-        listed = json.loads(await self.tools.ask("ps", "--all", "--external", "--format", "json") or "[]")
-        for left in listed:
-            if left["State"] == "storage" and not await self.tools.succeeds("rm", "--force", left["Id"]):
-                self.say(f"container {left['Id'][:12]}, left by a build, could not be removed")
+        listed = json.loads(await self.tools.output("ps", "--all", "--external", "--format", "json") or "[]")
+        for container in listed:
+            if container["State"] == "storage" and not await self.tools.succeeds(
+                "rm", "--force", container["Id"]
+            ):
+                self.report(f"container {container['Id'][:12]}, left by a build, could not be removed")
 
     async def _check_foreign(self, name: str) -> None:
         if not await self.exists(name):
-            known = ", ".join(sorted(self.recipes.by_name))
+            recipes = ", ".join(sorted(self.recipes.by_name))
             how = f"{' '.join(self.tools.prefix())} pull {name}"
             raise Refused(
-                f"no image is called {name}; there are recipes for {known}; other images are fetched with:"
+                f"no image is called {name}; there are recipes for {recipes}; other images are fetched with:"
                 f" {how}",
                 path="$.runtime.image",
             )
 
 
-async def open_builder(settings: RuntimesSettings, log: Path, say: Callable[[str], None]) -> Builder:
+async def open_builder(settings: RuntimesSettings, log: Path, report: Callable[[str], None]) -> Builder:
     ready = await configure_store(settings.state_dir)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
     tools = Tools(podman=ready.podman, store=ready.store, log=log)
-    return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, say=say)
+    return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, report=report)
 
 
 def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
@@ -267,30 +270,30 @@ def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
     ]
     flags += [*CONFINED, "--pull=never"]
     # a base has no certificates yet, and installs its own at this very path
-    if recipe.told.base is not None and CERTIFICATES.exists():
+    if recipe.config.base is not None and CERTIFICATES.exists():
         flags += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
     return flags
 
 
 @asynccontextmanager
-async def _one_builder(store: Store, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def _one_builder(store: Store, report: Callable[[str], None]) -> AsyncIterator[None]:
     """Hold the store's build lock: two nodes on one store build one after the other. It is free again when
     its holder dies.
     """
     held = os.open(store.state_dir / "build.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        await _wait_locked(held, say)
+        await _wait_locked(held, report)
         yield
     finally:
         os.close(held)
 
 
-async def _wait_locked(held: int, say: Callable[[str], None]) -> None:
-    told = False
+async def _wait_locked(held: int, report: Callable[[str], None]) -> None:
+    reported = False
     while not _locked(held):
-        if not told:
-            say("waiting for another node that builds images")
-            told = True
+        if not reported:
+            report("waiting for another node that builds images")
+            reported = True
         await trio.sleep(LOCK_POLL)
 
 
@@ -306,7 +309,7 @@ def _locked(held: int) -> bool:
 
 
 async def build_task_images(
-    settings: RuntimesSettings, builds: Iterable[Build], *, log: Path, say: Callable[[str], None]
+    settings: RuntimesSettings, builds: Iterable[Build], *, log: Path, report: Callable[[str], None]
 ) -> None:
     """See that the images of these folders are there; what is built already, by the digest of its folder, is
     not built again.
@@ -316,11 +319,11 @@ async def build_task_images(
     wanted = {build.image: build for build in builds}
     if not wanted:
         return
-    builder = await open_builder(settings, log, say)
+    builder = await open_builder(settings, log, report)
     for build in [build for build in wanted.values() if not await builder.exists(build.image)]:
         async with builder.building():
             if not await builder.exists(build.image):
-                say(f"building {build.image} from {build.folder}")
+                report(f"building {build.image} from {build.folder}")
                 with trio.move_on_after(build.limit_s) as clock:
                     await _build(builder, build)
                 if clock.cancelled_caught:
@@ -348,13 +351,13 @@ async def _build(builder: Builder, build: Build) -> None:
         ),
     )
     try:
-        await builder.tools.do(what, "build", *flags, str(build.folder))
+        await builder.tools.run_podman(what, "build", *flags, str(build.folder))
     except RuntimeFault as first:
         if not CERTIFICATES.exists():  # noqa: ASYNC240 - one stat
             raise
-        builder.say(f"{build.folder} did not build; once more with this machine's certificates")
+        builder.report(f"{build.folder} did not build; once more with this machine's certificates")
         try:
-            await builder.tools.do(
+            await builder.tools.run_podman(
                 what, "build", *flags, "--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro", str(build.folder)
             )
         except RuntimeFault:

@@ -104,7 +104,7 @@ class Copies(Protocol[Copied]):
 
 
 @define(eq=False)
-class _Known:
+class _CopyState:
     image: str | None = None
     making: trio.Event | None = None  # set when whoever prepares it is done, or failed
 
@@ -120,7 +120,7 @@ class Workspaces(Generic[Kind]):
     on_change: Callable[[], None] = lambda: None
     made: int = field(default=0, init=False)
     reused: int = field(default=0, init=False)
-    _known: dict[Workspace, _Known] = field(factory=dict, init=False)
+    _states: dict[Workspace, _CopyState] = field(factory=dict, init=False)
     _uncopied: dict[Workspace, None] = field(factory=dict, init=False)
     _failed: dict[Workspace, int] = field(factory=dict, init=False)
     # a step failed or hung: until one succeeds all try side by side
@@ -131,7 +131,7 @@ class Workspaces(Generic[Kind]):
     @property
     def kept(self) -> int:
         """Copies there are, as far as this node knows."""
-        return sum(known.image is not None for known in self._known.values())
+        return sum(state.image is not None for state in self._states.values())
 
     def pays(self, workspace: Workspace | None, *, shared: bool) -> bool:
         """Whether to copy it: `shared` says that more than one runtime will need it, one asked for before may
@@ -141,28 +141,28 @@ class Workspaces(Generic[Kind]):
             return False
         seen = hash(workspace) in self._seen
         remember(self._seen, hash(workspace), None, most=SEEN)
-        return shared or seen or workspace in self._known
+        return shared or seen or workspace in self._states
 
     def expected(self, workspace: Workspace, count: int) -> tuple[str | None, int]:
         """What that many sessions will start from: a copy, or the task's own image, which only the one that
         is to prepare it needs.
         """
-        known = self._known.get(workspace)
+        state = self._states.get(workspace)
         if workspace in self._uncopied or workspace in self._doubted:
             return None, count
-        if known is None or known.making is not None:
-            return None, min(1, count) if known is None else 0
-        return known.image, count
+        if state is None or state.making is not None:
+            return None, min(1, count) if state is None else 0
+        return state.image, count
 
     def busy(self, workspace: Workspace | None) -> bool:
         """Whether it is just being prepared."""
-        known = self._known.get(workspace) if workspace else None
-        return known is not None and known.making is not None
+        state = self._states.get(workspace) if workspace else None
+        return state is not None and state.making is not None
 
     async def wait_settled(self, workspace: Workspace | None) -> None:
         """Wait until nobody prepares it; what came of it is another matter."""
         while workspace is not None and self.busy(workspace):
-            making = self._known[workspace].making
+            making = self._states[workspace].making
             if making is not None:
                 await making.wait()
 
@@ -171,13 +171,13 @@ class Workspaces(Generic[Kind]):
         runtime starts.
         """
         while workspace not in self._uncopied and workspace not in self._doubted:
-            known = self._known.setdefault(workspace, _Known())
-            if known.making is not None:
-                await known.making.wait()
-            elif known.image is None:
-                return await self._first(workspace, known, start, prepare)
+            state = self._states.setdefault(workspace, _CopyState())
+            if state.making is not None:
+                await state.making.wait()
+            elif state.image is None:
+                return await self._first(workspace, state, start, prepare)
             else:
-                runtime = await self._again(workspace, known.image, start)
+                runtime = await self._again(workspace, state.image, start)
                 if runtime is not None:
                     return runtime
         own = await _own(start, prepare)
@@ -194,7 +194,7 @@ class Workspaces(Generic[Kind]):
 
     async def _again(self, workspace: Workspace, image: str, start: "Start[Kind]") -> Kind | None:
         """A runtime from the copy; None when somebody removed it."""
-        self._known[workspace] = self._known.pop(workspace)  # the lately used are last
+        self._states[workspace] = self._states.pop(workspace)  # the lately used are last
         failed: RuntimeFault | None = None
         try:
             runtime = await start(image)
@@ -209,48 +209,48 @@ class Workspaces(Generic[Kind]):
         return None
 
     async def _first(
-        self, workspace: Workspace, known: _Known, start: "Start[Kind]", prepare: "Prepare[Kind]"
+        self, workspace: Workspace, state: _CopyState, start: "Start[Kind]", prepare: "Prepare[Kind]"
     ) -> Kind:
-        making = known.making = trio.Event()
+        making = state.making = trio.Event()
         self.on_change()
         try:
-            return await self._found(known, workspace, start) or await self._made(
-                workspace, known, start, prepare
+            return await self._found(state, workspace, start) or await self._made(
+                workspace, state, start, prepare
             )
         except (Refused, trio.Cancelled):
             remember(self._doubted, workspace, None, most=UNCOPIED)
             raise
         finally:
-            known.making = None
+            state.making = None
             making.set()
-            if known.image is None and self._known.get(workspace) is known:
-                del self._known[workspace]
+            if state.image is None and self._states.get(workspace) is state:
+                del self._states[workspace]
             self._change()
 
-    async def _found(self, known: _Known, workspace: Workspace, start: "Start[Kind]") -> Kind | None:
+    async def _found(self, state: _CopyState, workspace: Workspace, start: "Start[Kind]") -> Kind | None:
         """A runtime from another node's copy, or an earlier life's."""
         try:
-            known.image = await self.copies.find(workspace)
+            state.image = await self.copies.find(workspace)
         except RuntimeFault as fault:
             _log.warning(
                 "whether the workspace of %s is prepared could not be asked, it is prepared here: %s",
                 workspace.image,
                 fault,
             )
-        if known.image is None:
+        if state.image is None:
             return None
-        runtime = await start(known.image)
+        runtime = await start(state.image)
         self.reused += 1
         return runtime
 
     async def _made(
-        self, workspace: Workspace, known: _Known, start: "Start[Kind]", prepare: "Prepare[Kind]"
+        self, workspace: Workspace, state: _CopyState, start: "Start[Kind]", prepare: "Prepare[Kind]"
     ) -> Kind:
         async with AsyncExitStack() as undo:
             runtime = await _own(start, prepare)
             undo.push_async_callback(runtime.close)
             try:
-                known.image = await self.copies.make(workspace, runtime)
+                state.image = await self.copies.make(workspace, runtime)
                 self.made += 1
             except Refused as why:
                 self._give_up(workspace, str(why))
@@ -277,11 +277,11 @@ class Workspaces(Generic[Kind]):
     async def _evict(self) -> None:
         """Beyond the most, the least lately used that nobody holds."""
         surplus = self.kept - self.most
-        for workspace, known in list(self._known.items()):
+        for workspace, state in list(self._states.items()):
             if surplus <= 0:
                 return
-            image = known.image
-            if image is not None and known.making is None and await self._removed(image):
+            image = state.image
+            if image is not None and state.making is None and await self._removed(image):
                 self._forget(workspace, image)
                 surplus -= 1
 
@@ -293,9 +293,9 @@ class Workspaces(Generic[Kind]):
             return False
 
     def _forget(self, workspace: Workspace, image: str) -> None:
-        known = self._known.get(workspace)
-        if known is not None and known.image == image:
-            del self._known[workspace]
+        state = self._states.get(workspace)
+        if state is not None and state.image == image:
+            del self._states[workspace]
             self._change()
 
     def _change(self) -> None:

@@ -74,7 +74,7 @@ class Tools:
             "podman",
         ]
 
-    async def ask(self, *arguments: str) -> str:
+    async def output(self, *arguments: str) -> str:
         """A short command's output. Raises RuntimeFault with its error text."""
         done = await trio.run_process(
             [self.podman, *arguments],
@@ -99,7 +99,7 @@ class Tools:
         )
         return done.returncode == 0
 
-    async def do(self, what: str, *arguments: str) -> None:
+    async def run_podman(self, what: str, *arguments: str) -> None:
         """A long podman command, its output in the log. Raises RuntimeFault with the log's end."""
         await self.run(what, [str(self.podman), *arguments])
 
@@ -119,10 +119,10 @@ class Tools:
             )
 
     def _last_words(self, started: int) -> str:
-        with self.log.open("rb") as told:
-            end = told.seek(0, 2)
-            told.seek(max(started, end - LAST_WORDS))
-            return told.read().decode(errors="replace").strip()
+        with self.log.open("rb") as log:
+            end = log.seek(0, 2)
+            log.seek(max(started, end - LAST_WORDS))
+            return log.read().decode(errors="replace").strip()
 
 
 # ── recipes ───────────────────────────────────────────────────────────────────
@@ -156,7 +156,7 @@ class Recipe:
     name: str
     folder: Path
     digest: str
-    told: RecipeConfig
+    config: RecipeConfig
 
     @property
     def image(self) -> str:
@@ -187,7 +187,7 @@ class Recipes:
         """The recipe of that name or alias."""
         found = self.by_name.get(name)
         return found or next(
-            (recipe for recipe in self.by_name.values() if name in recipe.told.aliases), None
+            (recipe for recipe in self.by_name.values() if name in recipe.config.aliases), None
         )
 
     def image(self, name: str) -> str:
@@ -202,7 +202,7 @@ class Recipes:
     def image_for(self, harness: str) -> str:
         """The recipe that carries a harness, by name."""
         for recipe in self.by_name.values():
-            if harness in recipe.told.harnesses:
+            if harness in recipe.config.harnesses:
                 return recipe.name
         raise HarnessError(
             f"no runtime carries the harness {harness}: name it under harnesses in one of the runtime.toml"
@@ -245,14 +245,14 @@ class Recipes:
 
     def _onto(self, recipe: Recipe) -> Recipe:
         return next(
-            (other for other in self.by_name.values() if other.told.instead_of == recipe.name), recipe
+            (other for other in self.by_name.values() if other.config.instead_of == recipe.name), recipe
         )
 
     def _down(self, name: str) -> Iterator[Recipe]:
         recipe = self.find(name)
         while recipe is not None:
             yield recipe
-            recipe = self.by_name[recipe.told.base] if recipe.told.base else None
+            recipe = self.by_name[recipe.config.base] if recipe.config.base else None
 
 
 def default_runtimes_dir() -> Path:
@@ -267,20 +267,20 @@ def default_runtimes_dir() -> Path:
 
 def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
     """Read every folder with a runtime.toml. `base` is the public image asked for, part of each digest."""
-    told = {path.parent.name: _told(path) for path in sorted(runtimes_dir.glob("*/runtime.toml"))}
-    if not told:
+    configs = {path.parent.name: _read_config(path) for path in sorted(runtimes_dir.glob("*/runtime.toml"))}
+    if not configs:
         raise ConfigError(
             f"no runtime.toml in the folders of {runtimes_dir}: set runtimes_dir to a folder of image recipes"
         )
     made: dict[str, Recipe] = {}
-    for name in told:
-        _make(name, told, made, runtimes_dir, base, ())
+    for name in configs:
+        _make(name, configs, made, runtimes_dir, base, ())
     return Recipes(by_name=made)
 
 
 def _make(
     name: str,
-    told: Mapping[str, RecipeConfig],
+    configs: Mapping[str, RecipeConfig],
     made: dict[str, Recipe],
     folder: Path,
     base: str | None,
@@ -288,21 +288,21 @@ def _make(
 ) -> Recipe:
     if name in made:
         return made[name]
-    if name in above or name not in told:
+    if name in above or name not in configs:
         raise ConfigError(
             f"{above[-1]}/runtime.toml: base {name} is {'its own base' if name in above else 'no recipe'}"
         )
-    said = told[name]
+    config = configs[name]
     below = (
-        _make(said.base, told, made, folder, base, (*above, name)).digest
-        if said.base
+        _make(config.base, configs, made, folder, base, (*above, name)).digest
+        if config.base
         else f"on {base or 'debian'}"
     )
-    made[name] = Recipe(name=name, folder=folder / name, digest=_digest(folder / name, below), told=said)
+    made[name] = Recipe(name=name, folder=folder / name, digest=_digest(folder / name, below), config=config)
     return made[name]
 
 
-def _told(path: Path) -> RecipeConfig:
+def _read_config(path: Path) -> RecipeConfig:
     try:
         return codec.structure(tomllib.loads(path.read_text()), RecipeConfig, forbid_extra=True)
     except (Refused, tomllib.TOMLDecodeError) as error:
@@ -331,61 +331,63 @@ MMDEBSTRAP = (
 FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"  # of apt-get indextargets: one line for each list of packages
 
 
-async def base_image(tools: Tools, store: Store, asked: str | None, say: Callable[[str], None]) -> str:
+async def base_image(
+    tools: Tools, store: Store, configured: str | None, report: Callable[[str], None]
+) -> str:
     """The reference of an image to build on, in the store."""
-    if asked is not None:
-        await _fetch(tools, asked, say)
-        return asked
-    for known in (BUILT, PUBLIC):
-        if await tools.succeeds("image", "exists", known):
-            return known
-    if await _pulled(tools, say):
+    if configured is not None:
+        await _fetch(tools, configured, report)
+        return configured
+    for image in (BUILT, PUBLIC):
+        if await tools.succeeds("image", "exists", image):
+            return image
+    if await _pulled(tools, report):
         return PUBLIC
-    await _build(tools, store, say)
+    await _build(tools, store, report)
     return BUILT
 
 
-async def _fetch(tools: Tools, asked: str, say: Callable[[str], None]) -> None:
-    if await tools.succeeds("image", "exists", asked):
+async def _fetch(tools: Tools, image: str, report: Callable[[str], None]) -> None:
+    if await tools.succeeds("image", "exists", image):
         return
-    say(f"pulling {asked}")
-    await tools.do(f"pulling {asked}", "pull", "--quiet", asked)
+    report(f"pulling {image}")
+    await tools.run_podman(f"pulling {image}", "pull", "--quiet", image)
 
 
-async def _pulled(tools: Tools, say: Callable[[str], None]) -> bool:
+async def _pulled(tools: Tools, report: Callable[[str], None]) -> bool:
     """Whether the public image could be had, quickly."""
     with trio.move_on_after(PULL_S):
         try:
-            await tools.do(f"pulling {PUBLIC}", "pull", "--quiet", PUBLIC)
+            await tools.run_podman(f"pulling {PUBLIC}", "pull", "--quiet", PUBLIC)
         except RuntimeFault:
-            say(f"no registry gives {PUBLIC}")
+            report(f"no registry gives {PUBLIC}")
             return False
-        say(f"pulled {PUBLIC}")
+        report(f"pulled {PUBLIC}")
         return True
-    say(f"no registry gave {PUBLIC} within {PULL_S:.0f} s")
+    report(f"no registry gave {PUBLIC} within {PULL_S:.0f} s")
     return False
 
 
-async def _build(tools: Tools, store: Store, say: Callable[[str], None]) -> None:
+async def _build(tools: Tools, store: Store, report: Callable[[str], None]) -> None:
     if shutil.which("mmdebstrap", path=store.environment()["PATH"]) is None:
         raise RuntimeFault(
             "no Debian to build images on: apt-get install mmdebstrap, or give --base-image one that can be"
             " pulled"
         )
     suite, lines = await _archive(tools)
-    say(
+    report(
         f"building a {suite} base from this machine's Debian archive (half a minute, minutes on a busy"
         " machine)"
     )
     tar = store.state_dir / "tmp" / "debian.tar"
     try:
         await tools.run("building a Debian base", [*MMDEBSTRAP, suite, str(tar), *lines])
-        await tools.do(
+        await tools.run_podman(
             "importing the Debian base", "import", "--quiet", "--change", 'CMD=["bash"]', str(tar), BUILT
         )
     finally:
         tar.unlink(missing_ok=True)
-    say(f"built {BUILT}")
+    report(f"built {BUILT}")
 
 
 async def _archive(tools: Tools) -> tuple[str, list[str]]:
@@ -394,19 +396,19 @@ async def _archive(tools: Tools) -> tuple[str, list[str]]:
     """
     suite = _codename()
     with boundary(RuntimeFault, "apt does not say where this machine's packages come from"):
-        told = await trio.run_process(
+        listed = await trio.run_process(
             ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"],
             capture_stdout=True,
             env=tools.store.environment(),
         )
-    return suite, archive_lines(told.stdout.decode(), suite)
+    return suite, archive_lines(listed.stdout.decode(), suite)
 
 
-def archive_lines(told: str, suite: str) -> list[str]:
+def archive_lines(listing: str, suite: str) -> list[str]:
     """What apt says of its indexes, as lines of a sources.list for a suite and its updates, the suite itself
     first.
     """
-    rows = [line.split("|") for line in told.splitlines()]
+    rows = [line.split("|") for line in listing.splitlines()]
     lines = {
         f"deb {uri} {codename} {component}"
         for uri, codename, component in rows

@@ -77,7 +77,7 @@ class PodmanRuntime:
     _execs: Execs
     _client: ContainerClient
     _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
-    _written: WatchedContainer
+    _watched: WatchedContainer
     _closed: bool = field(default=False, init=False)
     _sealed: SealState | None = field(default=None, init=False)
 
@@ -91,16 +91,16 @@ class PodmanRuntime:
         """Why the node ended all that ran in it, as a session's reason; None while it did not. What it wrote
         is not worth judging.
         """
-        return self._written.because
+        return self._watched.because
 
     @property
     def ended_for_room(self) -> bool:
         """Whether that was because the machine's disk was nearly full, which is no fault of the session's."""
-        return self._written.for_room
+        return self._watched.for_room
 
     def oom_kills(self) -> int:
         """How many of its programs the kernel ended because the container's memory was spent."""
-        return self._written.upper.group.oom_kills()
+        return self._watched.layer.group.oom_kills()
 
     @property
     def network(self) -> int:
@@ -225,8 +225,8 @@ class PodmanRuntime:
         EvaluatorError where it can not be.
         """
         await self.unseal()
-        copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._written.limit))
-        with target._written.spared() as spared:
+        copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._watched.limit))
+        with target._watched.spared() as spared:
             await trio.to_thread.run_sync(copy.run, self.workdir, target.workdir)
             spared(copy.size)
 
@@ -321,7 +321,7 @@ class Starter:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._discard, name)
             expires = trio.current_time() + lifetime_s
-            inside, upper = await self._made(
+            inside, layer = await self._made(
                 shape, name, session_id=session_id, lifetime_s=lifetime_s, shift=shift
             )
             undo.callback(inside.close)
@@ -332,7 +332,14 @@ class Starter:
             await self.client.start(name)
             undo.pop_all()
         return self._runtime(
-            name, shape, account, expires, inside, files, endpoint, self._watched(name, shape, inside, upper)
+            name,
+            shape,
+            account,
+            expires,
+            inside,
+            files,
+            endpoint,
+            self._watch_disk(name, shape, inside, layer),
         )
 
     async def _made(
@@ -363,18 +370,18 @@ class Starter:
             except RuntimeFault:
                 inside.close()
                 raise
-        return inside, initialised.upper
+        return inside, initialised.layer
 
-    def _watched(self, name: str, shape: Shape, inside: Inside, upper: Path | None) -> WatchedContainer:
+    def _watch_disk(self, name: str, shape: Shape, inside: Inside, layer: Path | None) -> WatchedContainer:
         """Its disk under watch, where there is a layer to measure."""
         group = control_group_of(inside.pid)
         place = WritableLayer(
-            folder=upper or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
+            folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
         )
-        written = WatchedContainer(id=name, upper=place, limit_mb=shape.disk_mb, end=inside.kill_all)
-        if upper is not None:
-            self.watch.add(written)
-        return written
+        watched = WatchedContainer(id=name, layer=place, limit_mb=shape.disk_mb, end=inside.kill_all)
+        if layer is not None:
+            self.watch.add(watched)
+        return watched
 
     def _runtime(
         self,
@@ -385,7 +392,7 @@ class Starter:
         inside: Inside,
         files: ContainerFiles,
         endpoint: socket.socket,
-        written: WatchedContainer,
+        watched: WatchedContainer,
     ) -> PodmanRuntime:
         execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
         return PodmanRuntime(
@@ -398,7 +405,7 @@ class Starter:
             inside=inside,
             files=files,
             execs=execs,
-            written=written,
+            watched=watched,
             client=self.client,
             on_close=self._forget,
         )

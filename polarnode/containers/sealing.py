@@ -114,10 +114,10 @@ def mounts_of(pid: int) -> tuple[Mount, ...]:
 
 
 def _mount_of(line: str) -> Mount:
-    place, options = line.split()[4:6]
-    said = options.split(",")
-    flags = sum(flag for name, flag in KEPT_FLAGS.items() if name in said)
-    return Mount(place=_unescaped(place), flags=flags, writable="rw" in said)
+    place, text = line.split()[4:6]
+    options = text.split(",")
+    flags = sum(flag for name, flag in KEPT_FLAGS.items() if name in options)
+    return Mount(place=_unescaped(place), flags=flags, writable="rw" in options)
 
 
 def _unescaped(place: str) -> str:

@@ -136,11 +136,11 @@ def sweep(store: Store) -> None:
     """
     for path in (*store.sockets.glob("*.sock"), *store.log_dir.glob("*.log")):
         pid = path.stem.partition("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists() and not _tells_something(path):
+        if pid.isdigit() and not Path("/proc", pid).exists() and not _worth_keeping(path):
             path.unlink(missing_ok=True)
 
 
-def _tells_something(path: Path) -> bool:
+def _worth_keeping(path: Path) -> bool:
     try:
         found = path.stat()
     except FileNotFoundError:  # another node that starts swept it

@@ -152,9 +152,9 @@ class Sweeper:
         does not answer.
         """
         # before asking: one that is created meanwhile is not listed, one removed meanwhile is gone anyway
-        known = set(self.alive)
+        in_use = set(self.alive)
         orphans = [
-            each.id for each in await self.client.labelled(LABEL_OWNER) if self._is_orphan(each, known)
+            each.id for each in await self.client.list_labelled(LABEL_OWNER) if self._is_orphan(each, in_use)
         ]
         limiter = trio.CapacityLimiter(at_once)
         async with trio.open_nursery() as nursery:
@@ -165,8 +165,8 @@ class Sweeper:
 
     async def _end_forgotten(self) -> None:
         conmons = await trio.to_thread.run_sync(self.forgotten.conmons)
-        known = await self.client.known() if conmons else frozenset[str]()
-        await self.forgotten.end([conmon for conmon in conmons if conmon.container not in known])
+        listed = await self.client.all_ids() if conmons else frozenset[str]()
+        await self.forgotten.end([conmon for conmon in conmons if conmon.container not in listed])
 
     async def run(self, ready: trio.Event) -> None:
         """Sweep now and then until cancelled."""
@@ -178,17 +178,17 @@ class Sweeper:
             except RuntimeFault as fault:
                 _log.warning("the sweep failed and is tried again in %.0f s: %s", SWEEP_EVERY_S, fault)
 
-    def _is_orphan(self, each: ListedContainer, known: set[str]) -> bool:
+    def _is_orphan(self, each: ListedContainer, in_use: set[str]) -> bool:
         owner = read_owner(each.labels[LABEL_OWNER])
         if owner is None:
             return False
         if owner == self.owner:
-            return self._forgotten(each, known | self.alive)
-        return not owner.lives()
+            return self._forgotten(each, in_use | self.alive)
+        return not owner.is_alive()
 
-    def _forgotten(self, each: ListedContainer, known: set[str]) -> bool:
+    def _forgotten(self, each: ListedContainer, in_use: set[str]) -> bool:
         """Ours, and unknown in two sweeps: one that is just being removed is unknown for a moment."""
-        if known.intersection(each.names):
+        if in_use.intersection(each.names):
             self._suspects.discard(each.id)
             return False
         if each.id in self._suspects:

@@ -193,7 +193,7 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
-            images = Images(settings=runtimes.settings, log=state / "images.log", say=say)
+            images = Images(settings=runtimes.settings, log=state / "images.log", report=say)
             # of both planes: their renderings share two threads
             served, recordings = _served(engines, model), _recordings(config)
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)

@@ -90,8 +90,8 @@ async def _end(process: trio.Process) -> None:
             await _wait_gone(process)
     with trio.move_on_after(KILL_GRACE):
         await process.wait()
-    if left := group_members(process.pid):
-        _log.error("processes %s outlived SIGKILL", left)
+    if remaining := group_members(process.pid):
+        _log.error("processes %s outlived SIGKILL", remaining)
 
 
 def _signal(group: int, order: signal.Signals) -> bool:

@@ -84,7 +84,7 @@ def dataset(tmp_path: Path) -> Iterator[Path]:
     build = build_of(tmp_path / "environment", "Dockerfile", limit_s=600.0)
 
     async def make() -> None:
-        await build_task_images(settings(), [build], log=tmp_path / "images.log", say=print)
+        await build_task_images(settings(), [build], log=tmp_path / "images.log", report=print)
 
     async def remove() -> None:
         await tools(tmp_path / "images.log").ask("rmi", "--force", build.image)

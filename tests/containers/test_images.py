@@ -214,7 +214,7 @@ def told() -> list[str]:
 
 def images_of(recipes_dir: Path, log: Path, told: list[str]) -> Images:
     own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
-    return Images(settings=own, log=log, say=told.append)
+    return Images(settings=own, log=log, report=told.append)
 
 
 @pytest.mark.podman
@@ -307,7 +307,7 @@ def _command(pid: str) -> str:
 
 @pytest.mark.podman
 async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, told: list[str]) -> None:
-    images = Images(settings=settings(), log=tmp_path / "log", say=told.append)
+    images = Images(settings=settings(), log=tmp_path / "log", report=told.append)
     with pytest.raises(
         Refused, match=r"no image is called localhost/none/such; there are recipes for .*podman pull"
     ) as refused:
@@ -324,7 +324,7 @@ async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> N
 
 @pytest.mark.podman
 async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, told: list[str]) -> None:
-    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", say=told.append)
+    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", report=told.append)
     assert told == []
 
 
@@ -372,8 +372,8 @@ async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
     podman: None, tmp_path: Path, told: list[str]
 ) -> None:
     build = environment(tmp_path / "environment", token_hex(4))
-    await build_task_images(settings(), [build, build], log=tmp_path / "log", say=told.append)
-    await build_task_images(settings(), [build], log=tmp_path / "log", say=told.append)
+    await build_task_images(settings(), [build, build], log=tmp_path / "log", report=told.append)
+    await build_task_images(settings(), [build], log=tmp_path / "log", report=told.append)
     assert without_waits(told) == [f"building {build.image} from {build.folder}"]
     assert environment(tmp_path / "environment", token_hex(4)).image != build.image
     await tools(tmp_path / "log").ask("rmi", "--force", build.image)
@@ -386,11 +386,11 @@ async def test_a_tasks_folder_that_does_not_build_says_why(
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN echo the reason; exit 9\n")
     build = build_of(tmp_path, "Dockerfile", limit_s=600.0)
     with pytest.raises(RuntimeFault, match=r"(?s)failed with exit code 9, see .*the reason"):
-        await build_task_images(settings(), [build], log=tmp_path / "log" / "log", say=told.append)
+        await build_task_images(settings(), [build], log=tmp_path / "log" / "log", report=told.append)
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN sleep 600\n")
     slow = build_of(tmp_path, "Dockerfile", limit_s=5.0)
     with pytest.raises(RuntimeFault, match="did not end within its 5 s"):
-        await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", say=told.append)
+        await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", report=told.append)
 
 
 @pytest.mark.podman
@@ -400,7 +400,7 @@ async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_change
     build, log = environment(tmp_path / "environment", "first"), tmp_path / "log"
     name = f"localhost/polarnode-test/{token_hex(4)}:latest"
     own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=onto_dir)
-    await build_task_images(own, [build], log=log, say=lambda text: None)
+    await build_task_images(own, [build], log=log, report=lambda text: None)
     await tools(log).ask("tag", build.image, name)
     images = images_of(onto_dir, log, told)
     async with trio.open_nursery() as nursery:
@@ -414,7 +414,7 @@ async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_change
     assert len(without_waits(told)) == 4, "another node finds it there"
     await _assert_owned(own, on_top("tool", name), b"first\n")
     second = environment(tmp_path / "environment", "second")
-    await build_task_images(own, [second], log=log, say=lambda text: None)
+    await build_task_images(own, [second], log=log, report=lambda text: None)
     await tools(log).ask("tag", second.image, name)
     await images_of(onto_dir, log, told).ensure(on_top("tool", name))
     await _assert_owned(own, on_top("tool", name), b"second\n")

@@ -41,7 +41,7 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, monkeypatch: 
         return seen[-1]
 
     monkeypatch.setattr(images, "open_builder", counted)
-    there = Images(settings=settings(), log=tmp_path / "build.log", say=print)
+    there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     async with trio.open_nursery() as nursery:
         for _ in range(100):
             nursery.start_soon(there.ensure, "base")

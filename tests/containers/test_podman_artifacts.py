@@ -168,8 +168,8 @@ async def test_what_is_left_out_is_said_in_bounds(box: Box) -> None:
     for number in range(200):
         os.mkfifo(box.work / f"{number}")
     kept = await box.kept(".")
-    assert len(kept.left_out) == files.SAID_LIMIT + 1
-    assert kept.left_out[-1] == f"and {200 - files.SAID_LIMIT} more"
+    assert len(kept.left_out) == files.NAMED_LIMIT + 1
+    assert kept.left_out[-1] == f"and {200 - files.NAMED_LIMIT} more"
 
 
 async def test_a_tree_without_end_is_cut(box: Box) -> None:

@@ -30,7 +30,7 @@ from polarnode.support.background import open_background
 MB = 1 << 20
 
 
-def upper_at(folder: Path, *pids: int) -> WritableLayer:
+def layer_at(folder: Path, *pids: int) -> WritableLayer:
     """A container's layer that is a folder, and a group of those processes."""
     (folder / "diff").mkdir(parents=True)
     (folder / "group").mkdir()
@@ -45,60 +45,60 @@ def written_to(folder: Path, ended: list[str], limit_mb: int = 4) -> WatchedCont
         await trio.lowlevel.checkpoint()
         ended.append(folder.name)
 
-    return WatchedContainer(id=folder.name, upper=upper_at(folder), limit_mb=limit_mb, end=end)
+    return WatchedContainer(id=folder.name, layer=layer_at(folder), limit_mb=limit_mb, end=end)
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────
 
 
 async def test_what_counts_is_what_is_on_disk(tmp_path: Path) -> None:
-    upper = upper_at(tmp_path)
-    empty = await used_bytes(upper)
+    layer = layer_at(tmp_path)
+    empty = await used_bytes(layer)
     assert empty is not None
-    (upper.folder / "plain").write_bytes(os.urandom(MB))
-    os.link(upper.folder / "plain", upper.folder / "second name")
-    with (upper.folder / "hole").open("wb") as file:
+    (layer.folder / "plain").write_bytes(os.urandom(MB))
+    os.link(layer.folder / "plain", layer.folder / "second name")
+    with (layer.folder / "hole").open("wb") as file:
         file.truncate(1 << 40)
-    (upper.folder / "out").symlink_to("/usr")
-    assert await used_bytes(upper) == pytest.approx(empty + MB, abs=64 * 1024)
+    (layer.folder / "out").symlink_to("/usr")
+    assert await used_bytes(layer) == pytest.approx(empty + MB, abs=64 * 1024)
 
 
 async def test_a_tree_that_is_too_deep_for_a_path_is_measured(tmp_path: Path) -> None:
-    upper = upper_at(tmp_path)
+    layer = layer_at(tmp_path)
     script = (
         "import os\nfor _ in range(600):\n    os.mkdir('d' * 20); os.chdir('d' * 20)\nopen('hidden',"
         " 'wb').write(os.urandom(3 << 20))"
     )
-    await trio.run_process(["python3", "-c", script], cwd=upper.folder)
-    measured = await used_bytes(upper)
+    await trio.run_process(["python3", "-c", script], cwd=layer.folder)
+    measured = await used_bytes(layer)
     assert measured is not None
     assert measured > 3 * MB
-    await trio.run_process(["rm", "-rf", str(upper.folder)])
+    await trio.run_process(["rm", "-rf", str(layer.folder)])
 
 
 async def test_a_container_that_is_gone_uses_nothing(tmp_path: Path) -> None:
-    upper = upper_at(tmp_path)
-    upper.folder.rmdir()
-    assert await used_bytes(upper) is None
+    layer = layer_at(tmp_path)
+    layer.folder.rmdir()
+    assert await used_bytes(layer) is None
 
 
 def test_files_without_a_name_are_found_while_they_are_open(tmp_path: Path) -> None:
-    upper = upper_at(tmp_path, os.getpid(), 2**22 + 1)
-    path = upper.folder / "hidden"
+    layer = layer_at(tmp_path, os.getpid(), 2**22 + 1)
+    path = layer.folder / "hidden"
     with path.open("w+b") as file:
         file.write(os.urandom(2 * MB))
         file.flush()
-        assert unlinked_bytes(upper) == 0, "a file with a name is found by the walk"
+        assert unlinked_bytes(layer) == 0, "a file with a name is found by the walk"
         path.unlink()
-        assert unlinked_bytes(upper) == pytest.approx(2 * MB, abs=64 * 1024)
+        assert unlinked_bytes(layer) == pytest.approx(2 * MB, abs=64 * 1024)
         with os.fdopen(os.dup(file.fileno()), "rb"):
-            assert unlinked_bytes(upper) == pytest.approx(2 * MB, abs=64 * 1024), (
+            assert unlinked_bytes(layer) == pytest.approx(2 * MB, abs=64 * 1024), (
                 "held twice, it is there once"
             )
         mapped = mmap.mmap(file.fileno(), MB)
-    assert unlinked_bytes(upper) == pytest.approx(2 * MB, abs=64 * 1024), "mapped, with no descriptor left"
+    assert unlinked_bytes(layer) == pytest.approx(2 * MB, abs=64 * 1024), "mapped, with no descriptor left"
     mapped.close()
-    assert unlinked_bytes(upper) == 0
+    assert unlinked_bytes(layer) == 0
 
 
 # ── watching ──────────────────────────────────────────────────────────────────
@@ -116,16 +116,16 @@ async def test_one_that_writes_too_much_is_ended_and_says_so(tmp_path: Path, qui
     watch = DiskWatch(store=tmp_path, reserve=0)
     for each in (large, small):
         watch.add(each)
-        (each.upper.folder / "file").write_bytes(os.urandom(2 * MB))
+        (each.layer.folder / "file").write_bytes(os.urandom(2 * MB))
     async with open_background(watch.run):
         await until(lambda: small.measured > 0 and large.measured > 0)
         assert ended == []
-        (large.upper.folder / "more").write_bytes(os.urandom(3 * MB))
+        (large.layer.folder / "more").write_bytes(os.urandom(3 * MB))
         await until(lambda: bool(ended))
         count = large.measured
         await until(lambda: large.measured > count + 2)
         assert ended == ["large"], "it may stay as it is, to be judged or removed"
-        (large.upper.folder / "again").write_bytes(os.urandom(2 * MB))
+        (large.layer.folder / "again").write_bytes(os.urandom(2 * MB))
         await until(lambda: len(ended) > 1)
     assert ended == ["large", "large"]
     assert large.because == "the session wrote more than its disk_mb (4)"
@@ -159,10 +159,10 @@ async def test_nothing_is_measured_while_the_disk_stands_still(
 async def test_one_slow_measurement_holds_up_no_other(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def slow(upper: WritableLayer) -> int | None:
-        if upper is slow_one.upper:
+    async def slow(layer: WritableLayer) -> int | None:
+        if layer is slow_one.layer:
             await trio.sleep_forever()
-        return await used_bytes(upper)
+        return await used_bytes(layer)
 
     slow_one, other = written_to(tmp_path / "slow", []), written_to(tmp_path / "other", [])
     monkeypatch.setattr(disk, "used_bytes", slow)
@@ -182,7 +182,7 @@ async def test_a_full_disk_ends_the_largest_and_then_waits_for_it_to_go(
     watch, each = DiskWatch(store=tmp_path, reserve=80 * MB), []
     for number in range(3):
         each.append(written_to(tmp_path / f"{number}", ended, limit_mb=100))
-        (each[number].upper.folder / "file").write_bytes(os.urandom((number + 1) * MB))
+        (each[number].layer.folder / "file").write_bytes(os.urandom((number + 1) * MB))
         watch.add(each[number])
     async with open_background(watch.run):
         await until(lambda: all(one.size > MB // 2 for one in each))
@@ -209,15 +209,15 @@ async def test_what_the_node_writes_itself_is_not_the_sessions(tmp_path: Path, q
     watch.add(judge)
     async with open_background(watch.run):
         with judge.spared() as spared:
-            (judge.upper.folder / "copied").write_bytes(os.urandom(5 * MB))
+            (judge.layer.folder / "copied").write_bytes(os.urandom(5 * MB))
             count = judge.measured
             await until(lambda: judge.measured > count + 2)
             spared(5 * MB)
-        (judge.upper.folder / "own").write_bytes(os.urandom(MB))
+        (judge.layer.folder / "own").write_bytes(os.urandom(MB))
         count = judge.measured
         await until(lambda: judge.measured > count + 2)
         assert ended == []
-        (judge.upper.folder / "more").write_bytes(os.urandom(2 * MB))
+        (judge.layer.folder / "more").write_bytes(os.urandom(2 * MB))
         await until(lambda: bool(ended))
 
 
@@ -226,13 +226,13 @@ async def test_who_leaves_while_it_is_measured_is_forgotten(
 ) -> None:
     watch, ended = DiskWatch(store=tmp_path, reserve=0), list[str]()
     one = written_to(tmp_path / "one", ended, limit_mb=1)
-    (one.upper.folder / "file").write_bytes(os.urandom(3 * MB))
+    (one.layer.folder / "file").write_bytes(os.urandom(3 * MB))
     measuring = trio.Event()
 
-    async def noting(upper: WritableLayer) -> int | None:
+    async def noting(layer: WritableLayer) -> int | None:
         watch.discard("one")
         measuring.set()
-        return await used_bytes(upper)
+        return await used_bytes(layer)
 
     monkeypatch.setattr(disk, "used_bytes", noting)
     watch.add(one)
@@ -286,10 +286,10 @@ def test_what_is_written_moves_the_room_wherever_there_is_less_of() -> None:
 
 async def test_empty_files_count_too(tmp_path: Path) -> None:
     """A million of them would take all the places for files that a disk has."""
-    upper = upper_at(tmp_path)
+    layer = layer_at(tmp_path)
     for number in range(1000):
-        (upper.folder / f"{number}").touch()
-    measured = await used_bytes(upper)
+        (layer.folder / f"{number}").touch()
+    measured = await used_bytes(layer)
     assert measured is not None
     assert measured >= 1000 * 4096
 
@@ -302,7 +302,7 @@ async def test_a_machine_without_a_process_to_spare_goes_on(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(disk.trio, "run_process", none_left)
-    assert await used_bytes(upper_at(tmp_path)) is None
+    assert await used_bytes(layer_at(tmp_path)) is None
     assert "can not be measured" in caplog.text
 
 

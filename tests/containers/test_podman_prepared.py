@@ -113,7 +113,7 @@ async def test_a_copy_that_somebody_removed_is_made_again(runtimes: Runtimes) ->
     asked = spec("echo here > /work/here")
     async with opened(runtimes, asked, "one"):
         pass
-    (known,) = runtimes._workspaces._known.values()
+    (known,) = runtimes._workspaces._states.values()
     assert known.image is not None
     assert await runtimes._workspaces.copies.remove(known.image)
     async with opened(runtimes, asked, "two") as runtime:
@@ -128,7 +128,7 @@ async def test_the_least_lately_used_goes_and_one_in_use_stays(podman: None) -> 
             async with opened(runtimes, second, "three"):
                 await until(lambda: runtimes.statistics().copied == 2)
             await trio.sleep(0.5)
-            assert runtimes._workspaces._known, "and nobody is stuck"
+            assert runtimes._workspaces._states, "and nobody is stuck"
         async with opened(runtimes, spec("echo 3 > /work/n"), "four"):
             await until(lambda: runtimes.statistics().prepared == 1)
 

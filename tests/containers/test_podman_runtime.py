@@ -300,7 +300,7 @@ async def test_a_failing_session_leaves_nothing_and_keeps_its_error(runtimes: Ru
 
 async def _containers(runtimes: Runtimes) -> list[str]:
     """Names of the containers this test's node has, by asking Podman."""
-    listed = await runtimes._pool.starter.client.labelled(f"{LABEL_OWNER}={this_process().label()}")
+    listed = await runtimes._pool.starter.client.list_labelled(f"{LABEL_OWNER}={this_process().label()}")
     return [each.names[0] for each in listed]
 
 

@@ -73,7 +73,7 @@ def node() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:
-    return list(await runtimes._pool.starter.client.labelled(f"{LABEL_NODE}={node_id}"))
+    return list(await runtimes._pool.starter.client.list_labelled(f"{LABEL_NODE}={node_id}"))
 
 
 def running(pid: int) -> bool:
@@ -195,13 +195,13 @@ async def test_labels_say_whose_it_is(runtimes: Runtimes) -> None:
 
 def test_an_owner_is_told_from_any_other_process() -> None:
     mine = this_process()
-    assert mine.lives()
+    assert mine.is_alive()
     assert read_owner(mine.label()) == mine
-    assert not Owner(pid=mine.pid, started=mine.started + 1, boot=mine.boot).lives(), "the same id, later"
-    assert not Owner(pid=mine.pid, started=mine.started, boot="another").lives(), (
+    assert not Owner(pid=mine.pid, started=mine.started + 1, boot=mine.boot).is_alive(), "the same id, later"
+    assert not Owner(pid=mine.pid, started=mine.started, boot="another").is_alive(), (
         "the same id, before the machine was started anew"
     )
-    assert not Owner(pid=2**22 + 1, started=1, boot=mine.boot).lives()
+    assert not Owner(pid=2**22 + 1, started=1, boot=mine.boot).is_alive()
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     zombie = Owner(
@@ -209,7 +209,7 @@ def test_an_owner_is_told_from_any_other_process() -> None:
         started=int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]),
         boot=mine.boot,
     )
-    assert not zombie.lives(), "a dead node whose parent has not looked yet is dead"
+    assert not zombie.is_alive(), "a dead node whose parent has not looked yet is dead"
     child.wait()
 
 

@@ -56,7 +56,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     async def ensure() -> None:
         await ensure_images(
-            settings(), ["base"], log=tmp_path_factory.mktemp("images") / "build.log", say=print
+            settings(), ["base"], log=tmp_path_factory.mktemp("images") / "build.log", report=print
         )
 
     trio.run(ensure)

@@ -62,7 +62,7 @@ class EgressFigures:
         name = spelled(host) if name_fault(host) is None else NO_NAME
         kind[name if name in kind or len(kind) < TOLD_APART else OTHERS] += 1
 
-    def told(self) -> Mapping[str, Json]:
+    def metrics(self) -> Mapping[str, Json]:
         """As a trajectory's metrics have them."""
         return {
             "allowed": dict(self.allowed),
@@ -111,7 +111,7 @@ class Egress:
 
     def figures(self) -> Mapping[str, Json]:
         """What went through so far, for the trajectory's metrics."""
-        return self._figures.told()
+        return self._figures.metrics()
 
 
 @asynccontextmanager
@@ -201,10 +201,10 @@ class _Serving:
     async def _request(self, client: Side, request: h11.Request, clock: trio.CancelScope) -> bool:
         """Whether the connection can be asked again."""
         clock.deadline = trio.current_time() + IDLE_S
-        asked = read(request, self.rules)
-        stream = asked if isinstance(asked, Denial) else await self._dialled(asked)
-        if not isinstance(asked, Denial) and not isinstance(stream, Denial):
-            return await self._allowed(client, asked, stream, clock)
+        parsed = read(request, self.rules)
+        stream = parsed if isinstance(parsed, Denial) else await self._dialled(parsed)
+        if not isinstance(parsed, Denial) and not isinstance(stream, Denial):
+            return await self._allowed(client, parsed, stream, clock)
         if isinstance(stream, Denial):
             self.figures.count(
                 self.figures.failed if stream.status > 500 else self.figures.refused, stream.host
@@ -212,41 +212,43 @@ class _Serving:
             await self._deny(client, stream)
         return False
 
-    async def _dialled(self, asked: Tunnel | Forward) -> HalfCloseableStream | Denial:
+    async def _dialled(self, parsed: Tunnel | Forward) -> HalfCloseableStream | Denial:
         async with self._lookups:
-            return await dial(asked.host, asked.port, self.rules, self.world)
+            return await dial(parsed.host, parsed.port, self.rules, self.world)
 
     async def _allowed(
-        self, client: Side, asked: Tunnel | Forward, stream: HalfCloseableStream, clock: trio.CancelScope
+        self, client: Side, parsed: Tunnel | Forward, stream: HalfCloseableStream, clock: trio.CancelScope
     ) -> bool:
-        self.figures.count(self.figures.allowed, asked.host)
+        self.figures.count(self.figures.allowed, parsed.host)
         try:
-            match asked:
+            match parsed:
                 case Tunnel():
                     await tunnel(client, stream, self._moved(clock))
                     return False
                 case Forward():
-                    await self._forwarded(client, stream, asked, clock)
-                    return client.asked_again() or await _leave(client)
+                    await self._forwarded(client, stream, parsed, clock)
+                    return client.start_next_cycle() or await _leave(client)
                 case _:
-                    assert_never(asked)
+                    assert_never(parsed)
         finally:
             with trio.move_on_after(LINGER_S, shield=True):
                 await trio.aclose_forcefully(stream)
 
     async def _forwarded(
-        self, client: Side, stream: HalfCloseableStream, asked: Forward, clock: trio.CancelScope
+        self, client: Side, stream: HalfCloseableStream, parsed: Forward, clock: trio.CancelScope
     ) -> None:
         try:
-            await hand_on(client, stream, asked.request, self._moved(clock))
+            await hand_on(client, stream, parsed.request, self._moved(clock))
         except* (*GONE, h11.RemoteProtocolError) as broken:
             if client.begun:
                 raise  # an answer that is cut must be seen to be cut
-            _log.info("egress: %s port %d gave no answer: %s", asked.host, asked.port, broken.exceptions)
+            _log.info("egress: %s port %d gave no answer: %s", parsed.host, parsed.port, broken.exceptions)
             await self._deny(
                 client,
                 Denial(
-                    status=502, text=f"{asked.host} port {asked.port} gave no answer of HTTP", host=asked.host
+                    status=502,
+                    text=f"{parsed.host} port {parsed.port} gave no answer of HTTP",
+                    host=parsed.host,
                 ),
             )
 
@@ -303,8 +305,8 @@ class NodeEgress:
     def __attrs_post_init__(self) -> None:
         egress_rules(self.names, self.networks)  # a network that is none is said when the node starts
 
-    def open(self, network: int, asked: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
+    def open(self, network: int, names: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
         """The proxy in a container's network namespace (a descriptor), for what its task asked for; checked
         before. Raises RuntimeFault.
         """
-        return open_egress(network, egress_rules(asked, self.networks), self.world)
+        return open_egress(network, egress_rules(names, self.networks), self.world)

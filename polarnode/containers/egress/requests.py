@@ -65,16 +65,16 @@ class Forward:
     request: h11.Request
 
 
-Asked = Tunnel | Forward | Denial
+Parsed = Tunnel | Forward | Denial
 
 
-def read(request: h11.Request, rules: EgressRules) -> Asked:
+def read(request: h11.Request, rules: EgressRules) -> Parsed:
     """What is asked, if the rules allow it."""
-    asked = _tunnel(request) if request.method == b"CONNECT" else _forward(request)
-    if isinstance(asked, Denial):
-        return asked
-    refusal = rules.refusal(asked.host, asked.port)
-    return asked if refusal is None else Denial(status=403, text=refusal, host=asked.host)
+    parsed = _tunnel(request) if request.method == b"CONNECT" else _forward(request)
+    if isinstance(parsed, Denial):
+        return parsed
+    refusal = rules.refusal(parsed.host, parsed.port)
+    return parsed if refusal is None else Denial(status=403, text=refusal, host=parsed.host)
 
 
 def _tunnel(request: h11.Request) -> Tunnel | Denial:
@@ -109,7 +109,7 @@ def _forward(request: h11.Request) -> Forward | Denial:
     fault = _host_fault(request, host, port) or _framing_fault(request)
     if fault is not None:
         return _malformed(fault)
-    return Forward(host=host, port=port, request=_anew(request, host, port, found[2]))
+    return Forward(host=host, port=port, request=_rewritten(request, host, port, found[2]))
 
 
 def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
@@ -117,11 +117,11 @@ def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
     was allowed.
     """
     for value in _values(request, b"host"):
-        told = value.decode("latin1")
-        found = AUTHORITY.fullmatch(told)
+        text = value.decode("latin1")
+        found = AUTHORITY.fullmatch(text)
         if found is None or (spelled(found[1]), int(found[2] or HTTP_PORT)) != (host, port):
             return (
-                f"the header Host, {told[:300]!r}, is not the host of the request's target: make them the"
+                f"the header Host, {text[:300]!r}, is not the host of the request's target: make them the"
                 " same"
             )
     return None
@@ -140,7 +140,7 @@ def _framing(request: h11.Request) -> list[bytes]:
     return [name for name, _ in request.headers if name in (b"content-length", b"transfer-encoding")]
 
 
-def _anew(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
+def _rewritten(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
     """The request as its server gets it: one on a connection, which is closed after it."""
     authority = host if port == HTTP_PORT else f"{host}:{port}"
     chunked = [(b"Transfer-Encoding", b"chunked")] if b"transfer-encoding" in _framing(request) else []
@@ -161,8 +161,8 @@ def end_to_end(message: h11.Request | h11.Response) -> Headers:
     return tuple((name, value) for name, value in message.headers.raw_items() if name.lower() not in dropped)
 
 
-def _values(message: h11.Request | h11.Response, wanted: bytes) -> list[bytes]:
-    return [value for name, value in message.headers if name == wanted]
+def _values(message: h11.Request | h11.Response, header: bytes) -> list[bytes]:
+    return [value for name, value in message.headers if name == header]
 
 
 def _malformed(text: str, *, status: int = 400) -> Denial:
@@ -201,7 +201,7 @@ class Side:
         self.begun = self.begun or isinstance(event, h11.Response)
         await self.stream.send_all(self.http.send(event) or b"")
 
-    def asked_again(self) -> bool:
+    def start_next_cycle(self) -> bool:
         """Make ready for another request, where question and answer were whole and both want to go on.
         Whether it is.
         """

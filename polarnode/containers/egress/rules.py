@@ -102,9 +102,9 @@ def read_network(text: str) -> Network:
         ) from error
 
 
-def check_egress(asked: Sequence[str], allowed: Sequence[str]) -> None:
+def check_egress(requested: Sequence[str], allowed: Sequence[str]) -> None:
     """Refused, with its path, for the first name a task asks for that the node does not allow."""
-    for index, name in enumerate(asked):
+    for index, name in enumerate(requested):
         if not any(covers(spelled(pattern), spelled(name)) for pattern in allowed):
             remedy = "leave it out, or have it added to the node's setting egress"
             raise Refused(
