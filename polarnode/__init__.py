@@ -1,1 +1,1 @@
-"""polarnode: reinforcement learning of language agents on the harnesses people really use."""
+"""polarnode: rollouts for reinforcement learning of language agents, with unmodified harnesses."""

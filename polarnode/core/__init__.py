@@ -1,1 +1,3 @@
-"""Room."""
+"""What things are: conversations, tasks, turns, trajectories, errors, ports, plugins, and their codec. Pure
+values.
+"""

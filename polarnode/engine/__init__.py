@@ -1,7 +1,7 @@
-"""The embedded model: one engine host (child process) per GPU or tensor-parallel group, and the router over
-them.
+"""The engine: one host (child process) per GPU or tensor-parallel group, routing over them, and their
+weights.
 
-`open_engines(settings)` is the door; `Engines` satisfies `ports.Engine`. Rule for whoever edits this room:
-sglang and torch are never imported here, they live in the hosts; whatever decides (settings, routing,
-restarts, diagnosis) is a plain function or a machine beside the module that waits.
+`engines.open_engines(settings)` starts them; `Engines` satisfies `core.ports.Engine`. sglang and torch are
+never imported here: they live in the child, `embedded/`. What decides (settings, routing, restarts,
+diagnosis) is a plain function or a state machine; what waits is a module beside it.
 """

@@ -1,1 +1,1 @@
-"""Room."""
+"""Other projects' HTTP interfaces, each on the port `api.service.Service` alone."""

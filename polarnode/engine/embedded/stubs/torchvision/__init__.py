@@ -1,9 +1,8 @@
-"""A torchvision that can be imported and not used: SGLang and Transformers import it for image models, and
-this host serves text.
+"""A torchvision that can be imported but not used: SGLang and Transformers import it for image models.
 
-It goes on an engine host's path only on a CPU and only where no torchvision is installed (PyPI's wheel for
-Linux is a CUDA build whose import dies beside CPU torch). Rule for whoever edits it: importing any name of
-any submodule works, calling one says what to install.
+It is put on an engine host's path only on a CPU and only where no torchvision is installed (PyPI's wheel for
+Linux is a CUDA build whose import fails beside CPU torch). Importing any name of any submodule works; calling
+one raises an error that says what to install.
 """
 
 import sys
