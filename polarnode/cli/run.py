@@ -28,7 +28,7 @@ from polarnode.core.errors import ConfigError, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
-from polarnode.merge.trajectory import broken_laws
+from polarnode.merge.trajectory import violated_invariant
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node
@@ -236,7 +236,7 @@ def faults(trajectories: Sequence[Trajectory], *, expect_reward: bool, sessions:
         for each in trajectories
         if each.outcome.status == "error"
     ]
-    if any(broken_laws(each) for each in trajectories):
+    if any(violated_invariant(each) for each in trajectories):
         found.append("a law of tokens was broken: this is a bug of polarnode")
     if cancelled := sum(
         each.outcome.status == "cancelled" and not stopped_early(each.outcome) for each in trajectories

@@ -106,8 +106,10 @@ class Sampling:
         """This one where it says something, `other` elsewhere: the task's sampling laid over what a harness
         asks.
         """
-        said = {name: value for name, value in asdict(self, recurse=False).items() if value not in (None, ())}
-        return evolve(other, **said)
+        requested = {
+            name: value for name, value in asdict(self, recurse=False).items() if value not in (None, ())
+        }
+        return evolve(other, **requested)
 
 
 @frozen(kw_only=True)

@@ -109,7 +109,7 @@ class JournalError(PolarnodeError):
     boundary = "journal"
 
 
-class LawBroken(PolarnodeError):
+class InvariantViolated(PolarnodeError):
     """A trajectory that breaks a law of tokens; the text holds the numbers. Always a bug of ours."""
 
     boundary = "laws"

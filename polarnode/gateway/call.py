@@ -277,7 +277,7 @@ class ModelCall:
         except Refused as error:
             self._refuse(Fault.of(error))
             return
-        spoken = session.lineages.spoken(plans[0])
+        spoken = session.lineages.resumed_prefix(plans[0])
         asked = Asked(
             request=request, plans=plans, at=trio.current_time(), wall=self.model.now(), spoken=spoken
         )

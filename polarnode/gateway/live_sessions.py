@@ -34,7 +34,7 @@ from polarnode.gateway.call_events import Answered
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.merge.attach import RESUMED
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.token_extras import Carrier
+from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Call, Fault
 from polarnode.support.bounded import remember
 from polarnode.support.metrics import NodeCounters
@@ -188,7 +188,7 @@ class LiveSession:
     budgets: Budgets
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    carrier: Carrier = field(factory=lambda: Carrier(CarrySpec(), limit=0), kw_only=True)
+    carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's: what all its sessions did
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)

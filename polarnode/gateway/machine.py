@@ -66,7 +66,7 @@ from polarnode.gateway.call_events import (
 )
 from polarnode.gateway.sample import AnswerParser, Sample, order_of, request_ids, turn_of
 from polarnode.merge.attach import Plan
-from polarnode.merge.token_extras import Carry
+from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import JSON_TYPE, Call, Dialect, Fault, LastWords, Reply, StreamWriter
 
 # ── asking ────────────────────────────────────────────────────────────
@@ -166,7 +166,7 @@ class Terms:
     # for a plan's answer, its prompt and the stop strings
     new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"
     token_bytes: Callable[[int], bytes]
-    carry: Carry = field(factory=Carry)
+    carry: CallExtras = field(factory=CallExtras)
 
 
 @define(eq=False)

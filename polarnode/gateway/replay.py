@@ -29,7 +29,7 @@ from polarnode.gateway.recorded_request import Recorded, sentence
 from polarnode.merge.attach import Plan
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.roles import recast
+from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.template import Template
 
@@ -322,7 +322,9 @@ class _Player:
     def lines(self) -> dict[str, Line]:
         """What became of each file that asked for something."""
         played = {line.file: line for line in self._errors}
-        return played | {line.file: line for line in map(self._line, recast(tuple(self._turns.values())))}
+        return played | {
+            line.file: line for line in map(self._line, reclassify_roles(tuple(self._turns.values())))
+        }
 
     def _line(self, turn: Turn) -> Line:
         recorded = self._files[turn.index]

@@ -30,10 +30,10 @@ from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, TurnState, VersionSpan
 from polarnode.gateway.call_events import Asked, Rendered
 from polarnode.merge.attach import Plan
-from polarnode.merge.token_extras import Carry, held_of
+from polarnode.merge.token_extras import CallExtras, turn_extras
 from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.output_parser import joined
-from polarnode.tokens.parser import Finished
+from polarnode.tokens.parser import ParsedAnswer
 
 # ── sample ────────────────────────────────────────────────────────────
 
@@ -54,7 +54,7 @@ class AnswerParser(Protocol):
 
     def feed(self, ids: "array[int]", told: tuple[TokenLogprob, ...] = ()) -> list[Delta]: ...
 
-    def finish(self, reason: FinishReason) -> Finished: ...
+    def finish(self, reason: FinishReason) -> ParsedAnswer: ...
 
 
 @define(eq=False, kw_only=True)
@@ -73,7 +73,7 @@ class Sample:
     parser: AnswerParser
     token_bytes: Callable[[int], bytes]
     spoken: "array[int]" = field(factory=ids)
-    carry: Carry = field(factory=Carry)
+    carry: CallExtras = field(factory=CallExtras)
     ids: "array[int]" = field(factory=ids, init=False)
     logprobs: "array[float]" = field(factory=floats, init=False)
     spans: tuple[VersionSpan, ...] = field(default=(), init=False)
@@ -209,7 +209,7 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
     if answer is None:
         raise ValueError(f"turn {plan.index} is told of before its sample ended")
     shown = evolve(answer, logprobs=()) if sample.ids else None
-    held = held_of(sample.carry, sampled=len(sample.ids), top=sample.top, routed=sample.routed)
+    held = turn_extras(sample.carry, sampled=len(sample.ids), top=sample.top, routed=sample.routed)
     return Turn(
         session_id=session_id,
         index=plan.index,

@@ -35,7 +35,7 @@ from polarnode.journal.values import (
     Telling,
     UnfinishedSession,
 )
-from polarnode.merge.roles import recast
+from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.trajectory import Identity
 
 # ── recent ────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
 
 def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
     row = db.execute("SELECT body FROM trajectories WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else unpack_trajectory(row[0], recast(turns(db, session_id)))
+    return None if row is None else unpack_trajectory(row[0], reclassify_roles(turns(db, session_id)))
 
 
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:

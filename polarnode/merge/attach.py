@@ -141,14 +141,14 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
         kept.append(message)
     if not joined:
         return request
-    said = tuple(
+    regroup_notes = tuple(
         f"{figures.REGROUPED}: the calls of turn {turn} came in {count} messages and are one here"
         for turn, count in joined.items()
     )
     return evolve(
         request,
         conversation=evolve(request.conversation, messages=tuple(kept)),
-        notes=(*request.notes, *said),
+        notes=(*request.notes, *regroup_notes),
     )
 
 
@@ -185,7 +185,7 @@ class Attached:
     `path` is the whole request's.
 
     `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it
-    answered is gone or another. `anew` is the turn it could extend, were it not rendered anew for its
+    answered is gone or another. `rerendered` is the turn it could extend, were it not rendered anew for its
     thoughts. `keys` has the path's key before each message, and the last.
     """
 
@@ -195,12 +195,12 @@ class Attached:
     matched: int
     notes: tuple[str, ...]
     keys: Sequence[str]
-    anew: int | None = None
+    rerendered: int | None = None
 
     @property
     def before(self) -> int | None:
         """The turn that the request goes on from, whether it extends it or not."""
-        return next((turn for turn in (self.follows, self.parent, self.anew) if turn is not None), None)
+        return next((turn for turn in (self.follows, self.parent, self.rerendered) if turn is not None), None)
 
 
 @define(eq=False)
@@ -246,8 +246,8 @@ class _Pass:
                 self.keys[place:] = [found]
                 length = place
                 break
-        known = trail.ours[: bisect_right(trail.ours, length)]
-        self.ours = sorted([*known, *self.ours]) if self.ours else list(known)
+        ours = trail.ours[: bisect_right(trail.ours, length)]
+        self.ours = sorted([*ours, *self.ours]) if self.ours else list(ours)
         self._reach(trail.last_ours(length))
         return length
 
@@ -291,9 +291,9 @@ class _Pass:
         """The key of the turn a changed message provably is: same call ids in the same order, text equal or
         dropped.
         """
-        asked = self.ledger.asked_with(before)
-        proven = self.references.find_refs(opaques(message)) if asked else frozenset()
-        for index in asked:
+        candidates = self.ledger.answers_to(before)
+        proven = self.references.find_refs(opaques(message)) if candidates else frozenset()
+        for index in candidates:
             turn = self.ledger.turns[index]
             if (
                 index in proven
@@ -312,13 +312,13 @@ def attach(
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
-    said = [*walk.edits, *_diverged(walk), *_strayed(walk, conversation)]
+    notes = [*walk.edits, *_diverged(walk), *_strayed(walk, conversation)]
     parent = None
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
-        said += doubt
+        notes += doubt
     return Attached(
-        path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(said), keys=walk.keys
+        path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes), keys=walk.keys
     )
 
 
@@ -328,8 +328,8 @@ def _walk(root: str, walk: _Pass) -> _Pass:
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
     walk.diverged = length if trail is not None and length < min(len(numbers), len(trail.numbers)) else None
-    known = walk.recall(trail, length) if trail is not None else 0
-    for position in range(known, len(walk.messages)):
+    recalled = walk.recall(trail, length) if trail is not None else 0
+    for position in range(recalled, len(walk.messages)):
         walk.read(position)
     walk.memo.trails.keep(Trail(root=root, numbers=numbers, keys=walk.keys, ours=walk.ours, odd=walk.odd))
     return walk
@@ -387,9 +387,11 @@ def excusable(references: References, ours: Message, echoed: Message) -> bool:
     """Whether a message that names one of ours is that one, changed: same call ids in the same order, text
     equal or dropped.
     """
-    said, shown = _located(references, ours), _located(references, echoed)
+    recorded, shown = _located(references, ours), _located(references, echoed)
     return (
-        None not in said and said == shown and (not echoed.text.strip() or same_text(ours.text, echoed.text))
+        None not in recorded
+        and recorded == shown
+        and (not echoed.text.strip() or same_text(ours.text, echoed.text))
     )
 
 
@@ -433,17 +435,16 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
             )
         ]
     position, before = walk.stray
-    asked = walk.ledger.asked_with(before)
-    if not asked:
+    candidates = walk.ledger.answers_to(before)
+    if not candidates:
         return [
             f"{figures.FOREIGN}: message {position} is an assistant message this session did not sample there"
         ]
-    answer = walk.ledger.turns[max(asked)].answer
+    answer = walk.ledger.turns[max(candidates)].answer
     ours = answer.as_message() if answer is not None else Message(role="assistant")
     difference = _difference(ours, conversation.messages[position])
-    return [
-        f"{figures.REWRITTEN}: message {position} differs from turn {max(asked)}'s answer in {difference}"
-    ]
+    latest = max(candidates)
+    return [f"{figures.REWRITTEN}: message {position} differs from turn {latest}'s answer in {difference}"]
 
 
 def _difference(ours: Message, echoed: Message) -> str:

@@ -36,8 +36,8 @@ from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge import ledger
 from polarnode.merge.invariants import check_turns
-from polarnode.merge.selection import Cast, Settings, read_settings, select
-from polarnode.merge.token_extras import carried_of
+from polarnode.merge.selection import Settings, TrainableSelection, read_settings, select
+from polarnode.merge.token_extras import row_extras
 
 # ── slices ────────────────────────────────────────────────────────────
 
@@ -175,7 +175,7 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
                 chances[start:end] = memoryview(turn.logprobs)
     shown = [turn for turn in line if turn.sampled and turn.prompt_length >= cut.start]
     first = next((turn.prompt_length for turn in shown), cut.end) if prompt_length is None else prompt_length
-    carried = carried_of(line, trained, offset=cut.start)
+    extras = row_extras(line, trained, offset=cut.start)
     return Trace(
         lineage=leaf.lineage,
         token_ids=token_ids,
@@ -193,9 +193,9 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
         part=cut.part,
         parts=cut.parts,
         over_long=cut.over_long,
-        top=carried.top,
-        routed=carried.routed,
-        lacks=carried.lacks,
+        top=extras.top,
+        routed=extras.routed,
+        lacks=extras.lacks,
     )
 
 
@@ -207,11 +207,11 @@ def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
     return bytes(mask)
 
 
-def _copy(tokens: "memoryview[int]", given: "array[int]", *, end: int) -> None:
+def _copy(tokens: "memoryview[int]", source: "array[int]", *, end: int) -> None:
     """Put ids where they end; those before the row's first are cut."""
-    start = end - len(given)
+    start = end - len(source)
     if end > 0:
-        tokens[max(start, 0) : end] = memoryview(given)[max(-start, 0) :]
+        tokens[max(start, 0) : end] = memoryview(source)[max(-start, 0) :]
 
 
 def _versions(shown: Sequence[Turn], start: int) -> Iterator[VersionSpan]:
@@ -225,8 +225,8 @@ def _versions(shown: Sequence[Turn], start: int) -> Iterator[VersionSpan]:
 
 __all__ = [
     "Builder",
-    "Cast",
     "Settings",
+    "TrainableSelection",
     "build",
     "line_to",
     "per_request",
@@ -245,7 +245,7 @@ def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[st
     """The rows of a session as the named builder makes them. Refused for an unknown name, a wrong config or
     an import that fails.
 
-    LawBroken when the turns themselves are not whole, before anything is made of them.
+    InvariantViolated when the turns themselves are not whole, before anything is made of them.
     """
     check_turns(turns)
     if spec.import_path is not None:
@@ -266,29 +266,31 @@ def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
     The first, and not the longest: rows and their tokens are as many either way, and so a row does not change
     with what comes after it.
     """
-    cast = select(turns, config)
+    selection = select(turns, config)
     taken: set[int] = set()
     traces: list[Trace] = []
-    for leaf in cast.leaves:
-        line = line_to(cast.by_index, leaf.index)
-        lost = {turn.index for turn in line if turn.index in cast.trained_indexes and turn.index not in taken}
+    for leaf in selection.leaves:
+        line = line_to(selection.by_index, leaf.index)
+        lost = {
+            turn.index for turn in line if turn.index in selection.trained_indexes and turn.index not in taken
+        }
         taken |= lost
-        traces += rows(line, lost, limit=cast.settings.max_row_tokens)
-    return Built(traces=tuple(traces), left_out=cast.left_out)
+        traces += rows(line, lost, limit=selection.settings.max_row_tokens)
+    return Built(traces=tuple(traces), left_out=selection.left_out)
 
 
 def per_request(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
     """One row a trained turn: its whole prompt as context, its sample with loss. Of a prompt that is too long
     the end is kept.
     """
-    cast = select(turns, config)
-    limit = cast.settings.max_row_tokens
+    selection = select(turns, config)
+    limit = selection.settings.max_row_tokens
     traces: list[Trace] = []
-    for turn in cast.trained:
+    for turn in selection.trained:
         needed = None if limit is None else max(limit, len(turn.sampled)) + 1
-        line = line_to(cast.by_index, turn.index, tokens=needed)
+        line = line_to(selection.by_index, turn.index, tokens=needed)
         traces += rows(line, {turn.index}, limit=limit, prompt_length=turn.prompt_length)
-    return Built(traces=tuple(traces), left_out=cast.left_out)
+    return Built(traces=tuple(traces), left_out=selection.left_out)
 
 
 _BUILDERS: Final[Mapping[str, Builder]] = {"prefix_merging": prefix_merging, "per_request": per_request}

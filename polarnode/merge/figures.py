@@ -60,7 +60,7 @@ def counted(notes: Iterable[str]) -> "Counter[str]":
     return Counter(word for word in map(word_of, notes) if word is not None)
 
 
-def thoughts(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
+def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
     """What the model saw of earlier thoughts, by the places of their messages: those it was shown, and those
     the template left out.
     """
@@ -78,7 +78,7 @@ def thoughts(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
     return [*([f"{_SHOWN} messages {seen}"] if seen else []), *hides]
 
 
-def shows_thoughts(notes: Iterable[str]) -> bool:
+def shows_thinking(notes: Iterable[str]) -> bool:
     """Whether a prompt, by its notes, was rendered with earlier thoughts."""
     return any(note.startswith(_SHOWN) for note in notes)
 
@@ -97,9 +97,9 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
     extended; `prefix_hit_rate` is the share of the others. `notes` counts what the turns' notes begin with.
     """
     sampled = {turn.index: len(turn.sampled) for turn in turns}
-    left = Counter[str]()
+    left_out_tokens = Counter[str]()
     for one in left_out:
-        left[one.reason] += sampled.get(one.turn, 0)
+        left_out_tokens[one.reason] += sampled.get(one.turn, 0)
     words: dict[str, Counter[str]] = {
         "kinds": Counter(turn.kind for turn in turns),
         "reasons": Counter(turn.reason for turn in turns),
@@ -107,7 +107,7 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
         "states": Counter(turn.state for turn in turns),
         "notes": counted(note for turn in turns for note in turn.notes),
         "left_out": Counter(one.reason for one in left_out),
-        "left_out_tokens": left,
+        "left_out_tokens": left_out_tokens,
     }
     return _shown(words, _alone(turns), thinking)
 

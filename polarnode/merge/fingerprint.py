@@ -190,9 +190,9 @@ def tools_key(tools: Sequence[Tool]) -> str:
     """One key for a tool list as a template shows it: in its order, schemas by meaning; "-" for no tools."""
     if not tools:
         return NONE
-    said = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    described = [[tool.name, tool.description, tool.parameters] for tool in tools]
     try:
-        return _digest(_tagged(said, _DEEPEST))
+        return _digest(_tagged(described, _DEEPEST))
     except (ValueError, RecursionError) as error:
         raise Refused(
             f"the tools' parameters can not be read ({error}): nest them less deeply", path="$.tools"
@@ -267,9 +267,9 @@ class Memo:
 
     def canonical(self, arguments: str) -> str:
         """As `canonical_arguments`."""
-        known = self._arguments.get(arguments)
-        if known is not None:
-            return known
+        cached = self._arguments.get(arguments)
+        if cached is not None:
+            return cached
         read = canonical_arguments(arguments)
         if len(arguments) <= _REMEMBERED_LENGTH:
             _make_room(self._arguments, _REMEMBERED_CALLS)

@@ -38,7 +38,7 @@ from math import isfinite
 from attrs import evolve, frozen
 
 from polarnode.core.arrays import ids
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.ledger import chain
 from polarnode.merge.token_extras import routed_of, top_of
@@ -55,13 +55,14 @@ def check_lengths(traces: Sequence[Trace], limit: int | None) -> None:
 def _check_length(name: str, trace: Trace, limit: int | None) -> None:
     length = len(trace.token_ids)
     if limit is None and (trace.offset, trace.part, trace.parts, trace.over_long) != (0, 0, 1, False):
-        raise LawBroken(
-            f"law 1: {name} is part {trace.part} of {trace.parts} from token {trace.offset} on, where rows"
+        raise InvariantViolated(
+            f"invariant 1: {name} is part {trace.part} of {trace.parts} from token {trace.offset} on, where"
+            " rows"
             " are whole"
         )
     if limit is not None and (length > limit) != trace.over_long:
-        raise LawBroken(
-            f"law 4: {name} has {length} tokens, {limit} are the most, and it is"
+        raise InvariantViolated(
+            f"invariant 4: {name} has {length} tokens, {limit} are the most, and it is"
             f" {'' if trace.over_long else 'not '}marked as over long"
         )
 
@@ -73,26 +74,29 @@ def check_parts(traces: Sequence[Trace], by_index: Mapping[int, Turn]) -> None:
         _check_part(f"trace {number}", trace, before, by_index)
         before = trace
     if before is not None and before.part != before.parts - 1:
-        raise LawBroken(f"law 4: the last trace is part {before.part} of {before.parts}")
+        raise InvariantViolated(f"invariant 4: the last trace is part {before.part} of {before.parts}")
 
 
 def _check_part(name: str, trace: Trace, before: Trace | None, by_index: Mapping[int, Turn]) -> None:
     done = before is None or before.part == before.parts - 1
     due = (0, trace.parts) if before is None or done else (before.part + 1, before.parts)
     if (trace.part, trace.parts) != due or trace.part >= trace.parts:
-        raise LawBroken(
-            f"law 4: {name} is part {trace.part} of {trace.parts}, where part {due[0]} of {due[1]} is due"
+        raise InvariantViolated(
+            f"invariant 4: {name} is part {trace.part} of {trace.parts}, where part {due[0]} of {due[1]} is"
+            " due"
         )
     if trace.offset and trace.loss_mask[0]:
-        raise LawBroken(
-            f"law 1: the first token of {name} is trained, and nothing is shown that it was conditioned on"
+        raise InvariantViolated(
+            f"invariant 1: the first token of {name} is trained, and nothing is shown that it was conditioned"
+            " on"
         )
     if before is None or done:
         return
     end, last = before.offset + len(before.token_ids), before.turn_spans[-1].turn
     if trace.offset < end or not _leads(last, trace.turn_spans[0].turn, by_index):
-        raise LawBroken(
-            f"law 4: {name} begins at {trace.offset} of its row, and the part before it ends at {end}, with"
+        raise InvariantViolated(
+            f"invariant 4: {name} begins at {trace.offset} of its row, and the part before it ends at {end},"
+            " with"
             f" turn {last}"
         )
 
@@ -114,7 +118,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
     by_index: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.index in by_index:
-            raise LawBroken(f"law 2: the session has two turns {turn.index}")
+            raise InvariantViolated(f"invariant 2: the session has two turns {turn.index}")
         _check_prompt(turn, by_index)
         if turn.state != "failed":
             check_sample(turn)
@@ -126,13 +130,15 @@ def _check_prompt(turn: Turn, earlier: Mapping[int, Turn]) -> None:
     if turn.parent is not None:
         parent = earlier.get(turn.parent)
         if parent is None or parent.state == "failed":
-            raise LawBroken(
-                f"law 1: turn {turn.index} extends turn {turn.parent}, which is no earlier turn that answered"
+            raise InvariantViolated(
+                f"invariant 1: turn {turn.index} extends turn {turn.parent}, which is no earlier turn that"
+                " answered"
             )
         before = parent.end
     if turn.prompt_length != before + len(turn.prompt_delta):
-        raise LawBroken(
-            f"law 1: turn {turn.index} has a prompt of {turn.prompt_length} tokens, but {before} before it"
+        raise InvariantViolated(
+            f"invariant 1: turn {turn.index} has a prompt of {turn.prompt_length} tokens, but {before} before"
+            " it"
             f" and {len(turn.prompt_delta)} of its own"
         )
 
@@ -140,17 +146,17 @@ def _check_prompt(turn: Turn, earlier: Mapping[int, Turn]) -> None:
 def check_sample(turn: Turn) -> None:
     sampled = len(turn.sampled)
     if len(turn.logprobs) != sampled:
-        raise LawBroken(
-            f"law 3: turn {turn.index} sampled {sampled} tokens with {len(turn.logprobs)} logprobs"
+        raise InvariantViolated(
+            f"invariant 3: turn {turn.index} sampled {sampled} tokens with {len(turn.logprobs)} logprobs"
         )
     # The sum is finite only if every one is: float32 values can not overflow a double's sum, and NaN and
     # infinities stay.
     if not isfinite(sum(turn.logprobs)):
-        raise LawBroken(f"law 3: turn {turn.index} has a logprob that is not a number")
+        raise InvariantViolated(f"invariant 3: turn {turn.index} has a logprob that is not a number")
     if _ends(turn.version_spans) != sampled:
         spans = [(span.start, span.end) for span in turn.version_spans]
-        raise LawBroken(
-            f"law 3: turn {turn.index} sampled {sampled} tokens, but its weight versions cover {spans}"
+        raise InvariantViolated(
+            f"invariant 3: turn {turn.index} sampled {sampled} tokens, but its weight versions cover {spans}"
         )
 
 
@@ -158,7 +164,7 @@ def is_whole(turn: Turn) -> bool:
     """Whether every sampled token of a turn has what a trained one must have."""
     try:
         check_sample(turn)
-    except LawBroken:
+    except InvariantViolated:
         return False
     return True
 
@@ -178,11 +184,14 @@ def _ends(spans: Iterable[VersionSpan]) -> int | None:
 
 def check_trace(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_failed: bool) -> None:
     if getattr(trace.token_ids, "typecode", "") != "i" or getattr(trace.logprobs, "typecode", "") != "f":
-        raise LawBroken(f"law 3: {name} must hold its ids as array('i') and its logprobs as array('f')")
+        raise InvariantViolated(
+            f"invariant 3: {name} must hold its ids as array('i') and its logprobs as array('f')"
+        )
     length = len(trace.token_ids)
     if len(trace.loss_mask) != length or len(trace.logprobs) != length:
-        raise LawBroken(
-            f"law 3: {name} has {length} tokens, {len(trace.loss_mask)} mask values and {len(trace.logprobs)}"
+        raise InvariantViolated(
+            f"invariant 3: {name} has {length} tokens, {len(trace.loss_mask)} mask values and"
+            f" {len(trace.logprobs)}"
             " logprobs"
         )
     _check_spans(name, trace, by_index, train_failed=train_failed)
@@ -198,22 +207,27 @@ def _check_spans(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train
     end = 0
     for span in trace.turn_spans:
         if span.turn not in by_index:
-            raise LawBroken(f"law 4: {name} names turn {span.turn}, which is not of the session")
+            raise InvariantViolated(
+                f"invariant 4: {name} names turn {span.turn}, which is not of the session"
+            )
         if by_index[span.turn].state == "failed":
             _check_failed(name, by_index[span.turn], train_failed=train_failed)
         if span.start < end or span.end <= span.start:
-            raise LawBroken(
-                f"law 4: in {name} turn {span.turn} lies at [{span.start}, {span.end}), the one before it"
+            raise InvariantViolated(
+                f"invariant 4: in {name} turn {span.turn} lies at [{span.start}, {span.end}), the one before"
+                " it"
                 f" ends at {end}"
             )
         end = span.end
     if not trace.turn_spans or end != len(trace.token_ids):
-        raise LawBroken(f"law 4: {name} has {len(trace.token_ids)} tokens, its last sample ends at {end}")
+        raise InvariantViolated(
+            f"invariant 4: {name} has {len(trace.token_ids)} tokens, its last sample ends at {end}"
+        )
 
 
 def _check_failed(name: str, turn: Turn, *, train_failed: bool) -> None:
     if not train_failed:
-        raise LawBroken(f"law 2: {name} holds turn {turn.index}, which failed")
+        raise InvariantViolated(f"invariant 2: {name} holds turn {turn.index}, which failed")
     check_sample(turn)
 
 
@@ -228,32 +242,36 @@ def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     places = [evolve(span, reward=None) for span in trace.turn_spans]
     if trace.offset < 0 or places != expected:
         said = f"its last turn was conditioned on {_shown(expected)}"
-        raise LawBroken(
-            f"law 1: {name}, from token {trace.offset} on, has the samples {_shown(trace.turn_spans)}, {said}"
+        raise InvariantViolated(
+            f"invariant 1: {name}, from token {trace.offset} on, has the samples {_shown(trace.turn_spans)},"
+            f" {said}"
         )
     tokens = trace.token_ids.tobytes()  # bytes compare as memory, typed views item by item
     for turn in line:
         start = turn.prompt_length - trace.offset
         _same(
-            f"law 1: {name}, prompt of turn {turn.index}",
+            f"invariant 1: {name}, prompt of turn {turn.index}",
             tokens,
             start - len(turn.prompt_delta),
             turn.prompt_delta,
         )
-        _same(f"law 1: {name}, sample of turn {turn.index}", tokens, start, turn.sampled)
+        _same(f"invariant 1: {name}, sample of turn {turn.index}", tokens, start, turn.sampled)
 
 
 def _check_mask(name: str, trace: Trace) -> None:
     ones = trace.loss_mask.count(1)
     if ones + trace.loss_mask.count(0) != len(trace.loss_mask):
-        raise LawBroken(f"law 2: the mask of {name} has values other than 0 and 1")
+        raise InvariantViolated(f"invariant 2: the mask of {name} has values other than 0 and 1")
     sampled = sum(trace.loss_mask.count(1, span.start, span.end) for span in trace.turn_spans)
     if ones != sampled:
-        raise LawBroken(f"law 2: the mask of {name} has {ones} ones, {sampled} of them on sampled tokens")
+        raise InvariantViolated(
+            f"invariant 2: the mask of {name} has {ones} ones, {sampled} of them on sampled tokens"
+        )
     early = trace.loss_mask.count(1, 0, trace.prompt_length)
     if not 0 <= trace.prompt_length <= len(trace.token_ids) or early:
-        raise LawBroken(
-            f"law 2: {name} has {len(trace.token_ids)} tokens, a prompt of {trace.prompt_length} and {early}"
+        raise InvariantViolated(
+            f"invariant 2: {name} has {len(trace.token_ids)} tokens, a prompt of {trace.prompt_length} and"
+            f" {early}"
             " ones in the mask of it"
         )
 
@@ -262,9 +280,9 @@ def _check_logprobs(name: str, trace: Trace, by_index: Mapping[int, Turn]) -> No
     """The engine's own bytes where the mask is 1, zero bytes elsewhere."""
     expected = bytearray(4 * len(trace.logprobs))
     for span in trace.turn_spans:
-        given = memoryview(by_index[span.turn].logprobs).cast("B")
+        recorded = memoryview(by_index[span.turn].logprobs).cast("B")
         for start, end in _ones(trace.loss_mask, span):
-            expected[4 * start : 4 * end] = given[4 * (start - span.start) : 4 * (end - span.start)]
+            expected[4 * start : 4 * end] = recorded[4 * (start - span.start) : 4 * (end - span.start)]
     found = trace.logprobs.tobytes()
     if found != expected:
         place = next(
@@ -272,8 +290,8 @@ def _check_logprobs(name: str, trace: Trace, by_index: Mapping[int, Turn]) -> No
             for at in range(len(trace.logprobs))
             if found[4 * at : 4 * at + 4] != expected[4 * at : 4 * at + 4]
         )
-        raise LawBroken(
-            f"law 3: {name} has the logprob {trace.logprobs[place]} at {place}, where the mask is"
+        raise InvariantViolated(
+            f"invariant 3: {name} has the logprob {trace.logprobs[place]} at {place}, where the mask is"
             f" {trace.loss_mask[place]}"
         )
 
@@ -305,20 +323,23 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
             (pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]),
             (len(found), len(expected)),
         )
-        raise LawBroken(f"law 3: {name} has the weight versions {wrong[0]} where the engine said {wrong[1]}")
+        raise InvariantViolated(
+            f"invariant 3: {name} has the weight versions {wrong[0]} where the engine said {wrong[1]}"
+        )
 
 
 def _check_carried(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     """The alternatives and the experts of a trace are its turns', row for row; it may have none."""
     trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
     if trace.top is not None and trace.top != top_of(line, trained):
-        raise LawBroken(
-            f"law 3: the {trace.top.rows} rows of alternatives that {name} carries are not those of its"
+        raise InvariantViolated(
+            f"invariant 3: the {trace.top.rows} rows of alternatives that {name} carries are not those of its"
             " trained turns"
         )
     if trace.routed is not None and trace.routed != routed_of(line, offset=trace.offset):
-        raise LawBroken(
-            f"law 3: the experts of {name}, from position {trace.routed.start} to {trace.routed.end}, are not"
+        raise InvariantViolated(
+            f"invariant 3: the experts of {name}, from position {trace.routed.start} to {trace.routed.end},"
+            " are not"
             " those its turns carry"
         )
 
@@ -342,7 +363,7 @@ def _same(what: str, tokens: bytes, start: int, expected: "array[int]") -> None:
     if not tokens.startswith(due.tobytes(), 4 * start):
         found = ids(tokens[4 * start : 4 * (start + len(due))])
         place = next(at for at, pair in enumerate(zip(found, due, strict=True)) if pair[0] != pair[1])
-        raise LawBroken(
+        raise InvariantViolated(
             f"{what}: token {place} of {len(due)} is {found[place]}, the engine's was {due[place]}"
         )
 
@@ -371,7 +392,7 @@ class Counts:
 
 
 def check(turns: Sequence[Turn], built: Built, *, train_failed: bool = False) -> Counts:
-    """Hold the laws on a session's traces. Raises LawBroken with the numbers; returns what was counted.
+    """Check the invariants of a session's traces; return the counts. Raises InvariantViolated, with numbers.
 
     `train_failed`: the task trains what was sampled before the engine failed, too.
     """
@@ -392,13 +413,13 @@ def check(turns: Sequence[Turn], built: Built, *, train_failed: bool = False) ->
 
 
 def _left_out(by_index: Mapping[int, Turn], built: Built) -> dict[int, str]:
-    reasons = {left.turn: left.reason for left in built.left_out}
-    twice = [index for index, times in Counter(left.turn for left in built.left_out).items() if times > 1]
+    reasons = {each.turn: each.reason for each in built.left_out}
+    twice = [index for index, times in Counter(each.turn for each in built.left_out).items() if times > 1]
     unknown = sorted(set(reasons) - set(by_index))
     silent = [index for index, reason in reasons.items() if not reason]
     if twice or unknown or silent:
-        raise LawBroken(
-            f"law 2: of the turns left out, {twice} are listed twice, {unknown} are not of the session,"
+        raise InvariantViolated(
+            f"invariant 2: of the turns left out, {twice} are listed twice, {unknown} are not of the session,"
             f" {silent} have no reason"
         )
     return reasons
@@ -416,8 +437,9 @@ def _check_masks(by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons:
             mask = int.from_bytes(trace.loss_mask[span.start : span.end], "little")
             twice = (covered[span.turn] & mask).bit_count()
             if twice:
-                raise LawBroken(
-                    f"law 2: {twice} tokens of turn {span.turn} are trained in trace {number} and in one"
+                raise InvariantViolated(
+                    f"invariant 2: {twice} tokens of turn {span.turn} are trained in trace {number} and in"
+                    " one"
                     " before it"
                 )
             covered[span.turn] |= mask
@@ -430,7 +452,8 @@ def _check_share(turn: Turn, trained: int, reason: str | None) -> None:
     due = len(turn.sampled) if reason is None else 0
     if trained != due:
         why = "it is not left out" if reason is None else f"it is left out: {reason}"
-        raise LawBroken(
-            f"law 2: {trained} of the {len(turn.sampled)} sampled tokens of turn {turn.index} are trained,"
+        raise InvariantViolated(
+            f"invariant 2: {trained} of the {len(turn.sampled)} sampled tokens of turn {turn.index} are"
+            " trained,"
             f" but {why}"
         )

@@ -17,7 +17,7 @@ from polarnode.core.arrays import ids
 from polarnode.core.codec.turns import line_of
 from polarnode.core.conversation import Message
 from polarnode.core.trajectory import Turn
-from polarnode.merge.figures import shows_thoughts
+from polarnode.merge.figures import shows_thinking
 from polarnode.merge.fingerprint import NONE, Path, advance
 
 _NOBODY: Final[tuple[int, ...]] = ()
@@ -81,7 +81,11 @@ class Ledger:
         self.turns[turn.index] = turn
         if not attachable(turn):
             return
-        if turn.parent in self._thoughtful or _said(turn).thinking.strip() or shows_thoughts(turn.notes):
+        if (
+            turn.parent in self._thoughtful
+            or _answer_message(turn).thinking.strip()
+            or shows_thinking(turn.notes)
+        ):
             self._thoughtful.add(turn.index)
         keys = self._keys[turn.index] = self._keys_of(turn)
         for key in keys:
@@ -97,7 +101,7 @@ class Ledger:
         """
         return self._after.get(key, _NOBODY)
 
-    def asked_with(self, key: str) -> "list[int] | tuple[int, ...]":
+    def answers_to(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns that answered the path of this key."""
         return self._before.get(key, _NOBODY)
 
@@ -112,8 +116,8 @@ class Ledger:
         while step is not None and step not in self._full:
             line.append(self.turns[step])
             step = line[-1].parent
-        known = b"" if step is None else self._full[step]
-        whole = b"".join((known, *_parts(reversed(line))))
+        prefix = b"" if step is None else self._full[step]
+        whole = b"".join((prefix, *_parts(reversed(line))))
         if index is not None and len(line) > _LONG_WALK:
             self._keep(index, whole)
         return ids(whole)
@@ -127,7 +131,7 @@ class Ledger:
         """How many ids `written` has."""
         return 0 if index is None else self.turns[index].end
 
-    def thoughtful(self, index: int) -> bool:
+    def holds_thinking(self, index: int) -> bool:
         """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered
         into a prompt of them.
         """
@@ -139,7 +143,7 @@ class Ledger:
         return (
             self._merged(turn).thinking
             if key != turn.message_key and self._goes_on(turn)
-            else _said(turn).thinking
+            else _answer_message(turn).thinking
         )
 
     def ancestry(self, index: int) -> Iterator[int]:
@@ -162,7 +166,7 @@ class Ledger:
         return advance(Path.read(self._halves(turn)[-1].before_key).key, self._merged(turn))
 
     def _merged(self, turn: Turn) -> Message:
-        return reduce(Message.joined, [_said(half) for half in reversed(self._halves(turn))])
+        return reduce(Message.joined, [_answer_message(half) for half in reversed(self._halves(turn))])
 
     def _halves(self, turn: Turn) -> list[Turn]:
         """A turn that went on after a cut and those it went on from, latest first."""
@@ -178,7 +182,7 @@ class Ledger:
         )
 
 
-def _said(turn: Turn) -> Message:
+def _answer_message(turn: Turn) -> Message:
     return Message(role="assistant") if turn.answer is None else turn.answer.as_message()
 
 

@@ -25,15 +25,15 @@ from attrs import define, evolve, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Turn
 from polarnode.merge import figures
 from polarnode.merge.attach import RESUMED, Attached, Plan, another, attach, excusable, opaques, resumed
 from polarnode.merge.fingerprint import Memo, Path
 from polarnode.merge.ledger import Ledger, attachable
 from polarnode.merge.references import References
-from polarnode.merge.roles import Cast, Heads
-from polarnode.merge.turn_kinds import FamilyTree, Named
+from polarnode.merge.roles import PathIndex, RequestRoles
+from polarnode.merge.turn_kinds import TurnGraph, TurnName
 
 # ── thoughts ────────────────────────────────────────────────────────────
 
@@ -42,7 +42,7 @@ DropsThinking = Callable[[Sequence[Message]], bool]
 
 
 @frozen(kw_only=True)
-class Thoughts:
+class ThinkingPolicy:
     """What one session's requests are rendered from where the template decides over thoughts."""
 
     drops: DropsThinking
@@ -56,7 +56,7 @@ class Thoughts:
         messages = conversation.messages
         if self._hides(found, messages[found.matched :]):
             kept = tuple(note.replace(figures.KEPT, figures.AS_SHOWN) for note in found.notes)
-            found = evolve(found, parent=None, matched=0, anew=found.parent, notes=kept)
+            found = evolve(found, parent=None, matched=0, rerendered=found.parent, notes=kept)
         new = tuple(
             self._restored(place, messages[place], found) for place in range(found.matched, len(messages))
         )
@@ -64,13 +64,15 @@ class Thoughts:
         # what follows only grows towards the front
         first = bisect_left(thoughts, True, key=lambda place: not self.drops(new[place + 1 :]))
         places = [found.matched + place for place in thoughts]
-        return evolve(found, notes=(*found.notes, *figures.thoughts(places[first:], places[:first]))), new
+        return evolve(
+            found, notes=(*found.notes, *figures.thinking_notes(places[first:], places[:first]))
+        ), new
 
     def _hides(self, found: Attached, new: Sequence[Message]) -> bool:
         return (
             found.parent is not None
             and bool(new)
-            and self.ledger.thoughtful(found.parent)
+            and self.ledger.holds_thinking(found.parent)
             and self.drops(new)
         )
 
@@ -124,9 +126,9 @@ class Lineages:
     _session_id: str
     _ledger: Ledger
     _memo: Memo
-    _heads: Heads
-    _tree: FamilyTree
-    _thoughts: Thoughts | None
+    _paths: PathIndex
+    _graph: TurnGraph
+    _thinking_policy: ThinkingPolicy | None
 
     def __init__(
         self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None
@@ -136,9 +138,9 @@ class Lineages:
         """
         self.references = References(session_id, secret)
         self._session_id = session_id
-        self._ledger, self._memo, self._heads = Ledger(), Memo(), Heads()
-        self._tree = FamilyTree(self._ledger)
-        self._thoughts = drops_thinking and Thoughts(
+        self._ledger, self._memo, self._paths = Ledger(), Memo(), PathIndex()
+        self._graph = TurnGraph(self._ledger)
+        self._thinking_policy = drops_thinking and ThinkingPolicy(
             drops=drops_thinking, ledger=self._ledger, references=self.references
         )
 
@@ -154,10 +156,10 @@ class Lineages:
         the request).
         """
         found, new = self._attached(conversation, hints)
-        cast = self._cast(found, conversation, hints)
-        named = self._tree.name(found, conversation, request_key, self._heads)
-        plan = _plan(self._tree.next_index, found, cast, named, new, request_key)
-        self._heads.note(found.path, cast.role)
+        roles = self._classify(found, conversation, hints)
+        named = self._graph.name(found, conversation, request_key, self._paths)
+        plan = _plan(self._graph.next_index, found, roles, named, new, request_key)
+        self._paths.note(found.path, roles.role)
         return self._planned(plan)
 
     def _attached(
@@ -173,20 +175,20 @@ class Lineages:
         )
         return (
             (found, conversation.messages[found.matched :])
-            if self._thoughts is None
-            else self._thoughts.shown(found, conversation)
+            if self._thinking_policy is None
+            else self._thinking_policy.shown(found, conversation)
         )
 
     def _planned(self, plan: Plan) -> Plan:
-        self._tree.plans[plan.index] = plan
-        self._tree.enter(plan)
+        self._graph.plans[plan.index] = plan
+        self._graph.enter(plan)
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
         """`count` more plans for the request of this one: other samples of the same prompt, siblings and no
         retries of each other.
         """
-        tree = self._tree
+        tree = self._graph
         numbers = range(1, count + 1)
         return tuple(
             self._planned(another(plan, index=tree.next_index, lineage=tree.next_lineage, number=number))
@@ -199,12 +201,12 @@ class Lineages:
         """
         turn = self._ledger.turns[index]
         return (
-            self._planned(resumed(turn, index=self._tree.next_index, total=total))
-            if self._tree.can_go_on(turn)
+            self._planned(resumed(turn, index=self._graph.next_index, total=total))
+            if self._graph.can_go_on(turn)
             else None
         )
 
-    def spoken(self, plan: Plan) -> "array[int]":
+    def resumed_prefix(self, plan: Plan) -> "array[int]":
         """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any
         other plan.
         """
@@ -231,27 +233,28 @@ class Lineages:
         return self._ledger.written(plan.parent)
 
     def commit(self, turn: Turn) -> None:
-        """Keep a turn that ended, however it ended. LawBroken if it is not the turn that was planned."""
-        plan = self._tree.plans.get(turn.index)
+        """Keep a turn that ended, however it ended. InvariantViolated if it is not the turn that was"
+        " planned."""
+        plan = self._graph.plans.get(turn.index)
         if plan is None:
-            raise LawBroken(
+            raise InvariantViolated(
                 f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is"
                 " under way"
             )
         self._agree(plan, turn)
-        del self._tree.plans[turn.index]
+        del self._graph.plans[turn.index]
         self._keep(turn)
 
     def abandon(self, plan: Plan) -> None:
         """Forget a plan that will have no turn (its request was refused). Its numbers are not used again."""
-        if plan.index not in self._tree.plans:
+        if plan.index not in self._graph.plans:
             return
-        self._tree.drop(plan)
-        self._heads = Heads()
-        for asked in self._tree.asked():
-            self._heads.note(Path.read(asked.before_key), asked.role)
+        self._graph.drop(plan)
+        self._paths = PathIndex()
+        for request in self._graph.requests():
+            self._paths.note(Path.read(request.before_key), request.role)
         for turn in self.turns:
-            self._hear(turn)
+            self._note_answer(turn)
 
     @classmethod
     def restore(
@@ -266,44 +269,48 @@ class Lineages:
         lineages = cls(session_id=session_id, secret=secret, drops_thinking=drops_thinking)
         for turn in sorted(turns, key=lambda turn: turn.index):
             lineages._fits(turn)
-            lineages._heads.note(Path.read(turn.before_key), turn.role)
-            lineages._tree.enter(turn)
+            lineages._paths.note(Path.read(turn.before_key), turn.role)
+            lineages._graph.enter(turn)
             lineages._keep(turn)
         return lineages
 
     def _keep(self, turn: Turn) -> None:
         self._ledger.add(turn)
-        self._hear(turn)
+        self._note_answer(turn)
 
-    def _hear(self, turn: Turn) -> None:
+    def _note_answer(self, turn: Turn) -> None:
         if attachable(turn) and turn.answer is not None:
-            self._heads.heard(turn.answer)
+            self._paths.note_answer(turn.answer)
 
     def _fits(self, turn: Turn) -> None:
-        known = self._ledger.turns
+        recorded = self._ledger.turns
         if (
-            turn.index in known
-            or (turn.parent is not None and turn.parent not in known)
+            turn.index in recorded
+            or (turn.parent is not None and turn.parent not in recorded)
             or not turn.before_key
         ):
-            raise LawBroken(
+            raise InvariantViolated(
                 f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its"
                 " before_key is missing"
             )
 
-    def _cast(self, found: Attached, conversation: Conversation, hints: Mapping[str, str]) -> Cast:
+    def _classify(
+        self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
+    ) -> RequestRoles:
         """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes
         on from.
         """
         names = [tool.name for tool in conversation.tools]
-        cast = self._heads.cast(found.path, conversation.messages, hints.get("kind", ""), tools=names)
+        roles = self._paths.classify(found.path, conversation.messages, hints.get("kind", ""), tools=names)
         if (
-            cast.role == "main"
+            roles.role == "main"
             and found.before is not None
             and self._ledger.turns[found.before].role == "subagent"
         ):
-            return Cast(role="subagent", note=f"the request goes on from turn {found.before}, a sub-agent's")
-        return cast
+            return RequestRoles(
+                role="subagent", note=f"the request goes on from turn {found.before}, a sub-agent's"
+            )
+        return roles
 
     def _agree(self, plan: Plan, turn: Turn) -> None:
         planned = {
@@ -320,11 +327,16 @@ class Lineages:
             if getattr(turn, name) != value
         ]
         if wrong:
-            raise LawBroken(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
+            raise InvariantViolated(f"turn {turn.index} is not as it was planned: {', '.join(wrong)}")
 
 
 def _plan(
-    index: int, found: Attached, cast: Cast, named: Named, new: tuple[Message, ...], request_key: str
+    index: int,
+    found: Attached,
+    roles: RequestRoles,
+    named: TurnName,
+    new: tuple[Message, ...],
+    request_key: str,
 ) -> Plan:
     return Plan(
         index=index,
@@ -332,11 +344,11 @@ def _plan(
         kind=named.kind,
         reason=named.reason,
         lineage=named.lineage,
-        role=cast.role,
+        role=roles.role,
         new=new,
         before_key=found.path.text,
         request_key=request_key,
         matched=found.matched,
         total=found.matched + len(new),
-        notes=found.notes if cast.note is None else (*found.notes, cast.note),
+        notes=found.notes if roles.note is None else (*found.notes, roles.note),
     )

@@ -19,7 +19,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace
 from polarnode.merge.builders import prefix_merging
 from polarnode.merge.invariants import check
-from polarnode.merge.token_forest import Began, Call, Forest, Hasher, Name, read_call
+from polarnode.merge.token_forest import Began, Forest, Hasher, Name, RecordedCall, read_call
 
 _NO_CONFIG: Final[Mapping[str, Json]] = MappingProxyType({})
 
@@ -84,16 +84,16 @@ class Sessions:
             return str(refused)
         return None
 
-    def _add(self, call: Call) -> None:
-        known = self._open.get(call.session_id)
-        session = _Session(forest=Forest(self._hasher)) if known is None else known
+    def _add(self, call: RecordedCall) -> None:
+        existing = self._open.get(call.session_id)
+        session = _Session(forest=Forest(self._hasher)) if existing is None else existing
         earlier = session.lines.setdefault(call.turn_id, call.line)
         if earlier != call.line:
-            said = (
+            sentence = (
                 f"line {call.line}: turn_id {_json(call.turn_id)} of session_id {_json(call.session_id)} is"
                 f" on line {earlier} already"
             )
-            raise Refused(f"{said}: give every call of a session its own")
+            raise Refused(f"{sentence}: give every call of a session its own")
         self._open[call.session_id] = session
         self.counts.sampled += len(call.sampled)
         if call.sampled:
@@ -105,7 +105,7 @@ class Sessions:
         """The rows as lines of JSON: sessions in the order they appeared, a session's in the order of their
         last turns.
 
-        LawBroken if a session's rows are not what the laws say, which is our fault and not the input's.
+        InvariantViolated if a session's rows break an invariant: a fault of polarnode, not of the input.
         """
         self.counts.sessions = len(self._open)
         while self._open:

@@ -48,10 +48,9 @@ class References:
 
     def ref(self, index: int) -> str:
         """16 lower hex characters: 6 of the turn's index, 10 that sign it."""
-        said = f"{self.session_id}:{index}".encode()
-        return (
-            f"{index:0{_INDEX_DIGITS}x}{hmac.digest(self._secret, said, 'sha256').hex()[:_SIGNATURE_DIGITS]}"
-        )
+        payload = f"{self.session_id}:{index}".encode()
+        signature = hmac.digest(self._secret, payload, "sha256").hex()
+        return f"{index:0{_INDEX_DIGITS}x}{signature[:_SIGNATURE_DIGITS]}"
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""

@@ -81,7 +81,7 @@ _TASKS: Final = 64
 
 
 @frozen(kw_only=True)
-class Cast:
+class RequestRoles:
     """The part a turn plays, and a sentence when it is not the main one."""
 
     role: TurnRole = "main"
@@ -89,7 +89,7 @@ class Cast:
 
 
 @define(eq=False)
-class Heads:
+class PathIndex:
     """How the session's paths began, and what was handed to tools: enough to say who asks, and what is new
     about a path of its own.
     """
@@ -114,42 +114,42 @@ class Heads:
             self._main_systems.add(path.system)
             self._main_has_tools |= path.tools != NONE
 
-    def heard(self, answer: Answer) -> None:
+    def note_answer(self, answer: Answer) -> None:
         """Remember what an answer hands to tools: it may be a sub-agent's task."""
         for call in answer.calls:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
 
-    def cast(
+    def classify(
         self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()
-    ) -> Cast:
+    ) -> RequestRoles:
         """The role of a request. `kind` is what the harness itself says it is, where it does; `tools` are the
         names of those it may call.
         """
         for role in _ROLES:
             if role == kind:
-                return Cast(
+                return RequestRoles(
                     role=role, note=None if role == "main" else f"the harness says that this call is {role}"
                 )
         sign = _sign(messages)
         if sign is not None:
-            return Cast(role=sign.role, note=sign.note)
+            return RequestRoles(role=sign.role, note=sign.note)
         if self._first_agent not in (None, path.agent):
-            return Cast(role="subagent", note="another agent of the harness asks than at first")
+            return RequestRoles(role="subagent", note="another agent of the harness asks than at first")
         if path.tools == NONE and self._main_has_tools:
-            return Cast(
+            return RequestRoles(
                 role="auxiliary",
                 note="the request has no tools while the session's main conversation has some",
             )
         if self._main_has_tools and path.system not in self._main_systems and _SUBAGENT_TOOL in tools:
-            return Cast(
+            return RequestRoles(
                 role="subagent", note=f"the request has a {_SUBAGENT_TOOL} tool, as a sub-agent's has"
             )
         if self._is_delegated(path, messages):
-            return Cast(
+            return RequestRoles(
                 role="subagent", note="the request begins with what an earlier answer handed to a tool"
             )
-        return Cast()
+        return RequestRoles()
 
     def why_root(self, path: Path, messages: tuple[Message, ...]) -> str:
         """What is new about a path that extends nothing: first, compaction, tools, thinking, system, rewrite
@@ -186,7 +186,7 @@ class Heads:
         )
 
 
-def recast(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+def reclassify_roles(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """The turns with the roles that only the whole session tells: a side call that came first is one too.
 
     A title is asked for before the conversation it names, and is then taken for the main one. The journal
@@ -216,9 +216,9 @@ def _sign(messages: tuple[Message, ...]) -> _Sign | None:
     """The sign of a side call that a request bears."""
     heads = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
     ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
-    said = {"system": heads, "user": ends}
+    starts = {"system": heads, "user": ends}
     return next(
-        (sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in said[sign.place])), None
+        (sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in starts[sign.place])), None
     )
 
 

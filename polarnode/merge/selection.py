@@ -74,20 +74,20 @@ def read_settings(config: Mapping[str, Json]) -> Settings:
 
 
 def _switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> bool:
-    said = config.get(name, default)
-    if not isinstance(said, bool):
+    value = config.get(name, default)
+    if not isinstance(value, bool):
         raise Refused(f"{name} says {what}: make it true or false", path=_path(name))
-    return said
+    return value
 
 
 def _limit(config: Mapping[str, Json]) -> int | None:
-    said = config.get("max_row_tokens")
-    if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < SHORTEST_ROW):
+    value = config.get("max_row_tokens")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < SHORTEST_ROW):
         raise Refused(
             f"max_row_tokens says how many tokens a row may have: make it a whole number from {SHORTEST_ROW}",
             path=_path("max_row_tokens"),
         )
-    return said
+    return value
 
 
 def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
@@ -102,14 +102,14 @@ def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
     return frozenset(_roles(config["train_roles"]))
 
 
-def _roles(said: Json) -> Iterator[TurnRole]:
+def _roles(value: Json) -> Iterator[TurnRole]:
     words = ", ".join(ROLES)
-    if not isinstance(said, list):
+    if not isinstance(value, list):
         raise Refused(
             f"train_roles lists the roles whose turns are trained: make it a list of {words}",
             path=_path("train_roles"),
         )
-    for place, word in enumerate(said):
+    for place, word in enumerate(value):
         found = [role for role in ROLES if role == word]
         if not found:
             raise Refused(
@@ -126,7 +126,7 @@ def _path(name: str) -> str:
 
 
 @frozen(kw_only=True)
-class Cast:
+class TrainableSelection:
     """The session's turns by index, those that are trained in index order, and the others with their
     reason.
     """
@@ -156,7 +156,7 @@ class Cast:
         return inner
 
 
-def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> Cast:
+def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelection:
     """Who plays in a session, as a builder's config says. Refused for a config that is wrong."""
     settings = read_settings(config)
     by_index = {turn.index: turn for turn in turns}
@@ -172,7 +172,7 @@ def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> Cast:
     left_out = tuple(
         LeftOut(turn=index, reason=reason) for index, reason in reasons.items() if reason is not None
     )
-    return Cast(
+    return TrainableSelection(
         by_index=by_index,
         trained=trained,
         trained_indexes=frozenset(turn.index for turn in trained),
@@ -212,15 +212,15 @@ def _superseded(ordered: Sequence[Turn]) -> set[int]:
     Another choice of the same call asked nothing again.
     """
     living = [turn for turn in ordered if turn.state != "failed"]
-    last_asked = {asked: turn.index for turn in living if turn.reason != CHOICE for asked in _asked(turn)}
+    latest = {request: turn.index for turn in living if turn.reason != CHOICE for request in _requests(turn)}
     extended = {turn.parent for turn in living}
     cut = [turn for turn in living if turn.state == "partial" and turn.index not in extended]
     return {
-        turn.index for turn in cut if any(last_asked.get(asked, -1) > turn.index for asked in _asked(turn))
+        turn.index for turn in cut if any(latest.get(request, -1) > turn.index for request in _requests(turn))
     }
 
 
-def _asked(turn: Turn) -> list[tuple[int | None, str, str]]:
+def _requests(turn: Turn) -> list[tuple[int | None, str, str]]:
     """What was asked of which parent, in each of the ways in which two askings can be the same."""
     ways = (("path", turn.before_key), ("body", turn.request_key))
     return [(turn.parent, way, key) for way, key in ways if key]

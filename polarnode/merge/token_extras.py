@@ -18,22 +18,22 @@ from polarnode.core.conversation import Json
 from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Trace, Turn
 
-Carried = Literal["top_logprobs", "routed_experts"]
-NOT_CARRIED: Final = "not carried: "  # how a turn's note begins that says why
+ExtraName = Literal["top_logprobs", "routed_experts"]
+MISSING_PREFIX: Final = "not carried: "  # how a turn's note begins that says why
 CUT: Final = "the sample was cut before its end"
 LIMIT: Final = "the session has used up the node's carried_mb"
 
 
-def note(what: Carried, why: str) -> str:
+def note(what: ExtraName, why: str) -> str:
     """What a turn says of something that was asked for and is not in it."""
-    return f"{NOT_CARRIED}{what}: {why}"
+    return f"{MISSING_PREFIX}{what}: {why}"
 
 
 # ── a row of turns, by what they carry ────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Carriage:
+class RowExtras:
     """What a trace carries: the fields of `Trace` of the same names."""
 
     top: TopLogprobs | None = None
@@ -41,20 +41,20 @@ class Carriage:
     lacks: tuple[str, ...] = ()
 
 
-def carried_of(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> Carriage:
+def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> RowExtras:
     """What a row carries. `line` is its turns, root first, to the last in it; `trained` the indexes of those
     with loss.
 
     `offset` is where a part of a longer row begins.
     """
-    if not any(map(_asked_of, line)):
-        return Carriage()
+    if not any(map(_extras_requested, line)):
+        return RowExtras()
     top, routed = top_of(line, trained), routed_of(line, offset=offset)
-    lacks = [
+    missing = [
         *(_lacking("top_logprobs", _sampled(line, trained)) if top is None else ()),
         *(_lacking("routed_experts", line) if routed is None else ()),
     ]
-    return Carriage(top=top, routed=routed, lacks=tuple(lacks))
+    return RowExtras(top=top, routed=routed, lacks=tuple(missing))
 
 
 def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
@@ -73,31 +73,31 @@ def _sampled(line: Sequence[Turn], trained: Collection[int]) -> list[Turn]:
     return [turn for turn in line if turn.index in trained and turn.sampled]
 
 
-def _asked_of(turn: Turn) -> bool:
+def _extras_requested(turn: Turn) -> bool:
     return (
         turn.top is not None
         or turn.routed is not None
-        or any(each.startswith(NOT_CARRIED) for each in turn.notes)
+        or any(each.startswith(MISSING_PREFIX) for each in turn.notes)
     )
 
 
-def _lacking(what: Carried, turns: Sequence[Turn]) -> Iterator[str]:
+def _lacking(what: ExtraName, turns: Sequence[Turn]) -> Iterator[str]:
     """The last turn that lacks it, and why, where any was asked for it."""
     lacking = [
         (turn.index, _why(turn, what))
         for turn in turns
         if (turn.top if what == "top_logprobs" else turn.routed) is None
     ]
-    said = [each for each in lacking if each[1] is not None]
-    if said:
-        yield f"{what}: turn {said[-1][0]} has none: {said[-1][1]}"
+    explained = [each for each in lacking if each[1] is not None]
+    if explained:
+        yield f"{what}: turn {explained[-1][0]} has none: {explained[-1][1]}"
     elif 0 < len(lacking) < len(turns):
         yield f"{what}: turn {lacking[-1][0]} has none"
     elif turns and not lacking:
         yield f"{what}: the rows of its turns do not meet"
 
 
-def _why(turn: Turn, what: Carried) -> str | None:
+def _why(turn: Turn, what: ExtraName) -> str | None:
     begins = note(what, "")
     return next((each.removeprefix(begins) for each in turn.notes if each.startswith(begins)), None)
 
@@ -118,7 +118,7 @@ def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
 
 
 @frozen(kw_only=True)
-class Carry:
+class CallExtras:
     """What the turns of one call carry: `top_logprobs` of each token, the experts from position `routed_from`
     on, `room` bytes at most.
 
@@ -132,7 +132,7 @@ class Carry:
 
 
 @frozen(kw_only=True)
-class Held:
+class TurnExtras:
     """What a turn carries: the fields of `Turn` of the same names, and its notes of what is not there."""
 
     top: TopLogprobs | None = None
@@ -140,12 +140,14 @@ class Held:
     notes: tuple[str, ...] = ()
 
 
-def held_of(carry: Carry, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None) -> Held:
+def turn_extras(
+    carry: CallExtras, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None
+) -> TurnExtras:
     """What a turn of `sampled` tokens carries of what the engine told. A sample that was cut has no experts:
     SGLang tells them at its end.
     """
     if not sampled:
-        return Held()
+        return TurnExtras()
     rows, notes = TopLogprobs.joined(top), list(carry.notes)
     if carry.top_logprobs and (rows is None or rows.rows != sampled):
         rows = None
@@ -153,34 +155,34 @@ def held_of(carry: Carry, *, sampled: int, top: Sequence[TopLogprobs], routed: R
     if carry.routed_from is not None and routed is None:
         notes.append(note("routed_experts", CUT))
     if size_of(rows, routed) > carry.room:
-        lost: tuple[Carried, ...] = () if rows is None else ("top_logprobs",)
+        lost: tuple[ExtraName, ...] = () if rows is None else ("top_logprobs",)
         lost = lost if routed is None else (*lost, "routed_experts")
-        return Held(notes=(*notes, *(note(what, LIMIT) for what in lost)))
-    return Held(top=rows, routed=routed, notes=tuple(notes))
+        return TurnExtras(notes=(*notes, *(note(what, LIMIT) for what in lost)))
+    return TurnExtras(top=rows, routed=routed, notes=tuple(notes))
 
 
 @define(eq=False)
-class Carrier:
+class SessionExtras:
     """What one session's turns carry, and how much that is. `limit` bytes are the most; beyond it turns say
     that they carry nothing.
     """
 
     spec: CarrySpec
     limit: int
-    carried: int = field(default=0, init=False)  # bytes
+    size: int = field(default=0, init=False)  # bytes
     without: int = field(default=0, init=False)  # turns that lack something they were to carry
     # by turn: how many positions have their experts, from 0 on, without a gap
     _covered: dict[int, int] = field(factory=dict, init=False)
 
-    def carry(self, parent: int | None) -> Carry:
+    def carry(self, parent: int | None) -> CallExtras:
         """What a call that extends `parent` carries. Its rows begin where those of its ancestors end."""
-        if not self._asked:
-            return Carry()
-        if self.carried >= self.limit:
-            return Carry(notes=tuple(note(what, LIMIT) for what in self._asked))
+        if not self._requested:
+            return CallExtras()
+        if self.size >= self.limit:
+            return CallExtras(notes=tuple(note(what, LIMIT) for what in self._requested))
         routed_from = self.covered(parent) if self.spec.routed_experts else None
-        return Carry(
-            top_logprobs=self.spec.top_logprobs, routed_from=routed_from, room=self.limit - self.carried
+        return CallExtras(
+            top_logprobs=self.spec.top_logprobs, routed_from=routed_from, room=self.limit - self.size
         )
 
     def covered(self, index: int | None) -> int:
@@ -193,16 +195,16 @@ class Carrier:
         if turn.routed is not None and turn.routed.start <= have:
             have = max(have, turn.routed.end)
         self._covered[turn.index] = have
-        self.carried += size_of(turn.top, turn.routed)
-        self.without += any(each.startswith(NOT_CARRIED) for each in turn.notes)
+        self.size += size_of(turn.top, turn.routed)
+        self.without += any(each.startswith(MISSING_PREFIX) for each in turn.notes)
 
     def metrics(self) -> Mapping[str, Json]:
         """What a trajectory says of it; nothing when nothing was asked for."""
-        return {"carried_bytes": self.carried, "uncarried_turns": self.without} if self._asked else {}
+        return {"carried_bytes": self.size, "uncarried_turns": self.without} if self._requested else {}
 
     @property
-    def _asked(self) -> tuple[Carried, ...]:
-        top: tuple[Carried, ...] = ("top_logprobs",) if self.spec.top_logprobs else ()
+    def _requested(self) -> tuple[ExtraName, ...]:
+        top: tuple[ExtraName, ...] = ("top_logprobs",) if self.spec.top_logprobs else ()
         return (*top, "routed_experts") if self.spec.routed_experts else top
 
 

@@ -35,7 +35,7 @@ LARGEST_ID: Final = 2**31 - 1
 
 
 @frozen(kw_only=True)
-class Call:
+class RecordedCall:
     """One model call. `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]; `version` is None where
     no weights were named.
     """
@@ -49,53 +49,53 @@ class Call:
     version: str | None
 
 
-def read_call(text: bytes, line: int) -> Call:
+def read_call(text: bytes, line: int) -> RecordedCall:
     """The call that a line of JSONL says; fields it does not know are passed over. Refused with the line and
     the field.
     """
     try:
-        said = _object(text)
-        return _call(said, line, maybe_bool=b"true" in text or b"false" in text)
+        fields = _object(text)
+        return _call(fields, line, maybe_bool=b"true" in text or b"false" in text)
     except Refused as refused:
         raise Refused(f"line {line}: {refused}") from refused
 
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        said = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise Refused(f"it is not JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise Refused(
             "it is no JSON object: a line is one model call, {session_id, turn_id, prompt_ids, sampled_ids,"
             " logprobs}"
         )
-    return said
+    return value
 
 
-def _call(said: dict[str, Any], line: int, *, maybe_bool: bool) -> Call:
-    sampled = _ids(said, "sampled_ids", maybe_bool=maybe_bool)
-    return Call(
+def _call(fields: dict[str, Any], line: int, *, maybe_bool: bool) -> RecordedCall:
+    sampled = _ids(fields, "sampled_ids", maybe_bool=maybe_bool)
+    return RecordedCall(
         line=line,
-        session_id=_name(said, "session_id", str, int),
-        turn_id=_name(said, "turn_id", str, int, float),
-        prompt=_ids(said, "prompt_ids", maybe_bool=maybe_bool),
+        session_id=_name(fields, "session_id", str, int),
+        turn_id=_name(fields, "turn_id", str, int, float),
+        prompt=_ids(fields, "prompt_ids", maybe_bool=maybe_bool),
         sampled=sampled,
-        logprobs=_logprobs(said, len(sampled), maybe_bool=maybe_bool),
-        version=_version(said),
+        logprobs=_logprobs(fields, len(sampled), maybe_bool=maybe_bool),
+        version=_version(fields),
     )
 
 
-def _given(said: dict[str, Any], field: str) -> Any:
-    if field not in said:
+def _required(fields: dict[str, Any], field: str) -> Any:
+    if field not in fields:
         raise Refused(
             f"{field} is missing: a call has session_id, turn_id, prompt_ids, sampled_ids and logprobs"
         )
-    return said[field]
+    return fields[field]
 
 
-def _name(said: dict[str, Any], field: str, *types: type) -> Any:
-    value = _given(said, field)
+def _name(fields: dict[str, Any], field: str, *types: type) -> Any:
+    value = _required(fields, field)
     if type(value) not in types or value == "":
         raise Refused(
             f"{field} is {_shown(value)}: give a"
@@ -104,16 +104,16 @@ def _name(said: dict[str, Any], field: str, *types: type) -> Any:
     return value
 
 
-def _version(said: dict[str, Any]) -> str | None:
+def _version(fields: dict[str, Any]) -> str | None:
     """Weights are named as SGLang does, by a string; a number is its digits."""
-    value = said.get("weight_version")
+    value = fields.get("weight_version")
     if value is not None and type(value) not in (str, int):
         raise Refused(f"weight_version is {_shown(value)}: give a string or a whole number, or leave it out")
     return None if value is None or value == "" else str(value)
 
 
-def _ids(said: dict[str, Any], field: str, *, maybe_bool: bool) -> "array[int]":
-    values = _list(said, field, "token ids")
+def _ids(fields: dict[str, Any], field: str, *, maybe_bool: bool) -> "array[int]":
+    values = _list(fields, field, "token ids")
     try:
         found = ids(values)
     except (TypeError, OverflowError):
@@ -131,8 +131,8 @@ def _which_id(field: str, values: list[Any]) -> str:
     return f"{field}[{place}] is {_shown(values[place])}: a token id is a whole number from 0 to {LARGEST_ID}"
 
 
-def _logprobs(said: dict[str, Any], sampled: int, *, maybe_bool: bool) -> "array[float]":
-    values = _list(said, "logprobs", "numbers, one a sampled id")
+def _logprobs(fields: dict[str, Any], sampled: int, *, maybe_bool: bool) -> "array[float]":
+    values = _list(fields, "logprobs", "numbers, one a sampled id")
     if len(values) != sampled:
         raise Refused(
             f"logprobs has {len(values)} numbers for {sampled} sampled_ids: give the engine's logprob of each"
@@ -156,8 +156,8 @@ def _which_logprob(values: list[Any]) -> str:
     return f"logprobs[{place}] is {_shown(values[place])}: a logprob is a finite float32"
 
 
-def _list(said: dict[str, Any], field: str, of: str) -> list[Any]:
-    values = _given(said, field)
+def _list(fields: dict[str, Any], field: str, of: str) -> list[Any]:
+    values = _required(fields, field)
     if not isinstance(values, list):
         raise Refused(f"{field} is {_shown(values)}: give a list of {of}")
     return values
@@ -185,7 +185,7 @@ def _shown(value: Any) -> str:
 # prompt, or because its prompt did not hold the reply that came before.
 Began = Literal["none", "first", "retry", "broken"]
 
-_UNSAID: Final = Sampling()
+_NO_SAMPLING: Final = Sampling()
 _UNCOUNTED: Final = Usage()
 Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
@@ -281,7 +281,7 @@ class Forest:
         """The calls' own names, by turn index."""
         return [placed.turn_id for placed in self._placed]
 
-    def add(self, call: Call) -> Began:
+    def add(self, call: RecordedCall) -> Began:
         """Take a call that sampled something. O(ids of the call)."""
         whole = call.prompt + call.sampled
         text, hashes, length = whole.tobytes(), self.hasher.of(whole), len(call.prompt)
@@ -310,9 +310,9 @@ class Forest:
         """The turn that a prompt of this length extends: the longest. O(length): turns end at no more than
         that many lengths.
         """
-        known = self._lengths[: bisect_right(self._lengths, length)]
-        found: list[int] = hashes[numpy.frombuffer(known, dtype=numpy.int32)].tolist() if known else []
-        for end, hashed in zip(reversed(known), reversed(found), strict=True):
+        lengths = self._lengths[: bisect_right(self._lengths, length)]
+        found: list[int] = hashes[numpy.frombuffer(lengths, dtype=numpy.int32)].tolist() if lengths else []
+        for end, hashed in zip(reversed(lengths), reversed(found), strict=True):
             twins = self._ends.get(_key(end, hashed))
             if twins and twins[-1].line.begins(text, end):
                 # Of turns with the same text each is extended once, the latest first; the last one left takes
@@ -324,8 +324,8 @@ class Forest:
         """Why a row begins here."""
         if not self._placed:
             return "first"
-        asked = self._prompts.get(prompt_key)
-        return "retry" if asked is not None and asked.line.begins(text, length) else "broken"
+        first = self._prompts.get(prompt_key)
+        return "retry" if first is not None and first.line.begins(text, length) else "broken"
 
     def _begin(self, before: _Line | None, start: int) -> _Line:
         self._lines += 1
@@ -359,8 +359,8 @@ class Forest:
                 sampled=sampled,
                 logprobs=placed.logprobs,
                 version_spans=(VersionSpan(version=placed.version or "", start=0, end=len(sampled)),),
-                asked=_UNSAID,
-                used=_UNSAID,
+                asked=_NO_SAMPLING,
+                used=_NO_SAMPLING,
                 usage=_UNCOUNTED,
             )
 

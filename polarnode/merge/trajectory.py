@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve, field, frozen
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import LawBroken, PolarnodeError, Refused, boundary
+from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused, boundary
 from polarnode.core.task import BuilderSpec, TaskSpec
 from polarnode.core.trajectory import Built, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, Verdict
 from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check, check_lengths
-from polarnode.merge.roles import recast
+from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.selection import read_settings
 
 
@@ -59,8 +59,8 @@ def assemble(
     Its turns have the roles that the whole session tells; the journal's have those of their moment, and are
     cast again when they are read.
     """
-    turns = recast(turns)
-    whose = LawBroken if spec.builder.import_path is None else Refused
+    turns = reclassify_roles(turns)
+    whose = InvariantViolated if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
             built = build(spec.builder, turns, allowed_imports=allowed_imports)
@@ -144,6 +144,6 @@ def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
     return evolve(trace, reward=reward, turn_spans=spans)
 
 
-def broken_laws(trajectory: Trajectory) -> str | None:
+def violated_invariant(trajectory: Trajectory) -> str | None:
     """The law a published trajectory broke, in its numbers, or None."""
-    return trajectory.outcome.reason if trajectory.outcome.boundary == LawBroken.boundary else None
+    return trajectory.outcome.reason if trajectory.outcome.boundary == InvariantViolated.boundary else None

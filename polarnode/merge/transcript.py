@@ -30,24 +30,24 @@ def new_messages_of(plan: Plan, conversation: Conversation) -> NewMessages:
 def _written(tools: Sequence[Tool]) -> str:
     if not tools:
         return ""
-    said: list[Json] = [
+    described: list[Json] = [
         {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
         for tool in tools
     ]
-    return dump_json(said).decode()
+    return dump_json(described).decode()
 
 
-def tools_of(heard: NewMessages) -> tuple[Tool, ...]:
+def tools_of(new: NewMessages) -> tuple[Tool, ...]:
     """A root's tools again."""
-    found = read_json(heard.tools.encode()) if heard.tools else []
+    found = read_json(new.tools.encode()) if new.tools else []
     return tuple(_tool(each) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()
 
 
-def _tool(said: Mapping[str, Json]) -> Tool:
-    parameters = said.get("parameters")
+def _tool(fields: Mapping[str, Json]) -> Tool:
+    parameters = fields.get("parameters")
     return Tool(
-        name=str(said.get("name", "")),
-        description=str(said.get("description", "")),
+        name=str(fields.get("name", "")),
+        description=str(fields.get("description", "")),
         parameters=parameters if isinstance(parameters, dict) else {},
     )
 
@@ -81,7 +81,7 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
     """Put a turn's answer behind what it heard, or in the place of the cut one that it goes on from."""
     if turn.answer is None:
         return
-    said = turn.answer.as_message()
+    message = turn.answer.as_message()
     goes_on = (
         before is not None
         and before.answer is not None
@@ -89,8 +89,8 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
         and not turn.heard.messages
     )
     if goes_on and turn.reason == RESUMED:  # its answer has what was spoken before it
-        messages[-1] = said
+        messages[-1] = message
     elif goes_on and before is not None and before.finish_reason not in ("stop", "tool_calls"):
-        messages[-1] = messages[-1].joined(said)
+        messages[-1] = messages[-1].joined(message)
     else:
-        messages.append(said)
+        messages.append(message)

@@ -14,12 +14,12 @@ from polarnode.core.conversation import Conversation
 from polarnode.core.trajectory import Turn, TurnKind
 from polarnode.merge.attach import CHOICE, RESUMED, THINKING_TEMPLATE, Attached, Plan
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.roles import Heads
+from polarnode.merge.roles import PathIndex
 
 # Every reason a turn may have: a fixed set, because reports and metrics count by it.
 REASONS: Final = frozenset(
     (
-        # of roots, from `Heads.why_root`
+        # of roots, from `PathIndex.why_root`
         *("first", "compaction", "tools", "thinking", "system", "rewrite", "conversation"),
         *("appended", "sibling", "volatile", "cut_answer", "same_request", "same_path"),
         *(THINKING_TEMPLATE, RESUMED, CHOICE),
@@ -28,7 +28,7 @@ REASONS: Final = frozenset(
 
 
 @frozen(kw_only=True)
-class Named:
+class TurnName:
     """What a plan is called, and the line of turns it belongs to."""
 
     kind: TurnKind
@@ -37,7 +37,7 @@ class Named:
 
 
 @define(eq=False)
-class FamilyTree:
+class TurnGraph:
     """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` were never
     used.
     """
@@ -48,37 +48,43 @@ class FamilyTree:
     next_lineage: int = 0
     _children: dict[int | None, list[int]] = field(factory=dict)
 
-    def enter(self, asked: Plan | Turn) -> None:
+    def enter(self, request: Plan | Turn) -> None:
         """A turn was asked."""
-        self._children.setdefault(asked.parent, []).append(asked.index)
-        self.next_index = max(self.next_index, asked.index + 1)
-        self.next_lineage = max(self.next_lineage, asked.lineage + 1)
+        self._children.setdefault(request.parent, []).append(request.index)
+        self.next_index = max(self.next_index, request.index + 1)
+        self.next_lineage = max(self.next_lineage, request.lineage + 1)
 
     def drop(self, plan: Plan) -> None:
         """A plan came to nothing. Its numbers are not used again."""
         del self.plans[plan.index]
         self._children[plan.parent].remove(plan.index)
 
-    def asked(self) -> Iterator[Plan | Turn]:
+    def requests(self) -> Iterator[Plan | Turn]:
         """All that was asked, in that order."""
-        return (self._asked(index) for index in sorted(self.plans.keys() | self.ledger.turns.keys()))
+        return (self._request(index) for index in sorted(self.plans.keys() | self.ledger.turns.keys()))
 
-    def name(self, found: Attached, conversation: Conversation, request_key: str, heads: Heads) -> Named:
+    def name(
+        self, found: Attached, conversation: Conversation, request_key: str, paths: PathIndex
+    ) -> TurnName:
         """What the next request is called, found to attach so."""
         again = self._again(found, request_key)
         if again is not None:
             return again
         if found.follows is not None and self._is_last(found.follows):
-            return Named(kind="branch", reason="volatile", lineage=self.ledger.turns[found.follows].lineage)
-        if found.anew is not None:
-            lineage = (
-                self.ledger.turns[found.anew].lineage if self._is_last(found.anew) else self.next_lineage
+            return TurnName(
+                kind="branch", reason="volatile", lineage=self.ledger.turns[found.follows].lineage
             )
-            return Named(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
+        if found.rerendered is not None:
+            lineage = (
+                self.ledger.turns[found.rerendered].lineage
+                if self._is_last(found.rerendered)
+                else self.next_lineage
+            )
+            return TurnName(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
         if found.parent is None:
-            return Named(
+            return TurnName(
                 kind="root",
-                reason=heads.why_root(found.path, conversation.messages),
+                reason=paths.why_root(found.path, conversation.messages),
                 lineage=self.next_lineage,
             )
         return self._under(found.parent, found, conversation)
@@ -94,30 +100,30 @@ class FamilyTree:
         )
         return turn.state == "partial" and bool(turn.sampled) and room and untouched
 
-    def _under(self, parent: int, found: Attached, conversation: Conversation) -> Named:
+    def _under(self, parent: int, found: Attached, conversation: Conversation) -> TurnName:
         taken = bool(self._living(parent))
         lineage = self.next_lineage if taken else self.ledger.turns[parent].lineage
         new = conversation.messages[found.matched :]
         if not new:
-            return Named(kind="continue", reason="cut_answer", lineage=lineage)
+            return TurnName(kind="continue", reason="cut_answer", lineage=lineage)
         if taken and any(message.role == "assistant" for message in new):
-            return Named(kind="branch", reason="rewrite", lineage=lineage)
+            return TurnName(kind="branch", reason="rewrite", lineage=lineage)
         return (
-            Named(kind="branch", reason="sibling", lineage=lineage)
+            TurnName(kind="branch", reason="sibling", lineage=lineage)
             if taken
-            else Named(kind="extend", reason="appended", lineage=lineage)
+            else TurnName(kind="extend", reason="appended", lineage=lineage)
         )
 
-    def _again(self, found: Attached, request_key: str) -> Named | None:
+    def _again(self, found: Attached, request_key: str) -> TurnName | None:
         """The retry this request is, if it is one: the same body again, or the same path as a turn that did
         not end well (or not yet).
         """
         for index in reversed(self._children.get(found.parent, [])):
-            asked = self._asked(index)
-            same_body = bool(request_key) and asked.request_key == request_key
-            if same_body or (asked.before_key == found.path.text and not self._complete(index)):
-                lineage = asked.lineage if self._replaceable(index) else self.next_lineage
-                return Named(
+            earlier = self._request(index)
+            same_body = bool(request_key) and earlier.request_key == request_key
+            if same_body or (earlier.before_key == found.path.text and not self._complete(index)):
+                lineage = earlier.lineage if self._replaceable(index) else self.next_lineage
+                return TurnName(
                     kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage
                 )
         return None
@@ -131,14 +137,16 @@ class FamilyTree:
             for turn in ended.values()
         )
 
-    def _asked(self, index: int) -> Plan | Turn:
+    def _request(self, index: int) -> Plan | Turn:
         return self.plans.get(index) or self.ledger.turns[index]
 
     def _complete(self, index: int) -> bool:
         """Whether a turn came to its end, or one that resumed it did."""
         turns = self.ledger.turns
         while index in turns and turns[index].state != "complete":
-            index = next((child for child in self._living(index) if self._asked(child).reason == RESUMED), -1)
+            index = next(
+                (child for child in self._living(index) if self._request(child).reason == RESUMED), -1
+            )
         return index in turns
 
     def _replaceable(self, index: int) -> bool:

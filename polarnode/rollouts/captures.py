@@ -30,7 +30,7 @@ from polarnode.harnesses.shell import endpoint_environment
 from polarnode.journal.values import TaskRecord
 from polarnode.merge.builders import build
 from polarnode.merge.lineage import DropsThinking, Lineages
-from polarnode.merge.token_extras import Carrier
+from polarnode.merge.token_extras import SessionExtras
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
 from polarnode.support.metrics import NodeCounters
 
@@ -390,7 +390,7 @@ class Captures:
             sampling=spec.sampling,
             budgets=spec.budgets,
             record=self.record.turn,
-            carrier=Carrier(spec.carry, limit=self.house.carried_limit),
+            carrier=SessionExtras(spec.carry, limit=self.house.carried_limit),
             tally=self.house.tally,
         )
 

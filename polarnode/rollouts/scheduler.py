@@ -48,7 +48,7 @@ from polarnode.groups.group import (
     stamped,
 )
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.token_extras import Carrier
+from polarnode.merge.token_extras import SessionExtras
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.services import House, SessionOrder
@@ -427,7 +427,7 @@ class Scheduler:
             sampling=order.spec.sampling,
             budgets=order.spec.budgets,
             record=self.record.turn,
-            carrier=Carrier(order.spec.carry, limit=self.house.carried_limit),
+            carrier=SessionExtras(order.spec.carry, limit=self.house.carried_limit),
             tally=self.tally,
         )
 

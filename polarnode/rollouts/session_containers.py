@@ -35,7 +35,7 @@ from polarnode.core.ports import Ended, Judge, Runtime
 from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, last_words
-from polarnode.merge.roles import recast
+from polarnode.merge.roles import reclassify_roles
 from polarnode.rollouts.services import House, SessionOrder
 from polarnode.support.semaphore import PrioritySemaphore
 
@@ -80,7 +80,7 @@ def finished(
         left=left,
         judge=judge,
         outcome=outcome,
-        turns=recast(turns),
+        turns=reclassify_roles(turns),
         instruction=spec.instruction,
         config=spec.evaluator.config,
         metadata=spec.metadata,

@@ -24,7 +24,7 @@ from attrs import evolve, field, frozen
 
 from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
 from polarnode.core.errors import ModelError, Refused
-from polarnode.tokens.rendering import Answered, Renderer
+from polarnode.tokens.rendering import AnsweredTurn, Renderer
 
 # ── limits ────────────────────────────────────────────────────────────
 
@@ -165,13 +165,14 @@ def _calls(renderer: Renderer) -> bool:
 
 def _tool(renderer: Renderer) -> bool:
     return (
-        _SAID in renderer.following((_RESULT,), answered=Answered(calls=(_PROBE_CALL,)), thinking=None).text
+        _SAID
+        in renderer.following((_RESULT,), answered=AnsweredTurn(calls=(_PROBE_CALL,)), thinking=None).text
     )
 
 
 def _late(renderer: Renderer, message: Message = _SYSTEM) -> bool:
     text = _text(renderer, _ASK, _PROBE_ANSWER, message, Message(role="user", text=_LATER))
-    after = renderer.following((message,), answered=Answered(), thinking=None).text
+    after = renderer.following((message,), answered=AnsweredTurn(), thinking=None).text
     return text.index(_PROBE_ANSWER.text) < text.index(_SAID) < text.index(_LATER) and _SAID in after
 
 
@@ -282,7 +283,7 @@ def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool |
         for conversation in _conversations(limits, calls, new, thinking):
             expected, found = _shown(renderer, conversation, new), _rendered(renderer, conversation)
             if found != expected:
-                yield _known(renderer, name, expected, found)
+                yield _known_difference(renderer, name, expected, found)
     except Refused as error:
         yield f"{name} messages after an answer are refused: {error}"
 
@@ -299,7 +300,7 @@ def _conversations(
 
 def _shown(renderer: Renderer, conversation: Conversation, new: tuple[Message, ...]) -> tuple[str, str]:
     before = conversation.messages[: len(conversation.messages) - len(new)]
-    answered = Answered(
+    answered = AnsweredTurn(
         calls=before[-1].calls, calls_before=sum(len(message.calls) for message in before[:-1])
     )
     rendered = renderer.following(new, answered=answered, thinking=conversation.thinking)
@@ -311,10 +312,12 @@ def _rendered(renderer: Renderer, conversation: Conversation) -> tuple[str, str]
     return renderer.after(_ANSWER, whole.guard.show(whole.text))
 
 
-def _known(renderer: Renderer, name: str, expected: tuple[str, str], found: tuple[str, str]) -> str:
-    known = renderer.family.known.get(name)
-    if known is not None:
-        return f"{name} messages after an answer: {known}"
+def _known_difference(
+    renderer: Renderer, name: str, expected: tuple[str, str], found: tuple[str, str]
+) -> str:
+    reason = renderer.family.known_differences.get(name)
+    if reason is not None:
+        return f"{name} messages after an answer: {reason}"
     raise ModelError(
         f"this chat template writes {name} message(s) after an answer as {expected[1]!r} or as {found[1]!r},"
         " depending on what came before: turns could not be extended faithfully, so it is not served"
@@ -326,13 +329,13 @@ def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
     client's.
     """
     odd = (f"{renderer.letters}q{place}" for place in range(9))
-    system, user, result, said, key, described = (next(odd) for _ in range(6))
+    system, user, result, summary, key, described = (next(odd) for _ in range(6))
     schema: dict[str, Json] = {
         "type": "object",
         "properties": {key: {"type": "string", "description": described}},
     }
     called = (Message(role="assistant", calls=(_CALL,)), Message(role="tool", text=result, call_id=_CALL.id))
-    tools = (Tool(name="look", description=said, parameters=schema),)
+    tools = (Tool(name="look", description=summary, parameters=schema),)
     cycle = called if limits.allow(called) else ()
     shown_tools = tools if limits.allow((), tools) else ()
     messages = (Message(role="system", text=system), Message(role="user", text=user), *cycle)
@@ -343,7 +346,12 @@ def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
             f"this chat template does not take a plain conversation: {error}: it is not served"
         ) from error
     shown = whole.guard.show(whole.text)
-    wanted = (system, user, *((result,) if cycle else ()), *((said, key, described) if shown_tools else ()))
+    wanted = (
+        system,
+        user,
+        *((result,) if cycle else ()),
+        *((summary, key, described) if shown_tools else ()),
+    )
     lost = [text for text in wanted if text not in shown]
     if lost:
         raise ModelError(

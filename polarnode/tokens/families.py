@@ -91,10 +91,10 @@ class Family:
     `boundaries`: stop ids that are themselves the first id of what follows, and are not written twice.
     `turn_starts` open a turn of any role, so nothing before the last one matters to the turn being written.
     Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a
-    call's head from its arguments. `manner` is how its template wants messages; `known` says of a case of the
-    audit why a turn's extension there differs from a full render, where the family's own template is at
-    fault; `refuses` says what its template can not be asked. `think_label` is what stands behind `think_open`
-    and is no thought itself (Gemma 4 writes "thought" and a newline).
+    call's head from its arguments. `manner` is how its template wants messages; `known_differences` names
+    cases of the audit where a turn's extension differs from a full render through a fault of the family's own
+    template, with the reason; `refuses` says what its template can not be asked. `think_label` is what stands
+    behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -114,7 +114,7 @@ class Family:
     harmony: HarmonyMarks | None = None
     call_syntax: CallSyntax = "json"
     manner: Manner = Manner()
-    known: Mapping[str, str] = field(factory=dict)
+    known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
 
     def after(self, mode: Mode, token: int) -> Mode:
@@ -151,7 +151,7 @@ _EITHER: Final = Manner(arguments="either")
 
 
 @frozen(kw_only=True)
-class Row:
+class FamilyRow:
     """A family in control strings. `written`: one of these stands in the render of the probe; `prompts`: how
     that may end.
 
@@ -176,7 +176,7 @@ class Row:
     harmony: Mapping[str, str] | None = None
     syntax: CallSyntax = "none"
     manner: Manner = _EITHER
-    known: Mapping[str, str] = field(factory=dict)
+    known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
 
 
@@ -206,7 +206,7 @@ _ONCE: Final = (
 )
 
 ROWS: Final = (
-    Row(
+    FamilyRow(
         # Qwen2.5 too, Qwen3, Qwen3 2507 instruct and thinking, polarnode-tiny; Qwen3-Coder and Qwen3.5 write
         # calls as XML
         name="qwen3",
@@ -219,7 +219,7 @@ ROWS: Final = (
         call=_HERMES,
         syntax="json",
     ),
-    Row(
+    FamilyRow(
         name="qwen3_xml",  # Qwen3-Coder, Qwen3.5, Qwen3.6
         written=(f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",),
         prompts=(
@@ -235,7 +235,7 @@ ROWS: Final = (
         syntax="function_xml",
         manner=Manner(),
     ),
-    Row(
+    FamilyRow(
         name="chatml",  # SmolLM2, and whoever else writes plain turns: it has no way to call
         written=(f"<|im_start|>assistant\n{_IM}user\ny",),
         prompts=(f"y{_IM}assistant\n",),
@@ -244,7 +244,7 @@ ROWS: Final = (
         stops=("<|endoftext|>",),
         think=_THINK,
     ),
-    Row(
+    FamilyRow(
         name="llama3",  # Llama 3.1, 3.2, 3.3
         written=(f'{{"name": "look", "parameters": {_OBJECT}}}{_EOT}user',),
         prompts=_LLAMA,
@@ -256,9 +256,9 @@ ROWS: Final = (
         call=("<|python_tag|>", None),
         syntax="bare_json",
         manner=Manner(arguments="either", text_apart=True, one_call=True),
-        known={"two tool": _ONE},
+        known_differences={"two tool": _ONE},
     ),
-    Row(
+    FamilyRow(
         name="llama3_plain",  # the first Llama 3, whose template knows no tools
         written=(f"assistant<|end_header_id|>\n\n{_EOT}user",),
         prompts=_LLAMA,
@@ -266,7 +266,7 @@ ROWS: Final = (
         turn_starts=("<|start_header_id|>",),
         stops=("<|end_of_text|>",),
     ),
-    Row(
+    FamilyRow(
         # GLM 4.5, 4.6: a turn is ended by the header of the next, which the model itself samples
         name="glm4",
         written=(
@@ -285,7 +285,7 @@ ROWS: Final = (
         syntax="arg_xml",
         manner=Manner(),
     ),
-    Row(
+    FamilyRow(
         # a turn is messages with headers of their own; `<|end|>` ends one that is no call in what the
         # template writes
         name="gptoss",
@@ -320,7 +320,7 @@ ROWS: Final = (
             )
         },
     ),
-    Row(
+    FamilyRow(
         name="deepseek",  # V3 and R1
         written=(
             (
@@ -338,9 +338,9 @@ ROWS: Final = (
         separator=_SEP,
         syntax="fenced",
         manner=Manner(arguments="text"),
-        known={"tool": _ONCE, "two tool": _ONCE, "tool and user": _ONCE},
+        known_differences={"tool": _ONCE, "two tool": _ONCE, "tool and user": _ONCE},
     ),
-    Row(
+    FamilyRow(
         name="deepseek_v3_1",
         written=(f"{_SECTION[0]}{_CALL[0]}look{_SEP}{_OBJECT}{_CALL[1]}{_SECTION[1]}{_EOS}{_USER}",),
         prompts=_ASKED,
@@ -354,7 +354,7 @@ ROWS: Final = (
         syntax="separated",
         manner=Manner(arguments="text"),
     ),
-    Row(
+    FamilyRow(
         # and V3, R1 as first published: calls are shown beside no text at all, and a single one is never
         # ended
         name="deepseek_r1_distill",
@@ -367,7 +367,7 @@ ROWS: Final = (
         manner=Manner(arguments="text"),
         refuses={"tool": "does not end the calls that a result answers"},
     ),
-    Row(
+    FamilyRow(
         name="kimi_k2",
         written=(
             (
@@ -386,7 +386,7 @@ ROWS: Final = (
         syntax="numbered",
         manner=Manner(arguments="either", spoken_ids=True),
     ),
-    Row(
+    FamilyRow(
         name="minimax_m2",
         written=(
             (
@@ -403,7 +403,7 @@ ROWS: Final = (
         syntax="invoke_xml",
         manner=Manner(),
     ),
-    Row(
+    FamilyRow(
         name="gemma3",
         written=("<start_of_turn>model\n<end_of_turn>\n<start_of_turn>user\ny",),
         prompts=("y<end_of_turn>\n<start_of_turn>model\n",),
@@ -411,7 +411,7 @@ ROWS: Final = (
         turn_starts=("<start_of_turn>",),
         stops=("<eos>",),
     ),
-    Row(
+    FamilyRow(
         # a call is answered within the model's own turn, and the response's mark is what ends the sample
         name="gemma4",
         written=('<|tool_call>call:look{a:<|"|>x<|"|>,b:1}<tool_call|>',),
@@ -447,7 +447,7 @@ def family_of(tokenizer: Tokenizer) -> Family:
     )
 
 
-def fits(row: Row, tokenizer: Tokenizer) -> bool:
+def fits(row: FamilyRow, tokenizer: Tokenizer) -> bool:
     """Whether a row describes this tokenizer and its template."""
     if not tokenizer.control.keys() >= set(_needed(row)):
         return False
@@ -458,13 +458,13 @@ def fits(row: Row, tokenizer: Tokenizer) -> bool:
     return any(written in text for written in row.written) and text.endswith(row.prompts)
 
 
-def _needed(row: Row) -> tuple[str, ...]:
+def _needed(row: FamilyRow) -> tuple[str, ...]:
     maybe = (row.turn_end, row.separator, *(row.call or ()))
     single = (text for text in maybe if text is not None)
     return (*single, *row.turn_starts, *row.boundaries, *(row.section or ()), *(row.harmony or {}).values())
 
 
-def _probe(row: Row) -> list[dict[str, Json]]:
+def _probe(row: FamilyRow) -> list[dict[str, Json]]:
     arguments: Json = _TEXT if row.manner.arguments == "text" else _ARGUMENTS
     call: Json = {"id": "c0", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return [
@@ -474,23 +474,23 @@ def _probe(row: Row) -> list[dict[str, Json]]:
     ]
 
 
-def _family(row: Row, tokenizer: Tokenizer) -> Family:
+def _family(row: FamilyRow, tokenizer: Tokenizer) -> Family:
     number = tokenizer.control
 
     def mark(pair: tuple[str, str | None] | None, place: int) -> int | None:
         return None if pair is None else number.get(pair[place] or "")
 
-    def known(*texts: str | None) -> tuple[int, ...]:
+    def token_ids(*texts: str | None) -> tuple[int, ...]:
         return tuple(dict.fromkeys(number[text] for text in texts if text is not None and text in number))
 
     stops = (*row.boundaries, *row.stops) if row.harmony else (row.turn_end, *row.boundaries, *row.stops)
     return Family(
         name=row.name,
-        stop_ids=known(*stops),
+        stop_ids=token_ids(*stops),
         turn_end=None if row.turn_end is None else number[row.turn_end],
-        turn_ends=frozenset(known(row.turn_end, *row.ends, *row.boundaries)),
-        turn_starts=frozenset(known(*row.turn_starts)),
-        boundaries=frozenset(known(*row.boundaries)),
+        turn_ends=frozenset(token_ids(row.turn_end, *row.ends, *row.boundaries)),
+        turn_starts=frozenset(token_ids(*row.turn_starts)),
+        boundaries=frozenset(token_ids(*row.boundaries)),
         think_open=mark(row.think, 0),
         think_close=mark(row.think, 1),
         think_label=row.think_label,
@@ -506,6 +506,6 @@ def _family(row: Row, tokenizer: Tokenizer) -> Family:
         ),
         call_syntax=row.syntax,
         manner=row.manner,
-        known=row.known,
+        known_differences=row.known_differences,
         refuses=row.refuses,
     )

@@ -33,14 +33,14 @@ from polarnode.core.conversation import (
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
 from polarnode.tokens.syntax import READERS, harmony
-from polarnode.tokens.syntax.body import Body, Region
+from polarnode.tokens.syntax.body import CallBody, Region
 from polarnode.tokens.syntax.json_calls import Begun
 from polarnode.tokens.tool_calls import SPACE, ReadCall
 
 # ── flow ────────────────────────────────────────────────────────────
 
 Kind = Literal["text", "thinking"]
-Told = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where nobody asks for them
+TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where nobody asks for them
 
 
 @define(eq=False)
@@ -49,18 +49,18 @@ class _Writers:
     to its text's first letter shown.
     """
 
-    _stretches: list[tuple[int, Told]] = field(factory=list)
+    _stretches: list[tuple[int, TokenLogprobs]] = field(factory=list)
 
-    def add(self, length: int, told: Told) -> None:
-        if told or self._stretches:
-            self._stretches.append((length, told))
+    def add(self, length: int, logprobs: TokenLogprobs) -> None:
+        if logprobs or self._stretches:
+            self._stretches.append((length, logprobs))
 
-    def take(self, length: int) -> Told:
+    def take(self, length: int) -> TokenLogprobs:
         """The tokens of the first letters, which leave."""
         taken: list[TokenLogprob] = []
         while length > 0 and self._stretches:
-            size, told = self._stretches.pop(0)
-            taken += told
+            size, logprobs = self._stretches.pop(0)
+            taken += logprobs
             if size > length:
                 self._stretches.insert(0, (size - length, ()))
             length -= size
@@ -82,7 +82,7 @@ class Flow:
     _ready: list[Delta] = field(default=Factory(list), init=False)
     _taken: list[Delta] = field(default=Factory(list), init=False)
 
-    def write(self, kind: Kind, text: str, told: Told = ()) -> None:
+    def write(self, kind: Kind, text: str, logprobs: TokenLogprobs = ()) -> None:
         """More of one kind; shown when it can not be a separator or the start of a stop string any more."""
         if self.stopped is not None:
             return
@@ -93,7 +93,7 @@ class Flow:
             self.release()
             self._kind = kind
         self._held += text
-        self._writers.add(len(text), told)
+        self._writers.add(len(text), logprobs)
         if kind == "text":
             self._watch()
         self._show(self._sure())
@@ -124,7 +124,7 @@ class Flow:
         return fold(self._taken)
 
     @property
-    def told(self) -> Told:
+    def logprobs(self) -> TokenLogprobs:
         """The tokens of all visible text that was taken."""
         return tuple(
             token for delta in self._taken if isinstance(delta, TextDelta) for token in delta.logprobs
@@ -153,8 +153,8 @@ class Flow:
         text, self._held = self._held[:length], self._held[length:]
         if not text or self._kind is None:
             return
-        told = self._writers.take(length)
-        self._ready.append(TextDelta(text, told) if self._kind == "text" else ThinkingDelta(text))
+        logprobs = self._writers.take(length)
+        self._ready.append(TextDelta(text, logprobs) if self._kind == "text" else ThinkingDelta(text))
 
 
 def _begun(text: str, stop: str) -> int:
@@ -205,7 +205,7 @@ def _part(delta: TextDelta | ThinkingDelta, text: str) -> Part:
 
 # ── writing ────────────────────────────────────────────────────────────
 
-_Told = list[TokenLogprob]
+_LogprobList = list[TokenLogprob]
 
 
 @define(eq=False, kw_only=True)
@@ -243,38 +243,38 @@ class Writing:
             self._region.clear()
             self.mode = "text"
 
-    def text(self, text: str, told: _Told) -> None:
+    def text(self, text: str, logprobs: _LogprobList) -> None:
         """More text, and the tokens that wrote it."""
         match self.mode:
             case "call":
-                self._region.add(text, told)
+                self._region.add(text, logprobs)
             case "header":
-                self._region.add(text, told)
+                self._region.add(text, logprobs)
                 if not harmony.may_be_header(self._body(0)):
                     self.mode = "text"
                     self._show_region()
             case "between":
-                self._write_between(text, told)
+                self._write_between(text, logprobs)
             case "thinking" if self._label:
                 self._write_label(text)
             case "text" if self._begun is not None:
-                self._region.add(text, told)
+                self._region.add(text, logprobs)
                 if not self._begun.goes_on(text):
                     self._let_go()
             case "text" | "thinking" as kind:
-                self._say(kind, text, told)
+                self._emit(kind, text, logprobs)
 
-    def mark(self, token: int, told: _Told) -> None:
+    def mark(self, token: int, logprobs: _LogprobList) -> None:
         """A token that is no text where it stands: from one mode to another, or told apart inside a call or a
         header.
         """
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         if self.family.harmony is not None:
-            self._mark_of_harmony(token, text, told, self.family.harmony)
+            self._mark_of_harmony(token, text, logprobs, self.family.harmony)
         elif self.family.after(self.mode, token) == self.mode:
-            self._region.add(text, told, mark=True)
+            self._region.add(text, logprobs, mark=True)
         else:
-            self._change(self.family.after(self.mode, token), text, told)
+            self._change(self.family.after(self.mode, token), text, logprobs)
 
     def close(self, *, clean: bool) -> bool:
         """End what is being written; whether that ended with text that must stay as it was sampled. `clean`:
@@ -286,7 +286,7 @@ class Writing:
                     return not self._end_call("", [])
                 self._give_back()
                 return True
-            case "header" if not harmony.says_nothing(self._region.text):
+            case "header" if not harmony.is_message_start(self._region.text):
                 self._show_header()
                 return True
             case "text" if self._begun is not None and clean and (read := self._read_calls(0)) is not None:
@@ -297,45 +297,45 @@ class Writing:
 
     # ── marks ──
 
-    def _change(self, after: Mode, mark: str, told: _Told) -> None:
+    def _change(self, after: Mode, mark: str, logprobs: _LogprobList) -> None:
         """From one mode to another, in families other than Harmony."""
         if self.mode == "call":
-            self._end_call(mark, told)
+            self._end_call(mark, logprobs)
         else:
             self._let_go()
         self.mode = after
         if after == "call":
-            self._region.add(mark, told, mark=True)
+            self._region.add(mark, logprobs, mark=True)
             self._body_at = len(mark)
         elif after == "thinking":
             self._label = self.family.think_label
 
-    def _mark_of_harmony(self, token: int, text: str, told: _Told, marks: HarmonyMarks) -> None:
+    def _mark_of_harmony(self, token: int, text: str, logprobs: _LogprobList, marks: HarmonyMarks) -> None:
         match self.mode:
             case "header" if token in (marks.start, marks.end):  # the message ends before it began
                 if token == marks.end:
-                    self._region.add(text, told, mark=True)
+                    self._region.add(text, logprobs, mark=True)
                 self._show_header()
-                self._open_header(text, told, to="header" if token == marks.start else "between")
+                self._open_header(text, logprobs, to="header" if token == marks.start else "between")
             case "header":
-                self._region.add(text, told, mark=True)
+                self._region.add(text, logprobs, mark=True)
                 if token == marks.message:
                     self._enter()
             case "between":
                 self._region.clear()
-                self._open_header(text, told, to="header")
+                self._open_header(text, logprobs, to="header")
             case "call" if token != marks.end:
-                self._region.add(text, told, mark=True)
+                self._region.add(text, logprobs, mark=True)
             case "call":
-                self._end_call(text, told)
+                self._end_call(text, logprobs)
                 self.mode, self._new_message = "between", True
             case _:
                 self.mode, self._new_message = "between", True
 
-    def _open_header(self, mark: str, told: _Told, *, to: Mode) -> None:
+    def _open_header(self, mark: str, logprobs: _LogprobList, *, to: Mode) -> None:
         self.mode = to
         if to == "header":
-            self._region.add(mark, told, mark=True)
+            self._region.add(mark, logprobs, mark=True)
 
     def _enter(self) -> None:
         """A header is whole: go on to what it says, or show it."""
@@ -349,7 +349,7 @@ class Writing:
 
     # ── what is held back ──
 
-    def _body(self, start: int) -> Body:
+    def _body(self, start: int) -> CallBody:
         separator = (
             b"" if self.family.separator is None else self._tokenizer.token_bytes(self.family.separator)
         )
@@ -360,13 +360,13 @@ class Writing:
     def _read_calls(self, start: int) -> tuple[ReadCall, ...] | None:
         return READERS[self.family.call_syntax](self._body(start), self._tools)
 
-    def _end_call(self, close: str, told: _Told) -> bool:
+    def _end_call(self, close: str, logprobs: _LogprobList) -> bool:
         """Read the call that is held back; one that can not be read becomes the visible text it was sampled
         as.
         """
         read = self._read_calls(self._body_at)
         if read is None:
-            self._region.add(close, told)
+            self._region.add(close, logprobs)
             self._give_back()
             return False
         self._show_calls(read)
@@ -392,16 +392,16 @@ class Writing:
         self._show_region()
 
     def _show_region(self) -> None:
-        text, told = self._region.shown, self._region.told
+        text, logprobs = self._region.shown, self._region.logprobs
         self._region.clear()
-        self._say("text", text, told)
+        self._emit("text", text, logprobs)
 
     def _let_go(self) -> None:
         """What might have been something else, is what it seems; blanks between calls were separators."""
         if self.mode == "thinking" and self._label:
             label, self._label = self._label, ""
             if self._region.text != label.rstrip(SPACE):
-                self._say("thinking", self._region.text, [])
+                self._emit("thinking", self._region.text, [])
         elif self.mode == "text" and self._begun is not None:
             self.malformed_calls += self._begun.called
             self._begun = None
@@ -410,10 +410,10 @@ class Writing:
 
     # ── text ──
 
-    def _write_between(self, text: str, told: _Told) -> None:
+    def _write_between(self, text: str, logprobs: _LogprobList) -> None:
         """Real text is shown wherever it stands; blanks at its edges are not."""
         size = len(text.rstrip(SPACE))
-        self._region.add(text[:size], told)
+        self._region.add(text[:size], logprobs)
         if size:
             self._show_region()
         self._region.add(text[size:], [])
@@ -425,11 +425,11 @@ class Writing:
             return
         self._region.clear()
         label, self._label = self._label, ""
-        self._say("thinking", held.removeprefix(label), [])
+        self._emit("thinking", held.removeprefix(label), [])
 
-    def _say(self, kind: Kind, text: str, told: _Told) -> None:
+    def _emit(self, kind: Kind, text: str, logprobs: _LogprobList) -> None:
         """Show it; a blank line parts two messages of one kind."""
         if text and self._new_message:
             text, self._new_message = f"\n\n{text}", False
         if text:
-            self.flow.write(kind, text, tuple(told) if kind == "text" else ())
+            self.flow.write(kind, text, tuple(logprobs) if kind == "text" else ())

@@ -22,7 +22,7 @@ from polarnode.core.conversation import Answer, Delta, FinishReason, TokenLogpro
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
-from polarnode.tokens.output_parser import Flow, Told, Writing
+from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 
 # ── modes ────────────────────────────────────────────────────────────
 
@@ -67,7 +67,7 @@ def _harmony(
 
 
 @frozen(kw_only=True)
-class Finished:
+class ParsedAnswer:
     """The end of an answer: the whole of it, and the deltas that `feed` had not given out yet."""
 
     answer: Answer
@@ -161,22 +161,22 @@ class Parser:
             return None
         return self._family.think_close if self._family.harmony is None else self._family.harmony.end
 
-    def feed(self, ids: "array[int]", told: Told = ()) -> list[Delta]:
+    def feed(self, ids: "array[int]", logprobs: TokenLogprobs = ()) -> list[Delta]:
         """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole
         calls.
 
-        `told`: the same tokens with their logprobs, where the deltas shall say them; they are then read one
-        by one.
+        `logprobs`: the same tokens with their logprobs, where the deltas report them; tokens are then read
+        one by one.
         """
-        if told:
-            for place, token in enumerate(told):
+        if logprobs:
+            for place, token in enumerate(logprobs):
                 self._pending.append(token)
                 self._read(ids[place : place + 1])
         else:
             self._read(ids)
         return self._flow.take()
 
-    def finish(self, reason: FinishReason) -> Finished:
+    def finish(self, reason: FinishReason) -> ParsedAnswer:
         """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other
         reason stands.
         """
@@ -189,9 +189,9 @@ class Parser:
             finish_reason=self._reason(reason),
             stop_string=self._flow.stopped,
             malformed_calls=self.malformed_calls,
-            logprobs=self._flow.told,
+            logprobs=self._flow.logprobs,
         )
-        return Finished(answer=answer, deltas=deltas)
+        return ParsedAnswer(answer=answer, deltas=deltas)
 
     def _read(self, ids: "array[int]") -> None:
         run = bytearray()
@@ -212,24 +212,24 @@ class Parser:
 
         A character that a mark breaks in two is U+FFFD.
         """
-        told = [self._pending.pop()] if self._pending else []
+        logprobs = [self._pending.pop()] if self._pending else []
         self._write(self._decoder.decode(bytes(run), final=True))
         self._pending.clear()
         run.clear()
         if token not in self._watched[self.mode]:
-            self._pending += told
+            self._pending += logprobs
             return False
         self._ended |= token in self._family.stop_ids
         if not self._over:
             before = self.mode
-            self._writing.mark(token, told)
+            self._writing.mark(token, logprobs)
             self.thinking_tokens += "thinking" in (before, self.mode)
         return True
 
     def _write(self, text: str) -> None:
         if text:
-            told, self._pending = self._pending, []
-            self._writing.text(text, told)
+            logprobs, self._pending = self._pending, []
+            self._writing.text(text, logprobs)
 
     @property
     def _over(self) -> bool:

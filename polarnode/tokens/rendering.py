@@ -180,19 +180,19 @@ def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: s
     it is still guarded.
     """
     at = 0
-    for what, said in _said(messages, tools):
-        found = _place(said, text, at)
+    for what, shown in _client_texts(messages, tools):
+        found = _place(shown, text, at)
         if found < 0:
             path = "$.tools" if what == "tool" else "$.messages"
             raise Refused(
-                f"this model's chat template leaves out the {what} {_short(guard.show(said))}: the model"
+                f"this model's chat template leaves out the {what} {_short(guard.show(shown))}: the model"
                 " would never see it; give the model a template that shows it, or do not send it",
                 path=path,
             )
         at = found
 
 
-def _said(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iterator[tuple[str, str]]:
+def _client_texts(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iterator[tuple[str, str]]:
     for tool in tools:
         function = tool["function"]
         if isinstance(function, dict):
@@ -237,7 +237,7 @@ _MARK: Final = "MARK"
 
 
 @frozen
-class Rendered:
+class RenderedText:
     """Text of a template, client strings still inert; `guard` gives them back once the control strings are
     found.
 
@@ -259,23 +259,23 @@ class _Inert:
 
 
 @frozen(kw_only=True)
-class Answered:
+class AnsweredTurn:
     """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many
     calls there were before it.
     """
 
     calls: Sequence[ToolCall] = ()
-    spoken: Sequence[str] = ()
+    model_ids: Sequence[str] = ()
     calls_before: int = 0
 
     def earlier(self, family: Family) -> Earlier:
         """Its calls under the ids that their results are shown under."""
         shown = {}
         for place, call in enumerate(self.calls):
-            spoken = self.spoken[place] if place < len(self.spoken) else None
+            model_id = self.model_ids[place] if place < len(self.model_ids) else None
             shown[call.id] = (
-                Shown(name=call.name, id=spoken)
-                if spoken
+                Shown(name=call.name, id=model_id)
+                if model_id
                 else shown_call(call, self.calls_before + place, family.manner)
             )
         return Earlier(calls=shown, count=self.calls_before + len(self.calls))
@@ -298,7 +298,7 @@ class Renderer:
         init=False, default=Factory(lambda self: _any_of(self._end_texts()), takes_self=True)
     )
 
-    def whole(self, conversation: Conversation) -> Rendered:
+    def whole(self, conversation: Conversation) -> RenderedText:
         """A conversation from its head, asking for the next turn."""
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
@@ -309,23 +309,25 @@ class Renderer:
         inert = self._inert(messages, tools)
         text = self._text(inert, conversation.thinking)
         check_present(inert.messages, inert.tools, text, inert.guard)
-        return Rendered(text, inert.guard)
+        return RenderedText(text, inert.guard)
 
-    def following(self, new: Sequence[Message], *, answered: Answered, thinking: bool | None) -> Rendered:
+    def following(
+        self, new: Sequence[Message], *, answered: AnsweredTurn, thinking: bool | None
+    ) -> RenderedText:
         """What stands between an assistant's turn and the next of its own. A call without a result is not
         shown to the template.
         """
         earlier = answered.earlier(self.family)
-        asked = {message.call_id for message in new if message.role == "tool"}
+        answered_ids = {message.call_id for message in new if message.role == "tool"}
         # its template would show neither the call nor the mark in it
-        known = answered.calls if self.family.call_syntax != "none" else ()
-        shown = [earlier.calls[call.id] for call in known if call.id in asked]
+        calls = answered.calls if self.family.call_syntax != "none" else ()
+        shown = [earlier.calls[call.id] for call in calls if call.id in answered_ids]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
         made_up = [_QUESTION, self._answer(shown)]
         inert = self._inert([*made_up, *messages], [])
         ended, text = self.after(_MARK, self._text(inert, thinking))
         check_present(inert.messages[len(made_up) :], [], text, inert.guard)
-        return Rendered(text, inert.guard, ended)
+        return RenderedText(text, inert.guard, ended)
 
     def after(self, mark: str, text: str) -> tuple[str, str]:
         """The turn end behind a mark, empty where the next header is one, and what stands behind it."""

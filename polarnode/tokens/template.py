@@ -33,8 +33,8 @@ from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
 from polarnode.tokens.parser import mode_at_end, spoken_ids
-from polarnode.tokens.rendering import Answered, Rendered, Renderer
-from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, Pieces, load_tokenizer
+from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer
+from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, TokenizationCache, load_tokenizer
 
 # ── seams ────────────────────────────────────────────────────────────
 
@@ -91,23 +91,23 @@ def differences(
     last = sampled[-1] if sampled else None
     if last is None or last not in (*family.stop_ids, *family.turn_ends):
         return ()
-    said = tokenizer.token_bytes(last).decode()
+    written = tokenizer.token_bytes(last).decode()
     if last in family.boundaries and opening and not ended:
         next_one = tokenizer.token_bytes(opening[0]).decode()
         return (
             ()
-            if said == next_one
+            if written == next_one
             else (
                 (
-                    f"the sample ends with {said!r} where the template goes on with {next_one!r}: {_HERE},"
+                    f"the sample ends with {written!r} where the template goes on with {next_one!r}: {_HERE},"
                     " both stand"
                 ),
             )
         )
-    if said == ended:
+    if written == ended:
         return ()
     instead = f"writes {ended!r}" if ended else "goes on without a turn end"
-    return (f"the sample ends with {said!r} where the template {instead}: {_HERE}",)
+    return (f"the sample ends with {written!r} where the template {instead}: {_HERE}",)
 
 
 # ── template ────────────────────────────────────────────────────────────
@@ -147,7 +147,7 @@ class Template:
     _control: "re.Pattern[str]" = field(
         init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True)
     )
-    _pieces: Pieces = field(init=False, factory=Pieces)
+    _tokenized: TokenizationCache = field(init=False, factory=TokenizationCache)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -209,16 +209,16 @@ class Template:
 
     def _answered(
         self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]"
-    ) -> Answered:
+    ) -> AnsweredTurn:
         """The turn that `new` follows, as the client echoed it."""
         at = len(conversation.messages) - len(new) - 1
         if at < 0:
-            return Answered()
+            return AnsweredTurn()
         before = sum(len(message.calls) for message in conversation.messages[:at])
         calls = conversation.messages[at].calls
-        return Answered(
+        return AnsweredTurn(
             calls=calls,
-            spoken=spoken_ids(sampled, self.tokenizer, self.family) if calls else (),
+            model_ids=spoken_ids(sampled, self.tokenizer, self.family) if calls else (),
             calls_before=before,
         )
 
@@ -226,13 +226,13 @@ class Template:
         self, sampled: "array[int]", conversation: Conversation, opening: "array[int]"
     ) -> "array[int]":
         """What ends a cut sample."""
-        asked = self._encoded(
-            self._renderer.following((), answered=Answered(), thinking=conversation.thinking)
+        opening_again = self._encoded(
+            self._renderer.following((), answered=AnsweredTurn(), thinking=conversation.thinking)
         )
-        started = mode_at_end(asked, self.tokenizer, self.family)
+        started = mode_at_end(opening_again, self.tokenizer, self.family)
         return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
-    def _encoded(self, rendered: Rendered, *, again: bool = False) -> "array[int]":
+    def _encoded(self, rendered: RenderedText, *, again: bool = False) -> "array[int]":
         """Split on control strings while client text is inert, give the text back, encode what stands
         between.
 
@@ -245,7 +245,7 @@ class Template:
             elif piece:
                 text, encode = rendered.guard.show(piece), self.tokenizer.encode_plain
                 encoded.extend(
-                    self._pieces.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
+                    self._tokenized.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
                 )
         return encoded
 

@@ -92,16 +92,16 @@ def _model(model: Any, control: frozenset[str]) -> Any:
             )
 
 
-def _hidden(told: dict[str, Any], control: frozenset[str]) -> Any:
+def _hidden(state: dict[str, Any], control: frozenset[str]) -> Any:
     """A Unigram model looks every piece up, control tokens too. A piece with a space in it is never found:
     all spaces are U+2581 by then.
     """
-    vocabulary = [(f" {piece}" if piece in control else piece, score) for piece, score in told["vocab"]]
-    return models.Unigram(vocabulary, told["unk_id"], told["byte_fallback"])
+    vocabulary = [(f" {piece}" if piece in control else piece, score) for piece, score in state["vocab"]]
+    return models.Unigram(vocabulary, state["unk_id"], state["byte_fallback"])
 
 
-def _check_normalizer(told: dict[str, Any]) -> None:
-    for part in _parts(told, "normalizers"):
+def _check_normalizer(normalizer: dict[str, Any]) -> None:
+    for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Prepend":
             raise ModelError(_PREFIXED)
         if part["type"] != "NFC" and part != _SPACES:
@@ -112,8 +112,8 @@ def _check_normalizer(told: dict[str, Any]) -> None:
 
 
 def _cutter(backend: Tokenizer) -> Any:
-    told = None if backend.pre_tokenizer is None else state(backend.pre_tokenizer)
-    parts = [] if told is None else [_kept(part) for part in _parts(told, "pretokenizers")]
+    config = None if backend.pre_tokenizer is None else state(backend.pre_tokenizer)
+    parts = [] if config is None else [_kept(part) for part in _parts(config, "pretokenizers")]
     if isinstance(backend.model, models.Unigram):
         parts.insert(0, state(pre_tokenizers.Split(_BYTES_BEGIN, "isolated")))
     if not parts:
@@ -139,11 +139,11 @@ def _kept(part: dict[str, Any]) -> dict[str, Any]:
     return part | {"prepend_scheme": "never"} if part["type"] == "Metaspace" else part
 
 
-def _parts(told: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    if told["type"] != "Sequence":
-        yield told
+def _parts(config: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    if config["type"] != "Sequence":
+        yield config
         return
-    for part in told[key]:
+    for part in config[key]:
         yield from _parts(part, key)
 
 
@@ -157,7 +157,7 @@ KEPT_BYTES: Final = 32 << 20
 
 
 @define(eq=False)
-class Pieces:
+class TokenizationCache:
     """Texts and their ids, the oldest dropped first: in two generations, of which a text that is asked for
     moves to the younger.
     """
@@ -235,9 +235,9 @@ class LoadedTokenizer:
         """The bytes of one id: a control token's are its text's, an id that only pads the embedding has none.
         ModelError outside the vocabulary.
         """
-        known = self._bytes.get(token)
-        if known is not None:
-            return known
+        cached = self._bytes.get(token)
+        if cached is not None:
+            return cached
         if 0 <= token < self.vocab_size:
             return b""
         raise ModelError(
@@ -384,11 +384,13 @@ def _probed(loaded: LoadedTokenizer) -> Iterator[str]:
             continue
 
 
-def _vocab_size(asked: int | None, spelled: Mapping[int, bytes]) -> int:
-    known = max(spelled) + 1
-    if asked is not None and asked < known:
-        raise ModelError(f"it knows {known} ids and the model only {asked}: they do not belong together")
-    return asked or known
+def _vocab_size(requested: int | None, spelled: Mapping[int, bytes]) -> int:
+    spelled_size = max(spelled) + 1
+    if requested is not None and requested < spelled_size:
+        raise ModelError(
+            f"it knows {spelled_size} ids and the model only {requested}: they do not belong together"
+        )
+    return requested or spelled_size
 
 
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:

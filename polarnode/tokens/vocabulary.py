@@ -185,7 +185,7 @@ def read_ranks(path: Path) -> Ranked:
         config = json.loads((path / "tokenizer_config.json").read_text())
         ranks = _ranks((path / RANKS).read_bytes())
         code = ast.parse((path / _code_of(config)).read_text())
-        added = {int(number): told["content"] for number, told in config["added_tokens_decoder"].items()}
+        added = {int(number): token["content"] for number, token in config["added_tokens_decoder"].items()}
     return Ranked(
         tokenizer=_converted(ranks, _pattern(code), added), config=config, sorts_tools=_sorts_tools(code)
     )

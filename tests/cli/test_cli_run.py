@@ -21,7 +21,7 @@ from sources_kit import DATA
 from polarnode.cli import run as running
 from polarnode.cli.sources import Sources, checked, written_whole
 from polarnode.core import codec
-from polarnode.core.errors import LawBroken, PolarnodeError, Refused
+from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.node.config import NodeConfig
@@ -81,7 +81,7 @@ def test_an_error_is_one_and_names_its_boundary() -> None:
 
 def test_a_broken_law_is_one_and_our_bug() -> None:
     code, said = report(
-        ended("error", boundary=LawBroken.boundary, reason="law 2: 3 of the 5 sampled tokens")
+        ended("error", boundary=InvariantViolated.boundary, reason="law 2: 3 of the 5 sampled tokens")
     )
     assert code == 1
     assert "a law of tokens was broken: this is a bug of polarnode" in said

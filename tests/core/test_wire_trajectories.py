@@ -26,7 +26,7 @@ from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPar
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import LeftOut, NewMessages, Outcome, Trajectory, Turn, VersionSpan
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.token_extras import carried_of
+from polarnode.merge.token_extras import row_extras
 
 # a whole trajectory an example, on a machine with other work
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -209,7 +209,7 @@ def carrying() -> tuple[Turn, ...]:
 def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: int) -> None:
     session = carrying()
     line, trained = list(session), {0, 1} if offset == 0 else {1}
-    rows = carried_of(line, trained, offset=offset)
+    rows = row_extras(line, trained, offset=offset)
     assert rows.top is not None
     assert rows.routed is not None
     assert (rows.top.rows, rows.routed.start, rows.routed.end) == (1000 * len(trained), offset, 7499)

@@ -40,7 +40,7 @@ from polarnode.engine.simulated.serving import BLOCK, KEPT, Prefixes, Serving
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import simulated_marks
 from polarnode.support.processes import group_members
-from polarnode.tokens.parser import Finished, Parser
+from polarnode.tokens.parser import ParsedAnswer, Parser
 from polarnode.tokens.template import LoadedModel, load_model
 
 AT_ONCE = Simulation(tokens_per_s=0, first_token_s=0, prefill_tokens_per_s=0)
@@ -87,7 +87,7 @@ def wanted(ids: Sequence[int], *, rid: str = "0" * 32, max_tokens: int = 4096, *
     return Generate(rid=rid, prompt=array("i", ids).tobytes(), sampling=sampling, **more)
 
 
-def read(model: LoadedModel, asked: "array[int]", ids: "array[int]") -> Finished:
+def read(model: LoadedModel, asked: "array[int]", ids: "array[int]") -> ParsedAnswer:
     """An answer as the node reads it."""
     parser = Parser(
         tokenizer=model.tokenizer,

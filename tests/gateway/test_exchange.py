@@ -26,7 +26,7 @@ from exchange_kit import (
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Conversation, Message, Sampling
-from polarnode.core.errors import EngineError, LawBroken, Refused
+from polarnode.core.errors import EngineError, InvariantViolated, Refused
 from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import VersionSpan
 from polarnode.gateway.call_events import (
@@ -371,7 +371,7 @@ def test_the_turn_is_exactly_the_planned_one() -> None:
     scene.to_generation()
     (record, *_) = scene.exchange.receive(chunk("x", "stop"))
     assert isinstance(record, Record)
-    with pytest.raises(LawBroken, match="lineage"):
+    with pytest.raises(InvariantViolated, match="lineage"):
         scene.lineages.commit(evolve(record.turn, lineage=7))
 
 

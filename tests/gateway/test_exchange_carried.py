@@ -24,12 +24,12 @@ from polarnode.gateway.call_events import (
     Record,
     Send,
 )
-from polarnode.merge.token_extras import CUT, LIMIT, Carry, note
+from polarnode.merge.token_extras import CUT, LIMIT, CallExtras, note
 
 PROMPT = 2  # tokens of "hi"
 
 
-def scene(carry: Carry, **said: Any) -> Scene:
+def scene(carry: CallExtras, **said: Any) -> Scene:
     """A scene whose turns carry."""
     made = Scene(said.pop("spoken", LINES), **said)
     made.terms = evolve(made.terms, carry=carry)
@@ -65,7 +65,7 @@ def whole(made: Scene, tokens: list[int], *, k: int = 0, routed: RoutedExperts |
 
 
 def test_nothing_is_asked_for_where_nothing_is_carried() -> None:
-    made = scene(Carry())
+    made = scene(CallExtras())
     order = asked(made.to_generation())
     assert (order.top_logprobs, order.routed_from) == (0, None)
     turn = whole(made, [*b"abc", END])
@@ -73,7 +73,7 @@ def test_nothing_is_asked_for_where_nothing_is_carried() -> None:
 
 
 def test_a_turn_keeps_what_its_task_asked_for() -> None:
-    made = scene(Carry(top_logprobs=2, routed_from=0, room=1000))
+    made = scene(CallExtras(top_logprobs=2, routed_from=0, room=1000))
     order = asked(made.to_generation())
     assert (order.top_logprobs, order.routed_from) == (2, 0)
     tokens = [*b"abc", END]
@@ -86,7 +86,7 @@ def test_a_turn_keeps_what_its_task_asked_for() -> None:
 def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_the_task(
     client: int, task: int
 ) -> None:
-    made = scene(Carry(top_logprobs=task, room=1000), logprobs=client)
+    made = scene(CallExtras(top_logprobs=task, room=1000), logprobs=client)
     most = max(client, task)
     assert asked(made.to_generation()).top_logprobs == most
     commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], most)))
@@ -98,7 +98,7 @@ def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_t
 
 
 def test_a_client_that_asked_for_none_is_shown_none() -> None:
-    made = scene(Carry(top_logprobs=2, room=1000), spoken=CHAT)
+    made = scene(CallExtras(top_logprobs=2, room=1000), spoken=CHAT)
     made.to_generation()
     commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], 2)))
     sent = b"".join(command.data for command in commands if isinstance(command, Send))
@@ -110,7 +110,7 @@ def test_a_client_that_asked_for_none_is_shown_none() -> None:
 def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_is_kept_and_no_experts() -> (
     None
 ):
-    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000), stop=("STOP",))
+    made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000), stop=("STOP",))
     made.to_generation()
     tokens = list(b"so STOP and more")
     commands = made.play(
@@ -122,7 +122,7 @@ def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_
 
 
 def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> None:
-    made = scene(Carry(routed_from=1, room=1000), stop=("STOP",))
+    made = scene(CallExtras(routed_from=1, room=1000), stop=("STOP",))
     made.to_generation()
     tokens = list(b"STOP more")
     commands = made.play(
@@ -133,7 +133,7 @@ def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> N
 
 
 def test_a_client_that_leaves_costs_the_experts_alone() -> None:
-    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000))
+    made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000))
     made.to_generation()
     made.exchange.receive(sampled([*b"ab"], top_logprobs=likely([*b"ab"], 1)))
     turn = made.turn(made.exchange.receive(ClientLeft(at=12.0)))
@@ -142,25 +142,25 @@ def test_a_client_that_leaves_costs_the_experts_alone() -> None:
 
 
 def test_a_call_without_a_token_lacks_nothing() -> None:
-    made = scene(Carry(top_logprobs=1, routed_from=0, room=1000))
+    made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000))
     made.to_generation()
     turn = made.turn(made.exchange.receive(EngineFailed(error=EngineError("gone"), at=12.0)))
     assert (turn.state, turn.top, turn.routed, turn.notes) == ("failed", None, None, ())
 
 
 def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
-    made = scene(Carry(top_logprobs=2, routed_from=0, room=40))
+    made = scene(CallExtras(top_logprobs=2, routed_from=0, room=40))
     made.to_generation()
     turn = whole(made, [*b"abc", END], k=2, routed=routes(0, PROMPT + 3, layers=3))
     assert (turn.top, turn.routed) == (None, None)
     assert turn.notes == (note("top_logprobs", LIMIT), note("routed_experts", LIMIT))
-    spent = scene(Carry(notes=(note("routed_experts", LIMIT),)))
+    spent = scene(CallExtras(notes=(note("routed_experts", LIMIT),)))
     assert asked(spent.to_generation()).routed_from is None
     assert whole(spent, [*b"abc", END]).notes == (note("routed_experts", LIMIT),)
 
 
 def test_every_choice_of_a_call_carries_its_own() -> None:
-    made = scene(Carry(routed_from=0, room=1000), choices=2)
+    made = scene(CallExtras(routed_from=0, room=1000), choices=2)
     orders = [command.order for command in made.to_generation() if isinstance(command, Generate)]
     assert [order.routed_from for order in orders] == [0, 0]
     first = made.exchange.receive(sampled([*b"a", END], "stop", routed=routes(0, PROMPT + 1, layers=1)))

@@ -317,7 +317,7 @@ def test_the_session_can_be_rebuilt_and_its_turns_written(steps: list[tuple[str,
             continue
         plan = restored.resume(turn.index, total=1)
         if plan is not None:
-            assert list(restored.spoken(plan))[-len(turn.sampled) :] == list(turn.sampled)
+            assert list(restored.resumed_prefix(plan))[-len(turn.sampled) :] == list(turn.sampled)
             restored.abandon(plan)
 
 

@@ -9,7 +9,7 @@ import trio.testing
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Conversation, Message, Sampling, TextPart
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, TurnState
 from polarnode.gateway import live_sessions
@@ -70,7 +70,7 @@ def test_a_turn_nobody_planned_reaches_no_journal() -> None:
     session = new_session(record=seen.append)
     turn = new_turn(session)
     session.commit(turn)
-    with pytest.raises(LawBroken):
+    with pytest.raises(InvariantViolated):
         session.commit(turn)
     assert seen == [turn]
 

@@ -15,7 +15,7 @@ from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.endpoint import ModelPlane
 from polarnode.merge.ledger import chain
-from polarnode.merge.token_extras import CUT, LIMIT, Carrier, carried_of, note
+from polarnode.merge.token_extras import CUT, LIMIT, SessionExtras, note, row_extras
 from polarnode.node.config import NodeConfig
 from polarnode.node.opening import why_unrouted
 
@@ -26,7 +26,7 @@ BOTH = CarrySpec(top_logprobs=3, routed_experts=True)
 
 def carrying(engine: ScriptedEngine, spec: CarrySpec = BOTH, *, limit: int = 1 << 20) -> Stage:
     made = stage(engine)
-    made.s1.carrier = Carrier(spec, limit=limit)
+    made.s1.carrier = SessionExtras(spec, limit=limit)
     return made
 
 
@@ -62,7 +62,7 @@ def check_whole(turns: list[Turn], last: int) -> None:
     """The row that ends with a turn has all that was asked for."""
     row = line(turns, last)
     end = row[-1].prompt_length + len(row[-1].sampled)
-    found = carried_of(row, {turn.index for turn in row})
+    found = row_extras(row, {turn.index for turn in row})
     assert found.lacks == ()
     assert found.routed == routes(0, end - 1, LAYERS)
     assert found.top is not None
@@ -111,7 +111,7 @@ async def test_what_a_cut_turn_lacks_the_next_one_fills(autojump_clock: trio.abc
     cut = made.turns[0]
     assert (cut.state, cut.routed) == ("partial", None)
     assert cut.notes[-1] == note("routed_experts", CUT)
-    assert carried_of([cut], {0}).lacks == (f"routed_experts: turn 0 has none: {CUT}",)
+    assert row_extras([cut], {0}).lacks == (f"routed_experts: turn 0 has none: {CUT}",)
     assert engine.hold is not None
     engine.hold.set()
     assert cut.answer is not None
@@ -144,7 +144,7 @@ async def test_beyond_its_limit_a_session_goes_on_and_says_so() -> None:
     assert (engine.orders[2].routed_from, engine.orders[2].top_logprobs) == (None, 0)
     assert made.turns[2].notes[-2:] == made.turns[1].notes[-2:]
     assert (made.s1.metrics()["carried_bytes"], made.s1.metrics()["uncarried_turns"]) == (spent, 2)
-    assert carried_of(line(made.turns, 2), {0, 1, 2}).lacks == (
+    assert row_extras(line(made.turns, 2), {0, 1, 2}).lacks == (
         f"top_logprobs: turn 2 has none: {LIMIT}",
         f"routed_experts: turn 2 has none: {LIMIT}",
     )

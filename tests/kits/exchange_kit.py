@@ -187,7 +187,11 @@ class Scene:
         self.plans = plans
         self.exchange = Exchange(self.terms)
         self.asked = Asked(
-            request=self.asks, plans=plans, at=10.0, wall=1000.0, spoken=self.lineages.spoken(plans[0])
+            request=self.asks,
+            plans=plans,
+            at=10.0,
+            wall=1000.0,
+            spoken=self.lineages.resumed_prefix(plans[0]),
         )
 
     def parser(self, plan: Plan, prompt: Any, stop: tuple[str, ...]) -> Parser:
@@ -232,7 +236,7 @@ class Scene:
     def turns(self, commands: list[Command]) -> list[Turn]:
         found = [command.turn for command in commands if isinstance(command, Record)]
         for turn in found:
-            self.lineages.commit(turn)  # LawBroken if it is not the turn that was planned
+            self.lineages.commit(turn)  # InvariantViolated if it is not the turn that was planned
         return found
 
 

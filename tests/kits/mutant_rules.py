@@ -104,8 +104,8 @@ REFS = rules(
     ),
     (
         "references of another session are believed",
-        'said = f"{self.session_id}:{index}".encode()',
-        'said = f"{index}".encode()',
+        'payload = f"{self.session_id}:{index}".encode()',
+        'payload = f"{index}".encode()',
         (REFERENCES,),
     ),
     (
@@ -119,14 +119,14 @@ ATTACHING = rules(
     "merge.attach",
     (
         "a reference overrides a changed message",
-        "asked = self.ledger.asked_with(before)\n        proven",
-        "asked = list(self.ledger.turns)\n        proven",
+        "candidates = self.ledger.answers_to(before)\n        proven",
+        "candidates = list(self.ledger.turns)\n        proven",
         (P10_REF,),
     ),
     (
         "a reference excuses other words",
         "(not echoed.text.strip() or same_text(ours.text, echoed.text))",
-        "bool(said)",
+        "bool(recorded)",
         (P10_TEXT,),
     ),
     (
@@ -197,13 +197,13 @@ PLANS = rules(
     ),
     (
         "a restored session forgets its numbers",
-        "            lineages._tree.enter(turn)\n",
+        "            lineages._graph.enter(turn)\n",
         "",
         (SESSIONS, LINEAGE),
     ),
     (
         "a restored session forgets who asked",
-        "            lineages._heads.note(Path.read(turn.before_key), turn.role)\n",
+        "            lineages._paths.note(Path.read(turn.before_key), turn.role)\n",
         "",
         (SESSIONS, LINEAGE),
     ),
@@ -214,7 +214,7 @@ PLANS = rules(
         (SESSIONS,),
     ),
     ("a turn that is not the planned one is kept", "        self._agree(plan, turn)\n", "", (LINEAGE,)),
-    ("a turn can be recorded twice", "        del self._tree.plans[turn.index]\n", "", (LINEAGE,)),
+    ("a turn can be recorded twice", "        del self._graph.plans[turn.index]\n", "", (LINEAGE,)),
     (
         "halves of an answer are put together in the wrong order",
         "for part in reversed(parts)",
@@ -226,8 +226,8 @@ NAMES = rules(
     "merge.turn_kinds",
     (
         "a retry always takes its twin's place",
-        "lineage = asked.lineage if self._replaceable(index) else self.next_lineage\n            ",
-        "lineage = asked.lineage\n            ",
+        "lineage = earlier.lineage if self._replaceable(index) else self.next_lineage\n            ",
+        "lineage = earlier.lineage\n            ",
         (LINEAGE,),
     ),
     (
@@ -419,14 +419,14 @@ TRAINING = (
         "merge.builders",
         (
             "a shared turn is trained in every row",
-            "if turn.index in cast.trained_indexes and turn.index not in taken}",
-            "if turn.index in cast.trained_indexes}",
+            "if turn.index in selection.trained_indexes and turn.index not in taken\n",
+            "if turn.index in selection.trained_indexes\n",
             (LAWS, P9),
         ),
         (
             "the leaf alone is trained",
-            "lost = {turn.index for turn in line if",
-            "lost = {turn.index for turn in line[-1:] if",
+            "for turn in line if turn.index in selection.trained_indexes and",
+            "for turn in line[-1:] if turn.index in selection.trained_indexes and",
             (LAWS, P9),
         ),
     ),
@@ -458,8 +458,8 @@ TRAINING = (
         ),
         (
             "another choice supersedes",
-            "for turn in living if turn.reason != CHOICE for asked",
-            "for turn in living for asked",
+            "for turn in living if turn.reason != CHOICE for request",
+            "for turn in living for request",
             (P10_CUT_N,),
         ),
     ),
@@ -510,14 +510,14 @@ CHECKING = (
         "merge.invariants",
         (
             "a sample's ids are not compared",
-            '        _same(f"law 1: {name}, sample of turn {turn.index}", tokens, start, turn.sampled)\n',
+            '        _same(f"invariant 1: {name}, sample of turn {turn.index}", tokens, start, turn.sampled)\n',
             "",
             (LAWS,),
         ),
         (
             "a prompt's ids are not compared",
             (
-                '        _same(\n            f"law 1: {name}, prompt of turn {turn.index}",\n'
+                '        _same(\n            f"invariant 1: {name}, prompt of turn {turn.index}",\n'
                 "            tokens,\n            start - len(turn.prompt_delta),\n"
                 "            turn.prompt_delta,\n        )\n"
             ),
@@ -685,8 +685,8 @@ PARTS = (
         "merge.token_extras",
         (
             "a session carries without end",
-            "        if self.carried >= self.limit:\n",
-            "        if self.carried < 0:\n",
+            "        if self.size >= self.limit:\n",
+            "        if self.size < 0:\n",
             (CARRIED,),
         ),
     ),
@@ -721,8 +721,8 @@ PARTS = (
         ),
         (
             "a record extends the shortest turn",
-            "zip(reversed(known), reversed(found), strict=True)",
-            "zip(known, found, strict=True)",
+            "zip(reversed(lengths), reversed(found), strict=True)",
+            "zip(lengths, found, strict=True)",
             (BY_TOKENS,),
         ),
         (

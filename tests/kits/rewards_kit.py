@@ -11,7 +11,7 @@ from polarnode.core.conversation import Json, ToolCall
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished
-from polarnode.merge.roles import recast
+from polarnode.merge.roles import reclassify_roles
 
 Quiet = TypeVar("Quiet", bound=MemoryRuntime)
 
@@ -38,7 +38,7 @@ def with_helper() -> tuple[Turn, ...]:
         toys.ask(toys.system("search well"), toys.user("find the word kiwi in all files here")), "found it"
     )
     made.say(toys.ask(toys.system(), toys.user("fix the bug"), message, toys.user("go on")), "fixed")
-    return recast(made.turns)
+    return reclassify_roles(made.turns)
 
 
 def edited(turns: tuple[Turn, ...], index: int, **answer: Any) -> tuple[Turn, ...]:

@@ -250,7 +250,7 @@ class Desk:
                 plans=plans,
                 at=self.tick(),
                 wall=1000.0 + self._now,
-                spoken=self.lineages.spoken(plan),
+                spoken=self.lineages.resumed_prefix(plan),
             )
         )
         return asking

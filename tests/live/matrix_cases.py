@@ -225,7 +225,7 @@ def plain(harness: Harness) -> Iterator[Case]:
         yield evolve(case, **DIFFERENT.get(name, {}))
 
 
-def thoughtful(case: Case) -> Case:
+def holds_thinking(case: Case) -> Case:
     """The same with a thought before each turn's words: what a harness does with reasoning must cost no
     lineage.
     """
@@ -306,7 +306,7 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
 }
 
 PLAIN = tuple(case for name, harness in HARNESSES.items() if name in SCRIPTS for case in plain(harness))
-CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(thoughtful, PLAIN))
+CASES: tuple[Case, ...] = (*PLAIN, *SPECIAL, *map(holds_thinking, PLAIN))
 
 # Not of the matrix: an answer long enough to leave in the middle of, for whoever speaks any API.
 LONG = Case(

@@ -8,7 +8,7 @@ from attrs import evolve
 from merge_toys import Session, ask, system, told, user
 
 from polarnode.core.conversation import Json, Message
-from polarnode.core.errors import LawBroken, Refused
+from polarnode.core.errors import InvariantViolated, Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan
 from polarnode.merge.builders import build, per_request, prefix_merging, prompt_ids
@@ -312,7 +312,7 @@ def test_what_was_sampled_before_the_engine_failed_is_trained_when_asked_for() -
     built = prefix_merging(session.turns, {"train_failed": True})
     assert (rows(built), left(built)) == ([[0, 1]], {2: "failed"})
     assert both(session, {"train_failed": True}) == {2: "failed"}
-    with pytest.raises(LawBroken, match="law 2: trace 0 holds turn 1, which failed"):
+    with pytest.raises(InvariantViolated, match="invariant 2: trace 0 holds turn 1, which failed"):
         check(session.turns, built)
 
 
@@ -549,9 +549,9 @@ def test_the_documented_builder_of_ones_own_keeps_the_laws(
 def test_turns_that_are_not_whole_are_never_built() -> None:
     session, _ = grown(2)
     broken = [session.turns[0], evolve(session.turns[1], logprobs=session.turns[1].logprobs[:-1])]
-    with pytest.raises(LawBroken, match="law 3: turn 1"):
+    with pytest.raises(InvariantViolated, match="invariant 3: turn 1"):
         build(BuilderSpec(), broken)
-    with pytest.raises(LawBroken, match="law 1: turn 1 extends turn 0"):
+    with pytest.raises(InvariantViolated, match="invariant 1: turn 1 extends turn 0"):
         build(BuilderSpec(), session.turns[1:])
 
 

@@ -15,15 +15,15 @@ from polarnode.core.trajectory import Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.token_extras import (
     CUT,
     LIMIT,
-    Carriage,
-    Carrier,
-    Carry,
-    Held,
-    carried_of,
-    held_of,
+    CallExtras,
+    RowExtras,
+    SessionExtras,
+    TurnExtras,
     note,
     routed_of,
+    row_extras,
     top_of,
+    turn_extras,
     versions_of,
 )
 
@@ -68,31 +68,31 @@ def line(*, routed: bool = True, top: bool = True) -> list[Turn]:
 def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_position_but_the_last() -> (
     None
 ):
-    found = carried_of(line(), {0, 1})
+    found = row_extras(line(), {0, 1})
     assert found.lacks == ()
     assert found.top is not None
     assert found.top.ids.tolist() == [100, 101, 102, 103, 200, 201, 202, 203, 204, 205]
     assert found.top.row(2) == ((200, 0.0), (201, -0.25))
     assert found.routed == experts(0, 9)
-    assert carried_of(line(), {1}).top == likely(200, 3)  # the first is context of this row
-    assert carried_of(line(routed=False), {0, 1}) == Carriage(top=found.top)
-    assert carried_of(line(routed=False, top=False), {0, 1}) == Carriage()
+    assert row_extras(line(), {1}).top == likely(200, 3)  # the first is context of this row
+    assert row_extras(line(routed=False), {0, 1}) == RowExtras(top=found.top)
+    assert row_extras(line(routed=False, top=False), {0, 1}) == RowExtras()
 
 
 def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
     whole = line()
     cut = turn(0, None, 3, 2, notes=("closed: x", note("routed_experts", CUT), note("top_logprobs", LIMIT)))
-    lost = carried_of([cut, whole[1]], {0, 1})
+    lost = row_extras([cut, whole[1]], {0, 1})
     assert (lost.top, lost.routed) == (None, None)
     assert lost.lacks == (
         f"top_logprobs: turn 0 has none: {LIMIT}",
         f"routed_experts: turn 0 has none: {CUT}",
     )
-    assert carried_of([cut, whole[1]], {1}).top == whole[1].top  # what is context needs none
+    assert row_extras([cut, whole[1]], {1}).top == whole[1].top  # what is context needs none
     # a session whose engine was not asked for its first turn
-    silent = carried_of([turn(0, None, 3, 2), whole[1]], {0, 1})
+    silent = row_extras([turn(0, None, 3, 2), whole[1]], {0, 1})
     assert silent.lacks == ("top_logprobs: turn 0 has none", "routed_experts: turn 0 has none")
-    apart = carried_of([whole[0], turn(1, 0, 2, 3, before=5, routed=experts(5, 9), top=likely(0, 3))], {0, 1})
+    apart = row_extras([whole[0], turn(1, 0, 2, 3, before=5, routed=experts(5, 9), top=likely(0, 3))], {0, 1})
     assert (apart.routed, apart.lacks) == (None, ("routed_experts: the rows of its turns do not meet",))
 
 
@@ -147,7 +147,7 @@ def test_rows_that_follow_their_carrier_have_no_gap(steps: list[tuple[int, int, 
     """Whatever turns are cut, and whichever are seen by the row alone: a whole last turn makes the
     row whole.
     """
-    carrier, chain, before, parent = Carrier(CarrySpec(routed_experts=True), limit=1 << 20), [], 0, None
+    carrier, chain, before, parent = SessionExtras(CarrySpec(routed_experts=True), limit=1 << 20), [], 0, None
     for index, (delta, sampled, cut) in enumerate(steps):
         end, start = before + delta + sampled, carrier.carry(parent).routed_from
         assert start is not None
@@ -177,26 +177,26 @@ def test_the_version_of_every_token() -> None:
 
 
 def test_a_session_that_was_asked_for_nothing_carries_nothing_and_says_nothing() -> None:
-    carrier = Carrier(CarrySpec(), limit=0)
+    carrier = SessionExtras(CarrySpec(), limit=0)
     carrier.add(turn(0, None, 1, 1))
-    assert carrier.carry(0) == Carry()
+    assert carrier.carry(0) == CallExtras()
     assert carrier.metrics() == {}
 
 
 def test_a_call_carries_from_where_the_turn_it_extends_ends() -> None:
-    carrier = Carrier(CarrySpec(top_logprobs=2, routed_experts=True), limit=1000)
-    assert carrier.carry(None) == Carry(top_logprobs=2, routed_from=0, room=1000)
+    carrier = SessionExtras(CarrySpec(top_logprobs=2, routed_experts=True), limit=1000)
+    assert carrier.carry(None) == CallExtras(top_logprobs=2, routed_from=0, room=1000)
     for each in line():
         carrier.add(each)
     spent = 5 * 16 + 9 * LAYERS * EXPERTS
-    assert carrier.carry(1) == Carry(top_logprobs=2, routed_from=9, room=1000 - spent)
+    assert carrier.carry(1) == CallExtras(top_logprobs=2, routed_from=9, room=1000 - spent)
     assert carrier.carry(0).routed_from == 4  # a branch
     assert carrier.carry(None).routed_from == 0
     assert carrier.metrics() == {"carried_bytes": spent, "uncarried_turns": 0}
 
 
 def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None:
-    carrier = Carrier(CarrySpec(top_logprobs=2, routed_experts=True), limit=60)
+    carrier = SessionExtras(CarrySpec(top_logprobs=2, routed_experts=True), limit=60)
     carrier.add(line()[0])
     assert carrier.carry(0).room == 60 - 56
     carrier.add(line()[1])
@@ -211,26 +211,29 @@ def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None
 
 
 def test_a_turn_holds_what_the_engine_told() -> None:
-    carry = Carry(top_logprobs=2, routed_from=0, room=100)
-    whole = held_of(carry, sampled=2, top=[likely(0, 1), likely(2, 1)], routed=experts(0, 4))
+    carry = CallExtras(top_logprobs=2, routed_from=0, room=100)
+    whole = turn_extras(carry, sampled=2, top=[likely(0, 1), likely(2, 1)], routed=experts(0, 4))
     assert whole.top is not None
     assert whole.top.ids.tolist() == [0, 1, 2, 3]
     assert (whole.routed, whole.notes) == (experts(0, 4), ())
-    assert held_of(carry, sampled=0, top=[], routed=None) == Held()
-    assert held_of(Carry(), sampled=2, top=[], routed=None) == Held()
+    assert turn_extras(carry, sampled=0, top=[], routed=None) == TurnExtras()
+    assert turn_extras(CallExtras(), sampled=2, top=[], routed=None) == TurnExtras()
 
 
 def test_a_turn_says_what_it_does_not_hold() -> None:
-    carry = Carry(top_logprobs=2, routed_from=0, room=100)
-    assert held_of(carry, sampled=2, top=[likely(0, 2)], routed=None) == Held(
+    carry = CallExtras(top_logprobs=2, routed_from=0, room=100)
+    assert turn_extras(carry, sampled=2, top=[likely(0, 2)], routed=None) == TurnExtras(
         top=likely(0, 2), notes=(note("routed_experts", CUT),)
     )
-    short = held_of(carry, sampled=2, top=[likely(0, 1)], routed=experts(0, 4))
+    short = turn_extras(carry, sampled=2, top=[likely(0, 1)], routed=experts(0, 4))
     assert (short.top, short.routed) == (None, experts(0, 4))
     assert "fewer tokens" in short.notes[0]
-    full = held_of(
-        Carry(top_logprobs=2, routed_from=0, room=55), sampled=2, top=[likely(0, 2)], routed=experts(0, 4)
+    full = turn_extras(
+        CallExtras(top_logprobs=2, routed_from=0, room=55),
+        sampled=2,
+        top=[likely(0, 2)],
+        routed=experts(0, 4),
     )
-    assert full == Held(notes=(note("top_logprobs", LIMIT), note("routed_experts", LIMIT)))
-    before = held_of(Carry(notes=(note("top_logprobs", LIMIT),)), sampled=2, top=[], routed=None)
-    assert before == Held(notes=(note("top_logprobs", LIMIT),))
+    assert full == TurnExtras(notes=(note("top_logprobs", LIMIT), note("routed_experts", LIMIT)))
+    before = turn_extras(CallExtras(notes=(note("top_logprobs", LIMIT),)), sampled=2, top=[], routed=None)
+    assert before == TurnExtras(notes=(note("top_logprobs", LIMIT),))

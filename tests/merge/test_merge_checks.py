@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 from merge_toys import Session, ask, system, told, user
 
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.builders import per_request, prefix_merging
 from polarnode.merge.invariants import Counts, check, check_turns
@@ -122,69 +122,69 @@ def retrained(built: Built) -> Built:
 
 
 MUTANTS: dict[str, tuple[str, Mutant]] = {
-    "a changed prompt token": ("law 1", first(token(lambda trace: 0))),
-    "a changed token between samples": ("law 1", first(token(before(1)))),
-    "a changed sampled token": ("law 1", first(token(sample(1, 2)))),
-    "a changed context token": ("law 1", second(token(sample(0)))),
-    "a changed last token": ("law 1", first(token(lambda trace: len(trace.token_ids) - 1))),
-    "a span moved right": ("law 1", first(spans(moved(1)))),
-    "a span moved left": ("law 1", first(spans(moved(-1)))),
-    "a span cut": ("law 1", first(spans(lambda old: [evolve(old[0], end=old[0].end - 1), *old[1:]]))),
-    "a span dropped": ("law 1", first(spans(lambda old: old[1:]))),
-    "a span of another turn": ("law 1", first(spans(lambda old: [*old[:-1], evolve(old[-1], turn=4)]))),
-    "two spans changed about": ("law 1", first(spans(lambda old: [evolve(old[0], turn=1), evolve(old[1], turn=0), *old[2:]]))),
-    "overlapping spans": ("law 4", first(spans(lambda old: [evolve(old[0], end=old[1].start + 1), *old[1:]]))),
-    "spans out of order": ("law 4", first(spans(lambda old: old[::-1]))),
-    "an empty span": ("law 4", first(spans(lambda old: [evolve(old[0], end=old[0].start), *old[1:]]))),
-    "no spans": ("law 4", first(spans(lambda old: []))),
-    "an unknown turn": ("law 4", first(spans(lambda old: [evolve(old[0], turn=9), *old[1:]]))),
-    "a failed turn": ("law 2", first(spans(lambda old: [*old[:-1], evolve(old[-1], turn=2)]))),
-    "a gap at the end": ("law 4", first(spans(lambda old: old[:-1]))),
-    "tokens after the end": ("law 4", first(lambda trace: evolve(
+    "a changed prompt token": ("invariant 1", first(token(lambda trace: 0))),
+    "a changed token between samples": ("invariant 1", first(token(before(1)))),
+    "a changed sampled token": ("invariant 1", first(token(sample(1, 2)))),
+    "a changed context token": ("invariant 1", second(token(sample(0)))),
+    "a changed last token": ("invariant 1", first(token(lambda trace: len(trace.token_ids) - 1))),
+    "a span moved right": ("invariant 1", first(spans(moved(1)))),
+    "a span moved left": ("invariant 1", first(spans(moved(-1)))),
+    "a span cut": ("invariant 1", first(spans(lambda old: [evolve(old[0], end=old[0].end - 1), *old[1:]]))),
+    "a span dropped": ("invariant 1", first(spans(lambda old: old[1:]))),
+    "a span of another turn": ("invariant 1", first(spans(lambda old: [*old[:-1], evolve(old[-1], turn=4)]))),
+    "two spans changed about": ("invariant 1", first(spans(lambda old: [evolve(old[0], turn=1), evolve(old[1], turn=0), *old[2:]]))),
+    "overlapping spans": ("invariant 4", first(spans(lambda old: [evolve(old[0], end=old[1].start + 1), *old[1:]]))),
+    "spans out of order": ("invariant 4", first(spans(lambda old: old[::-1]))),
+    "an empty span": ("invariant 4", first(spans(lambda old: [evolve(old[0], end=old[0].start), *old[1:]]))),
+    "no spans": ("invariant 4", first(spans(lambda old: []))),
+    "an unknown turn": ("invariant 4", first(spans(lambda old: [evolve(old[0], turn=9), *old[1:]]))),
+    "a failed turn": ("invariant 2", first(spans(lambda old: [*old[:-1], evolve(old[-1], turn=2)]))),
+    "a gap at the end": ("invariant 4", first(spans(lambda old: old[:-1]))),
+    "tokens after the end": ("invariant 4", first(lambda trace: evolve(
         trace, token_ids=trace.token_ids + array("i", [5]), loss_mask=trace.loss_mask + b"\0", logprobs=trace.logprobs + array("f", [0.0])))),
-    "a token missing": ("law 4", first(lambda trace: evolve(
+    "a token missing": ("invariant 4", first(lambda trace: evolve(
         trace, token_ids=trace.token_ids[:-1], loss_mask=trace.loss_mask[:-1], logprobs=trace.logprobs[:-1]))),
-    "a mask flipped off": ("law", first(mask(sample(1), 0))),
-    "a mask and its logprob off": ("law 2", lambda built: first(logprob(sample(1), 0.0))(first(mask(sample(1), 0))(built))),
-    "a mask flipped on before a sample": ("law 2", first(mask(before(1), 1))),
-    "a mask flipped on in the prompt": ("law 2", first(mask(lambda trace: 0, 1))),
-    "a mask of two": ("law 2", first(mask(sample(1), 2))),
-    "a mask one short": ("law 3", first(lambda trace: evolve(trace, loss_mask=trace.loss_mask[:-1]))),
-    "a row not trained at all": ("law 2", second(untrained)),
-    "a trunk trained twice": ("law 2: .* trained in trace 1 and in one before it", retrained),
-    "a row twice": ("law 2: .* trained in trace 1 and in one before it", lambda built: evolve(built, traces=(built.traces[0], *built.traces))),
-    "a row dropped": ("law 2", lambda built: evolve(built, traces=built.traces[:1])),
-    "a prompt that is trained": ("law 2", first(lambda trace: evolve(trace, prompt_length=trace.turn_spans[0].end))),
-    "a prompt longer than the row": ("law 2", second(lambda trace: evolve(trace, prompt_length=len(trace.token_ids) + 1))),
-    "a prompt of less than nothing": ("law 2", first(lambda trace: evolve(trace, prompt_length=-1))),
-    "a logprob changed": ("law 3", first(logprob(sample(0, 1), -9.0))),
-    "a logprob where nothing is trained": ("law 3", second(logprob(sample(0), -0.5))),
-    "a logprob in the prompt": ("law 3", first(logprob(lambda trace: 0, -0.5))),
-    "logprobs one short": ("law 3", first(lambda trace: evolve(trace, logprobs=trace.logprobs[:-1]))),
-    "logprobs shifted by one": ("law 3", first(lambda trace: evolve(trace, logprobs=trace.logprobs[1:] + trace.logprobs[:1]))),
-    "logprobs in double": ("law 3", first(lambda trace: evolve(trace, logprobs=array("d", trace.logprobs)))),
-    "ids in long": ("law 3", first(lambda trace: evolve(trace, token_ids=array("q", trace.token_ids)))),
-    "ids in a list": ("law 3", first(lambda trace: evolve(trace, token_ids=list(trace.token_ids)))),
-    "a version changed": ("law 3", first(versions(lambda old: [evolve(old[0], version="v9"), *old[1:]]))),
-    "a version dropped": ("law 3", first(versions(lambda old: old[:-1]))),
-    "a version of context dropped": ("law 3", second(versions(lambda old: old[1:]))),
-    "versions out of order": ("law 3", first(versions(lambda old: [old[1], old[0], *old[2:]]))),
-    "a version that ends late": ("law 3", first(versions(lambda old: [evolve(old[0], end=old[0].end + 1), *old[1:]]))),
-    "versions twice": ("law 3", first(versions(lambda old: old + old))),
-    "a turn left out and trained": ("law 2", lambda built: evolve(built, left_out=(*built.left_out, LeftOut(turn=0, reason="tired")))),
-    "a turn left out in silence": ("law 2", lambda built: evolve(built, left_out=())),
-    "a turn left out without reason": ("law 2", lambda built: evolve(built, left_out=(LeftOut(turn=2, reason=""),))),
-    "a turn left out twice": ("law 2", lambda built: evolve(built, left_out=built.left_out * 2)),
-    "a stranger left out": ("law 2", lambda built: evolve(built, left_out=(*built.left_out, LeftOut(turn=50, reason="who?")))),
-    "rows of another session": ("law 1", lambda built: prefix_merging(tuple(evolve(turn, prompt_delta=array("i", [8] * len(turn.prompt_delta))) for turn in world().turns), {})),
+    "a mask flipped off": ("invariant", first(mask(sample(1), 0))),
+    "a mask and its logprob off": ("invariant 2", lambda built: first(logprob(sample(1), 0.0))(first(mask(sample(1), 0))(built))),
+    "a mask flipped on before a sample": ("invariant 2", first(mask(before(1), 1))),
+    "a mask flipped on in the prompt": ("invariant 2", first(mask(lambda trace: 0, 1))),
+    "a mask of two": ("invariant 2", first(mask(sample(1), 2))),
+    "a mask one short": ("invariant 3", first(lambda trace: evolve(trace, loss_mask=trace.loss_mask[:-1]))),
+    "a row not trained at all": ("invariant 2", second(untrained)),
+    "a trunk trained twice": ("invariant 2: .* trained in trace 1 and in one before it", retrained),
+    "a row twice": ("invariant 2: .* trained in trace 1 and in one before it", lambda built: evolve(built, traces=(built.traces[0], *built.traces))),
+    "a row dropped": ("invariant 2", lambda built: evolve(built, traces=built.traces[:1])),
+    "a prompt that is trained": ("invariant 2", first(lambda trace: evolve(trace, prompt_length=trace.turn_spans[0].end))),
+    "a prompt longer than the row": ("invariant 2", second(lambda trace: evolve(trace, prompt_length=len(trace.token_ids) + 1))),
+    "a prompt of less than nothing": ("invariant 2", first(lambda trace: evolve(trace, prompt_length=-1))),
+    "a logprob changed": ("invariant 3", first(logprob(sample(0, 1), -9.0))),
+    "a logprob where nothing is trained": ("invariant 3", second(logprob(sample(0), -0.5))),
+    "a logprob in the prompt": ("invariant 3", first(logprob(lambda trace: 0, -0.5))),
+    "logprobs one short": ("invariant 3", first(lambda trace: evolve(trace, logprobs=trace.logprobs[:-1]))),
+    "logprobs shifted by one": ("invariant 3", first(lambda trace: evolve(trace, logprobs=trace.logprobs[1:] + trace.logprobs[:1]))),
+    "logprobs in double": ("invariant 3", first(lambda trace: evolve(trace, logprobs=array("d", trace.logprobs)))),
+    "ids in long": ("invariant 3", first(lambda trace: evolve(trace, token_ids=array("q", trace.token_ids)))),
+    "ids in a list": ("invariant 3", first(lambda trace: evolve(trace, token_ids=list(trace.token_ids)))),
+    "a version changed": ("invariant 3", first(versions(lambda old: [evolve(old[0], version="v9"), *old[1:]]))),
+    "a version dropped": ("invariant 3", first(versions(lambda old: old[:-1]))),
+    "a version of context dropped": ("invariant 3", second(versions(lambda old: old[1:]))),
+    "versions out of order": ("invariant 3", first(versions(lambda old: [old[1], old[0], *old[2:]]))),
+    "a version that ends late": ("invariant 3", first(versions(lambda old: [evolve(old[0], end=old[0].end + 1), *old[1:]]))),
+    "versions twice": ("invariant 3", first(versions(lambda old: old + old))),
+    "a turn left out and trained": ("invariant 2", lambda built: evolve(built, left_out=(*built.left_out, LeftOut(turn=0, reason="tired")))),
+    "a turn left out in silence": ("invariant 2", lambda built: evolve(built, left_out=())),
+    "a turn left out without reason": ("invariant 2", lambda built: evolve(built, left_out=(LeftOut(turn=2, reason=""),))),
+    "a turn left out twice": ("invariant 2", lambda built: evolve(built, left_out=built.left_out * 2)),
+    "a stranger left out": ("invariant 2", lambda built: evolve(built, left_out=(*built.left_out, LeftOut(turn=50, reason="who?")))),
+    "rows of another session": ("invariant 1", lambda built: prefix_merging(tuple(evolve(turn, prompt_delta=array("i", [8] * len(turn.prompt_delta))) for turn in world().turns), {})),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "mutant"), MUTANTS.values(), ids=MUTANTS.keys())
-def test_every_mutant_is_caught_with_numbers(turns: tuple[Turn, ...], law: str, mutant: Mutant) -> None:
+@pytest.mark.parametrize(("invariant", "mutant"), MUTANTS.values(), ids=MUTANTS.keys())
+def test_every_mutant_is_caught_with_numbers(turns: tuple[Turn, ...], invariant: str, mutant: Mutant) -> None:
     built = prefix_merging(turns, {})
     check(turns, built)
-    with pytest.raises(LawBroken, match=law) as caught:
+    with pytest.raises(InvariantViolated, match=invariant) as caught:
         check(turns, mutant(built))
     assert caught.value.boundary == "laws"
 
@@ -203,7 +203,7 @@ def test_any_single_changed_token_mask_or_logprob_is_caught(turns: tuple[Turn, .
                 ),
                 evolve(trace, logprobs=patched(trace.logprobs, place, trace.logprobs[place] - 1.0)),
             ):
-                with pytest.raises(LawBroken):
+                with pytest.raises(InvariantViolated):
                     check(
                         turns,
                         evolve(
@@ -234,17 +234,23 @@ def test_a_token_may_be_trained_in_either_row_but_only_once(turns: tuple[Turn, .
 
 
 TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
-    "a logprob missing": ("law 3: turn 1 sampled", {"logprobs": array("f", [-1.0])}),
-    "a logprob that is no number": ("law 3: turn 1 has a logprob that is not a number", {"logprobs": "nan"}),
-    "an infinite logprob": ("law 3: turn 1 has a logprob that is not a number", {"logprobs": "inf"}),
-    "no version": ("law 3: turn 1 sampled .* cover", {"version_spans": ()}),
-    "a version too short": ("law 3: turn 1", {"version_spans": (VersionSpan(version="v", start=0, end=1),)}),
+    "a logprob missing": ("invariant 3: turn 1 sampled", {"logprobs": array("f", [-1.0])}),
+    "a logprob that is no number": (
+        "invariant 3: turn 1 has a logprob that is not a number",
+        {"logprobs": "nan"},
+    ),
+    "an infinite logprob": ("invariant 3: turn 1 has a logprob that is not a number", {"logprobs": "inf"}),
+    "no version": ("invariant 3: turn 1 sampled .* cover", {"version_spans": ()}),
+    "a version too short": (
+        "invariant 3: turn 1",
+        {"version_spans": (VersionSpan(version="v", start=0, end=1),)},
+    ),
     "a version that starts late": (
-        "law 3: turn 1",
+        "invariant 3: turn 1",
         {"version_spans": (VersionSpan(version="v", start=1, end=5),)},
     ),
     "versions with a gap": (
-        "law 3: turn 1",
+        "invariant 3: turn 1",
         {
             "version_spans": (
                 VersionSpan(version="v", start=0, end=2),
@@ -253,7 +259,7 @@ TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "versions overlapping": (
-        "law 3: turn 1",
+        "invariant 3: turn 1",
         {
             "version_spans": (
                 VersionSpan(version="v", start=0, end=4),
@@ -261,33 +267,33 @@ TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
             )
         },
     ),
-    "a prompt of another length": ("law 1: turn 1 has a prompt of 3 tokens", {"prompt_length": 3}),
-    "no parent": ("law 1: turn 1 has a prompt", {"parent": None}),
-    "a parent that comes later": ("law 1: turn 1 extends turn 3", {"parent": 3}),
-    "itself as parent": ("law 1: turn 1 extends turn 1", {"parent": 1}),
-    "an unknown parent": ("law 1: turn 1 extends turn 70", {"parent": 70}),
-    "the number of another": ("law 2: the session has two turns 0", {"index": 0}),
+    "a prompt of another length": ("invariant 1: turn 1 has a prompt of 3 tokens", {"prompt_length": 3}),
+    "no parent": ("invariant 1: turn 1 has a prompt", {"parent": None}),
+    "a parent that comes later": ("invariant 1: turn 1 extends turn 3", {"parent": 3}),
+    "itself as parent": ("invariant 1: turn 1 extends turn 1", {"parent": 1}),
+    "an unknown parent": ("invariant 1: turn 1 extends turn 70", {"parent": 70}),
+    "the number of another": ("invariant 2: the session has two turns 0", {"index": 0}),
 }
 
 
-@pytest.mark.parametrize(("law", "changes"), TURN_MUTANTS.values(), ids=TURN_MUTANTS.keys())
+@pytest.mark.parametrize(("invariant", "changes"), TURN_MUTANTS.values(), ids=TURN_MUTANTS.keys())
 def test_turns_that_are_not_whole_are_caught(
-    turns: tuple[Turn, ...], law: str, changes: dict[str, object]
+    turns: tuple[Turn, ...], invariant: str, changes: dict[str, object]
 ) -> None:
     check_turns(turns)
     assert len(turns[1].sampled) == 5  # where the spans below end, so that nothing but their order is wrong
     if isinstance(changes.get("logprobs"), str):
         changes = {"logprobs": patched(turns[1].logprobs, 2, float(str(changes["logprobs"])))}
     broken = [evolve(turn, **changes) if turn.index == 1 else turn for turn in turns]
-    with pytest.raises(LawBroken, match=law):
+    with pytest.raises(InvariantViolated, match=invariant):
         check_turns(broken)
-    with pytest.raises(LawBroken, match=law):
+    with pytest.raises(InvariantViolated, match=invariant):
         check(broken, prefix_merging(turns, {}))
 
 
 def test_a_failed_turn_can_not_be_extended(turns: tuple[Turn, ...]) -> None:
     broken = [evolve(turn, state="failed") if turn.index == 1 else turn for turn in turns]
-    with pytest.raises(LawBroken, match="extends turn 1, which is no earlier turn that answered"):
+    with pytest.raises(InvariantViolated, match="extends turn 1, which is no earlier turn that answered"):
         check_turns(broken)
 
 

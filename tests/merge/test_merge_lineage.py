@@ -9,7 +9,7 @@ from attrs import evolve
 from merge_toys import BASH, SECRET, Pending, Session, ask, full, said, system, told, user
 
 from polarnode.core.conversation import Message
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
@@ -233,7 +233,7 @@ def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
     after = session.lineages.plan(ask(system(), user(), answer, told(answer.calls[0], "short")))
     assert (plan.index, after.index) == (1, 2)
     assert after.kind == "extend"
-    with pytest.raises(LawBroken, match="no plan of that number is under way"):
+    with pytest.raises(InvariantViolated, match="no plan of that number is under way"):
         session.end(Pending(plan=plan, prompt=array("i"), delta=array("i")), None)
 
 
@@ -296,7 +296,7 @@ def test_a_turn_that_is_not_as_it_was_planned_is_a_law_broken(
     session, _, answer = started()
     pending = session.begin(ask(system(), user(), answer, told(answer.calls[0], "ok")))
     turn = session.turn(pending, session.answer(pending.plan, "done"))
-    with pytest.raises(LawBroken, match=said_wrong):
+    with pytest.raises(InvariantViolated, match=said_wrong):
         session.lineages.commit(evolve(turn, **changes))
     assert len(session.turns) == 1
     session.lineages.commit(turn)
@@ -305,9 +305,9 @@ def test_a_turn_that_is_not_as_it_was_planned_is_a_law_broken(
 
 def test_a_turn_is_committed_once_and_only_if_planned() -> None:
     session, turn, _ = started()
-    with pytest.raises(LawBroken, match="turn 0 of session s-1 ends, but no plan"):
+    with pytest.raises(InvariantViolated, match="turn 0 of session s-1 ends, but no plan"):
         session.lineages.commit(turn)
-    with pytest.raises(LawBroken, match="turn 9"):
+    with pytest.raises(InvariantViolated, match="turn 9"):
         session.lineages.commit(evolve(turn, index=9))
 
 
@@ -382,7 +382,7 @@ def test_lineages_restored_from_turns_plan_the_same() -> None:
 def test_turns_that_do_not_fit_are_not_restored(change: dict[str, object]) -> None:
     session, _ = busy()
     turns = [*session.turns[:3], evolve(session.turns[3], **change)]
-    with pytest.raises(LawBroken, match="can not be restored"):
+    with pytest.raises(InvariantViolated, match="can not be restored"):
         Lineages.restore(session_id="s-1", secret=SECRET, turns=turns)
 
 

@@ -9,7 +9,7 @@ from merge_toys import Session, ask, system, user
 from polarnode.core.conversation import Sampling
 from polarnode.core.trajectory import Turn
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.turn_kinds import FamilyTree
+from polarnode.merge.turn_kinds import TurnGraph
 
 
 def turns(count: int) -> tuple[Turn, ...]:
@@ -21,9 +21,9 @@ def turns(count: int) -> tuple[Turn, ...]:
     return session.turns
 
 
-def tree_of(*kept: Turn) -> FamilyTree:
+def tree_of(*kept: Turn) -> TurnGraph:
     ledger = Ledger()
-    tree = FamilyTree(ledger)
+    tree = TurnGraph(ledger)
     for turn in kept:
         tree.enter(turn)
         ledger.add(turn)
@@ -33,17 +33,17 @@ def tree_of(*kept: Turn) -> FamilyTree:
 def test_numbers_are_never_used_again() -> None:
     session = Session()
     plan = session.begin(ask(system(), user())).plan
-    tree = FamilyTree(Ledger())
+    tree = TurnGraph(Ledger())
     tree.plans[plan.index] = plan
     tree.enter(plan)
     tree.drop(plan)
-    assert (tree.next_index, tree.next_lineage, list(tree.asked())) == (1, 1, [])
+    assert (tree.next_index, tree.next_lineage, list(tree.requests())) == (1, 1, [])
 
 
 def test_what_was_asked_stands_in_that_order() -> None:
     one, two = turns(2)
     tree = tree_of(two, one)
-    assert [asked.index for asked in tree.asked()] == [0, 1]
+    assert [asked.index for asked in tree.requests()] == [0, 1]
 
 
 @pytest.mark.parametrize(

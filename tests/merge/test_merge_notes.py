@@ -23,7 +23,7 @@ def test_notes_are_counted_by_their_first_word() -> None:
 def test_thoughts_are_told_only_where_there_are_some(
     shown: tuple[int, ...], hidden: tuple[int, ...], count: int
 ) -> None:
-    said = figures.thoughts(shown, hidden)
+    said = figures.thinking_notes(shown, hidden)
     assert len(said) == count == figures.counted(said)[figures.THINKING]
-    assert figures.shows_thoughts(said) is bool(shown)
+    assert figures.shows_thinking(said) is bool(shown)
     assert all(str(place) in " ".join(said) for place in (*shown, *hidden))

@@ -8,7 +8,7 @@ from merge_toys import BASH, Session, ask, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.merge.roles import Heads, recast, tells_summary
+from polarnode.merge.roles import PathIndex, reclassify_roles, tells_summary
 
 MAIN = Path(agent=NONE, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
 CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary."
@@ -16,15 +16,15 @@ CLAUDE_ASKS = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools. <analysi
 CLAUDE_TELLS = "This session is being continued from a previous conversation that ran out of context."
 
 
-def heads(*paths: Path) -> Heads:
-    made = Heads()
+def heads(*paths: Path) -> PathIndex:
+    made = PathIndex()
     for path in paths:
         made.note(path, "main")
     return made
 
 
 def test_the_first_request_is_main_and_first() -> None:
-    assert heads().cast(MAIN, (user(),)).role == "main"
+    assert heads().classify(MAIN, (user(),)).role == "main"
     assert heads().why_root(MAIN, (user(),)) == "first"
 
 
@@ -48,24 +48,24 @@ def test_a_history_that_begins_with_its_summary_is_a_compaction() -> None:
 
 
 def test_another_agent_is_a_subagent() -> None:
-    cast = heads(MAIN).cast(evolve(MAIN, agent="a1"), (user(),))
+    cast = heads(MAIN).classify(evolve(MAIN, agent="a1"), (user(),))
     assert cast.role == "subagent"
     assert cast.note is not None
-    assert heads(evolve(MAIN, agent="a1")).cast(evolve(MAIN, agent="a1"), (user(),)).role == "main"
-    assert heads(evolve(MAIN, agent="a1")).cast(MAIN, (user(),)).role == "subagent"
+    assert heads(evolve(MAIN, agent="a1")).classify(evolve(MAIN, agent="a1"), (user(),)).role == "main"
+    assert heads(evolve(MAIN, agent="a1")).classify(MAIN, (user(),)).role == "subagent"
 
 
 def test_a_call_without_tools_is_a_side_call_once_the_main_agent_has_some() -> None:
     bare = evolve(MAIN, tools=NONE)
-    assert heads(MAIN).cast(bare, (user(),)).role == "auxiliary"
-    assert heads().cast(bare, (user(),)).role == "main"
-    assert heads(bare).cast(bare, (user(),)).role == "main"
+    assert heads(MAIN).classify(bare, (user(),)).role == "auxiliary"
+    assert heads().classify(bare, (user(),)).role == "main"
+    assert heads(bare).classify(bare, (user(),)).role == "main"
 
 
 def test_the_tools_of_a_subagent_say_nothing_about_main() -> None:
     made = heads(evolve(MAIN, tools=NONE))
     made.note(evolve(MAIN, agent="a1"), "subagent")
-    assert made.cast(evolve(MAIN, tools=NONE), (user(),)).role == "main"
+    assert made.classify(evolve(MAIN, tools=NONE), (user(),)).role == "main"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_tools_of_a_subagent_say_nothing_about_main() -> None:
     ],
 )
 def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> None:
-    assert heads(MAIN).cast(MAIN, messages).role == "compaction"
+    assert heads(MAIN).classify(MAIN, messages).role == "compaction"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> 
     ],
 )
 def test_talk_about_a_summary_is_none(messages: tuple[Message, ...]) -> None:
-    assert heads(MAIN).cast(MAIN, messages).role == "main"
+    assert heads(MAIN).classify(MAIN, messages).role == "main"
 
 
 def test_only_a_user_tells_a_summary() -> None:
@@ -134,17 +134,17 @@ def test_only_a_user_tells_a_summary() -> None:
     ],
 )
 def test_a_side_call_is_known_by_how_it_begins(role: str, messages: tuple[Message, ...]) -> None:
-    assert heads(MAIN).cast(MAIN, messages).role == role
-    assert heads().cast(MAIN, messages).role == role
+    assert heads(MAIN).classify(MAIN, messages).role == role
+    assert heads().classify(MAIN, messages).role == role
 
 
 @pytest.mark.parametrize("kind", ["main", "subagent", "auxiliary", "compaction"])
 def test_what_the_harness_says_decides(kind: str) -> None:
-    assert heads(MAIN).cast(evolve(MAIN, agent="a1", tools=NONE), (user(CODEX_ASKS),), kind).role == kind
+    assert heads(MAIN).classify(evolve(MAIN, agent="a1", tools=NONE), (user(CODEX_ASKS),), kind).role == kind
 
 
 def test_a_word_that_is_no_role_decides_nothing() -> None:
-    assert heads(MAIN).cast(MAIN, (user(),), "turn").role == "main"
+    assert heads(MAIN).classify(MAIN, (user(),), "turn").role == "main"
 
 
 def test_what_begins_after_a_summary_was_asked_for_stands_for_it() -> None:
@@ -185,9 +185,9 @@ def test_a_fresh_conversation_that_asks_for_what_a_tool_was_given_is_a_subagent(
 
 def test_a_tool_that_only_subagents_have_is_a_sign() -> None:
     other = evolve(MAIN, system="s2", tools="t2")
-    assert heads(MAIN).cast(other, (user(),), tools=["read", "complete_task"]).role == "subagent"
-    assert heads(MAIN).cast(MAIN, (user(),), tools=["complete_task"]).role == "main"
-    assert heads().cast(other, (user(),), tools=["complete_task"]).role == "main"
+    assert heads(MAIN).classify(other, (user(),), tools=["read", "complete_task"]).role == "subagent"
+    assert heads(MAIN).classify(MAIN, (user(),), tools=["complete_task"]).role == "main"
+    assert heads().classify(other, (user(),), tools=["complete_task"]).role == "main"
 
 
 def test_a_conversation_that_only_looks_like_it_is_none() -> None:
@@ -204,8 +204,8 @@ def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
         ToolCall(id="c", name="x", arguments=text)
         for text in ("[" * 1000, '"' + "\ud800" * 30 + '"', "[" * 900 + "]" * 900, '{"a": ' * 40)
     ]
-    made.heard(Answer(parts=tuple(calls), finish_reason="tool_calls"))
-    assert made.cast(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
+    made.note_answer(Answer(parts=tuple(calls), finish_reason="tool_calls"))
+    assert made.classify(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
 
 
 # ── what only the whole session tells ─────────────────────────────────────────
@@ -216,6 +216,6 @@ def test_a_side_call_that_came_first_is_cast_again() -> None:
     title, _ = session.say(ask(system("name it"), user(), tools=()), "a title")
     main, _ = session.say(ask(system(), user(), tools=(BASH,)), "hello")
     assert [turn.role for turn in session.turns] == ["main", "main"]
-    assert [turn.role for turn in recast(session.turns)] == ["auxiliary", "main"]
-    assert recast((title,)) == (title,)
-    assert recast((main,)) == (main,)
+    assert [turn.role for turn in reclassify_roles(session.turns)] == ["auxiliary", "main"]
+    assert reclassify_roles((title,)) == (title,)
+    assert reclassify_roles((main,)) == (main,)

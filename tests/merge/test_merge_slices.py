@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import FinishReason
-from polarnode.core.errors import LawBroken
+from polarnode.core.errors import InvariantViolated
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, Trace, Turn, TurnRole, TurnState, VersionSpan
 from polarnode.merge.builders import Slice, build, line_to, per_request, prefix_merging, row, rows, slices
@@ -282,7 +282,7 @@ def test_what_a_trace_carries_is_its_turns() -> None:
     made = built(tree, 10)
     check(tree.turns, part(0, lambda trace: evolve(trace, top=None, routed=None))(made))
     for name in ("top", "routed"):
-        with pytest.raises(LawBroken, match="law 3: the"):
+        with pytest.raises(InvariantViolated, match="invariant 3: the"):
             check(
                 tree.turns,
                 part(0, lambda trace, name=name: evolve(trace, **{name: getattr(made.traces[1], name)}))(
@@ -393,7 +393,7 @@ def test_a_changed_token_mask_or_logprob_of_a_part_is_caught(
         evolve(trace, logprobs=chances),
         evolve(trace, loss_mask=mask),
     ):
-        with pytest.raises(LawBroken):
+        with pytest.raises(InvariantViolated):
             check(
                 tree.turns, evolve(made, traces=(*made.traces[:number], changed, *made.traces[number + 1 :]))
             )
@@ -441,31 +441,31 @@ def bare(trace: Trace) -> Trace:
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Built], Built]]] = {
-    "an offset too high": ("law 1: trace 1, from token 11", part(1, lambda trace: evolve(trace, offset=trace.offset + 1))),
-    "an offset too low": ("law 1: trace 1, from token 9", part(1, lambda trace: evolve(trace, offset=trace.offset - 1))),
-    "an offset below nothing": ("law 1: trace 0, from token -1", part(0, lambda trace: evolve(trace, offset=-1))),
-    "a part that says it is whole": ("law 4: trace 1 is part 0 of 1, where part 1 of 4", part(1, lambda trace: evolve(trace, part=0, parts=1))),
-    "a part of another number": ("law 4: trace 1 is part 2 of 4", part(1, lambda trace: evolve(trace, part=2))),
-    "a part of more": ("law 4: trace 1 is part 1 of 5", part(1, lambda trace: evolve(trace, parts=5))),
-    "a part of none": ("law 4: trace 4 is part 0 of 0", part(4, lambda trace: evolve(trace, parts=0))),
-    "parts in another order": ("law 4: trace 1 is part 2 of 4", order(0, 2, 1, 3, 4)),
-    "a part dropped": ("law 4: trace 1 is part 2 of 4", order(0, 2, 3, 4)),
-    "the first part dropped": ("law 4: trace 0 is part 1 of 4", order(1, 2, 3, 4)),
-    "the last part dropped": ("law 4: trace 3 is part 0 of 1", order(0, 1, 2, 4)),
-    "the last trace's parts are not all there": ("law 4: the last trace is part 2 of 4", order(4, 0, 1, 2)),
-    "a part twice": ("law", order(0, 1, 1, 2, 3, 4)),
-    "a first token that is trained": ("law 1: the first token of trace 1 is trained", part(1, bare)),
-    "parts that overlap": ("law 4: trace 1 begins at 9 of its row, and the part before it ends at 10, with turn 1", part(1, earlier)),
-    "a part of another line": ("law 4: trace 1 begins at 0", lambda made: evolve(made, traces=(
+    "an offset too high": ("invariant 1: trace 1, from token 11", part(1, lambda trace: evolve(trace, offset=trace.offset + 1))),
+    "an offset too low": ("invariant 1: trace 1, from token 9", part(1, lambda trace: evolve(trace, offset=trace.offset - 1))),
+    "an offset below nothing": ("invariant 1: trace 0, from token -1", part(0, lambda trace: evolve(trace, offset=-1))),
+    "a part that says it is whole": ("invariant 4: trace 1 is part 0 of 1, where part 1 of 4", part(1, lambda trace: evolve(trace, part=0, parts=1))),
+    "a part of another number": ("invariant 4: trace 1 is part 2 of 4", part(1, lambda trace: evolve(trace, part=2))),
+    "a part of more": ("invariant 4: trace 1 is part 1 of 5", part(1, lambda trace: evolve(trace, parts=5))),
+    "a part of none": ("invariant 4: trace 4 is part 0 of 0", part(4, lambda trace: evolve(trace, parts=0))),
+    "parts in another order": ("invariant 4: trace 1 is part 2 of 4", order(0, 2, 1, 3, 4)),
+    "a part dropped": ("invariant 4: trace 1 is part 2 of 4", order(0, 2, 3, 4)),
+    "the first part dropped": ("invariant 4: trace 0 is part 1 of 4", order(1, 2, 3, 4)),
+    "the last part dropped": ("invariant 4: trace 3 is part 0 of 1", order(0, 1, 2, 4)),
+    "the last trace's parts are not all there": ("invariant 4: the last trace is part 2 of 4", order(4, 0, 1, 2)),
+    "a part twice": ("invariant", order(0, 1, 1, 2, 3, 4)),
+    "a first token that is trained": ("invariant 1: the first token of trace 1 is trained", part(1, bare)),
+    "parts that overlap": ("invariant 4: trace 1 begins at 9 of its row, and the part before it ends at 10, with turn 1", part(1, earlier)),
+    "a part of another line": ("invariant 4: trace 1 begins at 0", lambda made: evolve(made, traces=(
         *(evolve(made.traces[4], part=0, parts=2), evolve(made.traces[0], part=1, parts=2)), *made.traces[1:4]))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "mutant"), MUTANTS.values(), ids=MUTANTS.keys())
-def test_every_mutant_of_parts_is_caught(law: str, mutant: Callable[[Built], Built]) -> None:
+@pytest.mark.parametrize(("invariant", "mutant"), MUTANTS.values(), ids=MUTANTS.keys())
+def test_every_mutant_of_parts_is_caught(invariant: str, mutant: Callable[[Built], Built]) -> None:
     tree, made = sliced()
     check(tree.turns, made)
-    with pytest.raises(LawBroken, match=law):
+    with pytest.raises(InvariantViolated, match=invariant):
         check(tree.turns, mutant(made))
 
 
@@ -474,7 +474,7 @@ def test_a_part_is_looked_at_on_its_own_too() -> None:
     by_index = {turn.index: turn for turn in tree.turns}
     for number, trace in enumerate(made.traces):
         check_trace(f"trace {number}", trace, by_index, train_failed=False)
-    with pytest.raises(LawBroken, match="law 1: it, from token 0 on, has the samples"):
+    with pytest.raises(InvariantViolated, match="invariant 1: it, from token 0 on, has the samples"):
         check_trace("it", evolve(made.traces[1], offset=0), by_index, train_failed=False)
 
 
@@ -487,8 +487,8 @@ def test_parts_are_of_one_line() -> None:
     assert [trace.offset for trace in cut] == [9]
     mixed = (evolve(one, part=0, parts=2), evolve(cut[0], part=1, parts=2))
     with pytest.raises(
-        LawBroken,
-        match="law 4: trace 1 begins at 9 of its row, and the part before it ends at 8, with turn 1",
+        InvariantViolated,
+        match="invariant 4: trace 1 begins at 9 of its row, and the part before it ends at 8, with turn 1",
     ):
         check_parts(mixed, {turn.index: turn for turn in tree.turns})
     check_parts((one, other), {turn.index: turn for turn in tree.turns})
@@ -498,14 +498,15 @@ def test_lengths_are_those_the_task_asked_for() -> None:
     _tree, made = sliced()
     check_lengths(made.traces, 10)
     with pytest.raises(
-        LawBroken, match="law 1: trace 0 is part 0 of 4 from token 0 on, where rows are whole"
+        InvariantViolated, match="invariant 1: trace 0 is part 0 of 4 from token 0 on, where rows are whole"
     ):
         check_lengths(made.traces, None)
     with pytest.raises(
-        LawBroken, match="law 4: trace 0 has 10 tokens, 9 are the most, and it is not marked as over long"
+        InvariantViolated,
+        match="invariant 4: trace 0 has 10 tokens, 9 are the most, and it is not marked as over long",
     ):
         check_lengths(made.traces, 9)
-    with pytest.raises(LawBroken, match="it is marked as over long"):
+    with pytest.raises(InvariantViolated, match="it is marked as over long"):
         check_lengths([evolve(made.traces[0], over_long=True)], 10)
 
 

@@ -14,7 +14,7 @@ from polarnode.core.trajectory import Built, Outcome, Timing, Trajectory, Turn, 
 from polarnode.merge.builders import prefix_merging
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check
-from polarnode.merge.trajectory import Identity, Result, assemble, broken_laws, without_traces
+from polarnode.merge.trajectory import Identity, Result, assemble, violated_invariant, without_traces
 
 WHO = Identity(
     session_id="s-1", task_id="t", group_id="g", sample_index=3, harness="pi", harness_version="0.73.1", model="tiny", node="n0"
@@ -63,7 +63,7 @@ def test_everything_a_trainer_reads() -> None:
     lineage = lineage_figures(turns, (), thinking="keep")
     assert found.metrics == counts | {"refusals": {}, "evaluation": {"passed": 3}, "lineage": lineage}
     assert check(found.turns, Built(traces=found.traces, left_out=found.left_out)).trainable == sampled
-    assert broken_laws(found) is None
+    assert violated_invariant(found) is None
 
 
 def test_a_trace_has_its_lineages_reward_and_a_turn_its_own() -> None:
@@ -79,7 +79,7 @@ def test_a_trace_has_its_lineages_reward_and_a_turn_its_own() -> None:
         [(0, 0.25), (1, None)],
         [(2, 0.0)],
     ]
-    assert (found.reward, broken_laws(found)) == (0.5, None)
+    assert (found.reward, violated_invariant(found)) == (0.5, None)
     check(found.turns, Built(traces=found.traces, left_out=found.left_out))  # a reward is no law of tokens
     plain = assemble(WHO, task(), made.turns, Result(outcome=DONE, verdict=Verdict(reward=0.5)))
     assert {span.reward for trace in plain.traces for span in trace.turn_spans} == {None}
@@ -146,7 +146,7 @@ def test_a_row_longer_than_the_task_says_is_a_bug_of_ours(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("polarnode.merge.builders._BUILDERS", {"prefix_merging": bug})
     found = assemble(WHO, task(config={"max_row_tokens": 5}), session().turns, Result(outcome=DONE))
-    assert "5 are the most, and it is not marked as over long" in (broken_laws(found) or "")
+    assert "5 are the most, and it is not marked as over long" in (violated_invariant(found) or "")
 
 
 def test_a_session_that_never_called_its_model_is_a_trajectory_too() -> None:
@@ -160,9 +160,9 @@ def test_a_broken_law_costs_the_traces_and_says_its_numbers() -> None:
     found = assemble(WHO, task(), (first, broken, third), Result(outcome=DONE, verdict=Verdict(reward=1.0)))
     assert (found.outcome.status, found.outcome.boundary, found.outcome.exit_code) == ("error", "laws", 0)
     assert (
-        broken_laws(found)
+        violated_invariant(found)
         == found.outcome.reason
-        == f"law 3: turn 1 sampled {len(second.sampled)} tokens with 1 logprobs"
+        == f"invariant 3: turn 1 sampled {len(second.sampled)} tokens with 1 logprobs"
     )
     assert (found.turns, found.traces, left(found)) == (
         (first, broken, third),
@@ -196,7 +196,7 @@ def foreign_half(turns: Any, config: Any) -> Built:
             "client",
             "the builder 'test_merge_trajectory:foreign_garbage' made no traces: ",
         ),
-        ({"import_path": "test_merge_trajectory:foreign_half"}, "laws", "law 2: 0 of the"),
+        ({"import_path": "test_merge_trajectory:foreign_half"}, "laws", "invariant 2: 0 of the"),
     ],
 )
 def test_a_builder_that_fails_costs_the_traces(builder: dict[str, Any], boundary: str, sentence: str) -> None:
@@ -221,7 +221,7 @@ def test_a_bug_in_a_builder_of_ours_is_said_to_be_one(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("polarnode.merge.builders._BUILDERS", {"prefix_merging": bug})
     found = assemble(WHO, task(), session().turns, Result(outcome=DONE))
-    assert broken_laws(found) == "the builder 'prefix_merging' made no traces: 'ours'"
+    assert violated_invariant(found) == "the builder 'prefix_merging' made no traces: 'ours'"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
             )
             assert (turn.answer is None) is (pieces == 0)
         assert not asgi.whole or asgi.status == 410  # a stream that was cut never looks like one that ended
-        assert here.s1.lineages._tree.plans == {}  # no plan is left under way
+        assert here.s1.lineages._graph.plans == {}  # no plan is left under way
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -252,7 +252,7 @@ def test_however_often_a_client_leaves_no_token_is_sampled_twice(
         )
         # a new sample only after an answer that arrived
         assert sum(turn.state == "complete" for turn in here.turns) <= delivered
-        assert here.s1.lineages._tree.plans == {}
+        assert here.s1.lineages._graph.plans == {}
         assert here.s1.retries._asking == {}
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

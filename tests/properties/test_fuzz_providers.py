@@ -453,7 +453,7 @@ async def try_body(api: Api, path: str, body: bytes) -> None:
     assert good.status == 200
     assert len(here.turns) == before + 1
     assert here.s1.in_flight == 0
-    assert here.s1.lineages._tree.plans == {}  # no plan is left under way
+    assert here.s1.lineages._graph.plans == {}  # no plan is left under way
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)

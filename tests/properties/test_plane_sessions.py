@@ -193,7 +193,7 @@ def test_whatever_clients_do_at_once_the_session_keeps_every_law(
             for number, (wire, steps, delay) in enumerate(clients):
                 nursery.start_soon(begin, number, wire, steps, delay)
         assert (engine.running, here.s1.in_flight) == (0, 0)
-        assert here.s1.lineages._tree.plans == {}
+        assert here.s1.lineages._graph.plans == {}
         assert here.s1.retries._asking == {}
         return here.turns
 

@@ -17,7 +17,7 @@ from trio.abc import Clock
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import BuilderSpec, HarnessSpec, PrepareStep, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Timing
-from polarnode.merge.trajectory import broken_laws
+from polarnode.merge.trajectory import violated_invariant
 from polarnode.rollouts import evaluation, session_containers
 from polarnode.rollouts import session as session_module
 
@@ -335,7 +335,7 @@ async def test_a_builder_that_fails_costs_the_traces_only(
     if boundary:
         assert (found.outcome.status, found.outcome.boundary, found.traces) == ("error", boundary, ())
         assert [left.reason for left in found.left_out] == [boundary] * 2
-        assert not broken_laws(found), "the user's builder is no bug of ours"
+        assert not violated_invariant(found), "the user's builder is no bug of ours"
 
 
 async def test_what_can_not_be_published_is_published_without_its_traces(

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Json, Message, Role, Tool, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.tokens.rendering import Answered, Renderer, messages_shape, tools_shape
+from polarnode.tokens.rendering import AnsweredTurn, Renderer, messages_shape, tools_shape
 from polarnode.tokens.template import Suffix
 
 GOLDEN = Path(__file__).parents[1] / "data" / "prompts"
@@ -464,7 +464,9 @@ def test_a_call_that_is_cut_stays_open_and_the_turn_is_closed() -> None:
 
 def test_what_follows_is_asked_for_by_the_renderer_too() -> None:
     model = kit.model(family_folder("glm4"))
-    rendered = Renderer(model.tokenizer, model.family).following((ASK,), answered=Answered(), thinking=False)
+    rendered = Renderer(model.tokenizer, model.family).following(
+        (ASK,), answered=AnsweredTurn(), thinking=False
+    )
     assert (rendered.ended, rendered.guard.show(rendered.text)) == (
         "",
         "<|user|>\nq1/nothink<|assistant|>\n<think></think>",

@@ -175,4 +175,4 @@ def test_tokens_leave_with_the_first_letter_they_wrote_and_are_dropped_with_the_
     flow.write("text", "\n\n", (tokens[0],))
     flow.release()
     assert flow.take() == []
-    assert flow.told == tuple(tokens[1:])
+    assert flow.logprobs == tuple(tokens[1:])

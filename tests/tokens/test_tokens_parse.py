@@ -27,7 +27,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.errors import ModelError, Refused
 from polarnode.tokens.output_parser import fold
-from polarnode.tokens.parser import Finished, Parser
+from polarnode.tokens.parser import ParsedAnswer, Parser
 
 BODY = '\n{"name": "look", "arguments": {"b": 1, "a": "x"}}\n'
 LOOK = ToolCall(id="call_0", name="look", arguments='{"b": 1, "a": "x"}')
@@ -223,7 +223,7 @@ def test_a_turn_as_it_is_streamed() -> None:
         Fed((kit.CALLED,), (LOOK,)),
         Fed(("\n", kit.CALL, BODY, kit.CALLED, kit.END), (again(1),)),
     )
-    assert parser.finish("stop") == Finished(
+    assert parser.finish("stop") == ParsedAnswer(
         answer=Answer(parts=(THINK("hm, well"), TEXT("I look."), LOOK, again(1)), finish_reason="tool_calls"),
         deltas=(),
     )

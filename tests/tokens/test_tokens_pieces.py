@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
 from polarnode.tokens.template import Template
-from polarnode.tokens.tokenizer import SHORTEST, Pieces
+from polarnode.tokens.tokenizer import SHORTEST, TokenizationCache
 
 
 @define
@@ -26,20 +26,20 @@ class Counted:
 
 
 def test_a_text_that_comes_again_is_encoded_once() -> None:
-    pieces, counted = Pieces(), Counted()
+    pieces, counted = TokenizationCache(), Counted()
     assert [pieces.ids("ab", counted.encode) for _ in range(3)] == [ids([97, 98])] * 3
     assert counted.asked == ["ab"]
 
 
 @given(texts=st.lists(st.text(max_size=6), max_size=60), kept_bytes=st.integers(0, 3000))
 def test_ids_are_those_of_the_text_however_little_is_kept(texts: list[str], kept_bytes: int) -> None:
-    pieces, counted = Pieces(kept_bytes=kept_bytes), Counted()
+    pieces, counted = TokenizationCache(kept_bytes=kept_bytes), Counted()
     for text in texts:
         assert pieces.ids(text, counted.encode) == ids(map(ord, text))
 
 
 def test_what_is_asked_for_stays_and_what_is_not_goes() -> None:
-    pieces, counted = Pieces(kept_bytes=20_000), Counted()
+    pieces, counted = TokenizationCache(kept_bytes=20_000), Counted()
     for number in range(1000):
         pieces.ids("the head of a group", counted.encode)
         pieces.ids(f"a text that comes once {number}", counted.encode)
@@ -49,7 +49,7 @@ def test_what_is_asked_for_stays_and_what_is_not_goes() -> None:
 
 
 def test_a_text_larger_than_what_may_be_kept_is_not_kept() -> None:
-    pieces, counted = Pieces(kept_bytes=1000), Counted()
+    pieces, counted = TokenizationCache(kept_bytes=1000), Counted()
     pieces.ids("little", counted.encode)
     pieces.ids("x" * 1000, counted.encode)
     pieces.ids("x" * 1000, counted.encode)
@@ -58,7 +58,7 @@ def test_a_text_larger_than_what_may_be_kept_is_not_kept() -> None:
 
 
 def test_threads_that_meet_get_the_same() -> None:
-    pieces, counted = Pieces(kept_bytes=10_000), Counted()
+    pieces, counted = TokenizationCache(kept_bytes=10_000), Counted()
     texts = [f"text {number % 40}" * 3 for number in range(2000)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda text: pieces.ids(text, counted.encode), texts))

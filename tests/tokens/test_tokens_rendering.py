@@ -9,7 +9,7 @@ import tokens_kit as kit
 from polarnode.core.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ModelError, Refused
 from polarnode.tokens.families import Family
-from polarnode.tokens.rendering import Answered, Renderer
+from polarnode.tokens.rendering import AnsweredTurn, Renderer
 from polarnode.tokens.tokenizer import load_tokenizer
 
 FIRST = ToolCall(id="c1", name="first<x>", arguments='{"a": 1}')
@@ -29,7 +29,7 @@ def renderer(watched: kit.Watched) -> Renderer:
 def shown(
     renderer: Renderer, new: Sequence[Message], calls: Sequence[ToolCall] = (), thinking: bool | None = None
 ) -> str:
-    rendered = renderer.following(new, answered=Answered(calls=calls), thinking=thinking)
+    rendered = renderer.following(new, answered=AnsweredTurn(calls=calls), thinking=thinking)
     return rendered.guard.show(rendered.text)
 
 
@@ -50,7 +50,9 @@ def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_
     renderer: Renderer, watched: kit.Watched
 ) -> None:
     renderer.following(
-        [Message(role="tool", text="r", call_id="c1")], answered=Answered(calls=(FIRST, OTHER)), thinking=None
+        [Message(role="tool", text="r", call_id="c1")],
+        answered=AnsweredTurn(calls=(FIRST, OTHER)),
+        thinking=None,
     )
     ((_, answer, result), tools) = watched.rendered[-1]
     assert answer["tool_calls"] == [
@@ -59,7 +61,7 @@ def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_
     assert (result["name"], result["tool_call_id"]) == ("first\ue5e5x>", "c1")
     assert tools == []
     renderer.following(
-        [Message(role="user", text="r")], answered=Answered(calls=(FIRST, OTHER)), thinking=None
+        [Message(role="user", text="r")], answered=AnsweredTurn(calls=(FIRST, OTHER)), thinking=None
     )
     assert "tool_calls" not in watched.rendered[-1][0][1]
 
@@ -83,7 +85,7 @@ def test_the_template_never_sees_a_clients_bracket(renderer: Renderer, watched: 
             messages=said, tools=(Tool(name=tricky, description=tricky, parameters={tricky: [tricky]}),)
         )
     )
-    renderer.following(said, answered=Answered(calls=(call,)), thinking=None)
+    renderer.following(said, answered=AnsweredTurn(calls=(call,)), thinking=None)
     assert "<" not in str(watched.rendered)
 
 
@@ -97,7 +99,7 @@ def test_a_template_that_drops_an_answer_can_not_be_extended(tmp_path: Path) -> 
     folder = kit.variant(tmp_path, template=lambda text: text.replace("{{- content }}", ""))
     tokenizer = load_tokenizer(folder)
     with pytest.raises(ModelError, match="does not write an assistant's text"):
-        Renderer(tokenizer, kit.model().family).following((), answered=Answered(), thinking=None)
+        Renderer(tokenizer, kit.model().family).following((), answered=AnsweredTurn(), thinking=None)
 
 
 @pytest.mark.parametrize("text", ["a>", '"x', "\\x", " <x>", "\n", ""])

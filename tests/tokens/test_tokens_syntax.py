@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polarnode.core.conversation import Tool
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.syntax import READERS, json_calls
-from polarnode.tokens.syntax.body import Body
+from polarnode.tokens.syntax.body import CallBody
 from polarnode.tokens.syntax.tag_calls import is_name
 from polarnode.tokens.tool_calls import ReadCall
 
@@ -43,7 +43,7 @@ from polarnode.tokens.tool_calls import ReadCall
     ],
 )
 def test_a_call_keeps_the_text_of_its_arguments(body: str, arguments: str) -> None:
-    assert json_calls.read_json(Body(body), ()) == (ReadCall("f", arguments),)
+    assert json_calls.read_json(CallBody(body), ()) == (ReadCall("f", arguments),)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_call_keeps_the_text_of_its_arguments(body: str, arguments: str) -> No
     ],
 )
 def test_a_call_that_is_not_strict_is_none(body: str) -> None:
-    assert json_calls.read_json(Body(body), ()) is None
+    assert json_calls.read_json(CallBody(body), ()) is None
 
 
 OBJECTS = st.dictionaries(
@@ -119,7 +119,7 @@ def test_whatever_json_writes_is_read_as_it_is(
     for key in ("arguments", "parameters"):
         value = {"name": name, key: arguments} if first else {key: arguments, "name": name}
         body = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
-        read = READERS["json" if key == "arguments" else "bare_json"](Body(f"\n{body}\n"), ())
+        read = READERS["json" if key == "arguments" else "bare_json"](CallBody(f"\n{body}\n"), ())
         assert read is not None
         assert read[0].name == name
         assert read[0].arguments in body
@@ -147,7 +147,7 @@ TYPED = Tool(
 def read(
     syntax: str, body: str, *, tools: Sequence[Tool] = (TYPED,), separator: str = "<sep>"
 ) -> tuple[ReadCall, ...] | None:
-    return READERS[syntax](Body(body, separator=separator), tools)  # type: ignore[index]
+    return READERS[syntax](CallBody(body, separator=separator), tools)  # type: ignore[index]
 
 
 FUNCTION = (
@@ -434,7 +434,7 @@ def test_an_answer_is_given_up_as_a_call_at_the_first_letter_no_call_has(
 def test_no_call_is_given_up(arguments: dict[str, object], indent: int | None, several: bool) -> None:
     text = json.dumps({"name": "f", "parameters": arguments}, indent=indent)
     text = f"{text}; {text}" if several else text
-    assert json_calls.read_bare_json(Body(text), ()) is not None
+    assert json_calls.read_bare_json(CallBody(text), ()) is not None
     begun = json_calls.Begun()
     assert begun.goes_on(text)
     assert begun.called

@@ -257,7 +257,7 @@ def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
             [
                 part_json(part, call.signature)
                 for part in answer.parts
-                if shows_thoughts(call) or not isinstance(part, ThinkingPart)
+                if shows_thinking(call) or not isinstance(part, ThinkingPart)
             ],
             index,
             logprobs=answer.logprobs,
@@ -268,7 +268,7 @@ def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     return dump_json({"candidates": candidates, "usageMetadata": usage_json(usage)} | _tail(call))
 
 
-def shows_thoughts(call: Call) -> bool:
+def shows_thinking(call: Call) -> bool:
     return call.request.extras.get("thoughts") is True
 
 
@@ -322,7 +322,7 @@ class ContentStream:
             case ThinkingDelta(text):
                 return (
                     self._begun() + self._part(ThinkingPart(text), choice)
-                    if text and shows_thoughts(self.call)
+                    if text and shows_thinking(self.call)
                     else b""
                 )
             case ToolCall():

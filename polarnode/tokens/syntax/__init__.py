@@ -16,20 +16,20 @@ from typing import Final
 from polarnode.core.conversation import Tool
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.syntax import harmony, json_calls, tag_calls
-from polarnode.tokens.syntax.body import Body
+from polarnode.tokens.syntax.body import CallBody
 from polarnode.tokens.tool_calls import ReadCall
 
 # ── none ────────────────────────────────────────────────────────────
 
 
-def read_none(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_none(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """No call."""
     return None
 
 
 # ── syntax ────────────────────────────────────────────────────────────
 
-Reader = Callable[[Body, Sequence[Tool]], tuple[ReadCall, ...] | None]
+Reader = Callable[[CallBody, Sequence[Tool]], tuple[ReadCall, ...] | None]
 
 READERS: Final[Mapping[CallSyntax, Reader]] = {
     "none": read_none,

@@ -15,7 +15,7 @@ from polarnode.tokens.tool_calls import SPACE
 
 
 @frozen(eq=False)
-class Body:
+class CallBody:
     """What stands between a call's marks. `marks`: where in the text control tokens begin; `control`: the
     strings that are ones in this model.
 
@@ -46,7 +46,7 @@ class Body:
 class Cursor:
     """A place in a body that only moves forward."""
 
-    body: Body
+    body: CallBody
     at: int = 0
 
     @property
@@ -93,21 +93,21 @@ class Region:
     The first `hidden` letters are not the sample's but the prompt's, and are never given back.
     """
 
-    told: list[TokenLogprob] = field(factory=list)
+    logprobs: list[TokenLogprob] = field(factory=list)
     hidden: int = 0
     _pieces: list[str] = field(factory=list)
     _size: int = 0
     _marks: list[int] = field(factory=list)
 
-    def add(self, text: str, told: "list[TokenLogprob]", *, mark: bool = False) -> None:
+    def add(self, text: str, logprobs: "list[TokenLogprob]", *, mark: bool = False) -> None:
         if mark:
             self._marks.append(self._size)
         self._pieces.append(text)
         self._size += len(text)
-        self.told += told
+        self.logprobs += logprobs
 
     def clear(self) -> None:
-        self._pieces, self._marks, self.told = [], [], []
+        self._pieces, self._marks, self.logprobs = [], [], []
         self._size = self.hidden = 0
 
     def hide(self) -> None:
@@ -123,9 +123,9 @@ class Region:
         """The sample's own part."""
         return self.text[self.hidden :]
 
-    def body(self, *, control: Container[str], separator: str, start: int) -> Body:
+    def body(self, *, control: Container[str], separator: str, start: int) -> CallBody:
         """What was held from a place on, to be read."""
-        return Body(
+        return CallBody(
             self.text[start:],
             frozenset(mark - start for mark in self._marks if mark >= start),
             control,

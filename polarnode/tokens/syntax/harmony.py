@@ -12,7 +12,7 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.conversation import Tool
-from polarnode.tokens.syntax.body import Body, Cursor
+from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.tool_calls import SPACE, ReadCall, read_object
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -35,7 +35,7 @@ class Header:
     name: str | None = None
 
 
-def read_header(body: Body) -> Header | None:
+def read_header(body: CallBody) -> Header | None:
     """The header that a text begins with, up to and with its `message` mark; None for one that makes no
     sense.
     """
@@ -43,7 +43,7 @@ def read_header(body: Body) -> Header | None:
     return _header(cursor)
 
 
-def read_harmony(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_harmony(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call that a header and its message are, None if it is malformed. A message without a word has no
     arguments.
     """
@@ -56,7 +56,7 @@ def read_harmony(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | No
     return None if read_object(arguments) is None else (ReadCall(header.name, arguments),)
 
 
-def may_be_header(body: Body) -> bool:
+def may_be_header(body: CallBody) -> bool:
     """Whether a text may still become a header: before its channel there is only the role, and who is spoken
     to.
     """
@@ -69,7 +69,7 @@ def may_be_header(body: Body) -> bool:
     return words.startswith(_TO) or _TO.startswith(words)
 
 
-def says_nothing(text: str) -> bool:
+def is_message_start(text: str) -> bool:
     """Whether a header that was cut is only the beginning of a message to the user."""
     return any(beginning.startswith(text) for beginning in _BEGINNINGS)
 
@@ -83,9 +83,9 @@ def _header(cursor: Cursor) -> Header | None:
     body, text = cursor.body, cursor.until(MESSAGE)
     if text is None or (body.has(START, 0) and not text.startswith(START + _ROLE)):
         return None
-    constrained, spoken = (_place(body, tag, len(text)) for tag in (CONSTRAIN, CHANNEL))
-    head = text[: min(constrained, spoken)].removeprefix(START + _ROLE).split()
-    channel, *words = text[spoken + len(CHANNEL) : constrained].split() or ("",)
+    constrained, channel_at = (_place(body, tag, len(text)) for tag in (CONSTRAIN, CHANNEL))
+    head = text[: min(constrained, channel_at)].removeprefix(START + _ROLE).split()
+    channel, *words = text[channel_at + len(CHANNEL) : constrained].split() or ("",)
     kind = text[constrained + len(CONSTRAIN) :].split()
     to = [word for word in (*head, *words) if word.startswith(_TO)]
     kinds = [*(word for word in words if word not in to), *kind]
@@ -94,7 +94,7 @@ def _header(cursor: Cursor) -> Header | None:
         or len(to) > 1
         or len(kinds) > 1
         or any(word not in to for word in head)
-        or constrained < spoken < len(text)
+        or constrained < channel_at < len(text)
     ):
         return None
     return _message(to[0].removeprefix(_TO) if to else "user", channel)
@@ -107,7 +107,7 @@ def _message(recipient: str, channel: str) -> Header | None:
     return Header("call", name) if name else None
 
 
-def _place(body: Body, tag: str, end: int) -> int:
+def _place(body: CallBody, tag: str, end: int) -> int:
     """Where a tag stands in a header, its end if nowhere."""
     at = body.find(tag, 0)
     return at if 0 <= at < end else end

@@ -30,14 +30,14 @@ from typing import Final
 from attrs import define, field
 
 from polarnode.core.conversation import Json, Tool
-from polarnode.tokens.syntax.body import Body, Cursor
+from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.syntax.tag_calls import is_name
 from polarnode.tokens.tool_calls import SPACE, ReadCall, arguments_of, read_first, read_object
 
 # ── json ────────────────────────────────────────────────────────────
 
 
-def read_json(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed."""
     value = read_object(body.text)
     if value is None or value.keys() != {"name", "arguments"}:
@@ -54,7 +54,7 @@ _OPEN: Final = "\n```json\n"
 _CLOSE: Final = "\n```"
 
 
-def read_fenced(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_fenced(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed."""
     cursor = Cursor(body)
     kind = cursor.until(body.separator)
@@ -71,7 +71,7 @@ def read_fenced(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | Non
 # ── separated ────────────────────────────────────────────────────────────
 
 
-def read_separated(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_separated(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed."""
     parted = head_and_arguments(body)
     if parted is None or not is_name(parted[0]):
@@ -79,7 +79,7 @@ def read_separated(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | 
     return (ReadCall(*parted),)
 
 
-def head_and_arguments(body: Body) -> tuple[str, str] | None:
+def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
     """What stands before the separator and the arguments' text behind it; None if they are no object."""
     cursor = Cursor(body)
     head = cursor.until(body.separator)
@@ -91,18 +91,18 @@ def head_and_arguments(body: Body) -> tuple[str, str] | None:
 # ── numbered ────────────────────────────────────────────────────────────
 
 
-def read_numbered(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed: an id without a name is, because which tool
     is meant would be a guess.
     """
     parted = head_and_arguments(body)
     if parted is None:
         return None
-    spoken, arguments = parted
-    name, colon, number = spoken.removeprefix("functions.").rpartition(":")
+    model_id, arguments = parted
+    name, colon, number = model_id.removeprefix("functions.").rpartition(":")
     if not colon or not (number.isascii() and number.isdigit()) or not is_name(name):
         return None
-    return (ReadCall(name, arguments, spoken),)
+    return (ReadCall(name, arguments, model_id),)
 
 
 # ── bare json ────────────────────────────────────────────────────────────
@@ -112,7 +112,7 @@ _ARGUMENTS: Final = ("parameters", "arguments")
 _KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
 
 
-def read_bare_json(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_bare_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The calls that an answer is, None if it is anything else."""
     cursor, calls = Cursor(body), []
     while True:

@@ -38,7 +38,7 @@ from typing import Final
 from attrs import frozen
 
 from polarnode.core.conversation import Tool
-from polarnode.tokens.syntax.body import Body, Cursor
+from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.syntax.values import arguments_json
 from polarnode.tokens.tool_calls import SPACE, ReadCall, read_value
 
@@ -56,7 +56,7 @@ class Tags:
     value: Callable[[str], str]
 
 
-def read_tagged(body: Body, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
+def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
     """All calls of a body, one at least; None if anything in it is malformed."""
     cursor, calls = Cursor(body), []
     cursor.skip()
@@ -104,7 +104,7 @@ def is_name(text: str) -> bool:
 # ── arg xml ────────────────────────────────────────────────────────────
 
 
-def read_arg_xml(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed."""
     first = body.find("<arg_key>", 0)
     cursor = Cursor(body, len(body.text) if first < 0 else first)
@@ -141,7 +141,7 @@ _FUNCTION_TAGS: Final = Tags(
 )
 
 
-def read_function_xml(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_function_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The calls between a call's marks, None if they are malformed."""
     return read_tagged(body, tools, _FUNCTION_TAGS)
 
@@ -155,7 +155,7 @@ _INVOKE_TAGS: Final = Tags(
 )
 
 
-def read_invoke_xml(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The calls between a section's marks, None if they are malformed."""
     return read_tagged(body, tools, _INVOKE_TAGS)
 
@@ -168,7 +168,7 @@ _WORDS: Final = {"true": "true", "false": "false", "null": "null", "None": "null
 _DEEP: Final = 100  # levels of nesting: far more than any tool takes, far fewer than Python's stack
 
 
-def read_braces(body: Body, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
+def read_braces(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The call between a call's marks, None if it is malformed."""
     cursor = Cursor(body)
     cursor.skip()

@@ -124,11 +124,13 @@ class _Schemas:
 
     def _kinds(self, schema: Json, depth: int, seen: set[str]) -> list[str]:
         found = self._resolved(schema, seen)
-        said = found.get("type")
+        declared = found.get("type")
         values = found.get("enum", [found["const"]] if "const" in found else None)
-        if isinstance(said, str | list):
+        if isinstance(declared, str | list):
             return [
-                _normal(kind) for kind in ([said] if isinstance(said, str) else said) if isinstance(kind, str)
+                _normal(kind)
+                for kind in ([declared] if isinstance(declared, str) else declared)
+                if isinstance(kind, str)
             ]
         if isinstance(values, list):
             return [_kind_of(value).replace("whole", "number") for value in values]
