@@ -22,7 +22,7 @@ from polarnode.core.task import (
     PrepareStep,
     RuntimeSpec,
 )
-from polarnode.merge.token_extras import Carry
+from polarnode.merge.token_extras import CallExtras
 from polarnode.rollouts import scheduler as scheduler_module
 from polarnode.rollouts.admission import admitted
 
@@ -135,7 +135,7 @@ async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(
         place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
         await place.until("run")
         (session,) = place.scheduler._sessions.values()
-        assert session.live.carrier.carry(None) == Carry(top_logprobs=3, routed_from=0, room=5)
+        assert session.live.carrier.carry(None) == CallExtras(top_logprobs=3, routed_from=0, room=5)
         await place.over()
         plain = await place.one()
     carrying = place.published[0]
