@@ -99,9 +99,7 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
             publish(journal, number)
         await journal.flushed()
         service: Any = NoNode()
-        async with open_server(
-            create_app(service, token=None, journal=journal), Address(host="127.0.0.1", port=0)
-        ) as address:
+        async with open_server(create_app(service, token=None), Address(host="127.0.0.1", port=0)) as address:
             yield journal, address
 
 

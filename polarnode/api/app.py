@@ -1,45 +1,54 @@
-"""The control plane as a Quart app: settings, the token at the door, the table of routes.
+"""The control plane as a Quart app: settings, the token, the table of routes, and what faces add to it.
 
-The rules for whoever edits it. Quart's own time limits are off (they cut a stream silently); the limit on
-bodies is ours and has a reason. Every route but the two for probes needs the token, and what is not in the
-table is a 404 with a sentence.
+Quart's own time limits are off, because they cut a stream silently; the limit on bodies is ours. Every route
+but the two for probes needs the token, and a path that is not in the table is a 404 with a sentence.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hmac import compare_digest
 from pathlib import Path
 
 import trio
+from attrs import field, frozen
 from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from polarnode.api.openapi import EVERY, document
+from polarnode.api.openapi import EVERY, Operation, Where, document
 from polarnode.api.query import read_query
 from polarnode.api.routes import Routes
 from polarnode.api.service import Service, Unauthorized, answer_error
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import PolarnodeError
 from polarnode.http.asgi import RouteRow
-from polarnode.journal.journal import Journal
 
 BODY_BYTES = 64 << 20  # a task with its workspace as base64 files; what is larger belongs in an image
 OPEN_PATHS = ("/healthz", "/readyz")  # a probe has no token, and learns nothing
+
+
+@frozen(kw_only=True)
+class Extension:
+    """What another room adds to the control plane: rows of its table, their operations in the OpenAPI
+    document, and headers that carry the token besides `Authorization`.
+    """
+
+    rows: tuple[RouteRow, ...]
+    operations: Mapping[Where, Operation] = field(factory=dict)
+    token_headers: tuple[str, ...] = ()
 
 
 def create_app(
     service: Service,
     *,
     token: str | None,
-    journal: Journal,
     sessions_dir: Path | None = None,
-    also: Iterable[RouteRow] = (),
+    extensions: Iterable[Extension] = (),
 ) -> QuartTrio:
-    """The app of the control plane; `sessions_dir` is where the node keeps artifacts, `also` are rows of
-    other rooms.
+    """The app of the control plane. `sessions_dir` is where the node keeps artifacts.
 
     With `token` None every request is let in: bind it to a loopback address only.
     """
+    extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
     app.config.update(
         RESPONSE_TIMEOUT=None,
@@ -47,27 +56,34 @@ def create_app(
         MAX_CONTENT_LENGTH=BODY_BYTES,
         PROVIDE_AUTOMATIC_OPTIONS=False,
     )
-    _guard(app, token)
-    rows = (*table(Routes(service=service, journal=journal, sessions_dir=sessions_dir)), *also)
-    _route(app, (*rows, _document_row(rows, token=token is not None)))
+    if token is not None:
+        headers = tuple(header for extension in extensions for header in extension.token_headers)
+        _guard(app, f"Bearer {token}".encode(), headers)
+    rows = [*table(Routes(service=service, sessions_dir=sessions_dir))]
+    operations = dict(EVERY)
+    for extension in extensions:
+        rows += extension.rows
+        operations |= extension.operations
+    for method, path, handler in (*rows, _document_row(rows, operations, token=token is not None)):
+        app.add_url_rule(path, f"{method} {path}", handler, methods=[method])
     app.register_error_handler(PolarnodeError, answer_error)
     app.register_error_handler(HTTPException, answer_error)
     return app
 
 
-def _guard(app: QuartTrio, token: str | None) -> None:
-    expected = None if token is None else f"Bearer {token}".encode()
-
+def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...]) -> None:
     @app.before_request
     async def check_token() -> None:
         # async though it waits for nothing: Quart would run a plain function in a thread
         await trio.lowlevel.checkpoint()
-        if expected is None or request.path in OPEN_PATHS:
+        if request.path in OPEN_PATHS:
             return
-        # the same token, as bridges of Polar's send it
-        polar = f"Bearer {request.headers.get('X-Polar-Control-Token', '')}"
-        bearer = request.headers.get("Authorization", "")
-        if not compare_digest(bearer.encode(), expected) | compare_digest(polar.encode(), expected):
+        sent = [
+            request.headers.get("Authorization", ""),
+            *(f"Bearer {request.headers.get(header, '')}" for header in headers),
+        ]
+        # all are compared, so that the time says nothing of which was right
+        if not sum(compare_digest(each.encode(), expected) for each in sent):
             raise Unauthorized("this needs the control plane's token: send it as 'Authorization: Bearer …'")
 
 
@@ -96,18 +112,15 @@ def table(routes: Routes) -> Iterator[RouteRow]:
 DOCUMENT = ("GET", "/v1/openapi.json")
 
 
-def _document_row(rows: Iterable[RouteRow], *, token: bool) -> RouteRow:
-    body = dump_json(document([*(row[:2] for row in rows), DOCUMENT], EVERY, token=token))
+def _document_row(
+    rows: Iterable[RouteRow], operations: Mapping[Where, Operation], *, token: bool
+) -> RouteRow:
+    body = dump_json(document([*(row[:2] for row in rows), DOCUMENT], operations, token=token))
 
-    async def told() -> Response:
+    async def openapi() -> Response:
         # async though it waits for nothing: Quart would run a plain function in a thread
         await trio.lowlevel.checkpoint()
         read_query(request.args)
         return Response(body, content_type="application/json")
 
-    return (*DOCUMENT, told)
-
-
-def _route(app: QuartTrio, rows: Iterable[RouteRow]) -> None:
-    for method, path, handler in rows:
-        app.add_url_rule(path, f"{method} {path}", handler, methods=[method])
+    return (*DOCUMENT, openapi)

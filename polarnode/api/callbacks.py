@@ -1,34 +1,16 @@
-"""Results of whole tasks as Polar tells them, piece by piece, so that a group of long sessions is never in
-memory as a whole.
+"""Callbacks: each event of a task is POSTed to the URL that the task names until the receiver takes it.
 
-The rule for whoever edits it: each piece is read, made and written in a thread, and nothing is kept of it;
-who asks again gets the same bytes.
-
-What a callback is sent for an event: the event as the stream has it, or Polar's TaskResult or SessionResult.
-
-The rule for whoever edits it: receivers that know no chunks read `Content-Length`, so that every body has
-one; a body that is too large to be held is made twice, once to be measured.
-
-One attempt: an event read, made a body, POSTed; taken, or what went wrong as a sentence.
-
-The rule for whoever edits it: an attempt always ends, and never as an exception; nothing of the node's
-environment leads it elsewhere, and neither does the receiver: it goes to the task's URL or it fails.
-
-What is known of callbacks from outside, and how long whoever failed is left alone. The rule for whoever edits
-it: every number has its reason.
-
-Who is told when: a task for each URL to which something is owed, at work while it is and at rest while it
-fails.
-
-The rule for whoever edits it: what is kept here is forgotten without harm, because the journal knows what is
-owed; so each table has an end.
+The journal knows which events are pending; everything kept here may be forgotten without loss, so each table
+is bounded. Events of one task are sent in order. An attempt always ends, never raises past `Callbacks`, and
+goes to the task's URL alone: proxies, credentials of the environment and redirects are not followed. What an
+event's body is depends on the task's `callback_format`; faces register formats of their own.
 """
 
 import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
+from typing import Final
 from urllib.parse import urlsplit
 
 import httpx2
@@ -36,84 +18,15 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.backoff import Backoff
-from polarnode.core.codec.json import dump_json
-from polarnode.core.conversation import Json
-from polarnode.core.errors import PolarnodeError, boundary
+from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal
-from polarnode.journal.pending_callbacks import Owed
-from polarnode.journal.queries import Recent
-from polarnode.journal.values import USUAL_KINDS, Filters, SessionRecord, StoredEvent, TaskRecord
+from polarnode.journal.pending_callbacks import EVENT_FORMAT, PendingCallback
+from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, StoredEvent, TaskRecord
 from polarnode.support.background import open_background
 from polarnode.support.bounded import remember
-from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 
-# ── polar results ────────────────────────────────────────────────────────────
-
-
-async def session_body(
-    journal: Journal, task: TaskRecord, session: SessionRecord, *, node: str, recent: Recent | None = None
-) -> bytes:
-    """The SessionResult of a session that is over; from `recent` where it was made a moment ago, as bridges
-    poll.
-    """
-    found = await journal.trajectory(session.session_id)
-    if found is not None:
-        made = partial(_made, found, task.spec)
-        return await journal.read(made if recent is None else partial(recent.get, session.session_id, made))
-    if session.outcome is None:
-        return b"null"
-    missing = partial(
-        missing_result, session.session_id, task.task_id, session.outcome, task.spec.metadata, node
-    )
-    return await journal.read(lambda: dump_json(missing()))
-
-
-def _made(trajectory: Trajectory, spec: TaskSpec) -> bytes:
-    return dump_json(session_result(trajectory, spec))
-
-
-async def task_body(
-    journal: Journal,
-    task: TaskRecord,
-    head: dict[str, Json],
-    *,
-    node: str,
-    results: bool = True,
-    recent: Recent | None = None,
-) -> AsyncGenerator[bytes, None]:
-    """A JSON object: what `head` says, and `results` of the sessions that are over, in order of their
-    samples.
-    """
-    yield dump_json({**head, "result_paths": []})[:-1] + b',"results":['
-    first = True
-    for session in task.sessions if results else ():
-        if session.outcome is not None:
-            piece = await session_body(journal, task, session, node=node, recent=recent)
-            yield piece if first else b"," + piece
-            first = False
-    yield b"]}"
-
-
-def result_head(task: TaskRecord) -> dict[str, Json]:
-    """What a TaskResult begins with."""
-    return {
-        "task_id": polar_id(task),
-        "status": task_word(finished=task.finished, cancelled=task.cancelled is not None),
-    }
-
-
-def status_head(task: TaskRecord) -> dict[str, Json]:
-    """What a TaskStatus begins with."""
-    over = sum(session.outcome is not None for session in task.sessions)
-    return {**result_head(task), "total_sessions": len(task.sessions), "completed_sessions": over}
-
-
-def polar_id(task: TaskRecord) -> str:
-    """A task's id as whoever submitted it says it."""
-    return origin_of(task.spec.metadata).task_id or task.task_id
-
+logger = logging.getLogger(__name__)
 
 # ── bodies ────────────────────────────────────────────────────────────
 
@@ -121,51 +34,43 @@ HELD_BYTES = 8 << 20  # of a body in memory: most groups are smaller
 
 
 @frozen(kw_only=True)
-class Body:
-    """`held` in memory, or made again piece by piece; `size` bytes."""
+class CallbackFormat:
+    """A value of `callback_format`: the kinds of events it sends, and their bodies.
+
+    `body` yields the bytes of one body, piece by piece. It is called again for a body that is larger than
+    HELD_BYTES, and must give the same bytes.
+    """
+
+    kinds: tuple[EventKind, ...]
+    body: Callable[[Journal, StoredEvent, TaskRecord], AsyncGenerator[bytes, None]]
+
+
+@frozen(kw_only=True)
+class CallbackBody:
+    """A body of `size` bytes: `held` in memory, or made again by `pieces`."""
 
     size: int
     held: bytes | None
     pieces: Callable[[], AsyncGenerator[bytes, None]]
 
 
-async def body_of(journal: Journal, event: StoredEvent, task: TaskRecord | None, *, node: str) -> Body:
-    """The body for an event, as its task wants it. A task that is not kept any more wants the event
-    itself.
+async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> CallbackBody:
+    """The body with its size, because receivers without chunked encoding read `Content-Length`.
+
+    A body of one piece is in memory anyway and is kept; one that exceeds HELD_BYTES is made twice.
     """
-    wanted = "event" if task is None else task.spec.callback_format
-    if task is not None and wanted == "polar_task" and event.kind == "task":
-        whole = task
-        return await _measured(lambda: task_body(journal, whole, result_head(whole), node=node))
-    session = (
-        None
-        if task is None
-        else next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
-    )
-    if task is not None and wanted == "polar_session" and session is not None:
-        return _whole(await session_body(journal, task, session, node=node))
-    return _whole(event.json)
-
-
-def _whole(body: bytes) -> Body:
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        yield body
-
-    return Body(size=len(body), held=body, pieces=pieces)
-
-
-async def _measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> Body:
-    size, kept = 0, list[bytes]()
+    size, kept, count = 0, list[bytes](), 0
     async for piece in pieces():
         size += len(piece)
-        if size <= HELD_BYTES:
+        count += 1
+        if size <= HELD_BYTES or count == 1:
             kept.append(piece)
         else:
             kept.clear()
-    return Body(size=size, held=b"".join(kept) if size <= HELD_BYTES else None, pieces=pieces)
+    return CallbackBody(size=size, held=b"".join(kept) if kept or not size else None, pieces=pieces)
 
 
-# ── posting ────────────────────────────────────────────────────────────
+# ── one attempt ────────────────────────────────────────────────────────────
 
 # for one POST and its answer: a whole group of long sessions is some hundred megabytes, which a loopback
 # takes in seconds
@@ -182,22 +87,22 @@ class CallbackFailed(PolarnodeError):
 
 @frozen(kw_only=True)
 class Poster:
-    """Tells receivers. `node` is what results call this node."""
+    """Sends events to their receivers. `formats` are those besides `event`, by name."""
 
     journal: Journal
-    node: str
     client: httpx2.AsyncClient
+    formats: Mapping[str, CallbackFormat] = field(factory=dict)
 
-    async def told(self, owed: Owed) -> bool:
-        """Whether it was taken; False where the event is not kept any more. Raises CallbackFailed when it is
-        to be tried again.
+    async def send(self, pending: PendingCallback) -> bool:
+        """True when the receiver took the event, False when the event is pruned. Raises CallbackFailed when
+        the event is to be sent again.
         """
-        event = await self._event(owed.seq)
-        if event is None:
+        page = await self.journal.events(pending.seq - 1, filters=Filters(kinds=USUAL_KINDS), limit=1)
+        if not page.events or page.events[0].seq != pending.seq:
             return False
         with trio.move_on_after(ATTEMPT_S):
-            with boundary(CallbackFailed, "it could not be told"):
-                status = await self._posted(owed, event)
+            with boundary(CallbackFailed, "it could not be sent"):
+                status = await self._post(pending, page.events[0])
             if 200 <= status < 300:
                 return True
             raise CallbackFailed(
@@ -205,13 +110,9 @@ class Poster:
             )
         raise CallbackFailed(f"it gave no answer within {ATTEMPT_S:g} s")
 
-    async def _event(self, seq: int) -> StoredEvent | None:
-        page = await self.journal.events(seq - 1, filters=Filters(kinds=USUAL_KINDS), limit=1)
-        return page.events[0] if page.events and page.events[0].seq == seq else None
-
-    async def _posted(self, owed: Owed, event: StoredEvent) -> int:
+    async def _post(self, pending: PendingCallback, event: StoredEvent) -> int:
         """The status of the answer."""
-        body = await body_of(self.journal, event, await self.journal.task(owed.task_id), node=self.node)
+        body = await self._body(event, await self.journal.task(pending.task_id))
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(body.size),
@@ -221,32 +122,58 @@ class Poster:
         }
         async with aclosing(body.pieces()) as pieces:
             content = pieces if body.held is None else body.held
-            async with self.client.stream("POST", owed.url, content=content, headers=headers) as response:
+            async with self.client.stream("POST", pending.url, content=content, headers=headers) as response:
                 if int(response.headers.get("content-length", REPLY_BYTES + 1)) <= REPLY_BYTES:
                     await response.aread()
                 return response.status_code
 
+    async def _body(self, event: StoredEvent, task: TaskRecord | None) -> CallbackBody:
+        """The event in the task's format. The event itself where the task is pruned, or its format does not
+        send this kind.
+        """
+        chosen = None if task is None else self.formats.get(task.spec.callback_format)
+        if chosen is not None and task is not None and event.kind in chosen.kinds:
+            make, record = chosen.body, task
+            return await measured(lambda: make(self.journal, event, record))
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield event.json
+
+        return await measured(pieces)
+
 
 def shown(url: str) -> str:
-    """A URL as others may see it: what stands in a query may be a secret."""
+    """A URL without its query, which may hold a secret."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
-# ── values ────────────────────────────────────────────────────────────
+# ── all of a node ────────────────────────────────────────────────────────────
 
-# after a failure: a trainer that is back gets its events within a minute or so; what failed together does not
-# come back together
-PAUSES = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
+# a trainer that is back gets its events within a minute or so
+PAUSES: Final = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
+AT_ONCE = 32  # POSTs under way to URLs that answer: each holds one session's JSON, a few megabytes
+PROBES = 8  # to URLs whose last POSTs all failed: slots of their own, so that those hold up no others
+AT_ONE_URL = 4  # to one URL: a trainer takes its groups one after another anyway
+URLS = 256  # at work at once; one that rests is none of them
+HEADS = 64  # tasks looked at in a round of one URL
+# tasks and URLs whose pauses are kept: 200 bytes each; one that is forgotten is only tried earlier
+REMEMBERED = 20_000
+TROUBLES = 20  # URLs with their last trouble in the status
+LOOK_S = 0.25  # between two looks at what is pending, however many events come
+UNREAD_S = 5.0  # before another look where the journal could not be read
+SETTLE_S = 5.0  # at the node's end, for the events of its last sessions: a receiver that answers needs one
+CLOSE_S = 5.0  # for closing idle connections
 
 
 @frozen(kw_only=True)
 class CallbackStatistics:
-    """Since the node's start: events `taken`, attempts that `failed`. Since there is this journal: events
-    that went with its retention before they were taken (`expired`).
+    """Callbacks in numbers, as GET /v1/status has them.
 
-    Now: `owed` events as of the last look, POSTs `under_way`, `urls` looked after, `trouble` by URL (without
-    its query): what its last failed attempt met, of the last few.
+    Since the node's start: events `taken`, attempts that `failed`. Since the journal's beginning: events that
+    retention pruned before they were taken (`expired`). Now: pending events as of the last look (`owed`),
+    POSTs `under_way`, `urls` at work, and `trouble`: what the last failed attempt of a URL (without its
+    query) met, for the last few URLs.
     """
 
     taken: int = 0
@@ -259,8 +186,8 @@ class CallbackStatistics:
 
 
 @define(eq=False)
-class Pause:
-    """How long somebody is left alone. `url` is whose it is, where it is a task's."""
+class RetryPause:
+    """How long a URL or a task is left alone after failures. `url` is a task's."""
 
     url: str = ""
     failures: int = 0
@@ -270,28 +197,10 @@ class Pause:
     def resting(self) -> bool:
         return self.until > trio.current_time()
 
-    def longer(self) -> None:
-        """It failed again."""
+    def extend(self) -> None:
+        """Rest after one more failure."""
         self.until = trio.current_time() + PAUSES.delay(self.failures, draw=random.random())
         self.failures += 1
-
-
-# ── callbacks ────────────────────────────────────────────────────────────
-
-logger = logging.getLogger(__name__)
-
-AT_ONCE = 32  # POSTs under way to URLs that answer: each holds one session's JSON, a few megabytes
-PROBES = 8  # to URLs whose last POSTs all failed: places of their own, so that those hold up no others
-AT_ONE_URL = 4  # to one URL: a trainer takes its groups one after another anyway
-URLS = 256  # at work at once; one that rests is none of them
-HEADS = 64  # tasks looked at in a round of one URL
-# tasks and URLs whose pauses are known: 200 bytes each; one that is forgotten is only tried earlier
-REMEMBERED = 20_000
-TROUBLES = 20  # URLs with their last trouble in the status
-LOOK_S = 0.25  # between two looks at what is owed, however many events come
-UNREAD_S = 5.0  # before another look where the journal could not be read
-SETTLE_S = 5.0  # at the node's end, for what its last sessions owe: whoever answers is told in one
-CLOSE_S = 5.0  # for closing idle connections
 
 
 @define(eq=False)
@@ -300,17 +209,26 @@ class Callbacks:
 
     journal: Journal
     poster: Poster
-    _places: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
+    _slots: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
     _probes: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(PROBES), init=False)
     _working: set[str] = field(factory=set, init=False)  # URLs
-    _lanes: dict[str, Pause] = field(factory=dict, init=False)  # of URLs that failed, or whose tasks all rest
-    _tasks: dict[str, Pause] = field(factory=dict, init=False)  # of tasks whose event was not taken
+    _urls: dict[str, RetryPause] = field(factory=dict, init=False)  # that failed, or whose tasks all rest
+    _tasks: dict[str, RetryPause] = field(factory=dict, init=False)  # whose event was not taken
     _trouble: dict[str, str] = field(factory=dict, init=False)
     _news: trio.Event = field(factory=trio.Event, init=False)
     _taken: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
     _expired: int = field(default=0, init=False)
-    _owed: int = field(default=0, init=False)
+    _pending: int = field(default=0, init=False)
+
+    def check(self, spec: TaskSpec) -> None:
+        """Raise Refused for a task whose `callback_format` is not registered."""
+        names = (EVENT_FORMAT, *self.poster.formats)
+        if spec.callback_format not in names:
+            raise Refused(
+                f"must be one of {', '.join(map(repr, names))}, not {spec.callback_format!r}",
+                path="$.callback_format",
+            )
 
     def statistics(self) -> CallbackStatistics:
         """The counts now."""
@@ -318,25 +236,23 @@ class Callbacks:
             taken=self._taken,
             failed=self._failed,
             expired=self._expired,
-            owed=self._owed,
-            under_way=self._places.borrowed_tokens + self._probes.borrowed_tokens,
+            owed=self._pending,
+            under_way=self._slots.borrowed_tokens + self._probes.borrowed_tokens,
             urls=len(self._working),
             trouble=dict(self._trouble),
         )
 
-    async def settled(self) -> None:
-        """Return when all that is owed is owed to URLs that rest."""
+    async def settle(self) -> None:
+        """Return when only URLs that rest have pending events."""
         await self.journal.flushed()
-        while await self.journal.owed_count():
-            resting = [url for url, pause in self._lanes.items() if pause.resting]
-            if not self._working and not await self.journal.owed_urls(1, resting):
+        while await self.journal.pending_callback_count():
+            resting = [url for url, pause in self._urls.items() if pause.resting]
+            if not self._working and not await self.journal.pending_callback_urls(1, resting):
                 return
             await trio.sleep(LOOK_S)
 
-    # ── who is at work ────────────────────────────────────────────────────────
-
     async def run(self, ready: trio.Event) -> None:
-        """For ever."""
+        """Run for ever."""
         ready.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
@@ -344,7 +260,7 @@ class Callbacks:
                 try:
                     until = await self._begin(nursery)
                 except PolarnodeError:
-                    logger.exception("what is owed to callbacks could not be read")
+                    logger.exception("pending callbacks could not be read")
                     until = trio.current_time() + UNREAD_S
                 await trio.sleep(LOOK_S)
                 with trio.move_on_at(until):
@@ -352,7 +268,7 @@ class Callbacks:
                 self._news = trio.Event()
 
     async def _watch(self) -> None:
-        """Every event is news, and so is what an earlier life left."""
+        """Wake `run` at every new event."""
         seen = self.journal.last_seq
         while True:
             await self.journal.wait_after(seen)
@@ -360,90 +276,93 @@ class Callbacks:
             self._news.set()
 
     async def _begin(self, nursery: trio.Nursery) -> float:
-        """Set to work whoever is owed something and does not rest; when the first of the others has rested
-        enough.
+        """Start a task for each URL that has pending events and does not rest; when the first of the others
+        has rested.
         """
-        self._owed = await self.journal.owed_count()
-        await self._count_expired()
-        resting = {url: pause.until for url, pause in self._lanes.items() if pause.resting}
-        if self._owed and len(self._working) < URLS:
-            for url in await self.journal.owed_urls(URLS, [*self._working, *resting]):
-                if url not in self._working and url not in resting and len(self._working) < URLS:
-                    self._working.add(url)
-                    nursery.start_soon(self._lane, url)
-        return min(resting.values(), default=float("inf"))
-
-    async def _count_expired(self) -> None:
-        expired = await self.journal.owed_expired()
+        self._pending = await self.journal.pending_callback_count()
+        expired = await self.journal.expired_callbacks()
         if expired > self._expired:
             logger.warning(
-                "%d events went with the journal's retention before their callbacks took them",
+                "%d events were pruned by the journal's retention before their callbacks took them",
                 expired - self._expired,
             )
         self._expired = expired
+        resting = {url: pause.until for url, pause in self._urls.items() if pause.resting}
+        if self._pending and len(self._working) < URLS:
+            for url in await self.journal.pending_callback_urls(URLS, [*self._working, *resting]):
+                if url not in self._working and url not in resting and len(self._working) < URLS:
+                    self._working.add(url)
+                    nursery.start_soon(self._serve_url, url)
+        return min(resting.values(), default=float("inf"))
 
     # ── one URL ───────────────────────────────────────────────────────────────
 
-    async def _lane(self, url: str) -> None:
+    async def _serve_url(self, url: str) -> None:
         try:
             while await self._round(url):
-                await self.journal.flushed()  # what was taken is no longer owed when it is looked for again
+                await self.journal.flushed()  # so that what was taken is not found pending again
         except PolarnodeError:
-            logger.exception("what is owed to %s could not be read", shown(url))
+            logger.exception("pending callbacks of %s could not be read", shown(url))
             self._rest(url)
         finally:
             self._working.discard(url)
             self._news.set()
 
     async def _round(self, url: str) -> bool:
-        """Tell the URL the oldest event of some of its tasks; whether there may be more for it now."""
+        """Send the URL the oldest event of some of its tasks. True when there may be more for it now."""
         resting = {
             name: pause.until for name, pause in self._tasks.items() if pause.url == url and pause.resting
         }
-        heads = await self.journal.owed(url, HEADS, resting)
+        heads = await self.journal.pending_callbacks(url, HEADS, resting)
+        # SQLite takes a bounded number of names to skip
         heads = tuple(head for head in heads if head.task_id not in resting)
-        lane = self._lanes.get(url)
         if not heads:
             if resting:
-                self._lanes.setdefault(url, Pause()).until = min(resting.values())
+                self._urls.setdefault(url, RetryPause()).until = min(resting.values())
             return False
-        failing = lane is not None and lane.failures > 0
-        taken = await self._all_told(
-            heads[:1] if failing else heads, self._probes if failing else self._places
+        pause = self._urls.get(url)
+        failing = pause is not None and pause.failures > 0
+        taken = await self._send_all(
+            heads[:1] if failing else heads, self._probes if failing else self._slots
         )
         if taken:
-            self._lanes.pop(url, None)
+            self._urls.pop(url, None)
             return True
         self._rest(url)
         return False
 
     def _rest(self, url: str) -> None:
-        lane = self._lanes.get(url) or Pause()
-        lane.longer()
-        remember(self._lanes, url, lane, most=REMEMBERED)
+        pause = self._urls.get(url) or RetryPause()
+        pause.extend()
+        remember(self._urls, url, pause, most=REMEMBERED)
 
-    async def _all_told(self, heads: tuple[Owed, ...], places: trio.CapacityLimiter) -> int:
-        """How many were taken. After the first failure none is begun until one was taken: a URL that is dead
-        is asked a few times at most.
+    async def _send_all(self, heads: tuple[PendingCallback, ...], slots: trio.CapacityLimiter) -> int:
+        """How many were taken. After a first failure none is begun until one was taken: a dead URL gets a few
+        requests at most.
         """
         ours, ends = trio.CapacityLimiter(AT_ONE_URL), list[bool]()
 
-        async def one(head: Owed) -> None:
-            async with ours, places:
+        async def one(head: PendingCallback) -> None:
+            async with ours, slots:
                 if any(ends) or not ends:
-                    ends.append(await self._told(head))
+                    ends.append(await self._send(head))
 
         async with trio.open_nursery() as nursery:
             for head in heads:
                 nursery.start_soon(one, head)
         return sum(ends)
 
-    async def _told(self, head: Owed) -> bool:
-        """Whether an event is owed no more."""
+    async def _send(self, head: PendingCallback) -> bool:
+        """True when the event is not pending any more."""
         try:
-            taken = await self.poster.told(head)
+            taken = await self.poster.send(head)
         except PolarnodeError as error:
-            self._not_taken(head, error)
+            self._failed += 1
+            pause = self._tasks.get(head.task_id) or RetryPause(url=head.url)
+            pause.extend()
+            remember(self._tasks, head.task_id, pause, most=REMEMBERED)
+            remember(self._trouble, shown(head.url), str(error), most=TROUBLES)
+            logger.info("the callback %s of task %s is tried again: %s", shown(head.url), head.task_id, error)
             return False
         self._taken += taken
         self._tasks.pop(head.task_id, None)
@@ -451,34 +370,29 @@ class Callbacks:
         self.journal.callback_taken(head.seq)
         return True
 
-    def _not_taken(self, head: Owed, error: PolarnodeError) -> None:
-        self._failed += 1
-        pause = self._tasks.get(head.task_id) or Pause(url=head.url)
-        pause.longer()
-        remember(self._tasks, head.task_id, pause, most=REMEMBERED)
-        remember(self._trouble, shown(head.url), str(error), most=TROUBLES)
-        logger.info("the callback %s of task %s is tried again: %s", shown(head.url), head.task_id, error)
-
 
 @asynccontextmanager
-async def open_callbacks(journal: Journal, *, node: str) -> AsyncIterator[Callbacks]:
-    """The callbacks of a node, told behind the block. What is still owed SETTLE_S after its end is told in
-    the node's next life.
+async def open_callbacks(
+    journal: Journal, *, formats: Mapping[str, CallbackFormat] | None = None
+) -> AsyncIterator[Callbacks]:
+    """The callbacks of a node, sent while the block runs. What is still pending SETTLE_S after its end is
+    sent in the node's next life. `formats` are registered besides `event`.
     """
     limits = httpx2.Limits(max_connections=AT_ONCE + PROBES, max_keepalive_connections=AT_ONCE)
     headers = {"accept-encoding": "identity", "user-agent": "polarnode"}
     # Neither proxies nor credentials of the node's environment: an event goes to the machine that its task
-    # names, and says nothing of this one.
+    # names, and carries nothing of this one.
     client = httpx2.AsyncClient(
         timeout=None, limits=limits, headers=headers, trust_env=False, follow_redirects=False
     )
     try:
-        callbacks = Callbacks(journal=journal, poster=Poster(journal=journal, node=node, client=client))
+        poster = Poster(journal=journal, client=client, formats=formats or {})
+        callbacks = Callbacks(journal=journal, poster=poster)
         async with open_background(callbacks.run):
             yield callbacks
-            # a journal that can not be read is said elsewhere
+            # a journal that cannot be read is reported elsewhere
             with trio.move_on_after(SETTLE_S), suppress(PolarnodeError):
-                await callbacks.settled()
+                await callbacks.settle()
     finally:
         with (
             trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S),

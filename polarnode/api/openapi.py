@@ -19,7 +19,7 @@ from importlib.metadata import version
 from itertools import starmap
 from typing import Any, Final, get_args
 
-from polarnode.api.openapi_shapes import ENGINE, JSON, OPERATIONS, POLAR, Operation, Where
+from polarnode.api.openapi_shapes import ENGINE, JSON, OPERATIONS, Operation, Where
 from polarnode.api.query import MOST_TASKS, PARQUET, Kind
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.schema import Schema, Schemas
@@ -86,7 +86,7 @@ REASONS: Final[Mapping[int, str]] = {
     404: "There is nothing of that name.",
     409: "The id or key is another's.",
     413: "The body is larger than is taken.",
-    422: "What was said can not be: Polar's word for 400.",
+    422: "What was said can not be: FastAPI's status for 400.",
     429: "No room now: come again after `Retry-After` seconds.",
     500: "A bug of polarnode's, or what the message says.",
     503: "Not now.",
@@ -194,6 +194,6 @@ def _in_header(name: str) -> Json:
 
 # ── openapi ────────────────────────────────────────────────────────────
 
-EVERY: Final[Mapping[Where, Operation]] = {**OPERATIONS, **ENGINE, **POLAR}
+EVERY: Final[Mapping[Where, Operation]] = {**OPERATIONS, **ENGINE}
 
 __all__ = ["EVERY", "Operation", "Where", "document"]

@@ -28,7 +28,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
-from polarnode.journal.journal import Journal, check_consumer
+from polarnode.journal.journal import check_consumer
 from polarnode.journal.values import SessionRecord, TaskRecord
 from polarnode.rollouts.captures import Captures
 
@@ -48,7 +48,6 @@ class Routes:
     """The handlers, with what they ask."""
 
     service: Service
-    journal: Journal
     sessions_dir: Path | None
 
     # ── tasks ─────────────────────────────────────────────────────────────────
@@ -58,12 +57,12 @@ class Routes:
         read_query(request.args)
         spec = read_task(await body_json())
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
-        await self.journal.flushed()
+        await self.service.journal.flushed()
         return json_response(plain(submitted), 202)
 
     async def tasks(self) -> Response:
         query = read_query(request.args, "limit", "before")
-        found = await self.journal.tasks(limit=query.limit, before=query.before)
+        found = await self.service.journal.tasks(limit=query.limit, before=query.before)
         return json_response({"tasks": [task_record_json(task) for task in found]})
 
     async def task(self, task_id: str) -> Response:
@@ -79,7 +78,7 @@ class Routes:
         return json_response({"task_id": task_id, "cancelled": cancelled})
 
     async def _known_task(self, task_id: str) -> TaskRecord:
-        found = await self.journal.task(task_id)
+        found = await self.service.journal.task(task_id)
         if found is None:
             raise NotFound(f"no task {task_id!r} is in this node's journal: look at GET /v1/tasks")
         return found
@@ -100,48 +99,51 @@ class Routes:
             start = position if start is None else start
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return Response(
-            event_stream(self.journal, query, start or 0), 200, headers, content_type="text/event-stream"
+            event_stream(self.service.journal, query, start or 0),
+            200,
+            headers,
+            content_type="text/event-stream",
         )
 
     async def _position(self, consumer: str) -> int:
         """Where a consumer is; a new one is made known, so that nothing it has not seen is pruned as
         acknowledged by all.
         """
-        if consumer not in self.journal.statistics().positions:
-            return await self.journal.acknowledge(consumer, 0)
-        return await self.journal.position(consumer)
+        if consumer not in self.service.journal.statistics().positions:
+            return await self.service.journal.acknowledge(consumer, 0)
+        return await self.service.journal.position(consumer)
 
     async def acknowledge(self) -> Response:
         ack = structure(await body_json(), Ack, forbid_extra=True)
-        position = await self.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
+        position = await self.service.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
         return json_response({"consumer": ack.consumer, "position": position})
 
     async def consumers(self) -> Response:
         read_query(request.args)
         await trio.lowlevel.checkpoint()
-        return json_response({"consumers": [plain(each) for each in self.journal.consumers()]})
+        return json_response({"consumers": [plain(each) for each in self.service.journal.consumers()]})
 
     async def forget_consumer(self, consumer: str) -> Response:
         """Nothing is kept for it any more. One that reads now is refused: its next acknowledgement would make
         it known again, at the beginning.
         """
         read_query(request.args)
-        if self.journal.streams(consumer):
+        if self.service.journal.streams(consumer):
             raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
-        if not await self.journal.forget(consumer):
+        if not await self.service.journal.forget(consumer):
             raise NotFound(f"no consumer {consumer!r} is known: look at GET /v1/consumers")
         return json_response({"consumer": consumer, "forgotten": True})
 
     async def trajectory(self, session_id: str) -> Response:
         query = check_format(read_query(request.args, "arrays", "turns", "format"))
-        found = await self.journal.trajectory(session_id)
+        found = await self.service.journal.trajectory(session_id)
         if found is None:
             known = await self._known_session(session_id)
             raise NotFound(
                 f"session {known.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{known.session_id}"
             )
-        body = await self.journal.read(partial(_trajectory_body, found, query))
+        body = await self.service.journal.read(partial(_trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
@@ -150,7 +152,10 @@ class Routes:
         """
         query = read_query(request.args, "arrays")
         known = await self._known_session(session_id)
-        turns, found = await self.journal.turns(session_id), await self.journal.trajectory(session_id)
+        turns, found = (
+            await self.service.journal.turns(session_id),
+            await self.service.journal.trajectory(session_id),
+        )
 
         def body() -> bytes:
             left_out = () if found is None else found.left_out
@@ -158,7 +163,7 @@ class Routes:
             whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
             return dump_json({"session": session_record_json(known), "turns": rows, "trajectory": whole})
 
-        return Response(await self.journal.read(body), content_type="application/json")
+        return Response(await self.service.journal.read(body), content_type="application/json")
 
     async def artifacts(self, session_id: str) -> Response:
         """The tar of what its task wanted kept."""
@@ -175,7 +180,7 @@ class Routes:
         return Response(file_pieces(path, size), 200, headers, content_type="application/x-tar")
 
     async def _known_session(self, session_id: str) -> SessionRecord:
-        found = await self.journal.session(session_id)
+        found = await self.service.journal.session(session_id)
         if found is None:
             raise NotFound(
                 f"no session {session_id!r} is in this node's journal: its task lists its sessions"
@@ -183,7 +188,9 @@ class Routes:
         return found
 
     async def export(self) -> Response:
-        return export(self.journal, read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS))
+        return export(
+            self.service.journal, read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS)
+        )
 
     # ── the node ──────────────────────────────────────────────────────────────
 
@@ -191,7 +198,7 @@ class Routes:
 
     async def status(self) -> Response:
         await trio.lowlevel.checkpoint()
-        return json_response({**self.service.status(), "journal": plain(self.journal.statistics())})
+        return json_response({**self.service.status(), "journal": plain(self.service.journal.statistics())})
 
     async def metrics(self) -> Response:
         """For Prometheus. The text is made in a thread."""

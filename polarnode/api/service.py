@@ -1,12 +1,11 @@
-"""What the control plane needs of the node, and how the node says no (its errors: 409, 429, 507).
+"""The port `Service`, on which the control plane and its faces stand, and how an error is answered.
 
-Every refusal in one shape: `{"error": {"type", "message", "path"?}}`, the message one sentence that says what
-to do.
-
-The rule for whoever edits it: nothing leaves the control plane as HTML or as a bare status; a bug of ours
-says only that it is one.
+Every refusal has one shape: `{"error": {"type", "message", "path"?}}`, the message one sentence that says
+what to do. Nothing leaves the control plane as HTML or as a bare status; a bug of ours says only that it is
+one.
 """
 
+from collections.abc import Iterable
 from math import ceil
 from typing import Protocol
 
@@ -19,16 +18,21 @@ from polarnode.api.metrics import Figures
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
+from polarnode.core.trajectory import Trajectory
+from polarnode.engine.weight_values import PauseOrder
+from polarnode.journal.journal import Journal
+from polarnode.rollouts.captures import CaptureStatus, Opened
+from polarnode.rollouts.scheduler import SessionStatus
 
-# ── service ────────────────────────────────────────────────────────────
+# ── the port ────────────────────────────────────────────────────────────
 
 __all__ = ["Busy", "Conflict", "DiskFull", "Service", "Submitted"]
 
 
 @frozen(kw_only=True)
 class Submitted:
-    """A task that was taken; `created` is False when it had been taken before and this is the same answer
+    """A task that was taken. `created` is False when it had been taken before and this is the same answer
     again.
     """
 
@@ -37,8 +41,52 @@ class Submitted:
     created: bool = True
 
 
+class CapturesService(Protocol):
+    """Sessions whose harness their caller runs."""
+
+    async def begin(self, spec: CaptureSpec) -> Opened: ...
+
+    async def end(self, session_id: str, end: CaptureEnd, /) -> Trajectory | None: ...
+
+    def list(self) -> tuple[CaptureStatus, ...]: ...
+
+
+class Generation(Protocol):
+    """Generation, held and let go."""
+
+    async def pause(self, order: PauseOrder) -> object: ...
+
+    async def resume(self) -> object: ...
+
+
 class Service(Protocol):
-    """The node, as its trainers see it."""
+    """The node as its trainers see it, or whatever else runs tasks in its place."""
+
+    @property
+    def node_id(self) -> str:
+        """What results call this node."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The model that is served."""
+        ...
+
+    @property
+    def volumes(self) -> tuple[str, ...]:
+        """Folders of this machine that tasks may see."""
+        ...
+
+    @property
+    def journal(self) -> Journal:
+        """What happened, and who has read it."""
+        ...
+
+    @property
+    def generation(self) -> Generation: ...
+
+    @property
+    def captures(self) -> CapturesService: ...
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         """Take a task. Raises Refused, Conflict, Busy or DiskFull."""
@@ -48,12 +96,20 @@ class Service(Protocol):
         """End a task's sessions with what they have; False when none of them is live."""
         ...
 
+    def sessions(self) -> Iterable[SessionStatus]:
+        """Sessions in containers of their own, those that ended a moment ago too."""
+        ...
+
+    def end_session(self, session_id: str) -> bool:
+        """End one session with what it has; False when it is not live."""
+        ...
+
     def status(self) -> dict[str, Json]:
         """The node now, for GET /v1/status; the journal's part is added there."""
         ...
 
     def figures(self) -> Figures:
-        """The node now, for GET /metrics: values that nobody changes, whatever thread reads them."""
+        """The node now, for GET /metrics: immutable values, which a thread may read."""
         ...
 
     def ready(self) -> bool:
@@ -63,7 +119,7 @@ class Service(Protocol):
 
 # ── errors ────────────────────────────────────────────────────────────
 
-# What Quart and Werkzeug raise by themselves, in our words.
+# The messages for what Quart and Werkzeug raise themselves.
 SENTENCES = {
     404: ("not_found", "nothing is served at this path: see docs/api.md for the routes of the control plane"),
     405: (

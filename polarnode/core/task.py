@@ -197,11 +197,6 @@ class GroupSpec:
     drop_uniform_reward: bool = False
 
 
-# What a callback is sent: each event as the stream has it; or as Polar's, the TaskResult of the whole task,
-# or the SessionResult of each session.
-CallbackFormat = Literal["event", "polar_task", "polar_session"]
-
-
 @frozen(kw_only=True)
 class TaskSpec:
     """One task: `num_samples` sessions of the same harness on the same instruction; together they are a
@@ -224,7 +219,8 @@ class TaskSpec:
     carry: CarrySpec = field(factory=CarrySpec)
     group: GroupSpec = field(factory=GroupSpec)
     callback_url: str | None = None  # told of each event of the task by a POST, until it takes it
-    callback_format: CallbackFormat = "event"
+    # what it is sent: `event`, each event as the stream has it, or a format that the node registered
+    callback_format: str = "event"
     metadata: Mapping[str, Json] = field(factory=dict)
 
 

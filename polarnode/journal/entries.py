@@ -98,7 +98,7 @@ def _group_spec(spec: bytes) -> GroupSpec:
 def _insert(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float) -> None:
     row = (kind, f"{kind}:{body['task_id']}", body["task_id"], body["group_id"], dump_json(body), now)
     db.execute("INSERT INTO events (kind, key, task_id, group_id, body, at) VALUES (?, ?, ?, ?, ?, ?)", row)
-    pending_callbacks.owe(db, kind, str(body["task_id"]))
+    pending_callbacks.add_pending(db, kind, str(body["task_id"]))
 
 
 # ── entries ────────────────────────────────────────────────────────────
@@ -118,12 +118,24 @@ class Entry:
 
 
 def task_entry(
-    spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None, now: float
+    spec: TaskSpec,
+    *,
+    task_id: str,
+    session_ids: tuple[str, ...],
+    idempotency_key: str | None,
+    now: float,
+    callback_kinds: tuple[str, ...] = pending_callbacks.EVENT_KINDS,
 ) -> Entry:
+    """A task and its sessions. Events of `callback_kinds` go to its callback, where it has one."""
     body = dump_json(task_json(spec))
     group_id = spec.group_id or task_id
     row = (task_id, group_id, idempotency_key, now, body)
-    apply = partial(_insert_task, row=row, session_ids=session_ids, wanted=pending_callbacks.wanted_of(spec))
+    target = (
+        None
+        if spec.callback_url is None
+        else pending_callbacks.CallbackTarget(url=spec.callback_url, kinds=callback_kinds)
+    )
+    apply = partial(_insert_task, row=row, session_ids=session_ids, target=target)
     return Entry(ROW_BYTES * (1 + len(session_ids)) + len(body), apply)
 
 
@@ -132,14 +144,14 @@ def _insert_task(
     *,
     row: tuple[object, ...],
     session_ids: tuple[str, ...],
-    wanted: pending_callbacks.Wanted | None,
+    target: pending_callbacks.CallbackTarget | None,
 ) -> None:
     db.execute(
         "INSERT OR IGNORE INTO tasks (task_id, group_id, idempotency_key, submitted, spec) VALUES (?, ?, ?,"
         " ?, ?)",
         row,
     )
-    pending_callbacks.remember_callback(db, str(row[0]), wanted)
+    pending_callbacks.remember_callback(db, str(row[0]), target)
     for index, session_id in enumerate(session_ids):
         _insert_session(db, session_id=session_id, task_id=str(row[0]), sample_index=index)
 
@@ -287,7 +299,7 @@ def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
         " ?, ?, ?, ?, ?)",
         event,
     )
-    pending_callbacks.owe(db, it.kind, it.task_id)
+    pending_callbacks.add_pending(db, it.kind, it.task_id)
     return True
 
 

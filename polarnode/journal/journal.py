@@ -50,11 +50,13 @@ from polarnode.journal.entries import (
     weights_entry,
     weights_of,
 )
+from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, heard_entry, longest_silent
 from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
     ConsumerRecord,
+    EventKind,
     EventPage,
     Filters,
     JournalStatistics,
@@ -140,6 +142,7 @@ class Journal:
 
     path: Path
     now: Callable[[], float]
+    callback_kinds: Mapping[str, tuple[EventKind, ...]]
     _writer: Writer
     _progress: Progress
     _news: trio.Event = field(factory=trio.Event)  # set and replaced at every commit
@@ -161,6 +164,7 @@ class Journal:
                 session_ids=session_ids,
                 idempotency_key=idempotency_key,
                 now=self.now(),
+                callback_kinds=self.callback_kinds.get(spec.callback_format, EVENT_KINDS),
             )
         )
 
@@ -193,7 +197,7 @@ class Journal:
         self._writer.put(weights_entry(version, body, now=self.now()))
 
     def callback_taken(self, seq: int) -> None:
-        """An event is owed to its task's callback no more."""
+        """A callback took an event: it is not pending any more."""
         self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
 
     async def flushed(self) -> None:
@@ -361,22 +365,22 @@ class Journal:
             finally:
                 self._connections.append(db)
 
-    async def owed_urls(self, most: int, but: Collection[str] = ()) -> tuple[str, ...]:
-        """Callbacks to which events are owed, those that wait longest first, without some."""
-        return await self._read(pending_callbacks.urls, most, but)
+    async def pending_callback_urls(self, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
+        """URLs with pending events, those that wait longest first, without those `skipped`."""
+        return await self._read(pending_callbacks.urls, most, skipped)
 
-    async def owed(
-        self, url: str, most: int, but: Collection[str] = ()
-    ) -> tuple[pending_callbacks.Owed, ...]:
-        """The oldest event of each task that is owed to a callback, without some tasks."""
-        return await self._read(pending_callbacks.heads, url, most, but)
+    async def pending_callbacks(
+        self, url: str, most: int, skipped: Collection[str] = ()
+    ) -> tuple[PendingCallback, ...]:
+        """The oldest pending event of each task of a callback URL, without the tasks `skipped`."""
+        return await self._read(pending_callbacks.heads, url, most, skipped)
 
-    async def owed_count(self) -> int:
-        """Events that are owed to callbacks."""
+    async def pending_callback_count(self) -> int:
+        """Events that callbacks have yet to take."""
         return await self._read(pending_callbacks.count)
 
-    async def owed_expired(self) -> int:
-        """Events that went with the retention while they were owed, since there is this journal."""
+    async def expired_callbacks(self) -> int:
+        """Events that retention pruned while they were pending, since the journal's beginning."""
         return await self._read(pending_callbacks.expired)
 
     # ── how it is ─────────────────────────────────────────────────────────────
@@ -432,12 +436,17 @@ CLOSE_S = 30.0
 
 @asynccontextmanager
 async def open_journal(
-    path: Path, *, now: Callable[[], float], retention: Retention | None = None
+    path: Path,
+    *,
+    now: Callable[[], float],
+    retention: Retention | None = None,
+    callback_kinds: Mapping[str, tuple[EventKind, ...]] | None = None,
 ) -> AsyncIterator[Journal]:
-    """The journal in the SQLite file `path` (made when there is none), for this process alone. JournalError
-    when it can not be opened.
+    """Open the journal in the SQLite file `path` (made when there is none), for this process alone.
 
-    Leaving writes what is queued, in at most CLOSE_S. `now` gives wall seconds since the epoch.
+    Leaving the block writes what is queued, in at most CLOSE_S. `now` gives wall seconds since the epoch.
+    `callback_kinds` are the kinds of events that a task's callback is sent, by its `callback_format`;
+    formats that are not in it are sent EVENT_KINDS. Raises JournalError when the file cannot be opened.
     """
     token = trio.lowlevel.current_trio_token()
     with _locked(path):
@@ -451,7 +460,13 @@ async def open_journal(
         writer = Writer(
             path=path, db=db, retention=retention or Retention(), on_progress=on_progress, now=now
         )
-        journal = Journal(path=path, now=now, writer=writer, progress=writer.start())
+        journal = Journal(
+            path=path,
+            now=now,
+            callback_kinds=callback_kinds or {},
+            writer=writer,
+            progress=writer.start(),
+        )
         try:
             yield journal
         finally:

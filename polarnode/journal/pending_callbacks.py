@@ -1,39 +1,33 @@
-"""What is owed to tasks' callbacks: which events, to which URL, until each was taken.
+"""Events that a task's callback has yet to take.
 
-The rules for whoever edits it. `owe` runs in the transaction that writes the event, so that no death of the
-node lies between the two; whoever inserts an event calls it. A row goes when its event was taken, or,
-counted, with its event when the retention ends. The order of a task is that of its events' numbers.
+An event becomes pending in the transaction that writes it, so that no death of the node lies between the two:
+`add_pending` must be called by whoever inserts an event. Its row goes when the callback took it or, counted,
+when retention prunes the event. Events of one task are in the order of their numbers.
 """
 
 import sqlite3
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Final
 
 from attrs import frozen
 
-from polarnode.core.task import CallbackFormat, TaskSpec
-
-# What each format is told of: every event of the task's group; its end, with all results; each session's end.
-KINDS: Final[Mapping[CallbackFormat, tuple[str, ...]]] = {
-    "event": ("trajectory", "group", "task"),
-    "polar_task": ("task",),
-    "polar_session": ("trajectory",),
-}
+EVENT_FORMAT: Final = "event"  # the `callback_format` that sends each event as the stream has it
+EVENT_KINDS: Final = ("trajectory", "group", "task")  # and the kinds of events it sends
 EXPIRED: Final = "callbacks_expired"  # in `meta`
 # tasks that one query passes over: SQLite takes 32 766 values, and a URL with so many that failed is dead
 MOST_SKIPPED: Final = 500
 
 
 @frozen(kw_only=True)
-class Wanted:
-    """A task's callback, as it was submitted."""
+class CallbackTarget:
+    """Where a task's events go, and the kinds of them that do."""
 
     url: str
     kinds: tuple[str, ...]
 
 
 @frozen(kw_only=True)
-class Owed:
+class PendingCallback:
     """The oldest event of a task that its callback has not taken."""
 
     seq: int
@@ -41,30 +35,21 @@ class Owed:
     url: str
 
 
-def wanted_of(spec: TaskSpec) -> Wanted | None:
-    """What a task wants to be told of; None for nothing."""
-    return (
-        None
-        if spec.callback_url is None
-        else Wanted(url=spec.callback_url, kinds=KINDS[spec.callback_format])
-    )
-
-
 # ── inside the transaction of an event ────────────────────────────────────────
 
 
-def remember_callback(db: sqlite3.Connection, task_id: str, wanted: Wanted | None) -> None:
-    """Where a task's events go; written with the task."""
-    if wanted is not None:
+def remember_callback(db: sqlite3.Connection, task_id: str, target: CallbackTarget | None) -> None:
+    """Store where a task's events go; written with the task."""
+    if target is not None:
         db.execute(
             "INSERT OR IGNORE INTO callback_urls VALUES (?, ?, ?)",
-            (task_id, wanted.url, ",".join(wanted.kinds)),
+            (task_id, target.url, ",".join(target.kinds)),
         )
 
 
-def owe(db: sqlite3.Connection, kind: str, task_id: str) -> None:
-    """The event that was inserted just now is owed to its task's callback, if that wants it. The task's own
-    is its last.
+def add_pending(db: sqlite3.Connection, kind: str, task_id: str) -> None:
+    """Make the event that was inserted last pending, if its task's callback is sent this kind. A `task` event
+    is its task's last.
     """
     row = db.execute("SELECT url, kinds FROM callback_urls WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
@@ -78,8 +63,8 @@ def owe(db: sqlite3.Connection, kind: str, task_id: str) -> None:
 
 
 def expire(db: sqlite3.Connection, seq: int) -> None:
-    """Events up to this one go with the retention, and are owed to nobody any more; how many were is counted
-    for as long as the journal lives.
+    """Drop pending events up to `seq`, which retention prunes. They are counted for as long as the journal
+    lives.
     """
     lost = db.execute("DELETE FROM callbacks WHERE seq <= ?", (seq,)).rowcount
     if lost:
@@ -94,42 +79,47 @@ def taken(db: sqlite3.Connection, *, seq: int) -> None:
     db.execute("DELETE FROM callbacks WHERE seq = ?", (seq,))
 
 
-# ── what is still owed ────────────────────────────────────────────────────────
+# ── reads ─────────────────────────────────────────────────────────────────────
 
 
-def urls(db: sqlite3.Connection, most: int, but: Collection[str] = ()) -> tuple[str, ...]:
-    """URLs to which something is owed, those whose oldest event is oldest first, without some."""
-    marks, skipped = _skipped(but)
+def urls(db: sqlite3.Connection, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
+    """URLs with pending events, those whose oldest event is oldest first, without those `skipped`."""
+    marks, values = _placeholders(skipped)
     rows = db.execute(
         f"SELECT url FROM callbacks WHERE url NOT IN ({marks}) GROUP BY url ORDER BY min(seq) LIMIT ?",
-        (*skipped, most),
+        (*values, most),
     )
     return tuple(url for (url,) in rows)
 
 
-def heads(db: sqlite3.Connection, url: str, most: int, but: Collection[str] = ()) -> tuple[Owed, ...]:
-    """The oldest event of each task that is owed to a URL, oldest first, without some tasks."""
-    marks, skipped = _skipped(but)
+def heads(
+    db: sqlite3.Connection, url: str, most: int, skipped: Collection[str] = ()
+) -> tuple[PendingCallback, ...]:
+    """The oldest pending event of each task of a URL, oldest first, without the tasks `skipped` (of which the
+    first MOST_SKIPPED count).
+    """
+    marks, values = _placeholders(skipped)
     query = (
         f"SELECT min(seq), task_id FROM callbacks WHERE url = ? AND task_id NOT IN ({marks}) GROUP BY task_id"
         " ORDER BY min(seq) LIMIT ?"
     )
     return tuple(
-        Owed(seq=seq, task_id=task_id, url=url) for seq, task_id in db.execute(query, (url, *skipped, most))
+        PendingCallback(seq=seq, task_id=task_id, url=url)
+        for seq, task_id in db.execute(query, (url, *values, most))
     )
 
 
 def count(db: sqlite3.Connection) -> int:
-    """Events that are owed."""
+    """Pending events."""
     return int(db.execute("SELECT count(*) FROM callbacks").fetchone()[0])
 
 
 def expired(db: sqlite3.Connection) -> int:
-    """Events that went with the retention while they were owed."""
+    """Events that retention pruned while they were pending."""
     row = db.execute("SELECT value FROM meta WHERE name = ?", (EXPIRED,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def _skipped(but: Collection[str]) -> tuple[str, tuple[Any, ...]]:
-    some = tuple(but)[:MOST_SKIPPED]
-    return ", ".join("?" * len(some)), some
+def _placeholders(skipped: Collection[str]) -> tuple[str, tuple[Any, ...]]:
+    values = tuple(skipped)[:MOST_SKIPPED]
+    return ", ".join("?" * len(values)), values

@@ -5,13 +5,9 @@ the model.
 
 The rule for whoever edits it: these sessions are in a table of their own, apart from those of containers, and
 their socket is on a loopback address whatever the node's own is.
-
-Polar's face of a node: what its routes ask, handed over.
-
-The rule for whoever edits it: the face gets what the node's own routes have, and nothing besides.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -35,14 +31,12 @@ from polarnode.gateway.endpoint import CaptureDoor, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.group import stamped
 from polarnode.http.server import Address, listening_socket, open_server
-from polarnode.integrations.polar import PolarFace
-from polarnode.integrations.polar.answers import PolarHouse
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import RETRY_AFTER_S, no_room
 from polarnode.rollouts.captures import CaptureHouse, Captures
 from polarnode.rollouts.judges import Judges
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, SessionStatus
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
@@ -77,6 +71,7 @@ class Node:
         """Take a task, or answer again what was answered to the same one. Raises Refused, Conflict, Busy or
         DiskFull.
         """
+        self.callbacks.check(spec)
         async with self._submitting:
             known = await self._known(spec, idempotency_key)
             return known if known is not None else await self._taken(spec, idempotency_key)
@@ -118,6 +113,30 @@ class Node:
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
         return cancelled
+
+    @property
+    def node_id(self) -> str:
+        return self.config.node_id
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name
+
+    @property
+    def volumes(self) -> tuple[str, ...]:
+        return self.config.volumes
+
+    @property
+    def generation(self) -> Weights:
+        return self.weights
+
+    def sessions(self) -> Iterable[SessionStatus]:
+        """Sessions in containers of their own."""
+        return self.scheduler.sessions()
+
+    def end_session(self, session_id: str) -> bool:
+        """End one session with what it has; False when it is not live."""
+        return self.scheduler.cancel_session(session_id)
 
     def cancel_all(self) -> None:
         """End every session with what it has."""
@@ -219,22 +238,3 @@ def _house(
         carried_limit=scheduler.house.carried_limit,
         unrouted=scheduler.house.unrouted,
     )
-
-
-# ── polar ────────────────────────────────────────────────────────────
-
-
-def polar_face(node: Node) -> PolarFace:
-    """The node under Polar's routes."""
-    house = PolarHouse(
-        service=node,
-        journal=node.journal,
-        generation=node.weights,
-        captures=node.captures,
-        sessions=node.scheduler.sessions,
-        end_session=node.scheduler.cancel_session,
-        node_id=node.config.node_id,
-        model=node.model.name,
-        volumes=node.config.volumes,
-    )
-    return PolarFace(house=house)

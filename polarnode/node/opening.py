@@ -16,7 +16,7 @@ import gc
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from socket import socket
 import trio
 from attrs import evolve
 
-from polarnode.api.app import create_app
-from polarnode.api.callbacks import open_callbacks
+from polarnode.api.app import Extension, create_app
+from polarnode.api.callbacks import CallbackFormat, open_callbacks
 from polarnode.api.routes import CaptureRoutes
 from polarnode.api.weights_routes import WeightsRoutes
 from polarnode.containers.egress.proxy import NodeEgress
@@ -45,10 +45,11 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import Address, open_server
+from polarnode.integrations.polar import callback_formats, polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.node.config import NodeConfig
-from polarnode.node.node import Node, open_captures, polar_face
+from polarnode.node.node import Node, open_captures
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.machine_watch import PressureWatch, read_machine
 from polarnode.rollouts.recovery import recover
@@ -179,10 +180,11 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
     lift_descriptor_limit()
     state = Path(config.state_dir)
     _sessions_dir(config).mkdir(parents=True, exist_ok=True)
+    formats = callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
-        open_journal(state / "journal.sqlite", now=time.time, retention=retention_of(config)) as journal,
-        open_callbacks(journal, node=config.node_id) as callbacks,
+        _open_journal(config, formats) as journal,
+        open_callbacks(journal, formats=formats) as callbacks,
     ):
         say(f"loading {config.model}")
         model = await trio.to_thread.run_sync(load_node_model, config)
@@ -228,6 +230,17 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
                         # not in a finally: who leaves by force gets `interrupted` trajectories at the next
                         # start
                         await node.stop(cancel=True)
+
+
+def _open_journal(
+    config: NodeConfig, formats: Mapping[str, CallbackFormat]
+) -> AbstractAsyncContextManager[Journal]:
+    return open_journal(
+        Path(config.state_dir) / "journal.sqlite",
+        now=time.time,
+        retention=retention_of(config),
+        callback_kinds={name: each.kinds for name, each in formats.items()},
+    )
 
 
 @contextmanager
@@ -355,17 +368,15 @@ def _pressure_watch(
 
 def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
     """The trainer's socket of a node, for as long as the block; gives its address."""
-    also = (
+    rows = (
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
-        *polar_face(node).rows(),
     )
     app = create_app(
         node,
         token=node.config.token,
-        journal=node.journal,
         sessions_dir=_sessions_dir(node.config),
-        also=tuple(also),
+        extensions=(Extension(rows=rows), polar_extension(node)),
     )
     return open_server(app, Address(host=node.config.host, port=node.config.port))
 

@@ -60,7 +60,7 @@ def words_of(trace: Trace, turns: Mapping[int, Turn]) -> Words:
     if not trace.turn_spans:
         return Words()
     whole = transcript(turns, trace.turn_spans[-1].turn)
-    asked = asked_of(turns, first_sampled(trace))
+    asked = prompt_of(turns, first_sampled(trace))
     if whole is None or asked is None:
         return Words()
     at = len(asked.messages)
@@ -77,7 +77,7 @@ def first_sampled(trace: Trace) -> int:
     )
 
 
-def asked_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
+def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     """What a turn answered, without its answer; None where words are missing."""
     turn = turns.get(index)
     if turn is None or turn.heard is None:

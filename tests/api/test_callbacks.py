@@ -19,9 +19,13 @@ from polarnode.api import callbacks
 from polarnode.api import callbacks as module
 from polarnode.api.callbacks import Callbacks, open_callbacks, shown
 from polarnode.core.backoff import Backoff
+from polarnode.integrations.polar import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.trainers.polar import Origin, with_origin
+
+FORMATS = callback_formats(node="n0")
+KINDS = {name: each.kinds for name, each in FORMATS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +69,15 @@ class Node:
     async def settled(self) -> None:
         """Until nothing is owed."""
         with trio.fail_after(120):
-            while await self.journal.owed_count():  # noqa: ASYNC110 (what another task writes has no event here)
+            while await self.journal.pending_callback_count():  # noqa: ASYNC110 (what another task writes has no event here)
                 await trio.sleep(0.02)
 
 
 @asynccontextmanager
 async def open_node(path: Path) -> AsyncIterator[Node]:
     async with (
-        open_journal(path / "journal.sqlite", now=lambda: 1000.0) as journal,
-        open_callbacks(journal, node="n0") as callbacks,
+        open_journal(path / "journal.sqlite", now=lambda: 1000.0, callback_kinds=KINDS) as journal,
+        open_callbacks(journal, formats=FORMATS) as callbacks,
     ):
         yield Node(journal, callbacks)
 
@@ -126,7 +130,7 @@ async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
     node.journal.task_submitted(make_spec(), task_id="t", session_ids=("t-0",), idempotency_key=None)
     node.over("t", "t-0")
     await node.journal.flushed()
-    assert await node.journal.owed_count() == 0
+    assert await node.journal.pending_callback_count() == 0
 
 
 async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver) -> None:
@@ -182,7 +186,7 @@ async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: R
     node.whole("t", receiver.url)
     await receiver.until_asked(4)
     assert receiver.got == []
-    assert await node.journal.owed_count() == 3
+    assert await node.journal.pending_callback_count() == 3
     assert list(node.callbacks.statistics().trouble) == [receiver.url]
     receiver.manner = "take"
     await receiver.until(3)
@@ -254,7 +258,7 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
         nothing = Retention(acknowledged=0, everything=1)
         async with (
             open_journal(tmp_path / "journal", now=lambda: 1000.0, retention=nothing) as journal,
-            open_callbacks(journal, node="n0") as callbacks,
+            open_callbacks(journal, formats=FORMATS) as callbacks,
         ):
             node = Node(journal, callbacks)
             for index in range(5):
@@ -265,10 +269,10 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
                 while callbacks.statistics().expired < 12:
                     node.over("none", "none")
                     await trio.sleep(0.05)
-            assert await journal.owed_count() < 4
+            assert await journal.pending_callback_count() < 4
             assert receiver.got == []
         async with open_journal(tmp_path / "journal", now=lambda: 1000.0) as journal:
-            assert await journal.owed_expired() >= 12
+            assert await journal.expired_callbacks() >= 12
 
 
 # ── over the node's death ─────────────────────────────────────────────────────

@@ -11,14 +11,16 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import trio
-from control_plane_parts import Caller, TaskTaker, open_plane, other_rows
+from control_plane_parts import Caller, TaskTaker, open_plane, other_rooms
 from journal_samples import make_trajectory
 
 from polarnode.api.app import create_app
 from polarnode.api.openapi import EVERY, PARAMETERS, document
 from polarnode.api.query import READERS
+from polarnode.integrations.polar.operations import OPERATIONS
 from polarnode.journal.journal import open_journal
 
+ALL = {**EVERY, **OPERATIONS}  # with Polar's
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 # Its own word for what a schema allows and a law refuses (a group's numbers against each other, a name's
 # letters) would be a failure: 400 is right. `Allow` names GET at /v1/trajectories/ack, and rightly: a session
@@ -58,20 +60,18 @@ async def served(path: Path) -> tuple[set[tuple[str, str]], dict[str, Any]]:
 
 async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as journal:
-        app = create_app(
-            TaskTaker(journal=journal), token=None, journal=journal, also=tuple(other_rows(journal))
-        )
+        app = create_app(TaskTaker(journal=journal), token=None, extensions=other_rooms(journal))
     rules = {
         (method, rule.rule)
         for rule in app.url_map.iter_rules()
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
     }
-    assert rules == set(EVERY)
+    assert rules == set(ALL)
 
 
 async def test_a_control_plane_tells_the_routes_it_serves(tmp_path: Path) -> None:
     told, _ = await served(tmp_path)
-    assert told <= {(method, re.sub(r"<(?:path:)?(\w+)>", r"{\1}", path)) for method, path in EVERY}
+    assert told <= {(method, re.sub(r"<(?:path:)?(\w+)>", r"{\1}", path)) for method, path in ALL}
     assert ("POST", "/v1/tasks") in told
 
 
@@ -103,7 +103,7 @@ def test_every_parameter_is_told() -> None:
 
 @pytest.mark.parametrize("token", [True, False])
 def test_the_document_is_one_of_openapi(token: bool) -> None:
-    said: Any = document(EVERY, EVERY, token=token)
+    said: Any = document(ALL, ALL, token=token)
     assert said["openapi"] == "3.1.0"
     names = [each["operationId"] for item in said["paths"].values() for each in item.values()]
     assert len(names) == len(set(names))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import attrs
 import click
 import pytest
-from control_plane_parts import TaskTaker, other_rows
+from control_plane_parts import TaskTaker, other_rooms
 from journal_samples import make_trajectory
 
 from polarnode.api.app import BODY_BYTES, create_app
@@ -142,7 +142,7 @@ async def journal(tmp_path: Path) -> Any:
 
 
 async def test_every_route_of_the_control_plane_is_told(journal: Journal) -> None:
-    app = create_app(TaskTaker(journal=journal), token=None, journal=journal, also=tuple(other_rows(journal)))
+    app = create_app(TaskTaker(journal=journal), token=None, extensions=other_rooms(journal))
     served = {
         f"{method} {re.sub('<(?:path:)?([a-z_]+)>', '{' + chr(92) + '1}', rule.rule)}"
         for rule in app.url_map.iter_rules()
@@ -214,7 +214,7 @@ def test_every_setting_of_the_simulated_engine_is_told() -> None:
 
 
 async def test_what_is_said_not_to_be_there_is_not(journal: Journal) -> None:
-    app = create_app(TaskTaker(journal=journal), token=None, journal=journal)
+    app = create_app(TaskTaker(journal=journal), token=None)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
     assert not rules & {"/"}
 

@@ -12,7 +12,7 @@ import polar_client as polar
 import pytest
 import trio
 from attrs import define, evolve, field
-from control_plane_parts import Plane, TaskTaker, open_exchange, polar_face
+from control_plane_parts import Plane, TaskTaker, open_exchange
 from journal_samples import make_trajectory
 from polar_client import PolarClient, Refused
 
@@ -25,6 +25,7 @@ from polarnode.core.trajectory import NewMessages, Outcome, Trajectory
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
+from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import CaptureStatus, Opened
 from polarnode.rollouts.scheduler import SessionStatus
@@ -94,6 +95,15 @@ class BusyTaker(TaskTaker):
     """The stand-in with an engine and stages to look at."""
 
     held: Held = field(factory=Held)
+    listed: list[SessionStatus] = field(factory=list)
+    ended: list[str] = field(factory=list)
+
+    def sessions(self) -> tuple[SessionStatus, ...]:
+        return tuple(self.listed)
+
+    def end_session(self, session_id: str) -> bool:
+        self.ended.append(session_id)
+        return True
 
     def figures(self) -> Figures:
         engine = EngineStatistics(
@@ -172,37 +182,25 @@ def worded(trajectory: Trajectory) -> Trajectory:
 
 @asynccontextmanager
 async def open_parts(
-    path: Path, *, token: str | None = None, headers: dict[str, str] | None = None, **house: Any
+    path: Path,
+    *,
+    token: str | None = None,
+    headers: dict[str, str] | None = None,
+    volumes: tuple[str, ...] = (),
 ) -> AsyncIterator[Parts]:
     async with open_journal(path / "journal.sqlite", now=lambda: 1000.0) as journal:
-        service, sessions, ended, captures = (
-            BusyTaker(journal=journal),
-            list[SessionStatus](),
-            list[str](),
-            OpenCaptures(journal),
-        )
-
-        def end_session(session_id: str) -> bool:
-            ended.append(session_id)
-            return True
-
-        face = polar_face(
-            service,
-            generation=service.held,
-            captures=captures,
-            sessions=lambda: tuple(sessions),
-            end_session=end_session,
-            **house,
-        )
-        app = create_app(service, token=token, journal=journal, also=tuple(face.rows()))
+        service, captures = BusyTaker(journal=journal), OpenCaptures(journal)
+        service.generation, service.captures = service.held, captures
+        service.volumes = volumes
+        app = create_app(service, token=token, extensions=[polar_extension(service)])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             url = f"http://127.0.0.1:{address.port}"
             plane = Plane(url=url, journal=journal, service=service)
             yield Parts(
                 plane=plane,
                 client=PolarClient(url=url, headers=headers or {}),
-                sessions=sessions,
-                ended=ended,
+                sessions=service.listed,
+                ended=service.ended,
                 captures=captures,
             )
 

@@ -149,7 +149,7 @@ async def test_what_was_written_is_read(opened: Open, version: int) -> None:
         assert [(row.version, row.body) for row in weights] == (
             [("v1", {"version": "v1"})] if version >= 4 else []
         )
-        assert await journal.owed_count() == (4 if version >= 4 else 0)
+        assert await journal.pending_callback_count() == (4 if version >= 4 else 0)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

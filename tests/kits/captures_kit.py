@@ -20,7 +20,7 @@ from control_plane_parts import Caller, TaskTaker
 from plane_kit import ANYWHERE, CONTEXT
 from tokens_kit import model
 
-from polarnode.api.app import create_app
+from polarnode.api.app import Extension, create_app
 from polarnode.api.routes import CaptureRoutes
 from polarnode.core.ports import Engine
 from polarnode.gateway.call import Model
@@ -95,8 +95,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
             app = create_app(
                 TaskTaker(journal=journal),
                 token="secret",
-                journal=journal,
-                also=CaptureRoutes(captures=captures).rows(),
+                extensions=[Extension(rows=tuple(CaptureRoutes(captures=captures).rows()))],
             )
             async with open_server(app, ANYWHERE) as address:
                 yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)

@@ -13,7 +13,7 @@ import h11
 import trio
 from attrs import define, field, frozen
 
-from polarnode.api.app import create_app
+from polarnode.api.app import Extension, create_app
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import CaptureRoutes
 from polarnode.api.service import Submitted
@@ -22,12 +22,11 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
-from polarnode.http.asgi import RouteRow
 from polarnode.http.server import Address, open_server
-from polarnode.integrations.polar import PolarFace
-from polarnode.integrations.polar.answers import PolarHouse
+from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
+from polarnode.rollouts.scheduler import SessionStatus
 from polarnode.support.metrics import NodeCounters
 
 
@@ -41,6 +40,17 @@ class TaskTaker:
     refuses: PolarnodeError | None = None
     live: set[str] = field(factory=set)
     tally: NodeCounters = field(factory=NodeCounters)
+    node_id: str = "n0"
+    model_name: str = "tiny"
+    volumes: tuple[str, ...] = ()
+    generation: Any = None
+    captures: Any = None
+
+    def sessions(self) -> tuple[SessionStatus, ...]:
+        return ()
+
+    def end_session(self, session_id: str) -> bool:
+        return session_id in self.live
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         if self.refuses is not None:
@@ -106,26 +116,15 @@ class NoCaptures:
     """Stands where the node's captures do; their routes are all that is looked at."""
 
 
-def polar_face(service: TaskTaker, **more: Any) -> PolarFace:
-    """Polar's routes over the stand-in."""
-    said: dict[str, Any] = {
-        "generation": NoWeights(),
-        "captures": NoCaptures(),
-        "sessions": tuple,
-        "end_session": service.live.__contains__,
-    }
-    return PolarFace(
-        house=PolarHouse(
-            service=service, journal=service.journal, node_id="n0", model="tiny", **(said | more)
+def other_rooms(journal: Journal) -> Iterator[Extension]:
+    """What other rooms add, for tests of every route of the control plane."""
+    yield Extension(
+        rows=(
+            *WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows(),  # type: ignore[arg-type]
+            *CaptureRoutes(captures=NoCaptures()).rows(),  # type: ignore[arg-type]
         )
     )
-
-
-def other_rows(journal: Journal) -> Iterator[RouteRow]:
-    """The rows of other rooms, for what looks at every route of the control plane."""
-    yield from WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows()  # type: ignore[arg-type]
-    yield from CaptureRoutes(captures=NoCaptures()).rows()  # type: ignore[arg-type]
-    yield from polar_face(TaskTaker(journal=journal)).rows()
+    yield polar_extension(TaskTaker(journal=journal))
 
 
 @frozen(kw_only=True)
@@ -285,7 +284,7 @@ async def open_plane(
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
         async with open_server(
-            create_app(service, token=token, journal=journal, sessions_dir=path.parent),
+            create_app(service, token=token, sessions_dir=path.parent),
             Address(host="127.0.0.1", port=port),
         ) as address:
             yield Plane(url=f"http://127.0.0.1:{address.port}", journal=journal, service=service)

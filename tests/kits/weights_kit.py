@@ -15,7 +15,7 @@ import trio
 from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
 
-from polarnode.api.app import create_app
+from polarnode.api.app import Extension, create_app
 from polarnode.api.weights_routes import WeightsRoutes
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
@@ -59,7 +59,7 @@ async def open_weights_plane(
         open_weights(engines, journal, model=str(settings.model_path)) as weights,
     ):
         rows = WeightsRoutes(weights=weights, control=EngineControl(weights=weights, keeps=keeps)).rows()
-        app = create_app(TaskTaker(journal=journal), token="secret", journal=journal, also=tuple(rows))
+        app = create_app(TaskTaker(journal=journal), token="secret", extensions=[Extension(rows=tuple(rows))])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             yield Plane(Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal)
 

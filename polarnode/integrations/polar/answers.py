@@ -1,64 +1,139 @@
-"""Answers in the shape of Polar's own servers, which are FastAPI's: `{"detail": …}` for what is refused.
+"""What Polar's routes and callbacks answer: results of sessions and tasks, refusals, and the ids in them.
 
-The rule for whoever edits it: bridges raise for a status and log the detail; so every refusal keeps its
-status, and its sentence says what to do.
+Results are made piece by piece in threads, and nothing of them is kept but what `Recent` holds, so that a
+group of long sessions is never in memory as a whole. Refusals have the shape of Polar's own servers, which
+are FastAPI's (`{"detail": …}`): bridges raise for a status and log the detail.
 
-Ids as Polar's side gives them, and as they stand in the journal.
-
-The rule for whoever edits it: an id of ours is for ever, Polar's may be used again once its task is over; so
-each use is a task of its own here, called by the id and its number. What can not be a name of ours is called
-by its digest.
-
-What Polar's face needs of the node: the same service trainers have, and a look at what is under way.
-
-The rule for whoever edits it: the face decides nothing that the node does not decide for its own routes.
+An id of ours is used once; Polar's may be used again once its task is over. So each use of an id is a task of
+its own here, named by the id and its number, and an id that cannot be a name of ours is named by its digest.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from functools import wraps
+from functools import partial, wraps
 from hashlib import sha256
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
-from attrs import field, frozen
 from quart import Response, request
 
+from polarnode.api.callbacks import CallbackFormat
 from polarnode.api.service import Service, answer_of, json_response
+from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.task import CaptureEnd, CaptureSpec
-from polarnode.core.trajectory import Trajectory
-from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.asgi import body_json
 from polarnode.journal.entries import RUN
 from polarnode.journal.journal import Journal
 from polarnode.journal.queries import Recent
-from polarnode.rollouts.captures import CaptureStatus, Opened
+from polarnode.journal.values import SessionRecord, StoredEvent, TaskRecord
 from polarnode.rollouts.scheduler import SessionStatus
-
-# ── answers ────────────────────────────────────────────────────────────
+from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 
 P = ParamSpec("P")
+
+# ── results ────────────────────────────────────────────────────────────
+
+
+async def session_body(
+    journal: Journal, task: TaskRecord, session: SessionRecord, *, node: str, recent: Recent | None = None
+) -> bytes:
+    """The SessionResult of a session as JSON, `null` while it runs; from `recent` where it was made a moment
+    ago, as bridges poll.
+    """
+    found = await journal.trajectory(session.session_id)
+    if found is not None:
+
+        def make() -> bytes:
+            return dump_json(session_result(found, task.spec))
+
+        return await journal.read(make if recent is None else partial(recent.get, session.session_id, make))
+    if session.outcome is None:
+        return b"null"
+    missing = partial(
+        missing_result, session.session_id, task.task_id, session.outcome, task.spec.metadata, node
+    )
+    return await journal.read(lambda: dump_json(missing()))
+
+
+async def task_body(
+    journal: Journal,
+    task: TaskRecord,
+    head: dict[str, Json],
+    *,
+    node: str,
+    results: bool = True,
+    recent: Recent | None = None,
+) -> AsyncGenerator[bytes, None]:
+    """A JSON object: the fields of `head`, and `results` of the sessions that are over, in order of their
+    samples.
+    """
+    yield dump_json({**head, "result_paths": []})[:-1] + b',"results":['
+    first = True
+    for session in task.sessions if results else ():
+        if session.outcome is not None:
+            piece = await session_body(journal, task, session, node=node, recent=recent)
+            yield piece if first else b"," + piece
+            first = False
+    yield b"]}"
+
+
+def result_head(task: TaskRecord) -> dict[str, Json]:
+    """The first fields of a TaskResult."""
+    return {
+        "task_id": polar_id(task),
+        "status": task_word(finished=task.finished, cancelled=task.cancelled is not None),
+    }
+
+
+def status_head(task: TaskRecord) -> dict[str, Json]:
+    """The first fields of a TaskStatus."""
+    over = sum(session.outcome is not None for session in task.sessions)
+    return {**result_head(task), "total_sessions": len(task.sessions), "completed_sessions": over}
+
+
+def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
+    """Polar's values of `callback_format`: `polar_task`, the TaskResult when a task ends, and
+    `polar_session`, a SessionResult for each session. `node` is the node's id in results.
+    """
+
+    def task_result(journal: Journal, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
+        return task_body(journal, task, result_head(task), node=node)
+
+    async def one_session(
+        journal: Journal, event: StoredEvent, task: TaskRecord
+    ) -> AsyncGenerator[bytes, None]:
+        session = next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
+        # a session that lost its place in the group has no SessionResult
+        yield event.json if session is None else await session_body(journal, task, session, node=node)
+
+    return {
+        "polar_task": CallbackFormat(kinds=("task",), body=task_result),
+        "polar_session": CallbackFormat(kinds=("trajectory",), body=one_session),
+    }
+
+
+# ── requests and refusals ─────────────────────────────────────────────────────
+
 STEP = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\d+)\]|\['([^']*)'\]")
 
 
 def answered(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
-    """A handler whose refusals are Polar's."""
+    """The handler, with its errors answered as Polar's servers answer them."""
 
     @wraps(handler)
-    async def asked(*args: P.args, **kwargs: P.kwargs) -> Response:
+    async def answer(*args: P.args, **kwargs: P.kwargs) -> Response:
         try:
             return await handler(*args, **kwargs)
         except PolarnodeError as error:
             return refusal(error)
 
-    return asked
+    return answer
 
 
 def refusal(error: PolarnodeError) -> Response:
-    """What could not be done, as FastAPI tells it."""
+    """An error in FastAPI's shape."""
     if isinstance(error, Refused):
         return json_response(
             {"detail": [{"loc": _location(error.path), "msg": str(error), "type": "value_error"}]}, 422
@@ -84,13 +159,13 @@ async def body_object() -> dict[str, Json]:
 
 
 def count(name: str, default: int, *, most: int) -> int:
-    """A whole number of the URL's query, from 1."""
-    said = request.args.get(name, "")
-    if not said:
+    """A whole number of the URL's query, from 1 to `most`."""
+    text = request.args.get(name, "")
+    if not text:
         return default
-    if not (said.isascii() and said.isdigit() and 1 <= int(said[:9]) <= most):
-        raise Refused(f"{name} must be 1 to {most}, not {said!r}", path=f"?{name}")
-    return int(said)
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise Refused(f"{name} must be 1 to {most}, not {text!r}", path=f"?{name}")
+    return int(text)
 
 
 def moment(seconds: float) -> str:
@@ -98,71 +173,37 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
+def live_sessions(service: Service) -> Mapping[str, SessionStatus]:
+    """Sessions that are not over, by id."""
+    return {status.session_id: status for status in service.sessions() if status.outcome is None}
+
+
 # ── names ────────────────────────────────────────────────────────────
 
-ROOM = 128 - len(RUN) - 9  # of a name, for the number of a run
+LONGEST_NAME = 128 - len(RUN) - 9  # leaves characters for the number of a run
+
+
+def polar_id(task: TaskRecord) -> str:
+    """A task's id as its submitter knows it."""
+    return origin_of(task.spec.metadata).task_id or task.task_id
 
 
 def task_name(polar_id: str) -> str:
-    """What the first task of an id is called."""
+    """The name of an id's first task."""
     return _name(polar_id, "polar-")
 
 
 def dispatch_name(session_id: str) -> str:
-    """What the task of one session is called, whose id its sender chose."""
+    """The name of the task of one session, whose id its sender chose."""
     return _name(f"session:{session_id}", "polar-session-")
 
 
 def run_name(first: str, run: int) -> str:
-    """What a later task of the same id is called."""
+    """The name of a later task of the same id."""
     return first if run == 1 else f"{first}{RUN}{run}"
 
 
-def _name(said: str, prefix: str) -> str:
-    if NAME.fullmatch(said) and len(said) <= ROOM and RUN not in said:
-        return said
-    return prefix + sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-# ── house ────────────────────────────────────────────────────────────
-
-
-class CapturesService(Protocol):
-    """`shell.captures.Captures`, as the gateway's sessions see it."""
-
-    async def begin(self, spec: CaptureSpec) -> Opened: ...
-
-    async def end(self, session_id: str, said: CaptureEnd) -> Trajectory | None: ...
-
-    def list(self) -> tuple[CaptureStatus, ...]: ...
-
-
-class Generation(Protocol):
-    """Of `shell.weights.Weights`: generation held and let go."""
-
-    async def pause(self, order: PauseOrder) -> object: ...
-
-    async def resume(self) -> object: ...
-
-
-@frozen(kw_only=True)
-class PolarHouse:
-    """`sessions` are those that are not over, `end_session` ends one with what it has, `volumes` the folders
-    of this machine that tasks may see.
-    """
-
-    service: Service
-    journal: Journal
-    generation: Generation
-    captures: CapturesService
-    sessions: Callable[[], Iterable[SessionStatus]]
-    end_session: Callable[[str], bool]
-    node_id: str
-    model: str
-    volumes: tuple[str, ...] = ()
-    recent: Recent = field(factory=Recent)  # SessionResults that were made lately
-    called_off: dict[str, str] = field(factory=dict)  # tasks that were cancelled before they came
-
-    def live(self) -> Mapping[str, SessionStatus]:
-        """Sessions that are not over, by id."""
-        return {status.session_id: status for status in self.sessions() if status.outcome is None}
+def _name(polar_id: str, prefix: str) -> str:
+    if NAME.fullmatch(polar_id) and len(polar_id) <= LONGEST_NAME and RUN not in polar_id:
+        return polar_id
+    return prefix + sha256(polar_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,13 +1,12 @@
-"""A session's model calls as Polar's CompletionRecords, which hold each call's whole conversation again.
+"""A session's model calls as Polar's CompletionRecords, and Polar's event stream for dashboards.
 
-The rule for whoever edits it: they are made and written one at a time, because together they grow with the
-square of a session's length. `original_request` is null: bodies are kept only where the node records
-requests.
+Each CompletionRecord holds its call's whole conversation, so together they grow with the square of a
+session's length: they are made and written one at a time. `original_request` is null, because bodies are kept
+only where the node records requests.
 
-Polar's stream of what sessions do: `hello`, `session.state_changed`, `ping`.
-
-The rule for whoever edits it: it is for dashboards, which may miss what was between two looks; what must not
-be missed is in the stream of trajectories. No scope and no nursery around a `yield`.
+The event stream (`hello`, `session.state_changed`, `ping`) polls: a dashboard may miss what was between two
+looks. What must not be missed is in the stream of trajectories. Keep scopes and nurseries away from its
+`yield`s.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -18,21 +17,22 @@ import trio
 from attrs import frozen
 from quart import Response
 
+from polarnode.api.service import Service
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.turns import sequence
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Turn
 from polarnode.http.asgi import RouteRow
-from polarnode.integrations.polar.answers import PolarHouse, moment
+from polarnode.integrations.polar.answers import live_sessions, moment
 from polarnode.rollouts.scheduler import SessionStatus
 from polarnode.trainers.polar import (
     PHASES,
     answer_json,
-    asked_of,
     completion_id,
     finish_word,
     messages_json,
     outcome_word,
+    prompt_of,
     tools_json,
 )
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class InThread(Protocol):
-    """`Journal.read`: a long call, off the event loop."""
+    """`Journal.read`: runs a long call off the event loop."""
 
     def __call__(self, call: Callable[[], T]) -> Awaitable[T]: ...
 
@@ -50,7 +50,7 @@ class InThread(Protocol):
 async def completion_pieces(
     run: InThread, head: dict[str, Json], turns: Sequence[Turn], *, model: str, requested: str | None
 ) -> AsyncIterator[bytes]:
-    """A JSON object: what `head` says, and `completions` in the order the calls were asked."""
+    """A JSON object: the fields of `head`, and `completions` in the order of the calls."""
     by_index = {turn.index: turn for turn in turns}
     yield dump_json(head)[:-1] + b',"completions":['
     for place, turn in enumerate(turns):
@@ -67,14 +67,14 @@ def completion_json(
     turn: Turn, turns: dict[int, Turn], *, model: str, requested: str | None
 ) -> dict[str, Json]:
     """One model call."""
-    said = asked_of(turns, turn.index)
+    prompt = prompt_of(turns, turn.index)
     return {
         "completion_id": completion_id(turn),
         "timestamp": moment(turn.started + turn.ended_s),
         "request": {
             "model": model,
-            "messages": None if said is None else messages_json(said.messages),
-            "tools": None if said is None else tools_json(said),
+            "messages": None if prompt is None else messages_json(prompt.messages),
+            "tools": None if prompt is None else tools_json(prompt),
             **{name: value for name, value in plain(turn.used).items() if value not in (None, [])},
         },
         "original_request": None,
@@ -93,7 +93,11 @@ def completion_json(
 
 
 def _response_json(turn: Turn, turns: dict[int, Turn], *, model: str) -> dict[str, Json]:
-    usage, ids = turn.usage, _prompt(turn, turns)
+    usage = turn.usage
+    try:
+        ids: Json = list[Json](sequence(turns, turn.index)[: turn.prompt_length])
+    except KeyError:  # one of the turns before it is not kept
+        ids = None
     entries: list[Json] = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
         for token, logprob in zip(turn.sampled, turn.logprobs, strict=True)
@@ -122,15 +126,7 @@ def _response_json(turn: Turn, turns: dict[int, Turn], *, model: str) -> dict[st
     }
 
 
-def _prompt(turn: Turn, turns: dict[int, Turn]) -> Json:
-    """The ids it was conditioned on; null where one of the turns before it is not kept."""
-    try:
-        return list[Json](sequence(turns, turn.index)[: turn.prompt_length])
-    except KeyError:
-        return None
-
-
-# ── events ────────────────────────────────────────────────────────────
+# ── event stream ────────────────────────────────────────────────────────────
 
 LOOK_S = 1.0  # between two looks: a table of at most a few hundred sessions
 PING_S = 15.0  # as Polar's own
@@ -138,9 +134,9 @@ PING_S = 15.0  # as Polar's own
 
 @frozen(kw_only=True)
 class EventRoutes:
-    """The handler, with what it asks."""
+    """The handler."""
 
-    house: PolarHouse
+    service: Service
 
     def rows(self) -> Iterator[RouteRow]:
         yield ("GET", "/events", self.events)
@@ -155,37 +151,37 @@ class EventRoutes:
         )
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        known: dict[str, str] = {
-            session_id: PHASES[status.phase] for session_id, status in self.house.live().items()
+        words: dict[str, str] = {
+            session_id: PHASES[status.phase] for session_id, status in live_sessions(self.service).items()
         }
-        yield _sse("hello", {"node_id": self.house.node_id, "sessions": len(known)})
-        spoken = trio.current_time()
+        yield _sse("hello", {"node_id": self.service.node_id, "sessions": len(words)})
+        last_write = trio.current_time()
         while True:
             await trio.sleep(LOOK_S)
-            live = self.house.live()
-            for piece in (*self._moved(known, live), *await self._ended(known, live)):
+            live = live_sessions(self.service)
+            for piece in (*self._moved(words, live), *await self._ended(words, live)):
                 yield piece
-                spoken = trio.current_time()
-            if trio.current_time() >= spoken + PING_S:
-                yield _sse("ping", {"node_id": self.house.node_id})
-                spoken = trio.current_time()
+                last_write = trio.current_time()
+            if trio.current_time() >= last_write + PING_S:
+                yield _sse("ping", {"node_id": self.service.node_id})
+                last_write = trio.current_time()
 
-    def _moved(self, known: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
-        """Of sessions that began, or are in another phase now."""
+    def _moved(self, words: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
+        """Events of sessions that began, or are in another phase now."""
         moved: list[bytes] = []
         for session_id, status in live.items():
             word = PHASES[status.phase]
-            if known.get(session_id) != word:
+            if words.get(session_id) != word:
                 moved.append(self._changed(session_id, status.task_id, word))
-                known[session_id] = word
+                words[session_id] = word
         return moved
 
-    async def _ended(self, known: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
-        """Of sessions that are over, as the journal has them."""
+    async def _ended(self, words: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
+        """Events of sessions that are over, with their outcomes in the journal."""
         ended: list[bytes] = []
-        for session_id in [each for each in known if each not in live]:
-            found = await self.house.journal.session(session_id)
-            del known[session_id]
+        for session_id in [each for each in words if each not in live]:
+            found = await self.service.journal.session(session_id)
+            del words[session_id]
             if found is not None:
                 ended.append(self._changed(session_id, found.task_id, outcome_word(found.outcome, "ended")))
         return ended
@@ -193,7 +189,7 @@ class EventRoutes:
     def _changed(self, session_id: str, task_id: str, word: str) -> bytes:
         return _sse(
             "session.state_changed",
-            {"session_id": session_id, "task_id": task_id, "status": word, "node_id": self.house.node_id},
+            {"session_id": session_id, "task_id": task_id, "status": word, "node_id": self.service.node_id},
         )
 
 

@@ -1,14 +1,9 @@
-"""Polar's gateway: sessions dispatched one by one or captured without a runtime, looked at, and ended.
+"""Polar's gateway: sessions dispatched one by one or captured without a runtime, read and ended; the node's
+health; and generation held and let go.
 
-The rule for whoever edits it: nothing of a session is dropped because somebody asks for it; what Polar
-deletes, ends here with what it has.
-
-Polar's look at its machines, of which a polarnode is one: health, the one node, and whether generation is
-held.
-
-The rule for whoever edits it: the numbers are those of our own status in Polar's words; a route that would
-let somebody else be a node of this one (`register`, `heartbeat`), or say what a session was worth
-(`callbacks/session_result`), is not served.
+Nothing of a session is dropped on request: what Polar deletes ends here with what it has. The numbers are
+those of our own status under Polar's names. Routes that would let another process be a node of this one
+(`register`, `heartbeat`), or set a session's reward (`callbacks/session_result`), are not served.
 """
 
 import time
@@ -18,15 +13,23 @@ import trio
 from attrs import frozen
 from quart import Response, request
 
-from polarnode.api.callbacks import polar_id, session_body, status_head
-from polarnode.api.service import NotFound, json_response
+from polarnode.api.service import NotFound, Service, json_response
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.asgi import RouteRow
-from polarnode.integrations.polar.answers import PolarHouse, body_object, count, dispatch_name, moment
+from polarnode.integrations.polar.answers import (
+    body_object,
+    count,
+    dispatch_name,
+    live_sessions,
+    moment,
+    polar_id,
+    session_body,
+    status_head,
+)
 from polarnode.integrations.polar.completions import completion_pieces
 from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
 from polarnode.journal.values import SessionRecord, TaskRecord
@@ -41,9 +44,9 @@ SHOWN = 200
 
 @frozen(kw_only=True)
 class SessionRoutes:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
-    house: PolarHouse
+    service: Service
     tasks: TaskRoutes
 
     def rows(self) -> Iterator[RouteRow]:
@@ -59,23 +62,23 @@ class SessionRoutes:
 
     async def create(self) -> Response:
         """With `agent` and `session_id` a session to run; else a capture, whose harness its caller runs."""
-        told = await body_object()
+        body = await body_object()
         return await (
-            self._dispatched(told) if "agent" in told and "session_id" in told else self._captured(told)
+            self._dispatch(body) if "agent" in body and "session_id" in body else self._capture(body)
         )
 
-    async def _dispatched(self, told: dict[str, Json]) -> Response:
-        session_id, task_id = told.pop("session_id"), told.get("task_id")
+    async def _dispatch(self, body: dict[str, Json]) -> Response:
+        session_id, task_id = body.pop("session_id"), body.get("task_id")
         if not isinstance(session_id, str) or not isinstance(task_id, str):
             raise Refused(
-                "session_id and task_id name a dispatched session: both are texts", path="$.session_id"
+                "session_id and task_id name a dispatched session: both are strings", path="$.session_id"
             )
         name = dispatch_name(session_id)
-        if await self.house.journal.latest_run(name) is not None:
-            raise Conflict(f"session {session_id} is known here: give each session an id of its own")
-        told = {**told, "num_samples": 1, "timeout_seconds": told.pop("remaining_timeout_seconds", 600.0)}
+        if await self.service.journal.latest_run(name) is not None:
+            raise Conflict(f"session {session_id} exists here: give each session an id of its own")
+        body = {**body, "num_samples": 1, "timeout_seconds": body.pop("remaining_timeout_seconds", 600.0)}
         await self.tasks.take(
-            told,
+            body,
             name=name,
             origin=Origin(task_id=task_id, session_id=session_id),
             callback_format="polar_session",
@@ -85,15 +88,15 @@ class SessionRoutes:
                 "session_id": session_id,
                 "task_id": task_id,
                 "status": "REGISTERED",
-                "node_id": self.house.node_id,
+                "node_id": self.service.node_id,
             }
         )
 
-    async def _captured(self, told: dict[str, Json]) -> Response:
-        """What Polar answers, and besides where and with which key the harness finds its model: on a socket
-        of its own, not on this one.
+    async def _capture(self, body: dict[str, Json]) -> Response:
+        """Polar's answer, with the address and the key at which the harness finds its model besides: a socket
+        of its own, not this one.
         """
-        session_id, task_id = told.get("session_id"), told.get("task_id")
+        session_id, task_id = body.get("session_id"), body.get("task_id")
         if session_id is not None:
             raise Refused(
                 "a capture's session_id is made here, and its key is no session_id: leave it out, and take"
@@ -101,9 +104,9 @@ class SessionRoutes:
                 path="$.session_id",
             )
         if task_id is not None and not isinstance(task_id, str):
-            raise Refused("task_id must be a text", path="$.task_id")
+            raise Refused("task_id must be a string", path="$.task_id")
         metadata = with_origin({}, Origin(task_id=task_id))
-        opened = await self.house.captures.begin(CaptureSpec(metadata=metadata))
+        opened = await self.service.captures.begin(CaptureSpec(metadata=metadata))
         found = await self._task_of(opened.session_id)
         return json_response(
             {
@@ -112,7 +115,7 @@ class SessionRoutes:
                 "created_at": moment(found[1].submitted),
                 "completion_count": 0,
                 "status": "REGISTERED",
-                "node_id": self.house.node_id,
+                "node_id": self.service.node_id,
                 "api_key": opened.key,
                 "base_urls": dict(opened.base_urls),
                 "env": dict(opened.env),
@@ -123,22 +126,26 @@ class SessionRoutes:
 
     async def list(self) -> Response:
         """Sessions that are not over: those with runtimes, then captures. `status`, `task_id`, `limit`."""
-        status, task_id, live = request.args.get("status"), request.args.get("task_id"), self.house.live()
+        status, task_id, live = (
+            request.args.get("status"),
+            request.args.get("task_id"),
+            live_sessions(self.service),
+        )
         limit, rows, tasks = (
             count("limit", SHOWN, most=MOST_TASKS),
             list[Json](),
             dict[str, TaskRecord | None](),
         )
-        every: list[SessionStatus | CaptureStatus] = [*live.values(), *self.house.captures.list()]
+        every: list[SessionStatus | CaptureStatus] = [*live.values(), *self.service.captures.list()]
         for each in every:
             if each.task_id not in tasks:
-                tasks[each.task_id] = await self.house.journal.task(each.task_id)
+                tasks[each.task_id] = await self.service.journal.task(each.task_id)
             row = self._row(tasks[each.task_id], each.session_id)
             if row is not None and status in (None, row["status"]) and task_id in (None, row["task_id"]):
                 rows.append(row)
             if len(rows) == limit:
                 break
-        return json_response({"sessions": rows, "node_id": self.house.node_id})
+        return json_response({"sessions": rows, "node_id": self.service.node_id})
 
     def _row(self, task: TaskRecord | None, session_id: str) -> dict[str, Json] | None:
         found = (
@@ -147,20 +154,18 @@ class SessionRoutes:
             else None
         )
         if task is None or found is None:
-            return None  # its place was given to a fresh one meanwhile
-        return {**session_row(task, found, self.house.live(), node=self.house.node_id), **self._models(task)}
-
-    def _models(self, task: TaskRecord) -> dict[str, Json]:
+            return None  # its place was given to another meanwhile
         return {
+            **session_row(task, found, live_sessions(self.service), node=self.service.node_id),
             "model_requested": task.spec.harness.model_name,
-            "model_used": self.house.model,
+            "model_used": self.service.model_name,
             "api_type": None,
         }
 
     async def session(self, session_id: str) -> Response:
         """Where it is; its SessionResult when it is over."""
         session, task = await self._task_of(session_id)
-        row = session_row(task, session, self.house.live(), node=self.house.node_id)
+        row = session_row(task, session, live_sessions(self.service), node=self.service.node_id)
         head: dict[str, Json] = {
             name: row[name]
             for name in ("session_id", "task_id", "created_at", "completion_count", "status", "node_id")
@@ -174,40 +179,40 @@ class SessionRoutes:
         yield (
             b"null}"
             if session.outcome is None
-            else await session_body(self.house.journal, task, session, node=self.house.node_id) + b"}"
+            else await session_body(self.service.journal, task, session, node=self.service.node_id) + b"}"
         )
 
     async def completions(self, session_id: str) -> Response:
         """Every model call that is on disk, one after another."""
         session, task = await self._task_of(session_id)
-        turns = await self.house.journal.turns(session.session_id)
-        head: dict[str, Json] = {"session_id": session_id, "node_id": self.house.node_id}
+        turns = await self.service.journal.turns(session.session_id)
+        head: dict[str, Json] = {"session_id": session_id, "node_id": self.service.node_id}
         requested = task.spec.harness.model_name
         pieces = completion_pieces(
-            self.house.journal.read, head, turns, model=self.house.model, requested=requested
+            self.service.journal.read, head, turns, model=self.service.model_name, requested=requested
         )
         return Response(pieces, content_type="application/json")
 
     async def delete(self, session_id: str) -> Response:
-        """The session ends with what it has, and all of it stays in the journal."""
+        """End the session with what it has, all of which stays in the journal."""
         session, task = await self._task_of(session_id)
         if task.spec.harness.name == HARNESS:
-            await self.house.captures.end(session.session_id, CaptureEnd())
+            await self.service.captures.end(session.session_id, CaptureEnd())
         elif len(task.sessions) == 1:
-            await self.house.service.cancel(task.task_id)
+            await self.service.cancel(task.task_id)
         else:
-            self.house.end_session(session.session_id)
+            self.service.end_session(session.session_id)
         return json_response(
             {"session_id": session_id, "task_id": polar_id(task), "deleted": True, "messages_deleted": 0}
         )
 
     async def _task_of(self, session_id: str) -> tuple[SessionRecord, TaskRecord]:
-        """A session by the id that its sender gave it, or by ours."""
-        sent = await self.house.journal.latest_run(dispatch_name(session_id))
-        if sent is not None:
-            return sent.sessions[0], sent
-        session = await self.house.journal.session(session_id)
-        task = None if session is None else await self.house.journal.task(session.task_id)
+        """A session by the id that its sender chose, or by ours."""
+        dispatched = await self.service.journal.latest_run(dispatch_name(session_id))
+        if dispatched is not None:
+            return dispatched.sessions[0], dispatched
+        session = await self.service.journal.session(session_id)
+        task = None if session is None else await self.service.journal.task(session.task_id)
         if session is None or task is None:
             raise NotFound("Session not found")
         return session, task
@@ -221,9 +226,9 @@ LISTED = 1000  # tasks of a status: a megabyte of names
 
 @frozen(kw_only=True)
 class NodeRoutes:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
-    house: PolarHouse
+    service: Service
 
     def rows(self) -> Iterator[RouteRow]:
         yield from (
@@ -239,27 +244,26 @@ class NodeRoutes:
     async def health(self) -> Response:
         """The rollout server's and the gateway's in one."""
         await trio.lowlevel.checkpoint()
-        counts, live, figures = self._metrics(), self.house.live().values(), self.house.service.figures()
+        counts, live, figures = self._metrics(), live_sessions(self.service).values(), self.service.figures()
         words = [PHASES[status.phase] for status in live]
         sessions: list[Json] = [
             {"session_id": each.session_id, "task_id": each.task_id, "status": PHASES[each.phase]}
             for each in live
         ]
-        rooms = {name: figures.stages[name] for name in ("init", "run", "post") if name in figures.stages}
         return json_response(
             {
                 "status": "ok",
                 "nodes": 1,
-                "node_id": self.house.node_id,
+                "node_id": self.service.node_id,
                 "gateway_url": _own_url(),
-                "inference": {"status": "ok" if self.house.service.ready() else "error"},
+                "inference": {"status": "ok" if self.service.ready() else "error"},
                 "metrics": counts,
                 "active_status_counts": {word: words.count(word) for word in dict.fromkeys(words)},
                 "active_sessions": sessions,
                 **{
-                    f"available_{word}": max(0, rooms[name].limit - rooms[name].inside)
+                    f"available_{word}": max(0, figures.stages[name].limit - figures.stages[name].inside)
                     for name, word in (("init", "init"), ("run", "run"), ("post", "postrun"))
-                    if name in rooms
+                    if name in figures.stages
                 },
             }
         )
@@ -270,47 +274,47 @@ class NodeRoutes:
 
     async def node(self, node_id: str) -> Response:
         await trio.lowlevel.checkpoint()
-        if node_id != self.house.node_id:
+        if node_id != self.service.node_id:
             raise NotFound("Node not found")
         return json_response(self._info())
 
     async def status(self) -> Response:
         """The newest tasks with their statuses, sessions under way, the node."""
         tasks: dict[str, Json] = {}
-        for task in await self.house.journal.tasks(limit=LISTED):
+        for task in await self.service.journal.tasks(limit=LISTED):
             tasks.setdefault(polar_id(task), status_head(task)["status"])
         return json_response(
             {
                 "tasks": tasks,
-                "pipeline": {"pending_sessions": len(self.house.live())},
+                "pipeline": {"pending_sessions": len(live_sessions(self.service))},
                 "nodes": [self._info()],
             }
         )
 
     def _info(self) -> dict[str, Json]:
-        stages = self.house.service.figures().stages
+        stages = self.service.figures().stages
         workers: dict[str, Json] = {
             f"max_{word}_workers": stages[name].limit
             for name, word in (("init", "init"), ("run", "run"), ("post", "postrun"))
             if name in stages
         }
         return {
-            "node_id": self.house.node_id,
+            "node_id": self.service.node_id,
             "gateway_url": _own_url(),
             **workers,
             "metrics": self._metrics(),
             "dispatch_reservations": 0,
-            "healthy": self.house.service.ready(),
+            "healthy": self.service.ready(),
             "draining": False,
             "heartbeat_interval_seconds": HEARTBEAT_S,
             "last_heartbeat": moment(time.time()),
         }
 
     def _metrics(self) -> dict[str, Json]:
-        stages = self.house.service.figures().stages
+        stages = self.service.figures().stages
 
-        def of(name: str, place: str) -> int:
-            return int(getattr(stages[name], place)) if name in stages else 0
+        def of(name: str, count: str) -> int:
+            return int(getattr(stages[name], count)) if name in stages else 0
 
         return {
             "init_queue_depth": of("live", "waiting") + of("init", "waiting"),
@@ -328,19 +332,17 @@ class NodeRoutes:
         return json_response(self._inference())
 
     async def pause(self) -> Response:
-        """Generation stands still at once and goes on where it was: there is nothing to wait for, and no time
-        to run out.
-        """
-        await self.house.generation.pause(PauseOrder())
+        """Generation stops at once and goes on where it was: there is no wait and no timeout."""
+        await self.service.generation.pause(PauseOrder())
         return json_response(self._inference())
 
     async def resume(self) -> Response:
-        await self.house.generation.resume()
+        await self.service.generation.resume()
         return json_response(self._inference())
 
     def _inference(self) -> dict[str, Json]:
         """`drained`: no token is being sampled. `inflight` are calls, held ones too."""
-        engine = self.house.service.figures().engine
+        engine = self.service.figures().engine
         inflight = sum(host.in_flight for host in engine.hosts)
         return {
             "paused": engine.paused is not None,

@@ -1,7 +1,7 @@
 """Polar's rollout server: tasks submitted, polled, cancelled and listed.
 
-The rule for whoever edits it: a task that was taken is in the journal before it is answered, as on our own
-routes; and an id that Polar lets a trainer use again names the task that was submitted last.
+A task is in the journal before its submission is answered, as on our own routes. An id that Polar lets a
+trainer use again names the task that was submitted last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,23 @@ import trio
 from attrs import define, evolve, field
 from quart import Response, request
 
-from polarnode.api.callbacks import polar_id, status_head, task_body
-from polarnode.api.service import NotFound, json_response
+from polarnode.api.service import NotFound, Service, json_response
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
-from polarnode.core.task import CallbackFormat, TaskSpec
+from polarnode.core.task import TaskSpec
 from polarnode.http.asgi import RouteRow
-from polarnode.integrations.polar.answers import PolarHouse, body_object, count, moment, run_name, task_name
+from polarnode.integrations.polar.answers import (
+    body_object,
+    count,
+    live_sessions,
+    moment,
+    polar_id,
+    run_name,
+    status_head,
+    task_body,
+    task_name,
+)
+from polarnode.journal.queries import Recent
 from polarnode.journal.values import SessionRecord, TaskRecord
 from polarnode.rollouts.scheduler import SessionStatus
 from polarnode.sources.polar import request_found, their_paths
@@ -34,9 +44,13 @@ CALLED_OFF = 1000
 
 @define(eq=False)
 class TaskRoutes:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
-    house: PolarHouse
+    service: Service
+    _recent: Recent = field(factory=Recent, init=False)  # SessionResults that were made lately
+    _called_off: dict[str, str] = field(
+        factory=dict, init=False
+    )  # tasks that were cancelled before they came
     # two submissions of one id at once must be one task
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
@@ -52,15 +66,15 @@ class TaskRoutes:
     # ── in ────────────────────────────────────────────────────────────────────
 
     async def submit(self) -> Response:
-        """The answer when the task is in the journal. `notes` say what of the request is done otherwise here,
+        """Answered when the task is in the journal. `notes` list what of the request is done otherwise here,
         or not at all.
         """
-        told = await body_object()
-        task_id = told.get("task_id")
+        body = await body_object()
+        task_id = body.get("task_id")
         if not isinstance(task_id, str) or not task_id:
             raise Refused("task_id is missing: every TaskRequest has one", path="$.task_id")
         spec = await self.take(
-            told, name=task_name(task_id), origin=Origin(task_id=task_id), callback_format="polar_task"
+            body, name=task_name(task_id), origin=Origin(task_id=task_id), callback_format="polar_task"
         )
         notes = list[Json](origin_of(spec.metadata).notes)
         return json_response(
@@ -68,35 +82,38 @@ class TaskRoutes:
         )
 
     async def take(
-        self, told: dict[str, Json], *, name: str, origin: Origin, callback_format: CallbackFormat
+        self, body: dict[str, Json], *, name: str, origin: Origin, callback_format: str
     ) -> TaskSpec:
-        """Submit a request under a name of ours, or under the next one where that name's last task is over;
-        the task as it was taken.
+        """Submit a request under a name of ours, or under the next one where that name's last task is over.
+        Gives the task as it was taken.
         """
-        found = await trio.to_thread.run_sync(partial(request_found, told, volumes=self.house.volumes))
+        found = await trio.to_thread.run_sync(partial(request_found, body, volumes=self.service.volumes))
         with their_paths():
             spec = spec_of(
                 evolve(found, value={**found.value, "task_id": name, "callback_format": callback_format})
             )
         async with self._submitting:
-            if name in self.house.called_off:
+            if name in self._called_off:
                 raise Conflict(f"{origin.task_id} was cancelled before it came: submit it by another task_id")
             run = await self._run(name)
-            known = evolve(origin, run=run, notes=tuple(found.notes))
             if KEY in spec.metadata:
                 raise Refused(
-                    f"{KEY} in a task's metadata is the node's own: call yours otherwise",
+                    f"{KEY} in a task's metadata is the node's own: rename yours",
                     path=f"$.metadata.{KEY}",
                 )
-            spec = evolve(spec, task_id=run_name(name, run), metadata=with_origin(spec.metadata, known))
+            spec = evolve(
+                spec,
+                task_id=run_name(name, run),
+                metadata=with_origin(spec.metadata, evolve(origin, run=run, notes=tuple(found.notes))),
+            )
             with their_paths():
-                await self.house.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
-            await self.house.journal.flushed()
+                await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
+            await self.service.journal.flushed()
         return spec
 
     async def _run(self, name: str) -> int:
-        """The number of the task that a submission by this name means."""
-        latest = await self.house.journal.latest_run(name)
+        """The number of the task that a submission under this name belongs to."""
+        latest = await self.service.journal.latest_run(name)
         if latest is None:
             return 1
         run = origin_of(latest.spec.metadata).run
@@ -105,28 +122,31 @@ class TaskRoutes:
     # ── out ───────────────────────────────────────────────────────────────────
 
     async def task(self, task_id: str) -> Response:
-        """TaskStatus. With `results=false`, which Polar has not, without the sessions' results: a poll then
-        costs nothing.
+        """TaskStatus. With `results=false`, which Polar does not have, without the sessions' results: a poll
+        then costs nothing.
         """
-        found = await self._known(task_id)
-        wanted = request.args.get("results", "true") != "false"
-        house = self.house
+        found = await self._existing(task_id)
         body = task_body(
-            house.journal, found, status_head(found), node=house.node_id, results=wanted, recent=house.recent
+            self.service.journal,
+            found,
+            status_head(found),
+            node=self.service.node_id,
+            results=request.args.get("results", "true") != "false",
+            recent=self._recent,
         )
         return Response(body, content_type="application/json")
 
     async def cancel(self, task_id: str) -> Response:
-        """Its sessions end with what they have. With `register_if_missing=true` an id that is not known yet
-        is refused when it comes.
+        """Its sessions end with what they have. With `register_if_missing=true` an id that does not exist
+        yet is refused when it comes.
         """
-        found = await self._found(task_id)
+        found = await self._find(task_id)
         if found is not None:
-            cancelled = await self.house.service.cancel(found.task_id)
-            return json_response({**status_head(await self._known(task_id)), "cancelled": cancelled})
+            cancelled = await self.service.cancel(found.task_id)
+            return json_response({**status_head(await self._existing(task_id)), "cancelled": cancelled})
         if request.args.get("register_if_missing", "false").lower() not in ("true", "1"):
             raise NotFound("Task not found")
-        remember(self.house.called_off, task_name(task_id), task_id, most=CALLED_OFF)
+        remember(self._called_off, task_name(task_id), task_id, most=CALLED_OFF)
         return json_response(
             {
                 "task_id": task_id,
@@ -146,15 +166,15 @@ class TaskRoutes:
         )
         limit, rows, seen, before = count("limit", PAGE, most=MOST_TASKS), list[Json](), set[str](), None
         for _ in range(LOOKED_AT // PAGE):
-            page = await self.house.journal.tasks(limit=PAGE, before=before)
+            page = await self.service.journal.tasks(limit=PAGE, before=before)
             for task in page:
                 row = task_row(task)
-                wanted = (
+                matches = (
                     status in (None, row["status"])
                     and harness in (None, row["harness"])
                     and _changed(task) >= since
                 )
-                if wanted and polar_id(task) not in seen:
+                if matches and polar_id(task) not in seen:
                     rows.append(row)
                 seen.add(polar_id(task))
             if len(page) < PAGE or len(rows) >= limit:
@@ -164,27 +184,27 @@ class TaskRoutes:
 
     async def sessions(self, task_id: str) -> Response:
         """The sessions that hold the task's places, without their results."""
-        found, live = await self._known(task_id), self.house.live()
+        found, live = await self._existing(task_id), live_sessions(self.service)
         rows: list[Json] = [
-            session_row(found, session, live, node=self.house.node_id) for session in found.sessions
+            session_row(found, session, live, node=self.service.node_id) for session in found.sessions
         ]
         return json_response({"task_id": task_id, "sessions": rows})
 
-    async def _known(self, task_id: str) -> TaskRecord:
-        found = await self._found(task_id)
+    async def _existing(self, task_id: str) -> TaskRecord:
+        found = await self._find(task_id)
         if found is None:
             raise NotFound("Task not found")
         return found
 
-    async def _found(self, task_id: str) -> TaskRecord | None:
+    async def _find(self, task_id: str) -> TaskRecord | None:
         """By Polar's id, or by ours."""
-        return await self.house.journal.latest_run(task_name(task_id)) or await self.house.journal.task(
+        return await self.service.journal.latest_run(task_name(task_id)) or await self.service.journal.task(
             task_id
         )
 
 
 def task_row(task: TaskRecord) -> dict[str, Json]:
-    """A task at a glance."""
+    """A task, without its results."""
     return {
         **status_head(task),
         "harness": task.spec.harness.name,
@@ -196,7 +216,7 @@ def task_row(task: TaskRecord) -> dict[str, Json]:
 def session_row(
     task: TaskRecord, session: SessionRecord, live: Mapping[str, SessionStatus], *, node: str
 ) -> dict[str, Json]:
-    """A session at a glance."""
+    """A session, without its result."""
     phase = live[session.session_id].phase if session.session_id in live else "pending"
     return {
         "session_id": origin_of(task.spec.metadata).session_id or session.session_id,
@@ -218,8 +238,8 @@ def _changed(task: TaskRecord) -> float:
     )
 
 
-def _seconds(said: str | None) -> float:
+def _seconds(text: str | None) -> float:
     try:
-        return float(said or "-inf")
+        return float(text or "-inf")
     except ValueError:
-        raise Refused(f"since must be seconds since the epoch, not {said!r}", path="?since") from None
+        raise Refused(f"since must be seconds since the epoch, not {text!r}", path="?since") from None
