@@ -21,7 +21,6 @@ from polarnode.trainers.polar import (
     STATUSES,
     Origin,
     answer_json,
-    asked_of,
     completion_id,
     error_text,
     finish_word,
@@ -29,6 +28,7 @@ from polarnode.trainers.polar import (
     missing_result,
     origin_of,
     outcome_word,
+    prompt_of,
     session_result,
     task_word,
     with_origin,
@@ -184,7 +184,7 @@ def test_a_row_whose_words_are_not_kept_has_its_tokens_and_says_so() -> None:
 
 def test_a_call_alone_was_asked_with_all_before_it() -> None:
     turns = {turn.index: turn for turn in spoken().turns}
-    asked = asked_of(turns, 1)
+    asked = prompt_of(turns, 1)
     assert asked is not None
     assert asked.tools == (Tool(name="look", description="Looks.", parameters={"type": "object"}),)
     assert [each["role"] for each in messages_json(asked.messages) if isinstance(each, dict)] == [
@@ -192,7 +192,7 @@ def test_a_call_alone_was_asked_with_all_before_it() -> None:
         "assistant",
         "tool",
     ]
-    assert asked_of({}, 0) is None
+    assert prompt_of({}, 0) is None
     assert answer_json(None) == {"role": "assistant", "content": ""}
     assert completion_id(turns[1]) == "msg_s_1"
 
