@@ -1,12 +1,7 @@
-"""What can happen to a model request. Values; time is in monotonic seconds, taken by whoever waits.
+"""Events and commands of the machine of one model call. Values.
 
-The rule for whoever edits it: a new event is added to `Event`, and mypy then names the machine that does not
-answer it.
-
-What an exchange can ask of whoever obeys it. Values.
-
-The rule for whoever edits it: a new command is added to `Command`, and mypy then names the shell that does
-not obey it.
+An event says what happened; a command says what to do next. Times are monotonic seconds, taken by the caller.
+A new event is added to `Event`, a new command to `Command`: mypy then names the code that does not handle it.
 """
 
 from array import array
@@ -19,33 +14,66 @@ from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
-from polarnode.providers.contract import STREAM_TYPE, Call, Fault, Reply
+from polarnode.merge.token_extras import CallExtras
+from polarnode.providers.contract import STREAM_TYPE, Fault, ModelCallInfo, Reply
+
+
+@frozen(kw_only=True)
+class UndeliveredResponse:
+    """A whole response that did not reach its client, with the names it was given under.
+
+    It does not hold its request, which may be megabytes: the client sends that again.
+    """
+
+    id: str
+    created: int
+    signature: str
+    answers: tuple[Answer, ...]
+    usage: Usage
+
+    def call(self, request: ModelRequest) -> ModelCallInfo:
+        """The call under which it is sent again."""
+        return ModelCallInfo(request=request, id=self.id, created=self.created, signature=self.signature)
+
 
 # ── events ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Asked:
-    """A request was read and planned, once for each sample it asks for. `at` in monotonic seconds, `wall` in
-    seconds since the epoch.
+class Requested:
+    """A request was read. `at` in monotonic seconds, `wall` in seconds since the epoch.
 
-    `spoken`: what was sampled of this very answer for a client that left, when it is asked for again. The
-    prompt then ends with it.
+    `refusal`: why the session takes no new call, None when it does. `undelivered`: what a client that sent
+    this body before did not get, a whole response or the number of the turn that was cut.
     """
 
-    request: ModelRequest
-    plans: tuple[Plan, ...]
     at: float
     wall: float
-    spoken: "array[int]" = field(factory=ids)
+    refusal: Fault | None = None
+    undelivered: UndeliveredResponse | int | None = None
 
 
 @frozen(kw_only=True)
-class Rendered:
-    """The prompt is there, int32. Its last ids are `delta`, the first `close_length` of which close the
-    parent's cut sample.
+class Planned:
+    """The request has its turns, one plan for each sample it asks for.
 
-    `notes`: where it differs from what the template would show, or from what the client said.
+    `resumed_prefix`: what was already sampled of this answer, when it resumes a cut turn; the prompt then
+    ends with it. `signature` is the opaque reference of the first turn, `carry` the token extras its turns
+    keep.
+    """
+
+    plans: tuple[Plan, ...]
+    resumed_prefix: "array[int]" = field(factory=ids)
+    signature: str = ""
+    carry: CallExtras = field(factory=CallExtras)
+
+
+@frozen(kw_only=True)
+class PromptRendered:
+    """The prompt as ids, int32. It ends with `delta`, the first `close_length` of which close the parent's
+    cut sample.
+
+    `notes`: where it differs from what the template would show, or from what the client sent.
     """
 
     prompt: "array[int]"
@@ -55,8 +83,8 @@ class Rendered:
 
 
 @frozen(kw_only=True)
-class Unrenderable:
-    """The chat template, or the model, does not take this conversation."""
+class RequestRefused:
+    """The lineages, the chat template or the engine do not take this request."""
 
     error: Refused
 
@@ -88,35 +116,54 @@ class ClientLeft:
 
 @frozen(kw_only=True)
 class SessionEnded:
-    """The session closed while this call was under way; its client may still be there."""
+    """The session closed while this call was in progress; its client may still be connected."""
 
     at: float
 
 
 @frozen
 class Quiet:
-    """Nothing was sent for as long as a client should wait for a sign of life."""
+    """Nothing was sent for as long as a client should wait for a keep-alive."""
 
 
-Event = Asked | Rendered | Unrenderable | Produced | EngineFailed | ClientLeft | SessionEnded | Quiet
+Event = (
+    Requested
+    | Planned
+    | PromptRendered
+    | RequestRefused
+    | Produced
+    | EngineFailed
+    | ClientLeft
+    | SessionEnded
+    | Quiet
+)
 
 
 # ── commands ────────────────────────────────────────────────────────────
 
 
 @frozen
+class PlanTurns:
+    """Plan a turn for each sample: `Planned` or `RequestRefused` follows. `resume` is the number of a cut
+    turn to go on with, if that is possible.
+    """
+
+    resume: int | None = None
+
+
+@frozen
 class Render:
-    """Turn the plan into ids: `Rendered` or `Unrenderable` follows. Of several samples of one prompt only the
-    first is rendered.
+    """Turn the plan into ids: `PromptRendered` or `RequestRefused` follows. Of several samples of one prompt
+    only the first is rendered.
     """
 
     plan: Plan
 
 
 @frozen
-class Generate:
-    """Ask the engine: `Produced` or `EngineFailed` of this choice follow. Several that come at once are
-    sampled side by side.
+class StartGeneration:
+    """Generate with the engine: `Produced`, `EngineFailed` or `RequestRefused` follow, until
+    `Exchange.ended(choice)`. Several that come at once are sampled side by side.
     """
 
     order: GenerateOrder
@@ -124,42 +171,57 @@ class Generate:
 
 
 @frozen
-class Abort:
-    """Take nothing more from the engine."""
-
-    request_id: str
-
-
-@frozen
-class Record:
-    """Keep this turn, now, without waiting for anything."""
+class RecordTurn:
+    """Record this turn now, without waiting for anything. `resumable`: the same request sent again may resume
+    it.
+    """
 
     turn: Turn
+    resumable: bool = False
 
 
 @frozen
 class Abandon:
-    """The plan gets no turn; `fault` is why, None when the client just left, or when it was said of another
-    plan of the same request.
+    """The plan gets no turn. `fault` is the refusal to count; None when the client left, or when it was
+    counted for another plan of the same request.
     """
 
     plan: Plan
     fault: Fault | None
 
 
-@frozen(kw_only=True)
-class Answered:
-    """The answer is whole, and its bytes follow."""
+@frozen
+class CountRefusal:
+    """The request is refused before it has a plan."""
 
-    call: Call
-    answers: tuple[Answer, ...]
-    usage: Usage
+    fault: Fault
+
+
+@frozen
+class CountPrewarm:
+    """The request asks for no generation, and its empty response follows. A later request may name it by
+    `call`.
+    """
+
+    call: ModelCallInfo
+
+
+@frozen
+class CountReplay:
+    """An undelivered response follows, once more. It stays undelivered until its last bytes are written."""
+
+
+@frozen
+class KeepResponse:
+    """The response is whole and its bytes follow: keep it until they are delivered."""
+
+    response: UndeliveredResponse
 
 
 @frozen
 class Send:
-    """Bytes of a stream; the first opens it, as one of `content_type`. `alone`: they leave as a piece of
-    their own, which some clients look for.
+    """Bytes of a stream; the first opens it with `content_type`. `alone`: they are written in a chunk of
+    their own, which some clients expect.
     """
 
     data: bytes
@@ -168,14 +230,15 @@ class Send:
 
 
 @frozen
-class Done:
-    """The stream is whole, or said in its API's own last words that it is not: end it properly."""
+class EndStream:
+    """End the stream properly: it is whole, or it has said in its API's own last words that it is not."""
 
 
 @frozen
 class Break:
-    """The stream is not whole: cut the connection, so that nobody takes it for one that is."""
+    """Cut the connection: the stream is not whole, and no client may take it for one that is."""
 
 
-Outgoing = Send | Done | Break | Reply  # a Reply is a whole answer, only ever before the first Send
-Command = Render | Generate | Abort | Record | Abandon | Answered | Outgoing
+Outgoing = Send | EndStream | Break | Reply  # a Reply is a whole response, only ever before the first Send
+Bookkeeping = RecordTurn | Abandon | CountRefusal | CountPrewarm | CountReplay | KeepResponse
+Command = PlanTurns | Render | StartGeneration | Bookkeeping | Outgoing

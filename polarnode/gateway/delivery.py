@@ -14,18 +14,18 @@ from typing import assert_never
 import trio
 from attrs import frozen
 
-from polarnode.gateway.call_events import Break, Done, Outgoing, Send
+from polarnode.gateway.call_events import Break, EndStream, Outgoing, Send
 from polarnode.http.asgi import Responder
 from polarnode.providers.contract import Reply
 
 
 @frozen(kw_only=True)
-class Pace:
-    """Seconds of silence before a sign of life: before the first byte, and after it.
+class KeepAlivePacing:
+    """Seconds without bytes before a keep-alive: before the first byte, and after it.
 
     The first is short, so that headers leave long before any client's patience (60 s) ends, and not zero, so
-    that an engine that is down and a context that is too long can still say so in a status. The second is
-    half of what the least patient harness was seen to need.
+    that an engine that is down and a context that is too long can still be reported with a status. The second
+    is half of what the least patient harness was measured to need.
     """
 
     opening_s: float = 1.0
@@ -36,23 +36,23 @@ async def deliver(
     outgoing: "trio.MemoryReceiveChannel[Outgoing]",
     to: Responder,
     *,
-    pace: Pace,
+    pacing: KeepAlivePacing,
     on_quiet: Callable[[], list[Outgoing]],
 ) -> None:
-    """Send what comes until the answer is at its end, or nothing comes any more. `on_quiet` is asked for a
-    sign of life in every silence.
+    """Send what comes until the response ends, or nothing more comes. `on_quiet` gives a keep-alive when
+    nothing was sent for the time of `pacing`.
     """
     while True:
         commands: list[Outgoing] = []
         # one for all of a stream between two silences: a new one costs 10 us a chunk
         with trio.CancelScope() as silence:
             while not commands:
-                silence.deadline = trio.current_time() + (pace.quiet_s if to.opened else pace.opening_s)
+                silence.deadline = trio.current_time() + (pacing.quiet_s if to.opened else pacing.opening_s)
                 try:
                     commands = _with_more(await outgoing.receive(), outgoing)
                 except trio.EndOfChannel:
                     return
-                # else it would cut what is sent now: that waits until it is left
+                # else it would cancel what is sent now: that waits until the scope is left
                 if not silence.cancel_called:
                     silence.deadline = math.inf
                     if await _sent(commands, to):
@@ -63,8 +63,8 @@ async def deliver(
 
 
 def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]") -> list[Outgoing]:
-    """What came, and what came meanwhile. Pieces of a stream become one, so that a busy node writes less
-    often, not later.
+    """The first command and those that came meanwhile. Bytes of a stream are joined, so that a busy node
+    writes less often, not later.
     """
     found = [first]
     with suppress(trio.WouldBlock, trio.EndOfChannel):
@@ -78,22 +78,22 @@ def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]")
 
 
 async def _sent(commands: list[Outgoing], to: Responder) -> bool:
-    """Whether the answer ended with one of these."""
+    """Send these. Whether the response ended with one of them."""
     for command, following in zip_longest(commands, commands[1:]):
-        if await _obey(command, to, last=isinstance(following, Done)):
+        if await _send_one(command, to, last=isinstance(following, EndStream)):
             return True
     return False
 
 
-async def _obey(command: Outgoing, to: Responder, *, last: bool) -> bool:
-    """Whether that was the end of the answer. `last`: a stream's end follows."""
+async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
+    """Send one. Whether it ended the response. `last`: a stream's end follows."""
     match command:
         case Send(data, content_type):
             await to.stream(data, content_type, last=last)
             return False
         case Reply():
             await to.reply(command)
-        case Done():
+        case EndStream():
             await to.end()
         case Break():
             pass  # returning is what cuts the connection

@@ -37,17 +37,17 @@ from polarnode.core.conversation import Json, ModelRequest
 from polarnode.core.errors import Refused
 from polarnode.gateway.call import Incoming, Model, ModelCall
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.gateway.machine import SESSION_OVER, as_kept
+from polarnode.gateway.machine import SESSION_OVER, held_request
 from polarnode.http.asgi import (
     BODY_BYTES,
-    Crowded,
-    Left,
+    BodyBudget,
+    ClientDisconnected,
+    Overloaded,
     Responder,
-    Room,
     TooLarge,
     header_map,
     read_body,
-    wire_of,
+    writes_of,
 )
 from polarnode.merge.attach import regrouped
 from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
@@ -137,7 +137,7 @@ _NO_WEBSOCKET: Final = (
 _TOO_LARGE: Final = Fault(
     kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less"
 )
-_CROWDED: Final = Fault(
+_OVERLOADED: Final = Fault(
     kind="overloaded",
     message="too many long requests of this session are being read at once: send it again",
     retry_after_s=1,
@@ -175,12 +175,12 @@ class ModelPlane:
         session.
         """
 
-        room = Room()
+        budget = BodyBudget()
 
         async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
                 await self._http(
-                    scope, receive, Responder(send, token_hex(16), wire_of(scope)), session_id, room
+                    scope, receive, Responder(send, token_hex(16), writes_of(scope)), session_id, budget
                 )
             elif scope["type"] == "websocket":
                 await _refuse_upgrade(send)
@@ -193,12 +193,14 @@ class ModelPlane:
         receive: ASGIReceiveCallable,
         responder: Responder,
         door: str | None,
-        room: Room,
+        budget: BodyBudget,
     ) -> None:
-        with room.hold() as hold:
-            answer = await self._answer(scope, await read_body(receive, hold=hold, limit=BODY_BYTES), door)
+        with budget.reserve() as reservation:
+            answer = await self._answer(
+                scope, await read_body(receive, reservation=reservation, limit=BODY_BYTES), door
+            )
         match answer:
-            case Left():
+            case ClientDisconnected():
                 return
             case Reply():
                 await responder.reply(answer)
@@ -208,12 +210,12 @@ class ModelPlane:
                 assert_never(answer)
 
     async def _answer(
-        self, scope: HTTPScope, body: bytes | TooLarge | Crowded | Left, door: str | None
-    ) -> Reply | Incoming | Left:
+        self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, door: str | None
+    ) -> Reply | Incoming | ClientDisconnected:
         """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was
         read from it.
         """
-        if isinstance(body, Left):
+        if isinstance(body, ClientDisconnected):
             return body
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
         query = scope["query_string"].decode("latin1")
@@ -224,7 +226,7 @@ class ModelPlane:
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if not isinstance(body, bytes):
-            return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _CROWDED)
+            return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _OVERLOADED)
         return await self._routed(
             _Request(route=found, target=target, query=query, headers=headers, body=body, door=door)
         )
@@ -322,7 +324,7 @@ def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelR
         memory=session.memory,
     )
     read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
-    asked = as_kept(read, headers=model.family.harmony is not None)
+    asked = held_request(read, headers=model.family.harmony is not None)
     return asked, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 

@@ -1,21 +1,9 @@
-"""What is remembered for a while: the latest so many of something, by name.
+"""Sessions that may call the model: their keys, their budgets, their undelivered responses, and how their
+calls end with them.
 
-The rule for whoever edits it: every memory of the shell that could grow has its number, with the reason
-beside it, where it is kept.
-
-What a session remembers of answers that did not reach their client, so that the same body asked again is no
-second sample.
-
-Every harness sends the identical body again after a time-out or a cut connection, on a new connection and
-sometimes before the old one's end was seen. The rule for whoever edits it: an answer is owed until its last
-bytes were handed to the socket of a client that was there; a body that comes again after that is a new
-question, because harnesses ask again after an answer they can not use.
-
-Sessions that may call the model: whose key is whose, what each has spent, and how its calls end with it.
-
-The rule for whoever edits it: a turn is kept in `LiveSession.commit` and nowhere else, synchronously, because
-a checkpoint between "sampled" and "recorded" is where turns get lost. A key means one session for ever: when
-that is over, its key says so instead of becoming unknown.
+Invariants. A turn is recorded in `LiveSession.commit` and nowhere else, synchronously, because a checkpoint
+between "sampled" and "recorded" is where turns get lost. A key means one session for ever: when that is over,
+its key is answered so instead of becoming unknown. Every table here has a limit, with the reason beside it.
 """
 
 import logging
@@ -27,72 +15,48 @@ from typing import Final
 import trio
 from attrs import define, field, frozen
 
-from polarnode.core.conversation import Answer, Json, ModelRequest, Sampling, Usage
+from polarnode.core.conversation import Json, Sampling
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Clock, Turn
-from polarnode.gateway.call_events import Answered
+from polarnode.gateway.call_events import UndeliveredResponse
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.merge.attach import RESUMED
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
-from polarnode.providers.contract import Call, Fault
+from polarnode.providers.contract import Fault
 from polarnode.support.bounded import remember
 from polarnode.support.metrics import NodeCounters
+
+logger = logging.getLogger(__name__)
 
 # ── retries ────────────────────────────────────────────────────────────
 
 # for the end of an earlier call to be seen; on a loopback socket it takes milliseconds, and honest twins wait
 # this long once
 TWIN_S: Final = 0.25
-# answers: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and
-# asked again in minutes
-OWED: Final = 64
-
-
-@frozen(kw_only=True)
-class Owed:
-    """A whole answer that did not arrive, and the names it was given under; not its request, which may be
-    megabytes and comes again.
-    """
-
-    id: str
-    created: int
-    signature: str
-    answers: tuple[Answer, ...]
-    usage: Usage
-
-    @classmethod
-    def of(cls, given: Answered) -> "Owed":
-        """What is to be kept of an answer while it is on its way."""
-        call = given.call
-        return cls(
-            id=call.id,
-            created=call.created,
-            signature=call.signature,
-            answers=given.answers,
-            usage=given.usage,
-        )
-
-    def call(self, request: ModelRequest) -> Call:
-        """The call it is given again to."""
-        return Call(request=request, id=self.id, created=self.created, signature=self.signature)
+# responses: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and
+# requested again in minutes
+UNDELIVERED: Final = 64
 
 
 @define(eq=False)
 class Retries:
-    """`name` says whose body it is: the provider, the agent and the body's digest. A cut turn is owed by its
-    number, a whole answer as it is.
+    """What a session keeps of responses that did not reach their client, so that the same body sent again is
+    no second sample. `name` is the provider, the agent and the body's digest.
+
+    Every harness sends the identical body again after a time-out or a cut connection, on a new connection and
+    sometimes before the old one's end was seen. A response is undelivered until its last bytes were handed to
+    the socket of a connected client; the same body after that is a new request, because harnesses also ask
+    again after an answer they cannot use.
     """
 
-    _owed: dict[str, Owed | int] = field(factory=dict, init=False)
-    _asking: dict[str, list[trio.Event]] = field(factory=dict, init=False)
+    _undelivered: dict[str, UndeliveredResponse | int] = field(factory=dict, init=False)
+    _in_progress: dict[str, list[trio.Event]] = field(factory=dict, init=False)
 
     @contextmanager
-    def asking(self, name: str) -> Iterator[tuple[trio.Event, ...]]:
-        """Around a call until its answer has left. What it yields are the ends of the same body's earlier
-        calls.
-        """
-        ended, twins = trio.Event(), self._asking.setdefault(name, [])
+    def in_progress(self, name: str) -> Iterator[tuple[trio.Event, ...]]:
+        """Around a call until its response is sent. Yields the ends of earlier calls of the same body."""
+        ended, twins = trio.Event(), self._in_progress.setdefault(name, [])
         earlier = tuple(twins)
         twins.append(ended)
         try:
@@ -100,34 +64,32 @@ class Retries:
         finally:
             twins.remove(ended)
             if not twins:
-                self._asking.pop(name, None)
+                self._in_progress.pop(name, None)
             ended.set()
 
-    def owe(self, name: str, answer: Owed | int) -> None:
-        """Keep an answer until it is delivered, and forget the oldest where there are too many."""
-        remember(self._owed, name, answer, most=OWED)
+    def keep(self, name: str, response: UndeliveredResponse | int) -> None:
+        """Keep a response, or the number of a cut turn, until it is delivered. The oldest is forgotten beyond
+        UNDELIVERED.
+        """
+        remember(self._undelivered, name, response, most=UNDELIVERED)
 
-    def owed(self, name: str) -> Owed | int | None:
-        """What a client of this body never got: a whole answer, or the number of the turn that was cut."""
-        return self._owed.get(name)
+    def undelivered(self, name: str) -> UndeliveredResponse | int | None:
+        """What a client of this body did not get: a whole response, or the number of a cut turn."""
+        return self._undelivered.get(name)
 
     def delivered(self, name: str) -> None:
-        """The client has its answer."""
-        self._owed.pop(name, None)
+        """Forget a response: its client has it."""
+        self._undelivered.pop(name, None)
 
 
 async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
-    """Wait for earlier calls to end, TWIN_S at most: a client that is still there has every right to ask
-    twice.
-    """
+    """Wait for earlier calls to end, TWIN_S at most: a connected client may well ask twice."""
     with trio.move_on_after(TWIN_S):
         for ended in earlier:
             await ended.wait()
 
 
-# ── live ────────────────────────────────────────────────────────────
-
-logger = logging.getLogger(__name__)
+# ── sessions ─────────────────────────────────────────────────────────
 
 # for calls to record what they have: they do it at once, unless the loop itself is stuck
 CLOSING_S: Final = 5.0
@@ -141,10 +103,10 @@ KEPT_KEYS: Final = 10_000
 
 @define(eq=False)
 class Counters:
-    """What a session has spent. `turns` counts every recorded one, the `failed`, `partial` and `resumed`
-    among them too.
+    """What a session has spent. `turns` counts every recorded turn, `failed`, `partial` and `resumed` ones
+    included.
 
-    `replayed` answers were given a second time, `prewarmed` requests asked for nothing: neither is a turn.
+    `replayed` responses were sent again, `prewarmed` requests asked for no generation: neither is a turn.
     """
 
     turns: int = 0
@@ -159,26 +121,26 @@ class Counters:
 
 @define(eq=False)
 class SessionMemory:
-    """What a session's dialects asked to be remembered, the last REMEMBERED of it."""
+    """What a session's dialects keep for later requests, the last REMEMBERED values."""
 
     _kept: dict[str, Json] = field(factory=dict, init=False)
 
     def recall(self, name: str) -> Json | None:
-        """The value of that name; None when it was never kept, or is forgotten."""
+        """The value of a name; None when it was never kept, or is forgotten."""
         return self._kept.get(name)
 
     def keep(self, name: str, value: Json) -> None:
-        """Remember a value, and forget the oldest where there are too many."""
+        """Keep a value, and forget the oldest beyond REMEMBERED."""
         remember(self._kept, name, value, most=REMEMBERED)
 
 
 @define(eq=False)
 class LiveSession:
-    """One session as the model plane sees it. `key` is unguessable and the caller's; `record` writes a turn
-    into the journal, at once.
+    """One session as the model plane sees it. `key` is unguessable and given by the caller; `record` writes a
+    turn into the journal, at once.
 
     `on_spent` is called once, when the first call is refused because a budget of turns or tokens is spent;
-    `spent_clock` then names it.
+    `spent_clock` then names that budget.
     """
 
     session_id: str
@@ -195,17 +157,17 @@ class LiveSession:
     retries: Retries = field(factory=Retries, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: Clock | None = field(default=None, init=False)
-    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)  # with the samples each asked for
+    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)  # with the samples each requests
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
 
     @property
     def in_flight(self) -> int:
-        """Calls under way."""
+        """Calls in progress."""
         return len(self._calls)
 
     @property
     def token_room(self) -> int | None:
-        """Tokens that may still be sampled; None when no budget says. Calls under way do not count until they
+        """Tokens that may still be sampled; None without a budget. Calls in progress do not count until they
         are recorded.
         """
         return (
@@ -239,9 +201,7 @@ class LiveSession:
 
     @contextmanager
     def call(self, scope: trio.CancelScope, *, samples: int = 1) -> Iterator[None]:
-        """Around one call, from its plan to its record, in `scope`: it is cancelled when the session
-        closes.
-        """
+        """Around one call of so many samples, in `scope`, which is cancelled when the session closes."""
         self._calls[scope] = samples
         if self.over:
             scope.cancel()
@@ -254,7 +214,7 @@ class LiveSession:
             self._call_ended = trio.Event()
 
     def commit(self, turn: Turn) -> None:
-        """Keep a turn that ended, however it ended: first where the next call finds it, then in the
+        """Record a turn, however it ended: first in the lineages, where the next call finds it, then in the
         journal.
         """
         self.lineages.commit(turn)
@@ -268,8 +228,8 @@ class LiveSession:
         self.record(turn)
 
     async def close(self) -> None:
-        """Take no new calls, and end those under way: each records what it has. May be called again. Returns
-        after CLOSING_S at most.
+        """Take no new calls and end those in progress; each records what it has. Idempotent. Returns after
+        CLOSING_S at most.
         """
         self.over = True
         for scope in self._calls:
@@ -286,7 +246,7 @@ class LiveSession:
             )
 
     def metrics(self) -> dict[str, Json]:
-        """What a trajectory says of its calls."""
+        """The figures of its calls for the trajectory's metrics."""
         counters = self.counters
         refusals: dict[str, Json] = dict(counters.refusals)
         return {
@@ -302,9 +262,7 @@ class LiveSession:
         }
 
     def _spent(self, samples: int) -> Clock | None:
-        """The budget that has no room for so many samples more. The engine's failures are not the session's
-        to pay for.
-        """
+        """The budget without room for so many more samples. Turns that the engine failed are not charged."""
         turns = self.counters.turns - self.counters.failed + sum(self._calls.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
@@ -313,7 +271,7 @@ class LiveSession:
 
 @frozen(kw_only=True)
 class LiveStatistics:
-    """`live` sessions with `in_flight` calls; `ended` keys are still known."""
+    """`live` sessions with `in_flight` calls; `ended` keys are still answered."""
 
     live: int
     in_flight: int
@@ -322,18 +280,18 @@ class LiveStatistics:
 
 @define(eq=False)
 class LiveSessions:
-    """Every key that opens something, and the last KEPT_KEYS that did."""
+    """The keys of live sessions, and the last KEPT_KEYS of those that ended."""
 
     _live: dict[str, LiveSession] = field(factory=dict, init=False)
     _ended: dict[str, str] = field(factory=dict, init=False)  # key to session id, oldest first
 
     def add(self, session: LiveSession) -> None:
-        """Let a session's key open it."""
+        """Accept a session's key."""
         self._live[session.key] = session
 
     def remove(self, session: LiveSession) -> None:
-        """Its key opens nothing any more, and is remembered for that. A session that was never added stays
-        so.
+        """Reject its key from now on, and remember that it had one. Nothing for a session that was never
+        added.
         """
         if self._live.pop(session.key, None) is None:
             return
@@ -348,6 +306,6 @@ class LiveSessions:
         return self._ended.get(key)
 
     def statistics(self) -> LiveStatistics:
-        """How many there are."""
+        """Counts of all sessions."""
         in_flight = sum(session.in_flight for session in self._live.values())
         return LiveStatistics(live=len(self._live), in_flight=in_flight, ended=len(self._ended))

@@ -1,22 +1,12 @@
-"""What is asked of the engine beside its sampling: a request as it can be kept, and what its reader is told
-where it can not.
+"""One model call as a sans-I/O machine: it takes events and returns the commands to carry out next.
 
-Pure, and applied to a request before anything is planned or counted, so that both see the same prompt. The
-rule for whoever edits it: what a client asked for and does not get is a note, never silence.
+It has no clock, socket or engine: time comes in events as values (monotonic seconds), and the caller carries
+out the commands in their order. It decides whether a request is refused, replayed, resumed, answered empty or
+generated.
 
-Answers that need no engine, in their dialect's words: one that was given before, and the empty one of a
-client that only warms up.
-
-The rule for whoever edits it: what is said again is what was said, part for part; only its shape, streamed or
-whole, is the new request's.
-
-One model request as a machine: told what happened, it says what to do next.
-
-No clock, no socket, no engine: time comes in events as values (monotonic seconds), and whoever waits obeys
-the commands in their order. The rules for whoever edits it: every plan is ended exactly once, by `Record` or
-by `Abandon`; a turn's `Record` stands before the last bytes of its answer, because a harness acts on them at
-once; a stream that failed is never ended cleanly; after the end every event is late and answered with
-nothing.
+Invariants. Every plan is ended exactly once, by `RecordTurn` or by `Abandon`. A turn's `RecordTurn` stands
+before the last bytes of its response, because a harness acts on them at once. A stream that failed is never
+ended cleanly. After the end every event is late and yields nothing.
 """
 
 from array import array
@@ -44,41 +34,54 @@ from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import TurnState
 from polarnode.gateway.call_events import (
     Abandon,
-    Abort,
-    Answered,
-    Asked,
     Break,
     ClientLeft,
     Command,
-    Done,
+    CountPrewarm,
+    CountRefusal,
+    CountReplay,
+    EndStream,
     EngineFailed,
     Event,
-    Generate,
+    KeepResponse,
     Outgoing,
+    Planned,
+    PlanTurns,
     Produced,
+    PromptRendered,
     Quiet,
-    Record,
+    RecordTurn,
     Render,
-    Rendered,
+    Requested,
+    RequestRefused,
     Send,
     SessionEnded,
-    Unrenderable,
+    StartGeneration,
+    UndeliveredResponse,
 )
 from polarnode.gateway.sample import AnswerParser, Sample, order_of, request_ids, turn_of
 from polarnode.merge.attach import Plan
-from polarnode.merge.token_extras import CallExtras
-from polarnode.providers.contract import JSON_TYPE, Call, Dialect, Fault, LastWords, Reply, StreamWriter
+from polarnode.providers.contract import (
+    JSON_TYPE,
+    Dialect,
+    Fault,
+    LastWords,
+    ModelCallInfo,
+    Reply,
+    StreamWriter,
+)
 
-# ── asking ────────────────────────────────────────────────────────────
+# ── what the engine can keep of a request ────────────────────────────────
 
 
-def as_kept(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
-    """The request with a constraint only where it can hold. `headers`: the model writes one before each
-    message of its own (gpt-oss).
+def held_request(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
+    """The request, with a constraint only where the engine can hold it. `headers`: the model writes one
+    before each message of its own (gpt-oss).
 
-    An engine holds it from the first token on. So it does not go with tools that may be called nor with
-    headers, and thinking that the client did not ask for is switched off, because the constrained text is
-    then the whole answer.
+    An engine holds a constraint from the first token on. So it does not go with tools that may be called nor
+    with headers, and thinking that the client did not ask for is switched off, because the constrained text
+    is then the whole answer. What is dropped leaves a note. Applied before anything is planned or counted, so
+    that both see the same prompt.
     """
     constraint, conversation = request.constraint, request.conversation
     if constraint is None:
@@ -98,13 +101,24 @@ def as_kept(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
     )
 
 
-# ── speaking ────────────────────────────────────────────────────────────
+def resumable(request: ModelRequest) -> bool:
+    """Whether a cut sample of it can be resumed: an engine begins constraints again, and logprobs are not
+    kept.
+    """
+    return request.choices == 1 and request.logprobs is None and request.constraint is None
 
-NOTHING = Answer(parts=(), finish_reason="stop")
+
+# ── responses that need no engine ────────────────────────────────────────
+
+EMPTY_ANSWER: Final = Answer(parts=(), finish_reason="stop")
 
 
-def speak(dialect: Dialect, call: Call, answers: Sequence[Answer], usage: Usage) -> list[Outgoing]:
-    """An answer from its first byte to its last."""
+def render_cached_response(
+    dialect: Dialect, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage
+) -> list[Outgoing]:
+    """A known response from its first byte to its last, part for part; streamed or whole as the new request
+    asks.
+    """
     if not call.request.stream:
         return [
             Reply(
@@ -115,21 +129,21 @@ def speak(dialect: Dialect, call: Call, answers: Sequence[Answer], usage: Usage)
     data = [writer.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)]
     for choice, answer in enumerate(answers):
         data += [writer.delta(delta, choice=choice) for delta in _deltas(answer)]
-    return [Send(b"".join((*data, writer.end(answers, usage))), writer.content_type), Done()]
+    return [Send(b"".join((*data, writer.end(answers, usage))), writer.content_type), EndStream()]
 
 
-def silence(dialect: Dialect, call: Call) -> list[Outgoing]:
-    """The answer to a request that is not to be generated."""
-    return speak(dialect, call, [NOTHING] * call.request.choices, Usage())
+def render_empty_response(dialect: Dialect, call: ModelCallInfo) -> list[Outgoing]:
+    """The response to a request that asks for no generation."""
+    return render_cached_response(dialect, call, [EMPTY_ANSWER] * call.request.choices, Usage())
 
 
 def _deltas(answer: Answer) -> Iterator[Delta]:
-    told: tuple[TokenLogprob, ...] = answer.logprobs
+    logprobs: tuple[TokenLogprob, ...] = answer.logprobs
     for part in answer.parts:
         match part:
             case TextPart(text):
-                yield TextDelta(text, told)
-                told = ()
+                yield TextDelta(text, logprobs)
+                logprobs = ()
             case ThinkingPart(text):
                 yield ThinkingDelta(text)
             case ToolCall():
@@ -150,15 +164,13 @@ CANCELLED: Final = Fault(
 
 @frozen(kw_only=True)
 class Terms:
-    """What one exchange is held to. `sampling` is the task's and wins; `token_room` is what the session may
-    still sample (None: no limit).
-
-    `carry` is what its turns carry.
+    """The limits of one exchange and what it works with. `sampling` is the task's and wins; `token_room` is
+    how many tokens the session may still sample (None: no limit).
     """
 
     session_id: str
     dialect: Dialect
-    call: Call
+    call: ModelCallInfo
     sampling: Sampling
     context_length: int
     token_room: int | None
@@ -166,39 +178,46 @@ class Terms:
     # for a plan's answer, its prompt and the stop strings
     new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"
     token_bytes: Callable[[int], bytes]
-    carry: CallExtras = field(factory=CallExtras)
 
 
 @define(eq=False)
 class Exchange:
-    """One request from `Asked` to its end. Every method is synchronous."""
+    """One request from `Requested` to its end. Every method is synchronous."""
 
     terms: Terms
     over: bool = field(default=False, init=False)
-    _asked: Asked | None = field(default=None, init=False)
-    _samples: list[Sample] = field(factory=list, init=False)  # one a choice, once the prompt is there
-    _writer: StreamWriter | None = field(default=None, init=False)  # None: the answer goes out whole
+    _requested: Requested | None = field(default=None, init=False)
+    _planned: Planned = field(factory=lambda: Planned(plans=()), init=False)
+    _call: ModelCallInfo = field(init=False)  # with its signature, once it is planned
+    _samples: list[Sample] = field(factory=list, init=False)  # one a choice, once the prompt is rendered
+    _writer: StreamWriter | None = field(default=None, init=False)  # None: the response goes out whole
     _opened: bool = field(default=False, init=False)  # bytes are out: no status can be chosen any more
     _started: bool = field(default=False, init=False)  # the writer's start is out
 
+    def __attrs_post_init__(self) -> None:
+        self._call = self.terms.call
+
     def receive(self, event: Event) -> list[Command]:
-        """What to do now, in this order."""
-        return [] if self.over else list(self._told(event))
+        """The commands to carry out now, in this order."""
+        return [] if self.over else list(self._handle(event))
 
     def ended(self, choice: int) -> bool:
-        """Whether nothing more is wanted of this choice."""
+        """Whether this choice needs no more tokens: whoever iterates over its chunks stops."""
         return self.over or self._samples[choice].answer is not None
 
-    def _told(self, event: Event) -> Iterator[Command]:
+    def _handle(self, event: Event) -> Iterator[Command]:
         match event:
-            case Asked():
-                yield from self._begin(event)
-            case Rendered():
-                yield from self._generate(event)
-            case Unrenderable(error=error):
-                yield from self._refuse(Fault.of(error))
             case Produced(chunk=chunk, at=at, choice=choice):
                 yield from self._produced(choice, chunk, at)
+            case Requested():
+                self._requested = event
+                yield from self._begin(event)
+            case Planned():
+                yield from self._plan(event)
+            case PromptRendered():
+                yield from self._generate(event)
+            case RequestRefused(error=error):
+                yield from self._refuse(Fault.of(error))
             case EngineFailed(error=error, at=at, choice=choice):
                 yield from self._failed(choice, error, at)
             case ClientLeft(at=at):
@@ -206,58 +225,89 @@ class Exchange:
             case SessionEnded(at=at):
                 yield from self._cut(at, SESSION_OVER)
             case Quiet():
-                yield from self._quiet()
+                if self._writer is not None:
+                    yield from self._send(self._writer.keep_alive())
             case _:
                 assert_never(event)
 
-    def _begin(self, asked: Asked) -> Iterator[Command]:
-        self._asked = asked
-        if asked.request.stream:
-            self._writer = self.terms.dialect.stream(self.terms.call)
-        yield Render(asked.plans[0])
+    def _begin(self, requested: Requested) -> Iterator[Command]:
+        """Answer without the engine where that is possible, else plan. A session that is over answers
+        nothing; a spent budget still leaves what was paid for, and what costs nothing.
+        """
+        dialect, call = self.terms.dialect, self._call
+        refusal, undelivered = requested.refusal, requested.undelivered
+        if refusal is not None and refusal.kind == "session_over":
+            yield from self._refuse(refusal)
+        elif not call.request.generate:
+            self.over = True
+            yield CountPrewarm(call)
+            yield from render_empty_response(dialect, call)
+        elif isinstance(undelivered, UndeliveredResponse):
+            self.over = True
+            yield CountReplay()
+            yield from render_cached_response(
+                dialect, undelivered.call(call.request), undelivered.answers, undelivered.usage
+            )
+        elif refusal is not None:
+            yield from self._refuse(refusal)
+        else:
+            yield PlanTurns(resume=undelivered)
 
-    def _generate(self, rendered: Rendered) -> Iterator[Command]:
+    def _plan(self, planned: Planned) -> Iterator[Command]:
+        if self._requested is None:
+            raise ValueError("an exchange begins with Requested")
+        self._planned, self._call = planned, evolve(self._call, signature=planned.signature)
+        if self._call.request.stream:
+            self._writer = self.terms.dialect.stream(self._call)
+        yield Render(planned.plans[0])
+
+    def _generate(self, rendered: PromptRendered) -> Iterator[Command]:
+        planned, request = self._planned, self._call.request
+        if not planned.plans:
+            raise ValueError("an exchange is planned before its prompt is rendered")
         length, limit = len(rendered.prompt), self.terms.context_length
         if length >= limit:
             yield from self._refuse(Fault.of(ContextTooLong(prompt_tokens=length, limit=limit)))
             return
-        ask, used = self._ask, self._sampling(limit - length)
-        before = rendered.prompt[: length - len(ask.spoken)] if ask.spoken else rendered.prompt
+        prefix, used = planned.resumed_prefix, self._sampling(limit - length)
+        before = rendered.prompt[: length - len(prefix)] if prefix else rendered.prompt
         for choice, (plan, request_id) in enumerate(
-            zip(ask.plans, request_ids(self.terms.call.id, len(ask.plans)), strict=True)
+            zip(planned.plans, request_ids(self._call.id, len(planned.plans)), strict=True)
         ):
             sample = Sample(
                 plan=plan,
                 request_id=request_id,
-                request=ask.request,
+                request=request,
                 rendered=rendered,
                 # one seed for all would make them one answer
                 used=used if used.seed is None else evolve(used, seed=used.seed + choice),
                 parser=self.terms.new_parser(plan, before, used.stop),
                 token_bytes=self.terms.token_bytes,
-                spoken=ask.spoken,
-                carry=self.terms.carry,
+                resumed_prefix=prefix,
+                carry=planned.carry,
             )
             self._samples.append(sample)
         for choice, sample in enumerate(self._samples):
-            yield Generate(
+            yield StartGeneration(
                 order_of(sample, stop_ids=self.terms.stop_ids, affinity=self.terms.session_id), choice
             )
 
     def _sampling(self, room: int) -> Sampling:
-        """What is sampled with: the task's word, then the harness's; temperature 1 and all the room there is
-        when nobody says.
+        """The sampling to use: the task's values, then the harness's, then temperature 1 and all the room
+        there is.
 
-        What was spoken of the answer before counts against what was asked for; several choices share what the
-        session may still sample.
+        A resumed prefix counts against the requested maximum; several choices share what the session may
+        still sample.
         """
-        ask = self._ask
-        said = self.terms.sampling.over(ask.request.sampling)
+        plans, prefix = self._planned.plans, self._planned.resumed_prefix
+        merged = self.terms.sampling.over(self._call.request.sampling)
         if self.terms.token_room is not None:
-            room = max(1, min(room, self.terms.token_room // len(ask.plans)))
-        limit = room if said.max_tokens is None else max(1, min(said.max_tokens - len(ask.spoken), room))
+            room = max(1, min(room, self.terms.token_room // len(plans)))
+        limit = room if merged.max_tokens is None else max(1, min(merged.max_tokens - len(prefix), room))
         return evolve(
-            said, temperature=1.0 if said.temperature is None else said.temperature, max_tokens=limit
+            merged,
+            temperature=1.0 if merged.temperature is None else merged.temperature,
+            max_tokens=limit,
         )
 
     def _produced(self, choice: int, chunk: Chunk, at: float) -> Iterator[Command]:
@@ -267,10 +317,7 @@ class Exchange:
         if sample.answer is not None:
             return
         data = self._shown(choice, sample.take(chunk, at))
-        reason = sample.at_end
-        if reason is not None and chunk.finish_reason is None:
-            yield Abort(sample.request_id)
-        reason = reason or chunk.finish_reason
+        reason = sample.at_end or chunk.finish_reason
         if reason is None:
             yield from self._send(data)
         elif reason == "abort":
@@ -279,102 +326,90 @@ class Exchange:
             yield from self._end(choice, reason, data, at)
 
     def _end(self, choice: int, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
-        """A sample came to its end."""
+        """A sample is complete; with the last one the response is whole."""
         sample = self._samples[choice]
         deltas = sample.finish(reason)
         yield self._record(sample, "complete", at)
         data += self._shown(choice, deltas)
-        if any(self._under_way()):
+        if any(self._in_progress()):
             yield from self._send(data)
-        else:
-            yield from self._answer(data)
-
-    def _answer(self, data: bytes) -> Iterator[Command]:
-        """All samples ended: the answer is whole."""
+            return
         self.over = True
         answers = tuple(sample.answer for sample in self._samples if sample.answer is not None)
-        call, usage = self.terms.call, self._usage()
-        yield Answered(call=call, answers=answers, usage=usage)
-        if self._writer is None:
-            yield Reply(
-                status=200,
-                headers=(("content-type", JSON_TYPE),),
-                body=self.terms.dialect.whole(call, answers, usage),
+        call, usage = self._call, self._usage()
+        yield KeepResponse(
+            UndeliveredResponse(
+                id=call.id, created=call.created, signature=call.signature, answers=answers, usage=usage
             )
+        )
+        if self._writer is None:
+            yield from render_cached_response(self.terms.dialect, call, answers, usage)
         else:
             yield Send(data + self._writer.end(answers, usage), self._writer.content_type)
-            yield Done()
+            yield EndStream()
 
     def _failed(self, choice: int, error: EngineError, at: float) -> Iterator[Command]:
         if not self._samples:
             raise ValueError("an exchange is rendered before the engine can fail it")
         if self._samples[choice].answer is None:
-            yield from self._lost(
-                choice,
-                "error",
-                Fault(kind="engine_failed", message=f"the model's engine failed: {error}"),
-                at,
-            )
+            fault = Fault(kind="engine_failed", message=f"the model's engine failed: {error}")
+            yield from self._lost(choice, "error", fault, at)
 
     def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
-        """One sample will not come to its end, by no fault of its client: the whole call fails, and the other
+        """One sample does not come to its end, by no fault of its client: the whole call fails, and the other
         samples are cut.
 
-        What was sampled before an abort (new weights, an operator) is partial: told to ask again, its client
-        gets the rest of that answer.
+        What was sampled before an abort (new weights, an operator) is partial: its client is asked to send
+        the request again, and then gets the rest of that answer.
         """
         self.over = True
-        for place, sample in list(self._under_way()):
+        for place, sample in list(self._in_progress()):
             lost = place == choice and not (reason == "abort" and sample.ids)
             sample.finish(reason if place == choice else "abort")
             yield self._record(sample, "failed" if lost else "partial", at)
-            if place != choice:
-                yield Abort(sample.request_id)
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
-        """The call ends before its answer. `fault` is what to tell its client, None when that is gone."""
+        """The call ends before its answer. `fault` is what to tell its client, None when that left."""
         self.over = True
-        for _, sample in list(self._under_way()):
+        for _, sample in list(self._in_progress()):
             sample.finish("abort")
             yield self._record(sample, "partial", at)
-            yield Abort(sample.request_id)
-        if not self._samples and self._asked is not None:
+        if not self._samples:
             yield from self._abandoned(fault)
         if fault is not None:
             yield from self._broken(fault)
 
     def _refuse(self, fault: Fault) -> Iterator[Command]:
-        """No turn comes of it. After the prompt was there only the engine can refuse it, and then none of its
-        samples was begun.
+        """No turn comes of it. After the prompt is rendered only the engine can refuse it, and then none of
+        its samples was begun.
         """
         self.over = True
-        yield from self._abandoned(fault)
+        if self._planned.plans:
+            yield from self._abandoned(fault)
+        else:
+            yield CountRefusal(fault)
         yield from self._broken(fault)
 
     def _abandoned(self, fault: Fault | None) -> Iterator[Command]:
-        for place, plan in enumerate(self._ask.plans):
+        for place, plan in enumerate(self._planned.plans):
             yield Abandon(plan, fault if place == 0 else None)
 
     def _broken(self, fault: Fault) -> Iterator[Command]:
-        """Say that there is no answer: with a status while nothing is out, else in the stream, which then
-        ends without its end.
+        """Report that there is no answer: with a status while nothing is out, else in the stream, which then
+        breaks without its end.
         """
         if self._writer is None or not self._opened:
             yield self.terms.dialect.error(fault)
             return
-        said = self._writer.failed(fault)
-        data = said.data if isinstance(said, LastWords) else said
+        failure = self._writer.failed(fault)
+        data = failure.data if isinstance(failure, LastWords) else failure
         if data:
             yield Send(data, self._writer.content_type, alone=True)
-        yield Done() if isinstance(said, LastWords) else Break()
-
-    def _quiet(self) -> Iterator[Command]:
-        if self._writer is not None:
-            yield from self._send(self._writer.keep_alive())
+        yield EndStream() if isinstance(failure, LastWords) else Break()
 
     def _shown(self, choice: int, deltas: list[Delta]) -> bytes:
-        """The stream's bytes for what came; they begin with its start."""
+        """The stream's bytes for these deltas; the first ones begin with its start."""
         if self._writer is None:
             return b""
         data = []
@@ -391,11 +426,14 @@ class Exchange:
             self._opened = True
             yield Send(data, self._writer.content_type)
 
-    def _under_way(self) -> Iterator[tuple[int, Sample]]:
+    def _in_progress(self) -> Iterator[tuple[int, Sample]]:
         return ((choice, sample) for choice, sample in enumerate(self._samples) if sample.answer is None)
 
-    def _record(self, sample: Sample, state: TurnState, at: float) -> Record:
-        return Record(turn_of(sample, self._ask, session_id=self.terms.session_id, state=state, at=at))
+    def _record(self, sample: Sample, state: TurnState, at: float) -> RecordTurn:
+        if self._requested is None:
+            raise ValueError("an exchange begins with Requested")
+        turn = turn_of(sample, self._requested, session_id=self.terms.session_id, state=state, at=at)
+        return RecordTurn(turn, state == "partial" and bool(turn.sampled) and resumable(sample.request))
 
     def _usage(self) -> Usage:
         """Of all samples: one prompt, and what each of them added."""
@@ -405,9 +443,3 @@ class Exchange:
             completion_tokens=sum(usage.completion_tokens for usage in each),
             thinking_tokens=sum(usage.thinking_tokens for usage in each),
         )
-
-    @property
-    def _ask(self) -> Asked:
-        if self._asked is None:
-            raise ValueError("an exchange begins with Asked")
-        return self._asked

@@ -1,11 +1,8 @@
-"""What the engine sampled for one answer so far, beside the parser that reads it.
+"""One sample of a call: what the engine gave so far, the parser that reads it, the engine's order and the
+turn.
 
-The rule for whoever edits it: ids, logprobs and version spans are cut together or not at all.
-
-What is told of a sample: to the engine, as an order, and to the session, as a turn. Pure functions of it.
-
-The rule for whoever edits it: what stands in a turn is what was planned, what was sampled and what was used,
-never what should have been.
+Invariants: ids, logprobs and version spans are cut together or not at all. A turn holds what was planned,
+sampled and used, never what should have been.
 """
 
 from array import array
@@ -28,18 +25,16 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, TurnState, VersionSpan
-from polarnode.gateway.call_events import Asked, Rendered
+from polarnode.gateway.call_events import PromptRendered, Requested
 from polarnode.merge.attach import Plan
 from polarnode.merge.token_extras import CallExtras, turn_extras
 from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.output_parser import joined
 from polarnode.tokens.parser import ParsedAnswer
 
-# ── sample ────────────────────────────────────────────────────────────
-
 
 class AnswerParser(Protocol):
-    """What the machine needs of `tokens.parse.Parser`."""
+    """What a sample needs of `tokens.parser.Parser`."""
 
     thinking_tokens: int
 
@@ -52,7 +47,7 @@ class AnswerParser(Protocol):
     @property
     def thought_end(self) -> int | None: ...
 
-    def feed(self, ids: "array[int]", told: tuple[TokenLogprob, ...] = ()) -> list[Delta]: ...
+    def feed(self, ids: "array[int]", logprobs: tuple[TokenLogprob, ...] = (), /) -> list[Delta]: ...
 
     def finish(self, reason: FinishReason) -> ParsedAnswer: ...
 
@@ -61,18 +56,18 @@ class AnswerParser(Protocol):
 class Sample:
     """One answer: its plan, what the engine gave so far, and the parser that reads it.
 
-    `spoken` was sampled of it before, for a client that left: it is part of the prompt and of the answer, and
-    never of this turn's sample. `answer` is there when it is at its end.
+    `resumed_prefix` was sampled earlier, for a client that left: it is part of the prompt and of the answer,
+    and never of this turn's sample. `answer` is set when the sample ended.
     """
 
     plan: Plan
     request_id: str
     request: ModelRequest
-    rendered: Rendered
+    rendered: PromptRendered
     used: Sampling
     parser: AnswerParser
     token_bytes: Callable[[int], bytes]
-    spoken: "array[int]" = field(factory=ids)
+    resumed_prefix: "array[int]" = field(factory=ids)
     carry: CallExtras = field(factory=CallExtras)
     ids: "array[int]" = field(factory=ids, init=False)
     logprobs: "array[float]" = field(factory=floats, init=False)
@@ -82,29 +77,26 @@ class Sample:
     cached_tokens: int = field(default=0, init=False)
     first_at: float | None = field(default=None, init=False)
     answer: Answer | None = field(default=None, init=False)
-    # what was spoken: it leaves with the first chunk, which knows the cached tokens
+    # the resumed prefix: it leaves with the first chunk, which knows the cached tokens
     _unshown: list[Delta] = field(factory=list, init=False)
-
-    # the id behind which a constraint begins: the end of a thought that the prompt opened
+    # the id after which a constraint begins: the end of a thought that the prompt opened
     constraint_after: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.constraint_after = self.parser.thought_end
-        if self.spoken:
-            self._unshown = self.parser.feed(self.spoken)
+        if self.resumed_prefix:
+            self._unshown = self.parser.feed(self.resumed_prefix)
 
     @property
     def at_end(self) -> FinishReason | None:
-        """Why nothing after what was read belongs to the answer: a stop string, or the one call that was
-        asked for.
-        """
+        """Why the answer ends with what was read: a stop string, or the one requested call."""
         if self.parser.stopped is not None:
             return "stop_string"
         return "tool_calls" if self.request.one_call and self.parser.calls else None
 
     def take(self, chunk: Chunk, at: float) -> list[Delta]:
-        """Read a chunk up to the token that ends the answer: what is after it was sampled, but is no part of
-        this turn.
+        """Read a chunk up to the token that ends the answer; tokens after it are no part of this turn. Deltas
+        to show.
         """
         kept, deltas = self._read(chunk)
         if self.first_at is None and kept:
@@ -113,48 +105,45 @@ class Sample:
         self.logprobs.extend(chunk.logprobs[:kept])
         self.spans = _within(chunk.version_spans, len(self.ids))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
-        self._keep(chunk, kept)
+        if self.carry.top_logprobs and chunk.top_logprobs is not None and kept:
+            self.top.append(chunk.top_logprobs.until(kept).narrowed(self.carry.top_logprobs))
+        if chunk.routed is not None:
+            # the last token has no experts, for nothing was computed from it
+            self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
         if self._unshown:
             deltas, self._unshown = joined([*self._unshown, *deltas]), []
         return deltas
 
-    def _keep(self, chunk: Chunk, kept: int) -> None:
-        """What the turn carries of a chunk; the last token kept has no experts, for nothing was computed from
-        it.
-        """
-        if self.carry.top_logprobs and chunk.top_logprobs is not None and kept:
-            self.top.append(chunk.top_logprobs.until(kept).narrowed(self.carry.top_logprobs))
-        if chunk.routed is not None:
-            self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
-
     def finish(self, reason: FinishReason) -> list[Delta]:
-        """Read no more. What was not shown yet."""
+        """End the sample. Deltas that were not shown yet."""
         finished = self.parser.finish(reason)
         self.answer = finished.answer
         return [*self._unshown, *finished.deltas]
 
     def usage(self) -> Usage:
-        """As the client sees it: what was spoken before is of its answer."""
-        prompt = len(self.rendered.prompt) - len(self.spoken)
+        """As the client sees it: a resumed prefix counts as completion."""
+        prompt = len(self.rendered.prompt) - len(self.resumed_prefix)
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=len(self.spoken) + len(self.ids),
+            completion_tokens=len(self.resumed_prefix) + len(self.ids),
             cached_tokens=min(self.cached_tokens, prompt),
             thinking_tokens=self.parser.thinking_tokens,
         )
 
     def _read(self, chunk: Chunk) -> tuple[int, list[Delta]]:
-        """Token by token only where one of them may be the last, or each is told of: 2 us a token more."""
+        """Read token by token only where one of them may be the last, or logprobs are requested: that costs 2
+        us a token more.
+        """
         if not self.used.stop and not self.request.one_call and self.request.logprobs is None:
             return len(chunk.ids), self.parser.feed(chunk.ids)
         deltas: list[Delta] = []
         for place in range(len(chunk.ids)):
-            deltas += self.parser.feed(chunk.ids[place : place + 1], self._told(chunk, place))
+            deltas += self.parser.feed(chunk.ids[place : place + 1], self._logprobs(chunk, place))
             if self.at_end is not None:
                 return place + 1, joined(deltas)
         return len(chunk.ids), joined(deltas)
 
-    def _told(self, chunk: Chunk, place: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, chunk: Chunk, place: int) -> tuple[TokenLogprob, ...]:
         if self.request.logprobs is None:
             return ()
         likely = () if chunk.top_logprobs is None else chunk.top_logprobs.row(place)[: self.request.logprobs]
@@ -171,12 +160,12 @@ def _within(spans: tuple[VersionSpan, ...], length: int) -> tuple[VersionSpan, .
     return tuple(evolve(span, end=min(span.end, length)) for span in spans if span.start < length)
 
 
-# ── told ────────────────────────────────────────────────────────────
+# ── order and turn ────────────────────────────────────────────────────────────
 
 
 def request_ids(call_id: str, count: int) -> Iterator[str]:
-    """A name of 32 hex digits for each sample of a call; the first is the call's own. None is the beginning
-    of another, as all are as long.
+    """An id of 32 hex digits for each sample of a call; the first is the call's own. All have one length, so
+    that none is a prefix of another.
     """
     yield call_id
     for choice in range(1, count):
@@ -184,7 +173,7 @@ def request_ids(call_id: str, count: int) -> Iterator[str]:
 
 
 def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> GenerateOrder:
-    """What the engine is asked for."""
+    """The order for the engine."""
     return GenerateOrder(
         request_id=sample.request_id,
         prompt=sample.rendered.prompt,
@@ -198,22 +187,22 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> Gen
     )
 
 
-def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, at: float) -> Turn:
-    """The turn of a sample that ended. An answer nobody could have seen a token of is none, so that no
-    request attaches to it.
+def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: TurnState, at: float) -> Turn:
+    """The turn of a sample that ended. Without a sampled token it has no answer, so that no request attaches
+    to it.
 
-    Its logprobs are not kept beside the answer: the turn has those of every token, and alternatives where its
-    task asked for them.
+    The answer keeps no logprobs: the turn has those of every token, and alternatives where its task requests
+    them.
     """
-    plan, answer = sample.plan, sample.answer
+    plan, request, answer = sample.plan, sample.request, sample.answer
     if answer is None:
-        raise ValueError(f"turn {plan.index} is told of before its sample ended")
+        raise ValueError(f"turn {plan.index} is recorded before its sample ended")
     shown = evolve(answer, logprobs=()) if sample.ids else None
     held = turn_extras(sample.carry, sampled=len(sample.ids), top=sample.top, routed=sample.routed)
     return Turn(
         session_id=session_id,
         index=plan.index,
-        provider=asked.request.provider,
+        provider=request.provider,
         lineage=plan.lineage,
         parent=plan.parent,
         kind=plan.kind,
@@ -225,7 +214,7 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         close_length=sample.rendered.close_length,
         matched=plan.matched,
         messages=plan.total,
-        heard=new_messages_of(plan, asked.request.conversation),
+        heard=new_messages_of(plan, request.conversation),
         sampled=sample.ids,
         logprobs=sample.logprobs,
         version_spans=sample.spans,
@@ -234,12 +223,12 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
         before_key=plan.before_key,
         message_key=plan.after(shown) if shown is not None and state != "failed" else "",
         answer=shown,
-        asked=asked.request.sampling,
+        asked=request.sampling,
         used=sample.used,
         usage=sample.usage(),
-        started=asked.wall,
-        first_token_s=None if sample.first_at is None else sample.first_at - asked.at,
-        ended_s=at - asked.at,
+        started=requested.wall,
+        first_token_s=None if sample.first_at is None else sample.first_at - requested.at,
+        ended_s=at - requested.at,
         notes=(*plan.notes, *_notes(sample), *held.notes),
         top=held.top,
         routed=held.routed,
@@ -247,7 +236,7 @@ def turn_of(sample: Sample, asked: Asked, *, session_id: str, state: TurnState, 
 
 
 def _notes(sample: Sample) -> Iterator[str]:
-    """What a reader of the turn should know of how it was asked."""
+    """What a reader of the turn should know about its request."""
     request, rendered = sample.request, sample.rendered
     if rendered.close_length:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"

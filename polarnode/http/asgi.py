@@ -1,13 +1,9 @@
-"""One request's two directions in ASGI: its body read to a limit, its answer sent as it comes.
+"""What every ASGI app here uses: request bodies read to a limit, responses sent as they come, and the helpers
+of Quart handlers.
 
-The rules for whoever edits it. The status is chosen as late as possible, with the first bytes: a prompt that
-is too long must still become a 400. A stream is ended properly or not at all: returning without the last body
-message makes Hypercorn cut the connection without the terminal chunk, and logs nothing. Signs of life are the
-dialect's own data, never SSE comments.
-
-What the handlers of every Quart app here are written with: the rows of its table, and the body of a request.
-
-The rule for whoever edits it: nothing here knows a route, or what a body means.
+Invariants. The status is chosen as late as possible, with the first bytes: a prompt that is too long must
+still become a 400. A stream is ended properly or not at all: returning without the last body message makes
+Hypercorn cut the connection without the terminal chunk, and logs nothing. Nothing here depends on a route.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -22,14 +18,14 @@ from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Json
 from polarnode.providers.contract import Reply
 
-# ── stream ────────────────────────────────────────────────────────────
+# ── request bodies ────────────────────────────────────────────────────────────
 
 # a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
 BODY_BYTES: Final = 64 << 20
-WIRE: Final = "polarnode.wire"  # where a request's scope["state"] holds its connection's Wire
-# of all bodies one door is reading: the longest and half as much again; a dozen sub-agents at once send 4 MB
-# each
-HELD_BYTES: Final = 96 << 20
+WRITES: Final = "polarnode.writes"  # the key of `ConnectionWrites` in a request's scope["state"]
+# of all bodies one endpoint is reading: the longest and half as much again; a dozen sub-agents at once send
+# 4 MB each
+RESERVED_BYTES: Final = 96 << 20
 # read and dropped beyond that, because a client that is still sending does not read its 413
 DRAINED_BYTES: Final = 256 << 20
 
@@ -40,61 +36,61 @@ class TooLarge:
 
 
 @frozen
-class Crowded:
-    """A body that found no room beside the others its door is reading; it was dropped."""
+class Overloaded:
+    """A body beyond the budget of those its endpoint is reading; it was dropped."""
 
 
 @frozen
-class Left:
-    """The client went before its request was whole."""
+class ClientDisconnected:
+    """The client disconnected before its request was whole."""
 
 
 @define(eq=False)
-class Room:
-    """What the bodies of one door may take together until they are read: a client that begins many and ends
-    none fills no machine.
+class BodyBudget:
+    """Bytes that the bodies of one endpoint may take together until they are read, so that a client that
+    begins many and ends none does not fill the memory.
     """
 
-    free: int = HELD_BYTES
+    free: int = RESERVED_BYTES
 
     @contextmanager
-    def hold(self) -> Iterator["Hold"]:
-        """One request's share of it, given back at the end."""
-        hold = Hold(self)
+    def reserve(self) -> Iterator["Reservation"]:
+        """One request's share of it, returned at the end of the block."""
+        reservation = Reservation(self)
         try:
-            yield hold
+            yield reservation
         finally:
-            self.free += hold.bytes
+            self.free += reservation.bytes
 
 
 @define(eq=False)
-class Hold:
-    """How much of its door's room a body has taken."""
+class Reservation:
+    """The bytes of the budget that one body has taken."""
 
-    room: Room
+    budget: BodyBudget
     bytes: int = 0
 
-    def takes(self, count: int) -> bool:
-        """Take so much more of the room; False when it is not there."""
-        if count > self.room.free:
+    def take(self, count: int) -> bool:
+        """Take so many more bytes of the budget; False when they are not free."""
+        if count > self.budget.free:
             return False
-        self.room.free -= count
+        self.budget.free -= count
         self.bytes += count
         return True
 
 
 async def read_body(
-    receive: ASGIReceiveCallable, *, hold: Hold, limit: int = BODY_BYTES
-) -> bytes | TooLarge | Crowded | Left:
+    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int = BODY_BYTES
+) -> bytes | TooLarge | Overloaded | ClientDisconnected:
     """The request's whole body."""
     parts: list[bytes] = []
     size, fits = 0, True
     while size <= DRAINED_BYTES:
         message = await receive()
         if message["type"] != "http.request":
-            return Left()
+            return ClientDisconnected()
         size += len(message["body"])
-        fits = fits and size <= limit and hold.takes(len(message["body"]))
+        fits = fits and size <= limit and reservation.take(len(message["body"]))
         if fits:
             parts.append(message["body"])
         else:
@@ -103,70 +99,71 @@ async def read_body(
             break
     if size > limit:
         return TooLarge()
-    return b"".join(parts) if fits else Crowded()
+    return b"".join(parts) if fits else Overloaded()
 
 
-async def wait_left(receive: ASGIReceiveCallable) -> None:
-    """Return when the client is gone. What it still sends is dropped, so that Hypercorn's reader is never
-    stuck.
+async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
+    """Return when the client disconnected. What it still sends is dropped, so that Hypercorn's reader never
+    blocks.
     """
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-@define(eq=False)
-class Wire:
-    """What became of a connection's bytes: `writes` that its socket took whole, and whether one was `broken`
-    off.
+# ── responses ─────────────────────────────────────────────────────────
 
-    `holds`: the next bytes leave with those behind them.
+
+@define(eq=False)
+class ConnectionWrites:
+    """What became of a connection's bytes: how many `writes` its socket took whole, and whether one was
+    `broken`.
+
+    `hold_next`: the next bytes wait and leave with those after them.
     """
 
     writes: int = 0
     broken: bool = False
-    holds: bool = False
+    hold_next: bool = False
 
 
-def wire_of(scope: HTTPScope) -> Wire | None:
-    """The wire of a request's connection; None where another server than ours serves it."""
-    return cast("dict[str, Wire]", scope.get("state") or {}).get(WIRE)
+def writes_of(scope: HTTPScope) -> ConnectionWrites | None:
+    """The writes of a request's connection; None under a server other than ours."""
+    return cast("dict[str, ConnectionWrites]", scope.get("state") or {}).get(WRITES)
 
 
 @define(eq=False)
 class Responder:
-    """The answer of one request. `request_id` is the client's word for it in our records.
+    """The response to one request. `request_id` is sent as `x-request-id`.
 
-    `delivered`: the last bytes were handed to the socket of a client that had not left. Without a wire, that
-    they were handed to the server. A stream's are its dialect's own last ones: many clients close as soon as
-    they have read those, and never see the end of the chunks.
+    `delivered`: the last bytes were handed to the socket of a connected client; without `connection`, to the
+    server. Of a stream these are its dialect's own last bytes: many clients close as soon as they have read
+    those, and never see the end of the chunks.
     """
 
     send: ASGISendCallable
     request_id: str
-    wire: Wire | None = None
+    connection: ConnectionWrites | None = None
     opened: bool = field(default=False, init=False)
     delivered: bool = field(default=False, init=False)
-    _taken: bool = field(default=False, init=False)  # what was sent last
+    _taken: bool = field(default=False, init=False)  # the last bytes sent
 
     async def reply(self, reply: Reply) -> None:
-        """A whole answer."""
+        """Send a whole response."""
         length = ("content-length", str(len(reply.body)))
         await self._start(reply.status, (*reply.headers, length))
         await self._body(reply.body, more=False)
         self.delivered = self._taken
 
     async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
-        """Some bytes of a stream, which the first ones open. The `last` leave with its end, which is called
-        for next.
-        """
+        """Send bytes of a stream; the first ones open it. The `last` leave with its end: call `end` next."""
         if not self.opened:
             await self._start(200, (("content-type", content_type), ("cache-control", "no-cache")))
-        if last and self.wire:
-            self.wire.holds = True
+        if last and self.connection:
+            self.connection.hold_next = True
         await self._body(data, more=True)
 
     async def end(self) -> None:
-        """The stream is whole."""
+        """End the stream properly."""
         taken = self._taken
         await self._body(b"", more=False)
         self.delivered = taken or self._taken  # the second, where the last bytes were held for this
@@ -176,15 +173,17 @@ class Responder:
         spelled = [
             (name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))
         ]
-        if self.wire:
-            # one write a plain answer, not two: the first bytes of the body come at once
-            self.wire.holds = True
+        if self.connection:
+            # one write for a plain response, not two: the first bytes of the body come at once
+            self.connection.hold_next = True
         await self.send({"type": "http.response.start", "status": status, "headers": spelled})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
-        before = self.wire.writes if self.wire else 0
+        before = self.connection.writes if self.connection else 0
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
-        self._taken = self.wire is None or (self.wire.writes > before and not self.wire.broken)
+        self._taken = self.connection is None or (
+            self.connection.writes > before and not self.connection.broken
+        )
 
 
 def header_map(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:

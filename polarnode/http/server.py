@@ -38,7 +38,7 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from polarnode.core.errors import ConfigError
-from polarnode.http.asgi import WIRE, Wire
+from polarnode.http.asgi import WRITES, ConnectionWrites
 
 logger = logging.getLogger(__name__)
 
@@ -255,20 +255,20 @@ class _Connection(TCPServer):
         """As Hypercorn's, shield and all, but that it counts, and lets a head wait for what comes
         behind it.
         """
-        wire: Wire = self.state[WIRE]  # what `_Server` put there
+        writes: ConnectionWrites = self.state[WRITES]  # what `_Server` put there
         data, self._held = self._held + data, b""
-        if wire.holds:
-            wire.holds, self._held = False, data
+        if writes.hold_next:
+            writes.hold_next, self._held = False, data
             return
         async with self.send_lock:
             try:
                 with trio.CancelScope(shield=True):
                     await self.stream.send_all(data)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                wire.broken = True
+                writes.broken = True
                 await self.protocol.handle(Closed())
             else:
-                wire.writes += 1
+                writes.writes += 1
 
 
 @define(eq=False)
@@ -307,7 +307,7 @@ class _Server:
             return
         self._streams.add(stream)
         connection = _Connection(
-            self.app, self.config, self._context, ConnectionState({WIRE: Wire()}), stream
+            self.app, self.config, self._context, ConnectionState({WRITES: ConnectionWrites()}), stream
         )
         try:
             await connection

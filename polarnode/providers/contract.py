@@ -105,7 +105,7 @@ class Reply:
 
 
 @frozen(kw_only=True)
-class Call:
+class ModelCallInfo:
     """What an answer must carry beside its words.
 
     `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the
@@ -215,19 +215,19 @@ class Dialect(Protocol):
         """
         ...
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         """The JSON body of an answer that is not streamed (status 200); as many answers as the request asked
         for.
         """
         ...
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         """Keep what a later request of this API may refer to by name. Called once, when an answer is
         complete; most APIs keep nothing.
         """
         ...
 
-    def stream(self, call: Call) -> StreamWriter: ...
+    def stream(self, call: ModelCallInfo) -> StreamWriter: ...
 
     def error(self, fault: Fault) -> Reply: ...
 

@@ -25,7 +25,7 @@ from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
-from polarnode.gateway.delivery import Pace
+from polarnode.gateway.delivery import KeepAlivePacing
 from polarnode.journal.journal import open_journal
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import simulated_marks, weights_model, weights_to_begin_with
@@ -241,7 +241,11 @@ async def test_an_agents_call_stays_open_over_an_update(model: LoadedModel, tmp_
     each turn says its versions.
     """
     async with opened(model, tmp_path, hosts=1) as plane:
-        here, before, meanwhile = stage(plane.engines, pace=Pace(opening_s=0.2, quiet_s=0.2)), Asgi(), Asgi()
+        here, before, meanwhile = (
+            stage(plane.engines, pacing=KeepAlivePacing(opening_s=0.2, quiet_s=0.2)),
+            Asgi(),
+            Asgi(),
+        )
         body = json.dumps(
             {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
         ).encode()

@@ -31,22 +31,21 @@ from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import VersionSpan
 from polarnode.gateway.call_events import (
     Abandon,
-    Abort,
-    Answered,
     Break,
     ClientLeft,
-    Done,
+    EndStream,
     EngineFailed,
-    Generate,
+    KeepResponse,
     Produced,
     Quiet,
-    Record,
+    RecordTurn,
     Render,
+    RequestRefused,
     Send,
     SessionEnded,
-    Unrenderable,
+    StartGeneration,
 )
-from polarnode.gateway.machine import SESSION_OVER
+from polarnode.gateway.machine import SESSION_OVER, Exchange
 from polarnode.gateway.sample import Sample
 from polarnode.providers.contract import Dialect, Fault, Reply
 from polarnode.tokens.parser import Parser
@@ -57,12 +56,17 @@ from polarnode.tokens.parser import Parser
 def test_a_stream_from_its_question_to_its_end() -> None:
     scene = Scene()
     commands = scene.play(
-        (scene.asked, [Render(scene.plan)]),
+        (scene.planned, [Render(scene.plan)]),
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
         (chunk("Hel", cached=2), [says('"role":"assistant"', '"content":"Hel"')]),
         (
             chunk("lo", "stop", end=True, start=3, at=12.5),
-            [Record, Answered, says('"content":"lo"', '"finish_reason":"stop"', "[DONE]"), Done()],
+            [
+                RecordTurn,
+                KeepResponse,
+                says('"content":"lo"', '"finish_reason":"stop"', "[DONE]"),
+                EndStream(),
+            ],
         ),
         (ClientLeft(at=13.0), []),
     )
@@ -81,11 +85,11 @@ def test_a_stream_from_its_question_to_its_end() -> None:
 def test_a_whole_answer_is_one_reply_after_its_record() -> None:
     scene = Scene(stream=False)
     commands = scene.play(
-        (scene.asked, [Render]),
+        (scene.planned, [Render]),
         (Quiet(), []),  # nothing can keep it alive
-        (rendered(), [Generate]),
+        (rendered(), [StartGeneration]),
         (chunk("Hi"), []),
-        (chunk("!", "stop", end=True, start=2), [Record, Answered, Reply]),
+        (chunk("!", "stop", end=True, start=2), [RecordTurn, KeepResponse, Reply]),
     )
     reply = commands[-1]
     assert isinstance(reply, Reply)
@@ -98,7 +102,9 @@ def test_the_turn_is_recorded_before_the_last_bytes() -> None:
         scene = Scene(ANTHROPIC, stream=stream)
         scene.to_generation()
         kinds = [type(command) for command in scene.exchange.receive(chunk("x", "stop", end=True))]
-        assert kinds == ([Record, Answered, Send, Done] if stream else [Record, Answered, Reply])
+        assert kinds == (
+            [RecordTurn, KeepResponse, Send, EndStream] if stream else [RecordTurn, KeepResponse, Reply]
+        )
 
 
 def test_a_call_is_sent_whole() -> None:
@@ -113,7 +119,12 @@ def test_a_call_is_sent_whole() -> None:
         (half, [says('"role":"assistant"')]),
         (
             rest,
-            [Record, Answered, says('"name":"go"', '"id":"call_0_0"', '"finish_reason":"tool_calls"'), Done],
+            [
+                RecordTurn,
+                KeepResponse,
+                says('"name":"go"', '"id":"call_0_0"', '"finish_reason":"tool_calls"'),
+                EndStream,
+            ],
         ),
     )
     assert scene.turn(commands).finish_reason == "tool_calls"
@@ -125,7 +136,7 @@ def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
     scene.play((chunk("a\n\n"), [says('"content":"a"')]), (Quiet(), [says('"delta":{}')]))
     assert (
         scene.turn(
-            scene.play((chunk("", "stop", end=True, start=3), [Record, Answered, Send, Done]))
+            scene.play((chunk("", "stop", end=True, start=3), [RecordTurn, KeepResponse, Send, EndStream]))
         ).answer.text
         == "a"
     )  # type: ignore[union-attr]
@@ -140,9 +151,9 @@ def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
 ) -> None:
     scene = Scene(spoken)
     scene.play(
-        (scene.asked, [Render]),
+        (scene.planned, [Render]),
         (Quiet(), [says(sign)]),
-        (rendered(), [Generate]),
+        (rendered(), [StartGeneration]),
         (Quiet(), [Send]),
         (chunk("x"), [Send]),
     )
@@ -181,9 +192,9 @@ def test_the_tasks_sampling_wins_and_both_are_recorded(
 ) -> None:
     scene = Scene(task=Sampling(**task), token_room=room, **asked)
     commands = scene.play(
-        (scene.asked, [Render]),
+        (scene.planned, [Render]),
         (rendered(), [order(**used)]),
-        (chunk("x", "length"), [Record, Answered, Send, Done]),
+        (chunk("x", "length"), [RecordTurn, KeepResponse, Send, EndStream]),
     )
     turn = scene.turn(commands)
     assert turn.used == Sampling(**used)
@@ -194,10 +205,10 @@ def test_a_reader_learns_what_was_not_obeyed() -> None:
     conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
     scene = Scene(conversation=conversation, ignored=("$.response_format",))
     scene.play(
-        (scene.asked, [Render]),
-        (evolve(rendered(close_length=1), notes=("seam: it ends with another token",)), [Generate]),
+        (scene.planned, [Render]),
+        (evolve(rendered(close_length=1), notes=("seam: it ends with another token",)), [StartGeneration]),
     )
-    notes = scene.turn(scene.play((chunk("x", "stop"), [Record, Answered, Send, Done]))).notes
+    notes = scene.turn(scene.play((chunk("x", "stop"), [RecordTurn, KeepResponse, Send, EndStream]))).notes
     assert [note.split(":")[0].split(" ")[0] for note in notes] == [
         "closed",
         "seam",
@@ -213,7 +224,7 @@ def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
     scene = Scene(stop=("END",), stream=False)
     scene.to_generation()
     commands = scene.play(
-        (chunk("yes EN"), []), (chunk("D and more", start=6), [Abort(REQUEST_ID), Record, Answered, Reply])
+        (chunk("yes EN"), []), (chunk("D and more", start=6), [RecordTurn, KeepResponse, Reply])
     )
     turn = scene.turn(commands)
     assert bytes(list(turn.sampled)) == b"yes END"  # what was sampled after it is no part of the turn
@@ -227,7 +238,7 @@ def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
 def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
     scene = Scene(stop=("!",))
     scene.to_generation()
-    scene.play((chunk("ha!", "length"), [Record, Answered, Send, Done]))
+    scene.play((chunk("ha!", "length"), [RecordTurn, KeepResponse, Send, EndStream]))
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────
@@ -246,7 +257,7 @@ def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dia
         limit=100,
     )
     commands = scene.play(
-        (scene.asked, [Render]), (rendered(b"x" * 100), [Abandon(scene.plan, fault), Reply])
+        (scene.planned, [Render]), (rendered(b"x" * 100), [Abandon(scene.plan, fault), Reply])
     )
     reply = commands[-1]
     assert isinstance(reply, Reply)
@@ -256,14 +267,14 @@ def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dia
 
 def test_a_refusal_after_a_sign_of_life_cuts_the_stream() -> None:
     scene = Scene()
-    scene.play((scene.asked, [Render]), (Quiet(), [Send]), (rendered(b"x" * 100), [Abandon, Break]))
+    scene.play((scene.planned, [Render]), (Quiet(), [Send]), (rendered(b"x" * 100), [Abandon, Break]))
 
 
 def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
     scene = Scene(ANTHROPIC)
     commands = scene.play(
-        (scene.asked, [Render]),
-        (Unrenderable(error=Refused("no system here", path="$.messages")), [Abandon, Reply]),
+        (scene.planned, [Render]),
+        (RequestRefused(error=Refused("no system here", path="$.messages")), [Abandon, Reply]),
     )
     assert json.loads(commands[-1].body)["error"] == {
         "type": "invalid_request_error",
@@ -273,7 +284,7 @@ def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
 
 def test_a_refused_plan_leaves_no_turn() -> None:
     scene = Scene()
-    commands = scene.play((scene.asked, [Render]), (rendered(b"x" * 100), [Abandon, Reply]))
+    commands = scene.play((scene.planned, [Render]), (rendered(b"x" * 100), [Abandon, Reply]))
     assert isinstance(commands[1], Abandon)
     scene.lineages.abandon(commands[1].plan)
     assert scene.lineages.turns == ()
@@ -285,7 +296,7 @@ def test_a_refused_plan_leaves_no_turn() -> None:
 def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after() -> None:
     scene = Scene()
     scene.to_generation()
-    commands = scene.play((EngineFailed(error=EngineError("the host died"), at=12.0), [Record, Reply]))
+    commands = scene.play((EngineFailed(error=EngineError("the host died"), at=12.0), [RecordTurn, Reply]))
     reply, turn = commands[-1], scene.turn(commands)
     assert isinstance(reply, Reply)
     assert reply.status == 500
@@ -298,7 +309,8 @@ def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialec
     scene = Scene(spoken)
     scene.to_generation()
     commands = scene.play(
-        (chunk("half"), [Send]), (EngineFailed(error=EngineError("gone"), at=12.0), [Record, *words, Break])
+        (chunk("half"), [Send]),
+        (EngineFailed(error=EngineError("gone"), at=12.0), [RecordTurn, *words, Break]),
     )
     turn = scene.turn(commands)
     assert bytes(list(turn.sampled)) == b"half"
@@ -308,9 +320,7 @@ def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialec
 def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
     scene = Scene()
     scene.to_generation()
-    commands = scene.play(
-        (chunk("half"), [Send]), (ClientLeft(at=12.0), [Record, Abort(REQUEST_ID)]), (chunk("more"), [])
-    )
+    commands = scene.play((chunk("half"), [Send]), (ClientLeft(at=12.0), [RecordTurn]), (chunk("more"), []))
     turn = scene.turn(commands)
     assert (turn.state, turn.finish_reason, bytes(list(turn.sampled))) == ("partial", "abort", b"half")
     assert turn.answer is not None
@@ -319,14 +329,16 @@ def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
 
 def test_a_client_that_leaves_before_the_prompt_was_rendered_leaves_nothing() -> None:
     scene = Scene()
-    scene.play((scene.asked, [Render]), (ClientLeft(at=12.0), [Abandon(scene.plan, None)]), (rendered(), []))
+    scene.play(
+        (scene.planned, [Render]), (ClientLeft(at=12.0), [Abandon(scene.plan, None)]), (rendered(), [])
+    )
     assert Scene().exchange.receive(ClientLeft(at=1.0)) == []
 
 
 def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
     scene = Scene()
     scene.to_generation()
-    turn = scene.turn(scene.play((ClientLeft(at=12.0), [Record, Abort])))
+    turn = scene.turn(scene.play((ClientLeft(at=12.0), [RecordTurn])))
     assert (turn.answer, turn.message_key, turn.first_token_s, len(turn.sampled)) == (None, "", None, 0)
 
 
@@ -334,7 +346,7 @@ def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
 def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> None:
     scene = Scene(stream=stream)
     scene.to_generation()
-    commands = scene.play((SessionEnded(at=12.0), [Record, Abort, Reply]))
+    commands = scene.play((SessionEnded(at=12.0), [RecordTurn, Reply]))
     assert commands[-1] == CHAT.error(SESSION_OVER)
     assert scene.turn(commands).state == "partial"
 
@@ -342,15 +354,15 @@ def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> Non
 def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
     scene = Scene()
     scene.to_generation()
-    scene.play((chunk("half"), [Send]), (SessionEnded(at=12.0), [Record, Abort, Break]))
+    scene.play((chunk("half"), [Send]), (SessionEnded(at=12.0), [RecordTurn, Break]))
     scene = Scene()
-    scene.play((scene.asked, [Render]), (SessionEnded(at=12.0), [Abandon(scene.plan, SESSION_OVER), Reply]))
+    scene.play((scene.planned, [Render]), (SessionEnded(at=12.0), [Abandon(scene.plan, SESSION_OVER), Reply]))
 
 
 def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again() -> None:
     scene = Scene()
     scene.to_generation()
-    commands = scene.play((chunk("half", "abort"), [Record, Reply]))
+    commands = scene.play((chunk("half", "abort"), [RecordTurn, Reply]))
     assert scene.turn(commands).state == "partial"
     assert isinstance(commands[-1], Reply)
     assert commands[-1].status == 503
@@ -360,17 +372,20 @@ def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again
 
 
 def test_a_machine_that_was_asked_nothing_refuses_to_go_on() -> None:
-    with pytest.raises(ValueError, match="begins with Asked"):
+    with pytest.raises(ValueError, match="is planned before"):
         Scene().exchange.receive(rendered())
     with pytest.raises(ValueError, match="rendered before"):
         Scene().exchange.receive(chunk("x"))
+    scene = Scene()
+    with pytest.raises(ValueError, match="begins with Requested"):
+        Exchange(scene.terms).receive(scene.planned)
 
 
 def test_the_turn_is_exactly_the_planned_one() -> None:
     scene = Scene()
     scene.to_generation()
     (record, *_) = scene.exchange.receive(chunk("x", "stop"))
-    assert isinstance(record, Record)
+    assert isinstance(record, RecordTurn)
     with pytest.raises(InvariantViolated, match="lineage"):
         scene.lineages.commit(evolve(record.turn, lineage=7))
 

@@ -5,8 +5,7 @@ sees only what it asked for.
 from typing import Any
 
 import pytest
-from attrs import evolve
-from exchange_kit import CHAT, END, LINES, REQUEST_ID, Scene, sampled
+from exchange_kit import CHAT, END, LINES, Scene, sampled
 from fakes_engine import routes
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
@@ -14,15 +13,14 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import GenerateOrder
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
-    Abort,
-    Answered,
     ClientLeft,
     Command,
-    Done,
+    EndStream,
     EngineFailed,
-    Generate,
-    Record,
+    KeepResponse,
+    RecordTurn,
     Send,
+    StartGeneration,
 )
 from polarnode.merge.token_extras import CUT, LIMIT, CallExtras, note
 
@@ -31,14 +29,14 @@ PROMPT = 2  # tokens of "hi"
 
 def scene(carry: CallExtras, **said: Any) -> Scene:
     """A scene whose turns carry."""
-    made = Scene(said.pop("spoken", LINES), **said)
-    made.terms = evolve(made.terms, carry=carry)
+    made = Scene(said.pop("dialect", LINES), **said)
+    made.carry = carry
     made.begin(made.plans)
     return made
 
 
 def asked(commands: list[Command]) -> GenerateOrder:
-    (found,) = [command.order for command in commands if isinstance(command, Generate)]
+    (found,) = [command.order for command in commands if isinstance(command, StartGeneration)]
     return found
 
 
@@ -90,15 +88,15 @@ def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_t
     most = max(client, task)
     assert asked(made.to_generation()).top_logprobs == most
     commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], most)))
-    (answered,) = [command for command in commands if isinstance(command, Answered)]
-    assert [[other.data for other in told.top] for told in answered.answers[0].logprobs] == [
+    (answered,) = [command for command in commands if isinstance(command, KeepResponse)]
+    assert [[other.data for other in told.top] for told in answered.response.answers[0].logprobs] == [
         [bytes([letter + step]) for step in range(client)] for letter in b"ab"
     ]
     assert made.turn(commands).top == (likely([*b"ab", END], task) if task else None)
 
 
 def test_a_client_that_asked_for_none_is_shown_none() -> None:
-    made = scene(CallExtras(top_logprobs=2, room=1000), spoken=CHAT)
+    made = scene(CallExtras(top_logprobs=2, room=1000), dialect=CHAT)
     made.to_generation()
     commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], 2)))
     sent = b"".join(command.data for command in commands if isinstance(command, Send))
@@ -114,7 +112,7 @@ def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_
     made.to_generation()
     tokens = list(b"so STOP and more")
     commands = made.play(
-        (sampled(tokens, top_logprobs=likely(tokens, 1)), [Abort(REQUEST_ID), Record, Answered, Send, Done])
+        (sampled(tokens, top_logprobs=likely(tokens, 1)), [RecordTurn, KeepResponse, Send, EndStream])
     )
     turn = made.turn(commands)
     assert turn.top == likely(tokens[:7], 1)
@@ -126,7 +124,10 @@ def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> N
     made.to_generation()
     tokens = list(b"STOP more")
     commands = made.play(
-        (sampled(tokens, "length", routed=routes(1, PROMPT + 8, layers=2)), [Record, Answered, Send, Done])
+        (
+            sampled(tokens, "length", routed=routes(1, PROMPT + 8, layers=2)),
+            [RecordTurn, KeepResponse, Send, EndStream],
+        )
     )
     turn = made.turn(commands)
     assert (len(turn.sampled), turn.routed, turn.notes) == (4, routes(1, PROMPT + 3, layers=2), ())
@@ -161,7 +162,7 @@ def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
 
 def test_every_choice_of_a_call_carries_its_own() -> None:
     made = scene(CallExtras(routed_from=0, room=1000), choices=2)
-    orders = [command.order for command in made.to_generation() if isinstance(command, Generate)]
+    orders = [command.order for command in made.to_generation() if isinstance(command, StartGeneration)]
     assert [order.routed_from for order in orders] == [0, 0]
     first = made.exchange.receive(sampled([*b"a", END], "stop", routed=routes(0, PROMPT + 1, layers=1)))
     second = made.exchange.receive(

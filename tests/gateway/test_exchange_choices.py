@@ -47,24 +47,36 @@ from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import VersionSpan
 from polarnode.gateway.call_events import (
     Abandon,
-    Abort,
-    Answered,
     Break,
     ClientLeft,
     Command,
-    Done,
+    CountPrewarm,
+    CountRefusal,
+    CountReplay,
+    EndStream,
     EngineFailed,
-    Generate,
-    Record,
+    KeepResponse,
+    PlanTurns,
+    RecordTurn,
     Render,
+    Requested,
+    RequestRefused,
     Send,
     SessionEnded,
-    Unrenderable,
+    StartGeneration,
+    UndeliveredResponse,
 )
-from polarnode.gateway.machine import CANCELLED, as_kept, silence, speak
+from polarnode.gateway.machine import (
+    CANCELLED,
+    SESSION_OVER,
+    Exchange,
+    held_request,
+    render_cached_response,
+    render_empty_response,
+)
 from polarnode.gateway.sample import request_ids
 from polarnode.merge.builders import build
-from polarnode.providers.contract import Reply
+from polarnode.providers.contract import Fault, Reply
 
 BODY = b'{"name": "go", "arguments": {}}'
 GO = [CALL, *BODY, CALLED]
@@ -72,7 +84,7 @@ TOOL = Tool(name="go")
 
 
 def orders(commands: list[Command]) -> list[Any]:
-    return [command.order for command in commands if isinstance(command, Generate)]
+    return [command.order for command in commands if isinstance(command, StartGeneration)]
 
 
 # ── several samples of one prompt ─────────────────────────────────────────────
@@ -86,12 +98,12 @@ def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() ->
     assert {bytes(list(order.prompt)) for order in asked} == {b"hi"}
     commands = scene.play(
         (chunk("b", choice=1, cached=2), [says("start 2 2\n1: b\n")]),
-        (chunk("aa", "stop", end=True, choice=0), [Record, says("0: aa\n")]),
+        (chunk("aa", "stop", end=True, choice=0), [RecordTurn, says("0: aa\n")]),
         (chunk("late", choice=0), []),
-        (chunk("c", "length", choice=2), [Record, says("2: c\n")]),
+        (chunk("c", "length", choice=2), [RecordTurn, says("2: c\n")]),
         (
             chunk("B", "stop", end=True, choice=1, start=1),
-            [Record, Answered, says("1: B\nend stop stop length 2+7\n"), Done],
+            [RecordTurn, KeepResponse, says("1: B\nend stop stop length 2+7\n"), EndStream],
         ),
     )
     turns = scene.turns(commands)
@@ -119,7 +131,7 @@ def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
 def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
     scene = Scene(LINES)
     scene.to_generation()
-    scene.turn(scene.play((chunk("yes", "stop", end=True), [Record, Answered, Send, Done])))
+    scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     more = Conversation(
         messages=(*HI.messages, Message(role="assistant", text="yes"), Message(role="user", text="go on"))
     )
@@ -140,26 +152,29 @@ def test_one_seed_does_not_make_all_choices_one_answer_and_the_room_is_shared() 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stream: bool) -> None:
     scene = Scene(LINES, choices=3, stream=stream)
-    names = [order.request_id for order in orders(scene.to_generation())]
+    scene.to_generation()
     scene.play(
         (chunk("half", choice=2), [Send] * stream),
-        (chunk("whole", "stop", end=True, choice=0), [Record, *[Send] * stream]),
+        (chunk("whole", "stop", end=True, choice=0), [RecordTurn, *[Send] * stream]),
     )
-    ending = [Record, Record, Abort(names[2])]
+    ending = [RecordTurn, RecordTurn]
     broken: list[Any] = [says("failed engine_failed"), Break] if stream else [Reply]
     commands = scene.play(
         (EngineFailed(error=EngineError("gone"), at=12.0, choice=1), [*ending, *broken]),
         (chunk("x", choice=2), []),
     )
     assert [(turn.index, turn.state) for turn in scene.turns(commands)] == [(1, "failed"), (2, "partial")]
+    assert scene.exchange.ended(2)  # whoever takes its chunks stops
 
 
 def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
     scene = Scene(choices=3)
-    names = [order.request_id for order in orders(scene.to_generation())]
-    scene.play((chunk("whole", "stop", end=True, choice=1), [Record, Send]))
-    commands = scene.play((ClientLeft(at=12.0), [Record, Abort(names[0]), Record, Abort(names[2])]))
+    scene.to_generation()
+    scene.play((chunk("whole", "stop", end=True, choice=1), [RecordTurn, Send]))
+    commands = scene.play((ClientLeft(at=12.0), [RecordTurn, RecordTurn]))
     assert [(turn.index, turn.state) for turn in scene.turns(commands)] == [(0, "partial"), (2, "partial")]
+    assert scene.exchange.ended(0)
+    assert scene.exchange.ended(2)
 
 
 def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() -> None:
@@ -182,9 +197,9 @@ def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() ->
 
 
 def test_every_plan_of_a_refused_call_is_abandoned_and_the_refusal_counted_once() -> None:
-    for ending in (rendered(b"x" * 100), Unrenderable(error=Refused("no"))):
+    for ending in (rendered(b"x" * 100), RequestRefused(error=Refused("no"))):
         scene = Scene(choices=2)
-        commands = scene.play((scene.asked, [Render]), (ending, [Abandon, Abandon, Reply]))
+        commands = scene.play((scene.planned, [Render]), (ending, [Abandon, Abandon, Reply]))
         assert [command.fault is None for command in commands if isinstance(command, Abandon)] == [
             False,
             True,
@@ -210,15 +225,15 @@ def told(text: bytes, logprob: float = -0.5) -> tuple[TokenLogprob, ...]:
 
 
 def answered(commands: list[Command]) -> Answer:
-    (found,) = [command for command in commands if isinstance(command, Answered)]
-    return found.answers[0]
+    (found,) = [command for command in commands if isinstance(command, KeepResponse)]
+    return found.response.answers[0]
 
 
 def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
     scene = Scene(LINES, logprobs=0)
     assert orders(scene.to_generation())[0].top_logprobs == 0
     tokens = [*b"\n\na", *GO, *b"b\n", END]
-    commands = scene.play((sampled(tokens, "stop"), [Record, Answered, Send, Done]))
+    commands = scene.play((sampled(tokens, "stop"), [RecordTurn, KeepResponse, Send, EndStream]))
     assert answered(commands).parts == (
         TextPart("a"),
         ToolCall(id="call_0_0", name="go", arguments="{}"),
@@ -235,7 +250,9 @@ def test_alternatives_are_bytes_likeliest_first() -> None:
     scene = Scene(LINES, logprobs=2, stream=False)
     assert orders(scene.to_generation())[0].top_logprobs == 2
     top = TopLogprobs(k=2, ids=ids([ord("x"), CALL, END, 0]), logprobs=floats([-0.1, -2.5, -0.2, -9]))
-    commands = scene.play((sampled([ord("x"), END], "stop", top_logprobs=top), [Record, Answered, Reply]))
+    commands = scene.play(
+        (sampled([ord("x"), END], "stop", top_logprobs=top), [RecordTurn, KeepResponse, Reply])
+    )
     # float32, as everywhere
     alternatives = (
         Alternative(data=b"x", logprob=pytest.approx(-0.1)),
@@ -248,7 +265,9 @@ def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
     scene = Scene(LINES, logprobs=0)
     scene.to_generation()
     answer = answered(
-        scene.play((sampled([CALL, *b"bad", CALLED, END], "stop"), [Record, Answered, Send, Done]))
+        scene.play(
+            (sampled([CALL, *b"bad", CALLED, END], "stop"), [RecordTurn, KeepResponse, Send, EndStream])
+        )
     )
     assert answer.text == "<257>bad<258>"
     assert b"".join(token.data for token in answer.logprobs) == b"<257>bad<258>"
@@ -259,7 +278,10 @@ def test_nothing_is_told_where_nobody_asks() -> None:
     asked = orders(scene.to_generation())[0]
     assert asked.top_logprobs == 0
     assert (
-        answered(scene.play((chunk("abc", "stop", end=True), [Record, Answered, Send, Done]))).logprobs == ()
+        answered(
+            scene.play((chunk("abc", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream]))
+        ).logprobs
+        == ()
     )
 
 
@@ -270,9 +292,7 @@ def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_t
     scene = Scene(LINES, one_call=True, stream=False)
     scene.to_generation()
     tokens = [*b"so", *GO, *GO]
-    commands = scene.play(
-        (sampled(tokens), [Abort(REQUEST_ID), Record, Answered, Reply]), (chunk("more"), [])
-    )
+    commands = scene.play((sampled(tokens), [RecordTurn, KeepResponse, Reply]), (chunk("more"), []))
     turn = scene.turn(commands)
     kept = 2 + len(GO)
     assert list(turn.sampled) == tokens[:kept]
@@ -284,14 +304,14 @@ def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_t
 def test_the_engines_own_end_in_the_same_chunk_needs_no_abort() -> None:
     scene = Scene(LINES, one_call=True, stream=False)
     scene.to_generation()
-    turn = scene.turn(scene.play((sampled([*GO, END], "stop"), [Record, Answered, Reply])))
+    turn = scene.turn(scene.play((sampled([*GO, END], "stop"), [RecordTurn, KeepResponse, Reply])))
     assert list(turn.sampled) == GO
 
 
 def test_a_malformed_call_does_not_end_it() -> None:
     scene = Scene(LINES, one_call=True, stream=False)
     scene.to_generation()
-    scene.play((sampled([CALL, *b"bad", CALLED]), []), (sampled(GO), [Abort, Record, Answered, Reply]))
+    scene.play((sampled([CALL, *b"bad", CALLED]), []), (sampled(GO), [RecordTurn, KeepResponse, Reply]))
 
 
 # ── constraints ───────────────────────────────────────────────────────────────
@@ -313,7 +333,7 @@ SCHEMA = Constraint(kind="json_schema", text='{"type":"object"}')
 def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
     conversation: Conversation, kept: bool, thinking: bool | None
 ) -> None:
-    asked = as_kept(a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request)
+    asked = held_request(a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request)
     assert asked.constraint == (SCHEMA if kept else None)
     assert asked.conversation.thinking is thinking
     assert asked.notes[0] == "before"
@@ -321,23 +341,23 @@ def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
 
 
 def test_a_constraint_would_forbid_the_headers_of_a_models_messages() -> None:
-    asked = as_kept(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
+    asked = held_request(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
     assert (asked.constraint, asked.conversation) == (None, HI)
     assert "headers of their own" in asked.notes[-1]
 
 
 def test_a_request_without_constraint_is_left_as_it_is() -> None:
     request = a_call(conversation=evolve(HI, tools=(TOOL,))).request
-    assert as_kept(request) is request
+    assert held_request(request) is request
 
 
 def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
     scene = Scene(constraint=SCHEMA, notes=("a grammar was asked",))
     (order,) = orders(scene.to_generation())
     assert (order.constraint, order.constraint_after) == (SCHEMA, None)
-    assert scene.turn(scene.play((chunk("{}", "stop"), [Record, Answered, Send, Done]))).notes == (
-        "a grammar was asked",
-    )
+    assert scene.turn(
+        scene.play((chunk("{}", "stop"), [RecordTurn, KeepResponse, Send, EndStream]))
+    ).notes == ("a grammar was asked",)
 
 
 def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end() -> None:
@@ -352,7 +372,7 @@ def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end(
 def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -> None:
     scene = Scene(stream=stream)
     scene.to_generation()
-    commands = scene.play((sampled([], "abort"), [Record, Reply]))
+    commands = scene.play((sampled([], "abort"), [RecordTurn, Reply]))
     reply, turn = commands[-1], scene.turn(commands)
     assert isinstance(reply, Reply)
     assert (reply.status >= 429, "retry-after" in dict(reply.headers)) == (True, True)
@@ -363,7 +383,7 @@ def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -
 def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_it_were_whole() -> None:
     scene = Scene(LINES)
     scene.to_generation()
-    commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [Record, Send, Break]))
+    commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [RecordTurn, Send, Break]))
     turn = scene.turn(commands)
     assert (turn.state, len(turn.sampled)) == ("partial", 4)
 
@@ -371,8 +391,8 @@ def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_
 def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:
     scene = Scene(LINES, choices=2, stream=False)
     scene.to_generation()
-    scene.play((chunk("one", "stop", end=True, choice=0), [Record]))
-    commands = scene.play((SessionEnded(at=13.0), [Record, Abort, Reply]))
+    scene.play((chunk("one", "stop", end=True, choice=0), [RecordTurn]))
+    commands = scene.play((SessionEnded(at=13.0), [RecordTurn, Reply]))
     assert [turn.state for turn in scene.turns(commands)] == ["partial"]
 
 
@@ -384,19 +404,126 @@ PARTS = (ThinkingPart("hm"), TextPart("a"), ToolCall(id="c", name="go", argument
 def test_an_answer_is_said_again_part_for_part() -> None:
     answer = Answer(parts=PARTS, finish_reason="tool_calls", logprobs=told(b"ab"))
     usage = Usage(prompt_tokens=5, completion_tokens=9, cached_tokens=3)
-    (streamed, done) = speak(LINES, a_call(stream=True), [answer], usage)
+    (streamed, done) = render_cached_response(LINES, a_call(stream=True), [answer], usage)
     assert isinstance(streamed, Send)
     assert streamed.data == b"start 5 3\n0: hm\n0: a\n0: go({})\n0: b\nend tool_calls 5+9\n"
-    assert (streamed.content_type, done) == ("text/plain", Done())
-    (whole,) = speak(LINES, a_call(), [answer], usage)
+    assert (streamed.content_type, done) == ("text/plain", EndStream())
+    (whole,) = render_cached_response(LINES, a_call(), [answer], usage)
     assert isinstance(whole, Reply)
     assert whole.body == LINES.whole(a_call(), [answer], usage)
 
 
 def test_the_empty_answer_has_as_many_choices_as_were_asked() -> None:
-    (streamed, _) = silence(LINES, a_call(stream=True, choices=2))
+    (streamed, _) = render_empty_response(LINES, a_call(stream=True, choices=2))
     assert isinstance(streamed, Send)
     assert streamed.data == b"start 0 0\nend stop stop 0+0\n"
+
+
+# ── what is decided before a plan ─────────────────────────────────────────────
+
+SPENT = Fault(kind="budget_spent", message="spent")
+
+
+def cached(text: str = "yes") -> UndeliveredResponse:
+    answer = Answer(parts=(TextPart(text),), finish_reason="stop")
+    return UndeliveredResponse(
+        id="earlier", created=7, signature="signed", answers=(answer,), usage=Usage(prompt_tokens=2)
+    )
+
+
+def requested(
+    *,
+    stream: bool = True,
+    generate: bool = True,
+    refusal: Fault | None = None,
+    undelivered: UndeliveredResponse | int | None = None,
+) -> tuple[Exchange, list[Command]]:
+    """An exchange and what it makes of its request."""
+    terms = Scene(LINES, stream=stream).terms
+    call = evolve(terms.call, request=evolve(terms.call.request, generate=generate))
+    exchange = Exchange(evolve(terms, call=call))
+    event = Requested(at=10.0, wall=1000.0, refusal=refusal, undelivered=undelivered)
+    return exchange, exchange.receive(event)
+
+
+@pytest.mark.parametrize("undelivered", [None, 3])
+def test_a_request_is_planned_and_goes_on_with_the_turn_that_was_cut(undelivered: int | None) -> None:
+    exchange, commands = requested(undelivered=undelivered)
+    assert commands == [PlanTurns(resume=undelivered)]
+    assert not exchange.over
+
+
+@pytest.mark.parametrize("refusal", [None, SPENT])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_undelivered_response_is_sent_again_without_the_engine_and_whatever_is_spent(
+    stream: bool, refusal: Fault | None
+) -> None:
+    exchange, commands = requested(stream=stream, refusal=refusal, undelivered=cached())
+    again = cached().call(exchange.terms.call.request)
+    assert (again.id, again.created, again.signature) == ("earlier", 7, "signed")
+    sent = render_cached_response(LINES, again, cached().answers, cached().usage)
+    assert commands == [CountReplay(), *sent]
+    assert exchange.over
+    assert exchange.receive(ClientLeft(at=11.0)) == []
+
+
+@pytest.mark.parametrize("refusal", [None, SPENT])
+@pytest.mark.parametrize("undelivered", [None, 3, cached()])
+def test_a_request_that_generates_nothing_is_answered_empty_and_counted(
+    refusal: Fault | None, undelivered: UndeliveredResponse | int | None
+) -> None:
+    exchange, commands = requested(generate=False, refusal=refusal, undelivered=undelivered)
+    call = exchange.terms.call
+    assert commands == [CountPrewarm(call), *render_empty_response(LINES, call)]
+    assert exchange.over
+
+
+@pytest.mark.parametrize("undelivered", [None, 3])
+def test_a_spent_budget_refuses_what_would_be_sampled(undelivered: int | None) -> None:
+    exchange, commands = requested(refusal=SPENT, undelivered=undelivered)
+    assert commands == [CountRefusal(SPENT), LINES.error(SPENT)]
+    assert exchange.over
+
+
+@pytest.mark.parametrize("fields", [{}, {"generate": False}, {"undelivered": cached()}])
+def test_a_session_that_is_over_answers_nothing(fields: dict[str, Any]) -> None:
+    exchange, commands = requested(refusal=SESSION_OVER, **fields)
+    assert commands == [CountRefusal(SESSION_OVER), LINES.error(SESSION_OVER)]
+    assert exchange.over
+
+
+def test_a_request_that_cannot_be_planned_is_refused_once_and_no_plan_abandoned() -> None:
+    exchange, _ = requested()
+    commands = exchange.receive(RequestRefused(error=Refused("no")))
+    assert commands == [CountRefusal(Fault.of(Refused("no"))), LINES.error(Fault.of(Refused("no")))]
+    assert exchange.receive(ClientLeft(at=11.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "can_resume"),
+    [
+        ({}, b"half", True),
+        ({}, b"", False),
+        ({"logprobs": 0}, b"half", False),
+        ({"constraint": SCHEMA}, b"half", False),
+        ({"choices": 2}, b"half", False),
+    ],
+)
+def test_only_a_cut_sample_that_can_go_on_is_resumable(
+    fields: dict[str, Any], tokens: bytes, can_resume: bool
+) -> None:
+    scene = Scene(LINES, stream=False, **fields)
+    scene.to_generation()
+    if tokens:
+        scene.exchange.receive(sampled(tokens))
+    first = scene.exchange.receive(ClientLeft(at=12.0))[0]
+    assert isinstance(first, RecordTurn)
+    assert first.resumable is can_resume
+    whole = Scene(LINES, **fields)
+    whole.to_generation()
+    (record, *_) = whole.exchange.receive(chunk("x", "stop", end=True))
+    assert isinstance(record, RecordTurn)
+    assert not record.resumable
 
 
 # ── streams and wholes ────────────────────────────────────────────────────────

@@ -17,16 +17,15 @@ from polarnode.core.errors import EngineError
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
-    Abort,
-    Answered,
     ClientLeft,
-    Done,
+    EndStream,
     EngineFailed,
-    Generate,
-    Record,
+    KeepResponse,
+    PromptRendered,
+    RecordTurn,
     Render,
-    Rendered,
     Send,
+    StartGeneration,
 )
 from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build, prompt_ids
@@ -40,20 +39,20 @@ BUILDERS = [BuilderSpec(name="prefix_merging"), BuilderSpec(name="per_request")]
 
 def cut(scene: Scene, *pieces: Any, at: float = 12.0) -> Turn:
     """The scene's call, whose client leaves after these pieces."""
-    scene.exchange.receive(scene.asked)
+    scene.exchange.receive(scene.planned)
     scene.exchange.receive(prompted(scene))
     for piece in pieces:
         scene.exchange.receive(piece)
     return scene.turn(scene.exchange.receive(ClientLeft(at=at)))
 
 
-def prompted(scene: Scene) -> Rendered:
+def prompted(scene: Scene) -> PromptRendered:
     """The prompt of the scene's call, as the plane renders it."""
     plan = scene.plans[0]
     if plan.parent is None:
         return rendered()
     new = ids([ord("\n")] * len(plan.new))
-    return Rendered(prompt=scene.lineages.history(plan) + new, delta=new)
+    return PromptRendered(prompt=scene.lineages.history(plan) + new, delta=new)
 
 
 def again(scene: Scene) -> Plan:
@@ -79,13 +78,16 @@ def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> N
         (),
     )
     assert (plan.before_key, plan.request_key) == (first.before_key, first.request_key)
-    generate = scene.play((scene.asked, [Render(plan)]), (prompted(scene), [Generate]))[-1]
-    assert isinstance(generate, Generate)
+    generate = scene.play((scene.planned, [Render(plan)]), (prompted(scene), [StartGeneration]))[-1]
+    assert isinstance(generate, StartGeneration)
     assert bytes(list(generate.order.prompt)) == b"hiHel"
     assert generate.order.sampling.max_tokens == 17
     commands = scene.play(
         (chunk("lo", cached=5), [says("start 2 2\n0: Hello\n")]),
-        (chunk("!", "stop", end=True, start=2), [Record, Answered, says("0: !\nend stop 2+7\n"), Done]),
+        (
+            chunk("!", "stop", end=True, start=2),
+            [RecordTurn, KeepResponse, says("0: !\nend stop 2+7\n"), EndStream],
+        ),
     )
     turn = scene.turn(commands)
     assert bytes(list(turn.sampled[:-1])) == b"lo!"
@@ -102,9 +104,9 @@ def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None
     cut(scene, sampled(GO[:10]))
     again(scene)
     commands = scene.play(
-        (scene.asked, [Render]),
-        (prompted(scene), [Generate]),
-        (sampled([*GO[10:], END], "stop"), [Record, Answered, Reply]),
+        (scene.planned, [Render]),
+        (prompted(scene), [StartGeneration]),
+        (sampled([*GO[10:], END], "stop"), [RecordTurn, KeepResponse, Reply]),
     )
     turn = scene.turn(commands)
     assert turn.answer is not None
@@ -117,9 +119,9 @@ def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
     cut(scene, chunk("one ST"))
     again(scene)
     commands = scene.play(
-        (scene.asked, [Render]),
-        (prompted(scene), [Generate]),
-        (chunk("OP!"), [Abort, Record, Answered, Reply]),
+        (scene.planned, [Render]),
+        (prompted(scene), [StartGeneration]),
+        (chunk("OP!"), [RecordTurn, KeepResponse, Reply]),
     )
     turn = scene.turn(commands)
     assert turn.answer is not None
@@ -133,9 +135,9 @@ def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> Non
         assert again(scene).parent == step - 1
         cut(scene, chunk(piece))
     again(scene)
-    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
     turn = scene.turn(
-        scene.play((chunk("e", "stop", end=True), [Record, Answered, says("0: abcde\n"), Done]))
+        scene.play((chunk("e", "stop", end=True), [RecordTurn, KeepResponse, says("0: abcde\n"), EndStream]))
     )
     assert turn.answer is not None
     assert turn.answer.text == "abcde"
@@ -146,8 +148,8 @@ def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_t
     scene = Scene(LINES)
     first = cut(scene, chunk("a"))
     again(scene)
-    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
-    failed = scene.turn(scene.play((EngineFailed(error=EngineError("gone"), at=13.0), [Record, Reply])))
+    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    failed = scene.turn(scene.play((EngineFailed(error=EngineError("gone"), at=13.0), [RecordTurn, Reply])))
     assert (failed.state, failed.answer) == ("failed", None)
     for _ in range(2):
         plan = scene.lineages.resume(first.index, total=1)
@@ -168,7 +170,7 @@ def test_what_can_not_go_on_is_asked_anew() -> None:
     assert spent.lineages.resume(cut(spent, chunk("abc")).index, total=1) is None
     whole = Scene()
     whole.to_generation()
-    turn = whole.turn(whole.play((chunk("a", "stop", end=True), [Record, Answered, Send, Done])))
+    turn = whole.turn(whole.play((chunk("a", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     assert whole.lineages.resume(turn.index, total=1) is None
 
 
@@ -190,8 +192,10 @@ def test_the_next_request_extends_the_resumed_turn() -> None:
     scene = Scene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
-    turn = scene.turn(scene.play((chunk("lo", "stop", end=True), [Record, Answered, Send, Done])))
+    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    turn = scene.turn(
+        scene.play((chunk("lo", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream]))
+    )
     more = Conversation(
         messages=(*HI.messages, Message(role="assistant", text="Hello"), Message(role="user", text="go on"))
     )
@@ -211,8 +215,8 @@ def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str
     scene = Scene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
-    scene.turn(scene.play((chunk("lo", "stop", end=True), [Record, Answered, Send, Done])))
+    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.turn(scene.play((chunk("lo", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     plan = scene.lineages.plan(HI, request_key=key)
     assert (plan.kind, plan.parent) == ("retry" if key == "body" else "root", None)
     assert plan.lineage == 1  # what was resumed keeps its own line
@@ -221,7 +225,7 @@ def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str
 def test_looking_reserves_nothing() -> None:
     scene = Scene()
     scene.to_generation()
-    scene.turn(scene.play((chunk("yes", "stop", end=True), [Record, Answered, Send, Done])))
+    scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     more = Conversation(
         messages=(*HI.messages, Message(role="assistant", text="yes"), Message(role="user", text="go on"))
     )
@@ -249,7 +253,7 @@ def run(steps: list[tuple[str, int, bool]]) -> Lineages:
     scene = Scene(LINES, stream=False, context_length=1000)
     said, texts, word = HI, [], 0
     for how, count, follows in steps:
-        scene.exchange.receive(scene.asked)
+        scene.exchange.receive(scene.planned)
         scene.exchange.receive(prompted(scene))
         text = "".join(chr(ord("a") + (word + step) % 26) for step in range(count))
         word += count
@@ -328,10 +332,10 @@ def test_a_stream_is_not_opened_before_the_first_new_token() -> None:
     scene = Scene(CHAT)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.asked, [Render]), (prompted(scene), [Generate]))
+    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
     scene.play(
         (
             EngineFailed(error=EngineError("gone"), at=13.0),
-            [Record, lambda command: isinstance(command, Reply) and command.status == 500],
+            [RecordTurn, lambda command: isinstance(command, Reply) and command.status == 500],
         )
     )

@@ -25,7 +25,7 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.gateway import endpoint
 from polarnode.gateway.call import INLINE_CHARS, OUTBOX
-from polarnode.gateway.delivery import Pace
+from polarnode.gateway.delivery import KeepAlivePacing
 
 VOCAB = model().tokenizer.vocab_size
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -684,7 +684,7 @@ class _Steps(trio.abc.Instrument):
 
 async def test_a_cancelled_node_records_what_it_has(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
-    here: Stage = stage(engine, pace=Pace(opening_s=0.5, quiet_s=1.0))
+    here: Stage = stage(engine, pacing=KeepAlivePacing(opening_s=0.5, quiet_s=1.0))
     asgi = Asgi()
     engine.give("Half a ")
     with trio.move_on_after(3):

@@ -1,4 +1,4 @@
-"""What a session owes to clients that left, and how long a body waits for its twin."""
+"""What a session keeps for clients that left, and how long a body waits for its twin."""
 
 import pytest
 import trio
@@ -7,42 +7,43 @@ from providers_kit import a_call
 
 from polarnode.core.conversation import Answer, TextPart, Usage
 from polarnode.gateway import live_sessions
-from polarnode.gateway.call_events import Answered
-from polarnode.gateway.live_sessions import TWIN_S, Owed, Retries, wait_ended
+from polarnode.gateway.call_events import UndeliveredResponse
+from polarnode.gateway.live_sessions import TWIN_S, Retries, wait_ended
 
 
-def whole(text: str = "x") -> Owed:
-    return Owed.of(
-        Answered(
-            call=a_call(), answers=(Answer(parts=(TextPart(text),), finish_reason="stop"),), usage=Usage()
-        )
+def whole(text: str = "x") -> UndeliveredResponse:
+    call, answer = a_call(), Answer(parts=(TextPart(text),), finish_reason="stop")
+    return UndeliveredResponse(
+        id=call.id, created=call.created, signature=call.signature, answers=(answer,), usage=Usage()
     )
 
 
-def test_an_answer_is_owed_until_it_is_delivered() -> None:
+def test_a_response_is_undelivered_until_it_is_delivered() -> None:
     session = Retries()
-    assert session.owed("body") is None
-    session.owe("body", 3)
-    session.owe("other", whole())
-    assert (session.owed("body"), session.owed("other")) == (3, whole())
-    session.owe("body", whole("y"))
-    assert session.owed("body") == whole("y")
+    assert session.undelivered("body") is None
+    session.keep("body", 3)
+    session.keep("other", whole())
+    assert (session.undelivered("body"), session.undelivered("other")) == (3, whole())
+    session.keep("body", whole("y"))
+    assert session.undelivered("body") == whole("y")
     session.delivered("body")
     session.delivered("body")  # twice is once
-    assert (session.owed("body"), session.owed("other")) == (None, whole())
+    assert (session.undelivered("body"), session.undelivered("other")) == (None, whole())
 
 
-def test_it_is_given_again_under_its_names_to_the_request_that_asks_again() -> None:
+def test_it_is_sent_again_under_its_names_to_the_request_that_comes_again() -> None:
     again = a_call(stream=True)
     assert whole().call(again.request) == again
 
 
-def test_what_is_owed_is_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_sessions, "OWED", 2)
+def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_sessions, "UNDELIVERED", 2)
     session = Retries()
     for name in ("a", "b", "a", "c"):
-        session.owe(name, 1)
-    assert [session.owed(name) for name in "abc"] == [1, None, 1]
+        session.keep(name, 1)
+    assert [session.undelivered(name) for name in "abc"] == [1, None, 1]
 
 
 async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
@@ -52,7 +53,7 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
     waited: list[float] = []
 
     async def ask(name: str, takes: float) -> None:
-        with session.asking(name) as earlier:
+        with session.in_progress(name) as earlier:
             started = trio.current_time()
             await wait_ended(earlier)
             waited.append(trio.current_time() - started)
@@ -66,13 +67,13 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
         await trio.sleep(0.2)
         nursery.start_soon(ask, "body", 9)
     assert waited == pytest.approx([0, 0, 0.09, TWIN_S])
-    assert session._asking == {}
+    assert session._in_progress == {}
 
 
 async def test_a_call_that_fails_ends_for_its_twins_too() -> None:
     session = Retries()
-    with pytest.raises(RuntimeError, match="bug"), session.asking("body"):
+    with pytest.raises(RuntimeError, match="bug"), session.in_progress("body"):
         raise RuntimeError("bug")
-    with session.asking("body") as earlier:
+    with session.in_progress("body") as earlier:
         assert earlier == ()
         await trio.lowlevel.checkpoint()

@@ -19,7 +19,7 @@ from quart_trio import QuartTrio
 
 from polarnode.core.errors import ConfigError
 from polarnode.http import server
-from polarnode.http.asgi import Responder, wire_of
+from polarnode.http.asgi import Responder, writes_of
 from polarnode.http.server import Address, MendedConnection, listening_socket, mend, open_server
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -135,9 +135,9 @@ async def test_a_head_that_may_wait_leaves_with_the_first_bytes_behind_it() -> N
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        wire = wire_of(scope)
+        wire = writes_of(scope)
         assert wire is not None
-        wire.holds = scope["path"] == "/held"
+        wire.hold_next = scope["path"] == "/held"
         await plain_app(scope, receive, send)
         writes.append(wire.writes)
 
@@ -153,13 +153,13 @@ async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        responder = Responder(send, "1", wire_of(scope))
-        assert responder.wire is not None
+        responder = Responder(send, "1", writes_of(scope))
+        assert responder.connection is not None
         await responder.stream(b"first ", "text/plain")
-        before = responder.wire.writes
+        before = responder.connection.writes
         await responder.stream(b"last", "text/plain", last=True)
         await responder.end()
-        found.append((responder.wire.writes - before, responder.delivered))
+        found.append((responder.connection.writes - before, responder.delivered))
 
     async with open_server(app, ANYWHERE) as address, connected(address) as stream:
         await stream.send_all(CLOSE)

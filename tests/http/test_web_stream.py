@@ -9,14 +9,23 @@ import trio
 import trio.testing
 from attrs import define, field
 
-from polarnode.gateway.call_events import Break, Done, Outgoing, Send
-from polarnode.gateway.delivery import Pace, deliver
+from polarnode.gateway.call_events import Break, EndStream, Outgoing, Send
+from polarnode.gateway.delivery import KeepAlivePacing, deliver
 from polarnode.http import asgi
-from polarnode.http.asgi import Crowded, Left, Responder, Room, TooLarge, header_map, read_body, wait_left
+from polarnode.http.asgi import (
+    BodyBudget,
+    ClientDisconnected,
+    Overloaded,
+    Responder,
+    TooLarge,
+    header_map,
+    read_body,
+    wait_disconnected,
+)
 from polarnode.http.server import Address, open_server
 from polarnode.providers.contract import Reply
 
-PACE = Pace(opening_s=1.0, quiet_s=10.0)
+PACE = KeepAlivePacing(opening_s=1.0, quiet_s=10.0)
 
 
 @define(eq=False)
@@ -58,24 +67,24 @@ def parts(*bodies: bytes, left: bool = False) -> Callable[[], Any]:
 # ── bodies ────────────────────────────────────────────────────────────────────
 
 
-async def read(receive: Any, *, limit: int = asgi.BODY_BYTES, room: Room | None = None) -> object:
+async def read(receive: Any, *, limit: int = asgi.BODY_BYTES, budget: BodyBudget | None = None) -> object:
     """A body, read through a door of its own."""
-    with (room or Room()).hold() as hold:
-        return await read_body(receive, hold=hold, limit=limit)
+    with (budget or BodyBudget()).reserve() as reservation:
+        return await read_body(receive, reservation=reservation, limit=limit)
 
 
 async def test_bodies_of_one_door_have_a_room_together() -> None:
-    room = Room(free=10)
-    with room.hold() as first:
-        assert await read_body(parts(b"x" * 6), hold=first) == b"x" * 6
+    budget = BodyBudget(free=10)
+    with budget.reserve() as first:
+        assert await read_body(parts(b"x" * 6), reservation=first) == b"x" * 6
         receive = parts(b"x" * 4, b"x")
-        assert await read(receive, room=room) == Crowded()
+        assert await read(receive, budget=budget) == Overloaded()
         # a client that still sends would not read its refusal
         assert (await receive())["type"] == "http.disconnect"
-        assert await read(parts(b"x" * 4), room=room) == b"x" * 4
-        assert await read(parts(b"x" * 5), limit=4, room=room) == TooLarge()
-    assert room.free == 10, "given back, however the request ended"
-    assert await read(parts(b"x" * 10), room=room) == b"x" * 10
+        assert await read(parts(b"x" * 4), budget=budget) == b"x" * 4
+        assert await read(parts(b"x" * 5), limit=4, budget=budget) == TooLarge()
+    assert budget.free == 10, "given back, however the request ended"
+    assert await read(parts(b"x" * 10), budget=budget) == b"x" * 10
 
 
 async def test_a_body_is_put_together() -> None:
@@ -98,11 +107,11 @@ async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_client_that_goes_before_its_body_is_whole() -> None:
-    assert await read(parts(b"ab", left=True)) == Left()
+    assert await read(parts(b"ab", left=True)) == ClientDisconnected()
 
 
 async def test_waiting_for_the_client_to_leave_drops_what_it_sends() -> None:
-    await wait_left(parts(b"more", b"and more"))
+    await wait_disconnected(parts(b"more", b"and more"))
 
 
 def test_headers_are_found_by_lower_case_name() -> None:
@@ -133,7 +142,7 @@ async def delivered(*script: Outgoing | float, signs: int = 99, close: bool = Tr
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tell)
-        await deliver(receiver, Responder(wire.send, "id7"), pace=PACE, on_quiet=on_quiet)
+        await deliver(receiver, Responder(wire.send, "id7"), pacing=PACE, on_quiet=on_quiet)
         nursery.cancel_scope.cancel()
     return wire
 
@@ -141,7 +150,7 @@ async def delivered(*script: Outgoing | float, signs: int = 99, close: bool = Tr
 async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    wire = await delivered(Send(b"a"), 1.0, Send(b"b"), Done(), close=False)
+    wire = await delivered(Send(b"a"), 1.0, Send(b"b"), EndStream(), close=False)
     start = wire.sent[0]
     assert (start["type"], start["status"]) == ("http.response.start", 200)
     assert dict(start["headers"]) == {
@@ -156,9 +165,16 @@ async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
 async def test_pieces_that_wait_together_leave_as_one() -> None:
     wire = Wire()
     send, receive = trio.open_memory_channel[Outgoing](10)
-    for command in (Send(b"a"), Send(b"b"), Send(b"c"), Send(b"alone", alone=True), Done(), Send(b"late")):
+    for command in (
+        Send(b"a"),
+        Send(b"b"),
+        Send(b"c"),
+        Send(b"alone", alone=True),
+        EndStream(),
+        Send(b"late"),
+    ):
         send.send_nowait(command)
-    await deliver(receive, Responder(wire.send, "id7"), pace=PACE, on_quiet=list)
+    await deliver(receive, Responder(wire.send, "id7"), pacing=PACE, on_quiet=list)
     assert wire.bodies == [b"abc", b"alone", b""]
     assert wire.ended
 
@@ -169,13 +185,13 @@ async def test_what_comes_as_the_silence_ends_is_sent_all_the_same(
     wire = Wire()
     send, receive = trio.open_memory_channel[Outgoing](2)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(deliver, receive, Responder(wire.send, "id7"), pace=PACE, on_quiet=list))
+        nursery.start_soon(partial(deliver, receive, Responder(wire.send, "id7"), pacing=PACE, on_quiet=list))
         await trio.testing.wait_all_tasks_blocked()
         send.send_nowait(Send(b"a"))
         mock_clock.jump(PACE.opening_s)  # before the one who waits has run
         await trio.testing.wait_all_tasks_blocked()
         assert wire.bodies == [b"a"]
-        send.send_nowait(Done())
+        send.send_nowait(EndStream())
         mock_clock.jump(PACE.quiet_s)
     assert wire.ended
 
@@ -208,7 +224,7 @@ async def test_when_nothing_more_comes_nothing_more_is_said(autojump_clock: trio
 async def test_headers_leave_within_a_second_and_every_silence_is_broken_after_ten(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    wire = await delivered(25.5, Send(b"a"), 9.0, Send(b"b"), 11.0, Done())
+    wire = await delivered(25.5, Send(b"a"), 9.0, Send(b"b"), 11.0, EndStream())
     assert wire.bodies == [b"alive", b"alive", b"alive", b"a", b"b", b"alive", b""]
     assert [round(at, 1) for at in wire.times] == [1.0, 1.0, 11.0, 21.0, 25.5, 34.5, 44.5, 45.5]
 
@@ -223,8 +239,8 @@ async def test_an_answer_that_can_not_be_kept_alive_waits_without_a_word(
 
 def test_the_pace_is_faster_than_the_least_patient_harness() -> None:
     """60 s for headers, 15-30 s between events (harnesses.md 14.4, 14.5)."""
-    assert Pace().opening_s < 60
-    assert Pace().quiet_s <= 10
+    assert KeepAlivePacing().opening_s < 60
+    assert KeepAlivePacing().quiet_s <= 10
 
 
 # ── what was delivered ────────────────────────────────────────────────────────
@@ -236,7 +252,7 @@ class Socket:
     instead of being dropped.
     """
 
-    wire: asgi.Wire
+    wire: asgi.ConnectionWrites
     takes: int
     breaks: bool = False
 
@@ -250,13 +266,13 @@ class Socket:
 
 
 async def sent(takes: int, *commands: Outgoing, breaks: bool = False) -> bool:
-    wire = asgi.Wire()
+    wire = asgi.ConnectionWrites()
     responder = Responder(Socket(wire, takes, breaks).send, "id", wire)
     send, receive = trio.open_memory_channel[Outgoing](10)
     for command in commands:
         send.send_nowait(command)
     send.close()
-    await deliver(receive, responder, pace=PACE, on_quiet=list)
+    await deliver(receive, responder, pacing=PACE, on_quiet=list)
     return responder.delivered
 
 
@@ -264,7 +280,7 @@ async def sent(takes: int, *commands: Outgoing, breaks: bool = False) -> bool:
 async def test_an_answer_is_delivered_when_its_last_bytes_were_taken(breaks: bool) -> None:
     reply = Reply(status=200, headers=(), body=b"{}")
     assert [await sent(takes, reply, breaks=breaks) for takes in (0, 1, 2)] == [False, False, True]
-    streamed = (Send(b"a"), Done())
+    streamed = (Send(b"a"), EndStream())
     assert [await sent(takes, *streamed, breaks=breaks) for takes in range(4)] == [False, False, True, True]
 
 
@@ -274,7 +290,7 @@ async def test_a_stream_that_was_cut_is_not_delivered() -> None:
 
 
 async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
-    wire = asgi.Wire(broken=True)
+    wire = asgi.ConnectionWrites(broken=True)
     responder = Responder(Socket(wire, 99).send, "id", wire)
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
     assert not responder.delivered
@@ -282,7 +298,7 @@ async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
 
 async def test_another_server_than_ours_is_believed() -> None:
     wire = Wire()
-    responder = Responder(wire.send, "id", asgi.wire_of({"type": "http"}))  # type: ignore[typeddict-item]
+    responder = Responder(wire.send, "id", asgi.writes_of({"type": "http"}))  # type: ignore[typeddict-item]
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
     assert responder.delivered
 
@@ -296,7 +312,7 @@ async def test_over_a_socket_the_server_says_what_was_taken(
     ended = trio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        responder = Responder(send, "id", asgi.wire_of(scope))
+        responder = Responder(send, "id", asgi.writes_of(scope))
         body = b"x" * (64 << 20)  # more than any socket's buffers
         if streamed:
             await responder.stream(body, "text/plain")

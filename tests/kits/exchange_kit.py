@@ -22,25 +22,28 @@ from polarnode.core.conversation import (
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.call_events import (
-    Asked,
     Command,
     Event,
-    Generate,
+    Planned,
+    PlanTurns,
     Produced,
-    Record,
+    PromptRendered,
+    RecordTurn,
     Render,
-    Rendered,
+    Requested,
     Send,
+    StartGeneration,
 )
 from polarnode.gateway.machine import Exchange, Terms
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
+from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import (
-    Call,
     Dialect,
     Envelope,
     Fault,
     Memory,
+    ModelCallInfo,
     Reply,
     ServedModel,
     StreamWriter,
@@ -110,17 +113,17 @@ class Lines:
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
         raise NotImplementedError
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return b"".join(
             self.delta(delta, choice=choice)
             for choice, answer in enumerate(answers)
             for delta in answer.parts
         ) + self.end(answers, usage)
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         memory.keep(call.id, answer.text)
 
-    def stream(self, call: Call) -> StreamWriter:
+    def stream(self, call: ModelCallInfo) -> StreamWriter:
         return self
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
@@ -163,16 +166,16 @@ class Scene:
     terms nor the request is sampling.
     """
 
-    def __init__(self, spoken: Dialect = CHAT, *, stream: bool = True, **said: Any) -> None:
+    def __init__(self, dialect: Dialect = CHAT, *, stream: bool = True, **said: Any) -> None:
         self.lineages = Lineages(session_id="s", secret=b"secret")
-        self.spoken, self.stream = spoken, stream
+        self.dialect, self.stream, self.carry = dialect, stream, CallExtras()
         self.opens_thinking = said.pop("opens_thinking", False)
         settings = {"sampling": said.pop("task", Sampling()), "context_length": 100, "token_room": None}
         settings |= {name: said.pop(name) for name in ("context_length", "token_room") if name in said}
         self.asks = self.request(**said)
         self.terms = Terms(
             session_id="s",
-            dialect=spoken,
+            dialect=dialect,
             call=evolve(a_call(), id=REQUEST_ID, request=self.asks),
             stop_ids=FAMILY.stop_ids,
             new_parser=self.parser,
@@ -186,12 +189,13 @@ class Scene:
         """A call of the scene's request, under these plans."""
         self.plans = plans
         self.exchange = Exchange(self.terms)
-        self.asked = Asked(
-            request=self.asks,
+        (command,) = self.exchange.receive(Requested(at=10.0, wall=1000.0))
+        assert command == PlanTurns()
+        self.planned = Planned(
             plans=plans,
-            at=10.0,
-            wall=1000.0,
-            spoken=self.lineages.resumed_prefix(plans[0]),
+            resumed_prefix=self.lineages.resumed_prefix(plans[0]),
+            signature="signed",
+            carry=self.carry,
         )
 
     def parser(self, plan: Plan, prompt: Any, stop: tuple[str, ...]) -> Parser:
@@ -207,7 +211,7 @@ class Scene:
         asked = {name: said.pop(name) for name in NAMES & said.keys()}
         return ModelRequest(
             **(
-                {"provider": self.spoken.name, "model": "m", "conversation": HI, "stream": self.stream}
+                {"provider": self.dialect.name, "model": "m", "conversation": HI, "stream": self.stream}
                 | asked
             ),
             sampling=Sampling(**said),
@@ -227,14 +231,14 @@ class Scene:
         return came
 
     def to_generation(self, prompt: Sequence[int] = b"hi") -> list[Command]:
-        return self.play((self.asked, [Render]), (rendered(prompt), [Generate] * len(self.plans)))
+        return self.play((self.planned, [Render]), (rendered(prompt), [StartGeneration] * len(self.plans)))
 
     def turn(self, commands: list[Command]) -> Turn:
         (turn,) = self.turns(commands)
         return turn
 
     def turns(self, commands: list[Command]) -> list[Turn]:
-        found = [command.turn for command in commands if isinstance(command, Record)]
+        found = [command.turn for command in commands if isinstance(command, RecordTurn)]
         for turn in found:
             self.lineages.commit(turn)  # InvariantViolated if it is not the turn that was planned
         return found
@@ -246,8 +250,8 @@ def matches(command: Command, want: Any) -> bool:
     return bool(want(command)) if callable(want) else command == want
 
 
-def rendered(prompt: Sequence[int] = b"hi", close_length: int = 0) -> Rendered:
-    return Rendered(prompt=ids(list(prompt)), delta=ids(list(prompt)), close_length=close_length)
+def rendered(prompt: Sequence[int] = b"hi", close_length: int = 0) -> PromptRendered:
+    return PromptRendered(prompt=ids(list(prompt)), delta=ids(list(prompt)), close_length=close_length)
 
 
 def chunk(
@@ -308,8 +312,8 @@ def says(*parts: str) -> Any:
     return lambda command: isinstance(command, Send) and all(part.encode() in command.data for part in parts)
 
 
-def order(**sampling: Any) -> Generate:
-    return Generate(
+def order(**sampling: Any) -> StartGeneration:
+    return StartGeneration(
         GenerateOrder(
             request_id=REQUEST_ID,
             prompt=ids(list(b"hi")),

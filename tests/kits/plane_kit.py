@@ -17,10 +17,10 @@ from polarnode.core.ports import Chunk, Engine, GenerateOrder
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.call import Model
-from polarnode.gateway.delivery import Pace
+from polarnode.gateway.delivery import KeepAlivePacing
 from polarnode.gateway.endpoint import ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.http.asgi import WIRE, Wire
+from polarnode.http.asgi import WRITES, ConnectionWrites
 from polarnode.http.server import Address, open_server
 from polarnode.merge.lineage import Lineages
 
@@ -114,7 +114,7 @@ def stage(
     engine: Engine,
     *,
     sampling: Sampling | None = None,
-    pace: Pace | None = None,
+    pacing: KeepAlivePacing | None = None,
     context: int = CONTEXT,
     **budgets: Any,
 ) -> Stage:
@@ -131,7 +131,7 @@ def stage(
             context_length=context,
             id="tiny",
             now=lambda: 1_700_000_000.0,
-            pace=pace or Pace(),
+            pacing=pacing or KeepAlivePacing(),
         ),
     )
     return Stage(plane, s1, turns)
@@ -172,7 +172,7 @@ class Asgi:
     sent: list[Any] = field(factory=list)
     gone: trio.Event = field(factory=trio.Event)
     leave_at: int | None = None
-    wire: Wire = field(factory=Wire)
+    wire: ConnectionWrites = field(factory=ConnectionWrites)
 
     def leave(self) -> None:
         self.gone.set()
@@ -181,7 +181,7 @@ class Asgi:
         unread = [body]
         scope = {
             "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
-            "state": {WIRE: self.wire},
+            "state": {WRITES: self.wire},
             "headers": [(b"authorization", b"Bearer " + key.encode()), (b"content-type", b"application/json")],
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import openai
 
 from polarnode.core.conversation import Conversation, Message, ModelRequest, Sampling
-from polarnode.providers.contract import Call, FaultKind
+from polarnode.providers.contract import FaultKind, ModelCallInfo
 
 OPENAI_ERRORS: Final[tuple[tuple[FaultKind, type[openai.APIStatusError]], ...]] = (
     ("bad_request", openai.BadRequestError),
@@ -23,10 +23,10 @@ OPENAI_ERRORS: Final[tuple[tuple[FaultKind, type[openai.APIStatusError]], ...]] 
 )
 
 
-def a_call(**asked: Any) -> Call:
+def a_call(**asked: Any) -> ModelCallInfo:
     """A call of a request with these fields; whoever asked for nothing asked for model `asked-for`."""
     said = Conversation(messages=(Message(role="user", text="hi"),))
     request = ModelRequest(
         **({"provider": "p", "model": "asked-for", "conversation": said, "sampling": Sampling()} | asked)
     )
-    return Call(request=request, id="0f1e", created=1700000000, signature="c2ln")
+    return ModelCallInfo(request=request, id="0f1e", created=1700000000, signature="c2ln")

@@ -1,7 +1,7 @@
 """A node without waiting: the real readers, lineages, template, exchange and parser of one session, moved by
 hand, sample by sample.
 
-What `web/model_call.py` does between awaits is done here at once, in its order. Nothing is a double of our
+What `gateway/call.py` does between awaits is done here at once, in its order. Nothing is a double of our
 code: only the engine is the test's, and gives what the test says, in whatever pieces.
 """
 
@@ -22,27 +22,28 @@ from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway import call
 from polarnode.gateway.call_events import (
     Abandon,
-    Answered,
-    Asked,
     Break,
     ClientLeft,
-    Done,
+    EndStream,
     EngineFailed,
     Event,
-    Generate,
+    KeepResponse,
+    Planned,
     Produced,
-    Record,
+    PromptRendered,
+    RecordTurn,
     Render,
-    Rendered,
+    Requested,
+    RequestRefused,
     Send,
     SessionEnded,
-    Unrenderable,
+    StartGeneration,
 )
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.gateway.machine import Exchange, Terms, as_kept
+from polarnode.gateway.machine import Exchange, Terms, held_request
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
-from polarnode.providers.contract import Call, Envelope, Fault, Reply
+from polarnode.providers.contract import Envelope, Fault, ModelCallInfo, Reply
 from polarnode.providers.dialect import route
 
 T = TypeVar("T")
@@ -147,23 +148,24 @@ class Asking:
         match command:
             case Render(plan):
                 self.tell(self.desk.rendered(self.request, plan))
-            case Generate(order=order, choice=choice):
+            case StartGeneration(order=order, choice=choice):
                 self.orders[choice] = order
                 self.desk.asked(self.plans[choice], order)
-            case Record(turn):
+            case RecordTurn(turn):
                 self.desk.commit(turn)
             case Abandon(plan, fault):
                 self.desk.lineages.abandon(plan)
                 self.refused = fault or self.refused
-            case Answered(answers=answers, call=call):
-                self.answers = answers
-                if len(answers) == 1:
-                    self.exchange.terms.dialect.remember(call, answers[0], self.desk.memory)
+            case KeepResponse(response):
+                self.answers = response.answers
+                if len(self.answers) == 1:
+                    call = response.call(self.request)
+                    self.exchange.terms.dialect.remember(call, self.answers[0], self.desk.memory)
             case Send(data=data):
                 self.sent += data
             case Reply(body=body, status=status):
                 self.sent, self.ended, self.broken = body, status == 200, status != 200
-            case Done():  # Google's stream ends so too where its answer never came
+            case EndStream():  # Google's stream ends so too where its answer never came
                 self.ended = bool(self.answers)
             case Break():
                 self.broken = True
@@ -232,7 +234,7 @@ class Desk:
             query=query,
             memory=self.memory,
         )
-        return as_kept(found.dialect.read(json.dumps(ask.body).encode(), envelope))
+        return held_request(found.dialect.read(json.dumps(ask.body).encode(), envelope))
 
     def begin(self, ask: Ask, *, resume: int | None = None) -> Asking:
         """A request up to its generation. `resume`: the cut turn whose answer goes on, as the model plane
@@ -243,27 +245,27 @@ class Desk:
         resumed = None if resume is None else self.lineages.resume(resume, total=total)
         plan = resumed or self.lineages.plan(request.conversation, request_key=key, hints=request.hints)
         plans = (plan, *self.lineages.also(plan, request.choices - 1))
-        asking = Asking(self, request, plans, self.exchange(ask, request, plans), key)
+        asking = Asking(self, request, plans, self.exchange(ask, request), key)
+        asking.tell(Requested(at=self.tick(), wall=1000.0 + self._now))
         asking.tell(
-            Asked(
-                request=request,
+            Planned(
                 plans=plans,
-                at=self.tick(),
-                wall=1000.0 + self._now,
-                spoken=self.lineages.resumed_prefix(plan),
+                resumed_prefix=self.lineages.resumed_prefix(plan),
+                signature=self.lineages.references.signature(plan.index),
             )
         )
         return asking
 
-    def exchange(self, ask: Ask, request: ModelRequest, plans: tuple[Plan, ...]) -> Exchange:
+    def exchange(self, ask: Ask, request: ModelRequest) -> Exchange:
         found, references = route("POST", ask.path.partition("?")[0], ask.headers), self.lineages.references
         assert found is not None
         self._calls += 1
-        signature = references.signature(plans[0].index)
         terms = Terms(
             session_id=self.session_id,
             dialect=found.dialect,
-            call=Call(request=request, id=f"{self._calls:032x}", created=1_700_000_000, signature=signature),
+            call=ModelCallInfo(
+                request=request, id=f"{self._calls:032x}", created=1_700_000_000, signature=""
+            ),
             sampling=self.sampling,
             context_length=CONTEXT,
             token_room=None,
@@ -275,12 +277,12 @@ class Desk:
         )
         return Exchange(terms)
 
-    def rendered(self, request: ModelRequest, plan: Plan) -> Rendered | Unrenderable:
+    def rendered(self, request: ModelRequest, plan: Plan) -> PromptRendered | RequestRefused:
         history = None if plan.parent is None else self.lineages.history(plan)
         try:
             return driven(self.served.prompt(request.conversation, plan.new, history))
         except Refused as error:
-            return Unrenderable(error=error)
+            return RequestRefused(error=error)
 
     def asked(self, plan: Plan, order: GenerateOrder) -> None:
         self.prompts[plan.index] = order.prompt
@@ -312,7 +314,7 @@ class Desk:
         plan = self.lineages.plan(request.conversation, hints=request.hints)
         try:
             rendered = self.rendered(request, plan)
-            assert isinstance(rendered, Rendered), rendered
+            assert isinstance(rendered, PromptRendered), rendered
             return plan, rendered.prompt
         finally:
             self.lineages.abandon(plan)

@@ -253,7 +253,7 @@ def test_however_often_a_client_leaves_no_token_is_sampled_twice(
         # a new sample only after an answer that arrived
         assert sum(turn.state == "complete" for turn in here.turns) <= delivered
         assert here.s1.lineages._graph.plans == {}
-        assert here.s1.retries._asking == {}
+        assert here.s1.retries._in_progress == {}
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 

@@ -194,7 +194,7 @@ def test_whatever_clients_do_at_once_the_session_keeps_every_law(
                 nursery.start_soon(begin, number, wire, steps, delay)
         assert (engine.running, here.s1.in_flight) == (0, 0)
         assert here.s1.lineages._graph.plans == {}
-        assert here.s1.retries._asking == {}
+        assert here.s1.retries._in_progress == {}
         return here.turns
 
     turns = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

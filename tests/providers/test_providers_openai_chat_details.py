@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
-from polarnode.providers.contract import Call
+from polarnode.providers.contract import ModelCallInfo
 from polarnode.providers.openai_chat.read import read
 from polarnode.providers.openai_chat.write import DETAILS, ChatStream, detail_refs, whole
 
@@ -24,8 +24,8 @@ def told(**fields: Any) -> ModelRequest:
     )
 
 
-def call_of(request: ModelRequest) -> Call:
-    return Call(request=request, id="ab", created=1, signature="signed-by-us")
+def call_of(request: ModelRequest) -> ModelCallInfo:
+    return ModelCallInfo(request=request, id="ab", created=1, signature="signed-by-us")
 
 
 def shown(request: ModelRequest) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import Call, Envelope, ServedModel
+from polarnode.providers.contract import Envelope, ModelCallInfo, ServedModel
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.history import retold
@@ -24,7 +24,7 @@ def read(memory: SessionMemory, **body: Any) -> ModelRequest:
 def answered(memory: SessionMemory, number: int, **body: Any) -> ModelRequest:
     request = read(memory, **body)
     OPENAI_RESPONSES.remember(
-        Call(request=request, id=f"{number:x}", created=1, signature="c2ln"), said("Said."), memory
+        ModelCallInfo(request=request, id=f"{number:x}", created=1, signature="c2ln"), said("Said."), memory
     )
     return request
 
@@ -77,7 +77,7 @@ def test_a_whole_answer_is_of_one_choice() -> None:
     request = read(SessionMemory(), input="hi")
     body = json.loads(
         OPENAI_RESPONSES.whole(
-            Call(request=request, id="1", created=1, signature="c2ln"), [said("x")], Usage()
+            ModelCallInfo(request=request, id="1", created=1, signature="c2ln"), [said("x")], Usage()
         )
     )
     assert (body["object"], body["store"], len(body["output"])) == ("response", True, 1)

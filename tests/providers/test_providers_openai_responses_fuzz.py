@@ -23,7 +23,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import Call, Envelope
+from polarnode.providers.contract import Envelope, ModelCallInfo
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.items import _READERS
 from polarnode.providers.openai_responses.shapes import ResponsesRequest
@@ -145,7 +145,7 @@ def test_any_body_is_read_or_refused_and_what_is_read_is_answered(
         for index, text in enumerate(arguments)
     ]
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("x"), *calls), finish_reason="stop")
-    call = Call(request=request, id="1f", created=1, signature="c2ln")
+    call = ModelCallInfo(request=request, id="1f", created=1, signature="c2ln")
     whole = json.loads(OPENAI_RESPONSES.whole(call, [answer], Usage()))
     stream = OPENAI_RESPONSES.stream(call)
     sent = (

@@ -20,7 +20,7 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import Call
+from polarnode.providers.contract import ModelCallInfo
 from polarnode.providers.openai_responses.history import Sealed, unseal
 from polarnode.providers.openai_responses.write import (
     call_json,
@@ -34,7 +34,7 @@ GO = ToolCall(id="call_ab0", name="go", arguments='{"a": 1}')
 CALL = a_call()
 
 
-def calling(*tools: Tool, **extras: Any) -> Call:
+def calling(*tools: Tool, **extras: Any) -> ModelCallInfo:
     return a_call(
         conversation=Conversation(messages=(Message(role="user", text="hi"),), tools=tools), extras=extras
     )

@@ -27,10 +27,10 @@ from polarnode.core.conversation import (
 from polarnode.providers.contract import (
     JSON_TYPE,
     STREAM_TYPE,
-    Call,
     Envelope,
     Fault,
     FaultKind,
+    ModelCallInfo,
     Reply,
     ServedModel,
 )
@@ -81,7 +81,7 @@ class Node:
             return _ok(dialect.model(SERVED, asked=found.model or ""))
         request = dialect.read(body, Envelope(headers=headers, model=found.model, operation=found.operation))
         self.requests.append(request)
-        call = Call(request=request, id="0f1e", created=1700000000, signature="c2ln")
+        call = ModelCallInfo(request=request, id="0f1e", created=1700000000, signature="c2ln")
         if found.operation == "count_tokens":
             return _ok(dialect.count(12) or b"")
         return (
@@ -90,7 +90,7 @@ class Node:
             else _ok(dialect.whole(call, [ANSWER], USAGE))
         )
 
-    def _stream(self, found: Route, call: Call) -> bytes:
+    def _stream(self, found: Route, call: ModelCallInfo) -> bytes:
         stream = found.dialect.stream(call)
         sent = stream.keep_alive() + stream.start(prompt_tokens=10, cached_tokens=8)
         for delta in DELTAS:

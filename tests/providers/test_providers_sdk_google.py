@@ -34,11 +34,11 @@ from polarnode.core.conversation import (
 )
 from polarnode.providers.contract import (
     JSON_TYPE,
-    Call,
     Envelope,
     Fault,
     FaultKind,
     LastWords,
+    ModelCallInfo,
     Reply,
     ServedModel,
     StreamWriter,
@@ -101,7 +101,7 @@ class Node:
         self.requests.append(request)
         if found.operation == "count_tokens":
             return _ok(dialect.count(12) or b"")
-        call = Call(request=request, id="0f1e", created=1700000000, signature="c2ln")
+        call = ModelCallInfo(request=request, id="0f1e", created=1700000000, signature="c2ln")
         answer = FINAL if request.conversation.messages[-1].role == "tool" else CALLS
         answers = [answer] * request.choices
         if self.logprobs:

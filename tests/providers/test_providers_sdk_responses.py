@@ -29,7 +29,15 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import JSON_TYPE, STREAM_TYPE, Call, Envelope, Fault, FaultKind, Reply
+from polarnode.providers.contract import (
+    JSON_TYPE,
+    STREAM_TYPE,
+    Envelope,
+    Fault,
+    FaultKind,
+    ModelCallInfo,
+    Reply,
+)
 from polarnode.providers.dialect import Route, missed, route, session_keys
 
 GO = ToolCall(id="call_ab0", name="go", arguments='{"to": "Köln", "days": 2}')
@@ -118,7 +126,9 @@ class Node:
 
     def _serve(self, found: Route, request: ModelRequest) -> Reply:
         self.requests.append(request)
-        call = Call(request=request, id=f"{len(self.requests):032x}", created=1700000000, signature="c2ln")
+        call = ModelCallInfo(
+            request=request, id=f"{len(self.requests):032x}", created=1700000000, signature="c2ln"
+        )
         if found.operation == "count_tokens":
             return _ok(found.dialect.count(12) or b"")
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -134,7 +144,7 @@ class Node:
             else _ok(body)
         )
 
-    def _stream(self, found: Route, call: Call, answer: Answer) -> bytes:
+    def _stream(self, found: Route, call: ModelCallInfo, answer: Answer) -> bytes:
         stream = found.dialect.stream(call)
         sent = stream.keep_alive() + stream.start(prompt_tokens=10, cached_tokens=8)
         for delta in pieces(answer):

@@ -14,7 +14,15 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
 from polarnode.providers.anthropic import write
 from polarnode.providers.anthropic.read import read
-from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import (
+    Envelope,
+    Fault,
+    Memory,
+    ModelCallInfo,
+    Reply,
+    ServedModel,
+    StreamWriter,
+)
 
 
 @frozen
@@ -31,13 +39,13 @@ class Anthropic:
             counting=envelope.operation == "count_tokens",
         )
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers[0], usage)
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         pass
 
-    def stream(self, call: Call) -> StreamWriter:
+    def stream(self, call: ModelCallInfo) -> StreamWriter:
         return write.MessageStream(call)
 
     def error(self, fault: Fault) -> Reply:

@@ -36,7 +36,15 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import STREAM_TYPE, Call, Fault, FaultKind, Reply, error_reply, event
+from polarnode.providers.contract import (
+    STREAM_TYPE,
+    Fault,
+    FaultKind,
+    ModelCallInfo,
+    Reply,
+    error_reply,
+    event,
+)
 from polarnode.providers.shapes import strict_json
 
 # ── ids ────────────────────────────────────────────────────────────
@@ -161,14 +169,14 @@ def arguments_json(arguments: str) -> Json:
     return cast(Json, orjson.Fragment(arguments or "{}"))
 
 
-def shows_thinking(call: Call) -> bool:
+def shows_thinking(call: ModelCallInfo) -> bool:
     """Whether the client wants thinking in words; else each block of it is its signature alone, as this API
     does it.
     """
     return call.request.extras.get("thinking") != "omitted"
 
 
-def block_json(part: Part, call: Call) -> Json:
+def block_json(part: Part, call: ModelCallInfo) -> Json:
     match part:
         case TextPart(text):
             return {"type": "text", "text": text}
@@ -189,13 +197,13 @@ def block_json(part: Part, call: Call) -> Json:
             assert_never(part)
 
 
-def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
+def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
     """A `message` body."""
     blocks: list[Json] = [block_json(part, call) for part in answer.parts]
     return dump_json(_head(call) | {"content": blocks} | _stop(answer) | {"usage": usage_json(usage)})
 
 
-def _head(call: Call) -> dict[str, Json]:
+def _head(call: ModelCallInfo) -> dict[str, Json]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
 
 
@@ -209,7 +217,7 @@ class MessageStream:
     kind closes it.
     """
 
-    call: Call
+    call: ModelCallInfo
     content_type: str = STREAM_TYPE
     started: bool = False
     shown: bool = False  # something a client keeps (text, a call) is out

@@ -11,7 +11,15 @@ from attrs import frozen
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
-from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import (
+    Envelope,
+    Fault,
+    Memory,
+    ModelCallInfo,
+    Reply,
+    ServedModel,
+    StreamWriter,
+)
 from polarnode.providers.google import write
 from polarnode.providers.google.read import read
 
@@ -25,13 +33,13 @@ class Google:
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
         return read(body, envelope)
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers, usage)
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         pass
 
-    def stream(self, call: Call) -> StreamWriter:
+    def stream(self, call: ModelCallInfo) -> StreamWriter:
         return write.ContentStream(call, call.request.extras.get("sse") is not False)
 
     def error(self, fault: Fault) -> Reply:

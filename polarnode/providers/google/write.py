@@ -49,10 +49,10 @@ from polarnode.providers.contract import (
     RETRY_AFTER_S,
     STREAM_TYPE,
     TRIED_AGAIN,
-    Call,
     Fault,
     FaultKind,
     LastWords,
+    ModelCallInfo,
     Reply,
     error_reply,
     event,
@@ -250,7 +250,7 @@ def candidate_json(
     return candidate | logprobs_json(logprobs) if logprobs else candidate
 
 
-def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+def whole(call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A GenerateContentResponse."""
     candidates: list[Json] = [
         candidate_json(
@@ -268,11 +268,11 @@ def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     return dump_json({"candidates": candidates, "usageMetadata": usage_json(usage)} | _tail(call))
 
 
-def shows_thinking(call: Call) -> bool:
+def shows_thinking(call: ModelCallInfo) -> bool:
     return call.request.extras.get("thoughts") is True
 
 
-def _tail(call: Call) -> dict[str, Json]:
+def _tail(call: ModelCallInfo) -> dict[str, Json]:
     return {"modelVersion": call.model, "responseId": call.id, "createTime": _timestamp(call.created)}
 
 
@@ -286,7 +286,7 @@ class ContentStream:
     the last.
     """
 
-    call: Call
+    call: ModelCallInfo
     sse: bool
     started: bool = False
     opened: bool = False  # the array's bracket is out

@@ -11,7 +11,15 @@ from attrs import frozen
 
 from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
-from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import (
+    Envelope,
+    Fault,
+    Memory,
+    ModelCallInfo,
+    Reply,
+    ServedModel,
+    StreamWriter,
+)
 from polarnode.providers.openai_chat import write
 from polarnode.providers.openai_chat.read import read
 
@@ -25,13 +33,13 @@ class OpenAIChat:
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
         return read(body, headers=envelope.headers, model=envelope.model)
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers, usage)
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         pass
 
-    def stream(self, call: Call) -> StreamWriter:
+    def stream(self, call: ModelCallInfo) -> StreamWriter:
         return write.ChatStream(call)
 
     def error(self, fault: Fault) -> Reply:

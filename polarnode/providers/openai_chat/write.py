@@ -30,7 +30,7 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import DONE, STREAM_TYPE, Call, Fault, event
+from polarnode.providers.contract import DONE, STREAM_TYPE, Fault, ModelCallInfo, event
 from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.providers.openai_chat.tools import call_json
 
@@ -44,7 +44,7 @@ def asked(request: ChatRequest) -> bool:
     return (request.reasoning is not None or request.include_reasoning is True) and (request.n or 1) == 1
 
 
-def details(call: Call) -> dict[str, Json]:
+def details(call: ModelCallInfo) -> dict[str, Json]:
     """What is laid over the message, or over a delta: nothing for who did not ask."""
     if not call.request.extras.get(DETAILS):
         return {}
@@ -101,7 +101,7 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def message_json(call: Call, answer: Answer) -> Json:
+def message_json(call: ModelCallInfo, answer: Answer) -> Json:
     """The assistant message; `content` is null when only calls were made, as OpenAI's own is."""
     message: dict[str, Json] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
     if answer.thinking:
@@ -129,7 +129,7 @@ def _token(data: bytes, logprob: float) -> dict[str, Json]:
     }
 
 
-def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+def whole(call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
     """A `chat.completion` body."""
     choices: list[Json] = [
         {
@@ -143,7 +143,7 @@ def whole(call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
     return dump_json(_head(call, "chat.completion") | {"choices": choices, "usage": usage_json(usage)})
 
 
-def _head(call: Call, kind: str) -> dict[str, Json]:
+def _head(call: ModelCallInfo, kind: str) -> dict[str, Json]:
     return {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
 
 
@@ -153,7 +153,7 @@ class ChatStream:
     it holds no count.
     """
 
-    call: Call
+    call: ModelCallInfo
     content_type: str = STREAM_TYPE
     opened: bool = False
     calls: Counter[int] = field(factory=Counter)  # sent so far, by choice: the next call's index

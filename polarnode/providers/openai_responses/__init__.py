@@ -13,7 +13,15 @@ from attrs import frozen
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
-from polarnode.providers.contract import Call, Envelope, Fault, Memory, Reply, ServedModel, StreamWriter
+from polarnode.providers.contract import (
+    Envelope,
+    Fault,
+    Memory,
+    ModelCallInfo,
+    Reply,
+    ServedModel,
+    StreamWriter,
+)
 from polarnode.providers.openai_responses import history, write
 from polarnode.providers.openai_responses.read import read
 
@@ -27,15 +35,15 @@ class OpenAIResponses:
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
         return read(body, envelope)
 
-    def whole(self, call: Call, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers[0], usage)
 
-    def remember(self, call: Call, answer: Answer, memory: Memory) -> None:
+    def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         kept = call.request.extras.get("keeps")
         if isinstance(kept, dict):
             history.keep(memory, history.response_id(call.id), kept, write.output_json(call, answer))
 
-    def stream(self, call: Call) -> StreamWriter:
+    def stream(self, call: ModelCallInfo) -> StreamWriter:
         return write.ResponseStream(call)
 
     def error(self, fault: Fault) -> Reply:

@@ -38,7 +38,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers import openai
-from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Call, Fault, event
+from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Fault, ModelCallInfo, event
 from polarnode.providers.openai_responses.history import Sealed, item_id, response_id, seal
 from polarnode.providers.openai_responses.shapes import Object
 
@@ -74,7 +74,12 @@ def usage_json(usage: Usage) -> Json:
 
 
 def response_json(
-    call: Call, *, status: str, output: Sequence[Json], usage: Usage | None = None, error: Json = None
+    call: ModelCallInfo,
+    *,
+    status: str,
+    output: Sequence[Json],
+    usage: Usage | None = None,
+    error: Json = None,
 ) -> Object:
     """The `response` object."""
     head: Object = {
@@ -91,7 +96,7 @@ def response_json(
     return head | cast(Object, call.request.extras.get("echo") or {})
 
 
-def status(call: Call, answer: Answer) -> str:
+def status(call: ModelCallInfo, answer: Answer) -> str:
     """How it ended. An answer with calls is complete, whatever cut it, because its client has work to do and
     Codex ends its run on an incomplete one; so is a compaction, whose one item is whole. A sample cut by an
     abort is called what a limit makes of it: both say that more was to come, and this API knows no other
@@ -104,7 +109,7 @@ def status(call: Call, answer: Answer) -> str:
 # ── items ─────────────────────────────────────────────────────────────────────
 
 
-def output_json(call: Call, answer: Answer) -> list[Json]:
+def output_json(call: ModelCallInfo, answer: Answer) -> list[Json]:
     """All items of an answer."""
     if call.request.extras.get("compacts"):
         return [compaction_json(call, answer)]
@@ -117,7 +122,7 @@ def output_json(call: Call, answer: Answer) -> list[Json]:
     ]
 
 
-def _item(call: Call, part: Part, index: int, logprobs: Sequence[TokenLogprob], ended: str) -> Json:
+def _item(call: ModelCallInfo, part: Part, index: int, logprobs: Sequence[TokenLogprob], ended: str) -> Json:
     match part:
         case TextPart(text):
             return message_json(call, text, index, logprobs=logprobs_json(logprobs), ended=ended)
@@ -129,7 +134,9 @@ def _item(call: Call, part: Part, index: int, logprobs: Sequence[TokenLogprob], 
             assert_never(part)
 
 
-def message_json(call: Call, text: str, index: int, *, logprobs: Sequence[Json], ended: str) -> Object:
+def message_json(
+    call: ModelCallInfo, text: str, index: int, *, logprobs: Sequence[Json], ended: str
+) -> Object:
     part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     return {
         "id": item_id("msg", call.id, index, call.signature),
@@ -140,7 +147,7 @@ def message_json(call: Call, text: str, index: int, *, logprobs: Sequence[Json],
     }
 
 
-def reasoning_json(call: Call, text: str, index: int) -> Object:
+def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
     """Thinking, as a summary (Codex shows it and hands it back), and sealed for who asked for that. What is
     sealed always carries our signature, which tells answers with the same words apart when they come back.
     """
@@ -154,7 +161,7 @@ def reasoning_json(call: Call, text: str, index: int) -> Object:
     }
 
 
-def compaction_json(call: Call, answer: Answer) -> Object:
+def compaction_json(call: ModelCallInfo, answer: Answer) -> Object:
     """The one item of a compaction."""
     sealed = seal(Sealed(signature=call.signature, summary=answer.text))
     return {
@@ -167,7 +174,7 @@ def compaction_json(call: Call, answer: Answer) -> Object:
 # ── calls ─────────────────────────────────────────────────────────────────────
 
 
-def call_json(call: Call, made: ToolCall, index: int) -> Object:
+def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
     """A tool call as its tool's kind spells it."""
     spelling = _spelling(call, made.name)
     head: Object = {"status": "completed", "call_id": made.id}
@@ -201,7 +208,7 @@ def call_json(call: Call, made: ToolCall, index: int) -> Object:
     )
 
 
-def _spelling(call: Call, name: str) -> Mapping[str, Json]:
+def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
     found = next((tool.spelling for tool in call.request.conversation.tools if tool.name == name), None)
     if found is not None:
         return found
@@ -279,7 +286,7 @@ def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list
 # ── write ────────────────────────────────────────────────────────────
 
 
-def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
+def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
     """A `response` body; a `response.compaction` where a conversation was to be compacted."""
     told = call.request.extras.get("told")
     if isinstance(told, list):
@@ -289,14 +296,14 @@ def whole(call: Call, answer: Answer, usage: Usage) -> bytes:
     )
 
 
-def _compacted(call: Call, told: list[Json], answer: Answer, usage: Usage) -> Json:
+def _compacted(call: ModelCallInfo, told: list[Json], answer: Answer, usage: Usage) -> Json:
     """What stands for the conversation from now on: every message of the user, as it was, and the summary."""
     kept = [_user(call, item, index) for index, item in enumerate(told) if isinstance(item, dict)]
     head: Object = {"id": response_id(call.id), "object": "response.compaction", "created_at": call.created}
     return head | {"output": [*kept, compaction_json(call, answer)], "usage": usage_json(usage)}
 
 
-def _user(call: Call, item: Object, index: int) -> Json:
+def _user(call: ModelCallInfo, item: Object, index: int) -> Json:
     content = item.get("content")
     parts: Json = [{"type": "input_text", "text": content}] if isinstance(content, str) else content or []
     return {
@@ -324,7 +331,7 @@ class ResponseStream:
     closes it.
     """
 
-    call: Call
+    call: ModelCallInfo
     content_type: str = STREAM_TYPE
     created: bool = False
     sequence: int = 0
