@@ -23,7 +23,7 @@ from polarnode.api.openapi_shapes import ENGINE, JSON, OPERATIONS, Operation, Wh
 from polarnode.api.query import MOST_TASKS, PARQUET, Kind
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.schema import Schema, Schemas
-from polarnode.core.codec.trajectories import Turns
+from polarnode.core.codec.trajectories import JSON_SCHEMAS, Turns
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Status
 from polarnode.journal.values import EventKind
@@ -100,7 +100,7 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
     """The document of these rows; `token`: whether the routes need one. those without an operation are not in
     it.
     """
-    asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False)
+    asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False, known=JSON_SCHEMAS)
     paths: dict[str, Any] = {}
     for where in filter(operations.__contains__, rows):
         method, path = where

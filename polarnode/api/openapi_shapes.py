@@ -22,10 +22,9 @@ from polarnode.api.query import FILTERS
 from polarnode.api.routes import Ack
 from polarnode.api.service import Submitted
 from polarnode.core.codec.schema import Schema
-from polarnode.core.codec.trajectories import TrajectoryShape
 from polarnode.core.conversation import Json
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
-from polarnode.core.trajectory import Outcome
+from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.engine.weight_values import (
     BroadcastBucket,
     GroupOrder,
@@ -132,7 +131,7 @@ class WholeSession:
 
     session: Session
     turns: tuple[dict[str, Json], ...]
-    trajectory: TrajectoryShape | None
+    trajectory: Trajectory | None
 
 
 @frozen(kw_only=True)
@@ -257,7 +256,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ("GET", "/v1/trajectories/<session_id>"): Operation(
         summary="A session that is over.",
         query=(*_ARRAYS, "format"),
-        answer=TrajectoryShape | Formatted,
+        answer=Trajectory | Formatted,
         errors=(404,),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(

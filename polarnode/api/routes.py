@@ -20,7 +20,6 @@ from polarnode.api.query import FILTERS, Query, last_event_id, read_query
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.api.streams import event_stream, file_pieces
 from polarnode.containers.files import artifacts_path
-from polarnode.core.codec.arrays import encoder
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
 from polarnode.core.codec.trajectories import trajectory_json, turns_json
@@ -159,7 +158,7 @@ class Routes:
 
         def body() -> bytes:
             left_out = () if found is None else found.left_out
-            rows = turns_json(turns, left_out=left_out, encode=encoder(query.arrays))
+            rows = turns_json(turns, left_out=left_out, arrays=query.arrays)
             whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
             return dump_json({"session": session_record_json(known), "turns": rows, "trajectory": whole})
 

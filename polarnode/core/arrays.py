@@ -7,9 +7,17 @@ costs twelve times as much.
 
 from array import array
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from attrs import field, frozen
+
+if TYPE_CHECKING:
+    Int32Array = array[int]
+    Float32Array = array[float]
+else:
+    # `array` takes no parameters at run time, so a mark tells the codecs what an array holds
+    Int32Array = Annotated[array, "int32"]
+    Float32Array = Annotated[array, "float32"]
 
 ExpertType = Literal["uint8", "int16"]  # int16 only for models with more than 256 experts a layer
 
@@ -31,8 +39,8 @@ class TopLogprobs:
     """
 
     k: int
-    ids: "array[int]"
-    logprobs: "array[float]"
+    ids: Int32Array
+    logprobs: Float32Array
 
     @property
     def rows(self) -> int:

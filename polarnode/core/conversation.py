@@ -7,13 +7,23 @@ is kept apart in `Answer.parts` for the dialects that show it.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from attrs import asdict, evolve, field, frozen
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+# a JSON list kept as text, "" for an empty one; in JSON it is the list
+JsonText = Annotated[str, "JSON"]
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "tool_calls", "length", "stop_string", "abort", "error"]
+
+
+def json_key(key: str | None) -> dict[str, Any]:
+    """Metadata of an attrs field whose key in JSON is not its name.
+
+    "a.b" is the key b of an object a; None keeps the field out of JSON.
+    """
+    return {"json": key}
 
 
 @frozen(kw_only=True)
@@ -40,7 +50,7 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
     thinking: str = ""
-    refs: tuple[str, ...] = ()
+    refs: tuple[str, ...] = field(default=(), metadata=json_key(None))
 
     def joined(self, more: "Message") -> "Message":
         """This one gone on with: one turn of an assistant that a client shows as two. Each reference once, as
@@ -229,7 +239,8 @@ class Answer:
     finish_reason: FinishReason
     stop_string: str | None = None
     malformed_calls: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the visible text, where they were asked for
+    # of the visible text, where they were asked for
+    logprobs: tuple[TokenLogprob, ...] = field(default=(), metadata=json_key(None))
 
     @property
     def text(self) -> str:

@@ -7,14 +7,22 @@ an earlier one.
 What becomes of a session: its traces, its outcome, its verdict, and the trajectory that holds them all.
 """
 
-from array import array
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Final, Literal
 
 from attrs import field, frozen
 
-from polarnode.core.arrays import RoutedExperts, TopLogprobs
-from polarnode.core.conversation import Answer, FinishReason, Json, Message, Sampling, Usage
+from polarnode.core.arrays import Float32Array, Int32Array, RoutedExperts, TopLogprobs
+from polarnode.core.conversation import (
+    Answer,
+    FinishReason,
+    Json,
+    JsonText,
+    Message,
+    Sampling,
+    Usage,
+    json_key,
+)
 
 # ── turns ────────────────────────────────────────────────────────────
 
@@ -22,6 +30,11 @@ TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
 # partial: cut by the client's leaving or an abort; failed: the engine's fault
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
+
+# How a turn's fields stand in its row of a trajectory's JSON: `optional` may be absent there although the
+# class needs it, `full` is there only with turns=full.
+OPTIONAL: Final[dict[str, Any]] = {"optional": True}
+FULL: Final[dict[str, Any]] = {"optional": True, "full": True}
 
 
 @frozen(kw_only=True)
@@ -44,7 +57,7 @@ class NewMessages:
     """
 
     messages: tuple[Message, ...] = ()
-    tools: str = ""
+    tools: JsonText = ""
     thinking: bool | None = None
 
 
@@ -60,7 +73,7 @@ class Turn:
     are None where the task did not ask for them, and where `notes` say why they are not carried.
     """
 
-    session_id: str
+    session_id: str = field(metadata=OPTIONAL)
     index: int
     provider: str
     lineage: int
@@ -69,32 +82,35 @@ class Turn:
     reason: str
     role: TurnRole = "main"
     state: TurnState = "complete"
-    prompt_delta: "array[int]"
+    prompt_delta: Int32Array = field(metadata=FULL)
     prompt_length: int
     close_length: int = 0
-    sampled: "array[int]"
-    logprobs: "array[float]"
-    version_spans: tuple[VersionSpan, ...] = ()
+    sampled: Int32Array = field(metadata=FULL)
+    logprobs: Float32Array = field(metadata=FULL)
+    version_spans: tuple[VersionSpan, ...] = field(default=(), metadata=FULL)
     finish_reason: FinishReason = "stop"
-    request_key: str = ""  # what was asked, for recognising a retry
+    # what was asked, for recognising a retry
+    request_key: str = field(default="", metadata=FULL)
     # lineage key of the request's whole path, so that a session can be rebuilt from its turns
-    before_key: str = ""
-    message_key: str = ""  # lineage key after the returned message
-    answer: Answer | None = None
-    asked: Sampling = field(factory=Sampling)
-    used: Sampling = field(factory=Sampling)
+    before_key: str = field(default="", metadata=FULL)
+    # lineage key after the returned message
+    message_key: str = field(default="", metadata=FULL)
+    answer: Answer | None = field(default=None, metadata=FULL)
+    asked: Sampling = field(factory=Sampling, metadata=json_key("sampling.asked"))
+    used: Sampling = field(factory=Sampling, metadata=json_key("sampling.used"))
     usage: Usage = field(factory=Usage)
-    started: float = 0.0  # wall seconds since the epoch
-    first_token_s: float | None = None  # seconds after started
-    ended_s: float = 0.0  # seconds after started
+    # wall seconds since the epoch, and seconds after it
+    started: float = field(default=0.0, metadata=json_key("timing.started"))
+    first_token_s: float | None = field(default=None, metadata=json_key("timing.first_token_s"))
+    ended_s: float = field(default=0.0, metadata=json_key("timing.ended_s"))
     notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity: whatever a reader should know
-    top: TopLogprobs | None = None
-    routed: RoutedExperts | None = None
+    top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs") | FULL)
+    routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts") | FULL)
     # of the request's `messages`, so many are the parent's path; None in journals of 0.1
     matched: int | None = None
     messages: int | None = None
     # None where only ids are known: in journals of 0.1, and of calls merged by tokens
-    heard: NewMessages | None = None
+    heard: NewMessages | None = field(default=None, metadata=FULL)
 
     @property
     def begin(self) -> int:
@@ -143,9 +159,9 @@ class Trace:
     """
 
     lineage: int
-    token_ids: "array[int]"
+    token_ids: Int32Array
     loss_mask: bytes
-    logprobs: "array[float]"
+    logprobs: Float32Array
     prompt_length: int
     turn_spans: tuple[TurnSpan, ...]
     version_spans: tuple[VersionSpan, ...]
@@ -156,8 +172,8 @@ class Trace:
     part: int = 0
     parts: int = 1
     over_long: bool = False
-    top: TopLogprobs | None = None
-    routed: RoutedExperts | None = None
+    top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs"))
+    routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts"))
     lacks: tuple[str, ...] = ()
 
 
@@ -235,9 +251,9 @@ class Trajectory:
     left_out: tuple[LeftOut, ...] = ()
     metrics: Mapping[str, Json] = field(factory=dict)
     timing: Timing = field(factory=Timing)
-    harness: str = ""
-    harness_version: str | None = None
-    model: str = ""
+    harness: str = field(default="", metadata=json_key("harness.name"))
+    harness_version: str | None = field(default=None, metadata=json_key("harness.version"))
+    model: str = field(default="", metadata=json_key("model.name"))
     node: str = ""
     metadata: Mapping[str, Json] = field(factory=dict)
     attempt: int = 0

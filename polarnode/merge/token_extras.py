@@ -13,7 +13,7 @@ from typing import Final, Literal
 from attrs import define, field, frozen
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs
-from polarnode.core.codec.arrays import routed_of_turns, top_of_turns
+from polarnode.core.codec.turns import routed_of_turns, top_of_turns
 from polarnode.core.conversation import Json
 from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Trace, Turn

@@ -24,7 +24,7 @@ from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
 from polarnode.core.codec.turns import prompt_digests, sequence
 from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.core.errors import JournalError, Refused
-from polarnode.core.trajectory import LeftOut, NewMessages, Outcome, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import LeftOut, NewMessages, Outcome, Timing, Trajectory, Turn, VersionSpan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import row_extras
 
@@ -416,6 +416,28 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
     assert read_trajectory(
         read_json(dump_json(trajectory_json(trajectory(SESSION[0], full), turns="full")))
     ).turns == (SESSION[0], full)
+
+
+def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
+    """As above: JSON and the journal's bytes follow from the classes, whatever fields they have."""
+    session = carrying()
+    trace = attrs.evolve(
+        merged(session, 1), role="subagent", finish_reason="length", reward=0.5, offset=7, part=1, parts=2, over_long=True,
+        top=session[0].top, routed=session[0].routed, lacks=("x",),
+    )  # fmt: skip
+    full = trajectory(
+        *session, traces=(trace,), left_out=(LeftOut(turn=0, reason="r"),), metrics={"m": [1]}, timing=Timing(run_s=2.0), harness="h",
+        harness_version="1", model="m", node="n", metadata={"a": None}, attempt=1, retried_as="s2", staleness=3,
+    )  # fmt: skip
+    for value in (trace, full):
+        plain_ones = [
+            field.name
+            for field in attrs.fields(type(value))
+            if field.default is not attrs.NOTHING and getattr(value, field.name) == _default(field)
+        ]
+        assert plain_ones == [], "give this test's values a value of their own for each field"
+    assert unpack_trajectory(pack_trajectory(full), session) == full
+    assert read_trajectory(read_json(dump_json(trajectory_json(full, turns="full")))) == full
 
 
 def _default(field: Any) -> Any:

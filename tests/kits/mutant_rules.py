@@ -670,7 +670,7 @@ PARTS = (
         ),
     ),
     *rules(
-        "core.codec.arrays",
+        "core.codec.turns",
         (
             "alternatives that are missing are passed over",
             "TopLogprobs.joined(found) if len(found) == len(trained) else None",

@@ -6,7 +6,7 @@ from attrs import evolve
 from merge_toys import BASH, Session, ask, said, system, told, user
 
 from polarnode.core import codec
-from polarnode.core.codec.turns import HeardShape, heard_json, read_heard
+from polarnode.core.codec.trajectories import READER, turns_json
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.trajectory import NewMessages, Turn
 from polarnode.merge.transcript import tools_of, transcript
@@ -107,10 +107,12 @@ def test_words_survive_the_journal_as_they_were() -> None:
 def test_words_survive_a_full_row() -> None:
     session = Session()
     turn, _ = session.say(ask(system(), user(), thinking=True), "ok")
-    said_json = codec.read_json(codec.dump_json(heard_json(turn.heard)))
-    assert read_heard(codec.structure(said_json, HeardShape)) == turn.heard
-    assert heard_json(None) is None
-    assert read_heard(None) is None
+    for heard in (turn.heard, None):
+        (row,) = turns_json((evolve(turn, heard=heard),), arrays="json")
+        read = codec.read_json(codec.dump_json(row))
+        assert isinstance(read, dict)
+        assert (read["heard"] is None) == (heard is None)
+        assert codec.structure({**read, "session_id": "s"}, Turn, converter=READER).heard == heard
 
 
 def test_what_words_cost_beside_tokens() -> None:

@@ -16,14 +16,17 @@ for a missing hook).
 import difflib
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
+from operator import eq
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 import orjson
+from attrs import define, field
 from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import ClassValidationError, IterableValidationError, IterableValidationNote
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import make_dict_structure_fn, override
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
@@ -83,7 +86,7 @@ def kind_of(value: object) -> str:
     raise TypeError(f"not a JSON value: {type(value).__name__}")
 
 
-def _misfit(expected: str, value: object) -> Mismatch:
+def misfit(expected: str, value: object) -> Mismatch:
     return Mismatch(f"must be {expected}, not {KIND_WORDS[kind_of(value)]}")
 
 
@@ -92,13 +95,13 @@ def _misfit(expected: str, value: object) -> Mismatch:
 
 def _string(value: Any, _: Any) -> str:
     if not isinstance(value, str):
-        raise _misfit("a string", value)
+        raise misfit("a string", value)
     return value
 
 
 def _boolean(value: Any, _: Any) -> bool:
     if not isinstance(value, bool):
-        raise _misfit("true or false", value)
+        raise misfit("true or false", value)
     return value
 
 
@@ -108,19 +111,19 @@ def _whole(value: Any, _: Any) -> int:
     if isinstance(value, float):
         raise Mismatch(f"must be a whole number, not {value}")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _misfit("a whole number", value)
+        raise misfit("a whole number", value)
     return value
 
 
 def _number(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _misfit("a number", value)
+        raise misfit("a number", value)
     return float(value)
 
 
 def _nothing(value: Any, _: Any) -> None:
     if value is not None:
-        raise _misfit("null", value)
+        raise misfit("null", value)
 
 
 def _as_is(value: Any, _: Any) -> Any:
@@ -156,7 +159,7 @@ def _sequence_hook(shape: Any, converter: Converter) -> Hook:
 
     def structure_sequence(value: Any, _: Any) -> Any:
         if not isinstance(value, list):
-            raise _misfit("a list", value)
+            raise misfit("a list", value)
         if hook is _as_is:
             return make(value)
         return make(_each(enumerate(value), hook, inner, shape))
@@ -170,7 +173,7 @@ def _mapping_hook(shape: Any, converter: Converter) -> Hook:
 
     def structure_mapping(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
-            raise _misfit("an object", value)
+            raise misfit("an object", value)
         if hook is _as_is:
             return dict(value)
         return dict(zip(value, _each(value.items(), hook, inner, shape), strict=True))
@@ -189,15 +192,35 @@ def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
     return found
 
 
-def _class_hook(cls: Any, converter: Converter) -> Hook:
-    hook = make_dict_structure_fn(cls, converter)
+def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None = None) -> Hook:
+    """Reads an attrs class by its fields' JSON keys; `hooks` read the fields they name."""
+    keys = {each.name: json_key_of(each) for each in attrs.fields(cls)}
+    overrides = {
+        name: override(rename=key, omit=key is None or None, struct_hook=(hooks or {}).get(name))
+        for name, key in keys.items()
+    }
+    hook = make_dict_structure_fn(cls, converter, **overrides)  # type: ignore[arg-type]
+    groups = tuple(dict.fromkeys(key.partition(".")[0] for key in keys.values() if key and "." in key))
 
     def structure_class(value: Any, shape: Any) -> Any:
         if not isinstance(value, dict):
-            raise _misfit("an object", value)
-        return hook(value, shape)
+            raise misfit("an object", value)
+        return hook(_flat(value, groups) if groups else value, shape)
 
     return structure_class
+
+
+def _flat(value: dict[str, Any], groups: tuple[str, ...]) -> dict[str, Any]:
+    """The parts of the objects `groups` beside the others, under dotted keys."""
+    flat = dict(value)
+    for group in groups:
+        if group in value:
+            parts = value[group]
+            if not isinstance(parts, dict):
+                raise Refused(f"{group} {misfit('an object', parts)}", path=f"$.{group}")
+            for key, part in parts.items():
+                flat[f"{group}.{key}"] = part
+    return flat
 
 
 # ── unions: the JSON kind chooses, then a tag, then the order they are written in ──
@@ -233,9 +256,9 @@ def _union_hook(shape: Any, converter: Converter) -> Hook:
         kind = kind_of(value)
         fitting = fits[kind]
         if not fitting:
-            raise _misfit(expected, value)
+            raise misfit(expected, value)
         if kind == "object" and tags is not None:
-            chosen = _by_tag(value, *tags)
+            chosen = by_tag(value, *tags)
             return converter.get_structure_hook(chosen)(value, chosen)
         if len(fitting) == 1:
             member, hook = fitting[0]
@@ -273,7 +296,8 @@ def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _by_tag(value: dict[str, Any], tag: str, classes: dict[str, Any]) -> Any:
+def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
+    """The class that the field `tag` of an object names. Mismatch where it names none."""
     said = value.get(tag)
     if isinstance(said, str) and said in classes:
         return classes[said]
@@ -307,8 +331,11 @@ def _is_anything(shape: Any) -> bool:
     return shape in anything
 
 
-def make_converter(*, forbid_extra: bool) -> Converter:
-    """A converter for JSON that came from outside. Later rules win, so the general ones come first."""
+def make_converter(*, forbid_extra: bool, hooks: Mapping[Any, Hook] | None = None) -> Converter:
+    """A converter for JSON that came from outside; `hooks` read the types they name.
+
+    Later rules win, so the general ones come first.
+    """
     converter = Converter(forbid_extra_keys=forbid_extra, detailed_validation=True, use_alias=True)
     for shape, hook in (
         (str, _string),
@@ -318,12 +345,18 @@ def make_converter(*, forbid_extra: bool) -> Converter:
         (type(None), _nothing),
     ):
         converter.register_structure_hook(shape, hook)
-    converter.register_structure_hook_factory(attrs.has, lambda shape: _class_hook(shape, converter))
+    converter.register_structure_hook_factory(attrs.has, lambda shape: class_hook(shape, converter))
     converter.register_structure_hook_factory(lambda shape: _origin(shape) is Literal, _literal_hook)
     converter.register_structure_hook_factory(_is_sequence, lambda shape: _sequence_hook(shape, converter))
     converter.register_structure_hook_factory(_is_mapping, lambda shape: _mapping_hook(shape, converter))
     converter.register_structure_hook_factory(_is_union, lambda shape: _union_hook(shape, converter))
     converter.register_structure_hook_func(_is_anything, _as_is)
+    own: Mapping[Any, Hook] = hooks or {}
+    for kind, reader in own.items():
+        if isinstance(kind, type):
+            converter.register_structure_hook(kind, reader)
+        else:
+            converter.register_structure_hook_func(partial(eq, kind), reader)
     return converter
 
 
@@ -372,28 +405,81 @@ def _without_surrogates(value: Json) -> Json:
     return value
 
 
-def plain(value: Any) -> Any:
-    """An attrs value as JSON: classes to objects, tuples to lists, everything else as it is. Not for classes
-    that hold arrays.
+def json_key_of(each: "attrs.Attribute[Any]") -> str | None:
+    """The key of a field in JSON, as `json_key` says it; its alias by default."""
+    key: str | None = each.metadata.get("json", each.alias)
+    return key
+
+
+# Fields in the order in which they are written: the name of each, the object it is in ("" for the class's
+# own) and its key there.
+Layout = tuple[tuple[str, str, str], ...]
+
+
+def layout(cls: Any, *, first: Sequence[str] = (), without: Collection[str] = ()) -> Layout:
+    """The fields named in `first`, then the class's others but `without`."""
+    fields = attrs.fields_dict(cls)
+    keys = [
+        (name, json_key_of(fields[name]))
+        for name in (*first, *fields)
+        if name in first or name not in without
+    ]
+    return tuple((name, *key.rpartition(".")[::2]) for name, key in dict(keys).items() if key is not None)
+
+
+_whole_layout: Callable[[Any], Layout] = cache(layout)
+
+
+@define(eq=False)
+class JsonWriter:
+    """Writes values as JSON: attrs classes as objects, tuples as lists, everything else as it is.
+
+    `special` writes values of the types it names, by exact type.
     """
-    if attrs.has(type(value)):
-        return {field.alias: plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
-    if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
-    return value
+
+    special: Mapping[type, Callable[[Any], Json]] = field(factory=dict)
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _AS_IS:
+            return value
+        if (special := self.special.get(kind)) is not None:
+            return special(value)
+        if isinstance(value, tuple | list):
+            return [self(part) for part in value]
+        if isinstance(value, Mapping):
+            return {key: self(part) for key, part in value.items()}
+        return self.fields(value) if attrs.has(kind) else value
+
+    def fields(self, value: Any, fields: Layout | None = None) -> dict[str, Any]:
+        """An attrs value as an object; `fields` chooses and orders what is written."""
+        found: dict[str, Any] = {}
+        for name, group, key in _whole_layout(type(value)) if fields is None else fields:
+            part = getattr(value, name)
+            if type(part) not in _AS_IS:
+                part = self(part)
+            if group:
+                found.setdefault(group, {})[key] = part
+            else:
+                found[key] = part
+        return found
 
 
-def structure(value: Json, cls: type[T], *, forbid_extra: bool = False) -> T:
+_AS_IS = frozenset({str, int, float, bool, type(None)})
+plain = JsonWriter()  # for values without arrays
+
+
+def structure(
+    value: Json, cls: type[T], *, forbid_extra: bool = False, converter: Converter | None = None
+) -> T:
     """`value` as a `cls` (an attrs class, or any type built of them). Refused with the first misfit's path.
 
     Strict: nothing is coerced but whole floats to int and int to float. A field is called by its attrs alias.
     Unions are chosen by JSON kind, then by a Literal field the classes share (`type`, `role`), then by the
     order they are written in. Unknown fields are ignored, or with `forbid_extra` refused naming the nearest
-    known one.
+    known one. `converter` reads types that JSON alone does not tell.
     """
-    converter = CONVERTERS[forbid_extra]
+    converter = converter or CONVERTERS[forbid_extra]
     hook = converter.get_structure_hook(cls)  # before the try: a shape we can not read is our bug
     try:
         found: T = hook(value, cls)
@@ -440,8 +526,13 @@ def _step(error: Exception, cls: Any) -> str:
         if isinstance(note, IterableValidationNote):
             return child("", note.index)
         if hasattr(note, "name"):
-            return child("", _alias(cls, note.name))
+            return _path_of(_key(cls, note.name))
     return ""
+
+
+def _path_of(key: str) -> str:
+    """The path of a key of `json_key`, which may be in an object of its own."""
+    return "".join(child("", part) for part in key.split("."))
 
 
 def child(path: str, key: int | str) -> str:
@@ -451,19 +542,19 @@ def child(path: str, key: int | str) -> str:
     return f"{path}[{key!r}]"
 
 
-def _alias(cls: Any, name: str) -> str:
-    field = attrs.fields_dict(cls).get(name) if attrs.has(cls) else None
-    return name if field is None else str(field.alias)
+def _key(cls: Any, name: str) -> str:
+    found = attrs.fields_dict(cls).get(name) if attrs.has(cls) else None
+    return name if found is None else json_key_of(found) or name
 
 
 def _missing(error: KeyError, path: str) -> Refused:
-    where = child(path, str(error.args[0]))
+    where = path + _path_of(str(error.args[0]))
     return Refused(f"{subject(where)} is missing: it is required", path=where)
 
 
 def _unknown(error: ForbiddenExtraKeysError, path: str) -> Refused:
     name = min(error.extra_fields)
-    known = [field.alias for field in attrs.fields(error.cl) if field.init]
+    known = [str(json_key_of(each)) for each in attrs.fields(error.cl) if each.init]
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"remove it (known are {', '.join(known)})"
     where = child(path, name)

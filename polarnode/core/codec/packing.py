@@ -1,36 +1,27 @@
 """Turns and trajectories as bytes for the journal: msgpack with raw arrays, defaults left out, nothing stored
 twice.
 
-The rule for whoever edits it: `unpack(pack(x)) == x`, bit for bit, for everything that was ever written; a
-new field of `records.py` needs a default and then nothing here, any other change needs a new FORMAT and a
-reader for the old one. A trace is written as a reference to the turns it was built from wherever that gives
-back exactly its arrays, and raw wherever it does not (a builder of one's own may do as it likes).
+How a field is written and read follows from its type in `core.trajectory`. Invariant: `unpack(pack(x)) == x`,
+bit for bit, for everything that was ever written. A new field needs a default and nothing here; any other
+change needs a new FORMAT and a reader for the old one. A trace is written as a reference to the turns it was
+built from wherever that gives back exactly its arrays, and raw wherever it does not (a user's own builder may
+do as it likes).
 """
 
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin
 
 import attrs
 import msgpack  # type: ignore[import-untyped]
 
-from polarnode.core.arrays import floats, ids
-from polarnode.core.codec.arrays import routed_of_turns, top_of_turns, trained_of, unpack_routed, unpack_top
-from polarnode.core.codec.turns import line_of, pack_heard, sequence, unpack_heard
-from polarnode.core.conversation import Answer, Part, Sampling, TextPart, ThinkingPart, ToolCall, Usage
+from polarnode.core.arrays import Float32Array, Int32Array, floats, ids
+from polarnode.core.codec.turns import line_of, routed_of_turns, sequence, top_of_turns, trained_of
+from polarnode.core.conversation import Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.errors import JournalError
-from polarnode.core.trajectory import (
-    LeftOut,
-    NewMessages,
-    Outcome,
-    Timing,
-    Trace,
-    Trajectory,
-    Turn,
-    TurnSpan,
-    VersionSpan,
-)
+from polarnode.core.trajectory import NewMessages, Trace, Trajectory, Turn, TurnSpan
 
 FORMAT = b"\x01"
 
@@ -44,7 +35,8 @@ def pack_turn(turn: Turn) -> bytes:
 
 def unpack_turn(packed: bytes) -> Turn:
     """What `pack_turn` was given. JournalError when the bytes are of another format."""
-    return Turn(**{name: TURN_READERS.get(name, _same)(value) for name, value in _unpack(packed).items()})
+    turn: Turn = _read(Turn, _unpack(packed))
+    return turn
 
 
 def pack_trajectory(trajectory: Trajectory) -> bytes:
@@ -61,8 +53,8 @@ def unpack_trajectory(packed: bytes, turns: Sequence[Turn]) -> Trajectory:
     found = _unpack(packed)
     by_index = {turn.index: turn for turn in turns}
     traces = tuple(_trace(trace, by_index) for trace in found["traces"])
-    rest = {name: TRAJECTORY_READERS.get(name, _same)(value) for name, value in found.items()}
-    return Trajectory(**(rest | {"traces": traces, "turns": tuple(turns)}))
+    trajectory: Trajectory = _read(Trajectory, found, {"traces": traces, "turns": tuple(turns)})
+    return trajectory
 
 
 def _pack(value: Any) -> bytes:
@@ -99,24 +91,19 @@ def _compact(value: Any) -> Any:
 
 
 def _compact_class(value: Any, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    said = ((name, getattr(value, name), default) for name, default in fields)
-    return {
-        name: _compact(part) for name, part, default in said if default is attrs.NOTHING or part != default
-    }
+    found: dict[str, Any] = {}
+    for name, default in fields:
+        part = getattr(value, name)
+        if default is attrs.NOTHING or part != default:
+            found[name] = part if type(part) in PLAIN else _compact(part)
+    return found
 
 
-# By exact type, because a turn is packed on the event loop: 15 µs instead of 75 with a chain of class
-# patterns.
-PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-COMPACT: Mapping[type, Callable[[Any], Any]] = {
-    array: lambda value: value.tobytes(),
-    tuple: lambda value: [_compact(part) for part in value],
-    list: lambda value: [_compact(part) for part in value],
-    TextPart: lambda part: part.text,
-    ThinkingPart: lambda part: [part.text],
-    ToolCall: lambda call: [call.id, call.name, call.arguments],
-    NewMessages: pack_heard,
-}
+def _compact_message(message: Message) -> list[Any]:
+    """As short as it can be, because most are a role and a text."""
+    if not message.calls and message.call_id is None and not message.thinking:
+        return [message.role, message.text]
+    return [message.role, message.text, _compact(message.calls), message.call_id, message.thinking]
 
 
 @cache
@@ -129,30 +116,66 @@ def _fields(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
+# By exact type, because a turn is packed on the event loop: 15 µs instead of 75 with a chain of class
+# patterns.
+PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+COMPACT: Mapping[type, Callable[[Any], Any]] = {
+    array: lambda value: value.tobytes(),
+    tuple: lambda value: [_compact(part) for part in value],
+    list: lambda value: [_compact(part) for part in value],
+    TextPart: lambda part: part.text,
+    ThinkingPart: lambda part: [part.text],
+    ToolCall: lambda call: [call.id, call.name, call.arguments],
+    Message: _compact_message,
+    NewMessages: lambda new: {"messages": [], **_compact_class(new, _fields(NewMessages))},
+}
+
+
 # ── and back ──────────────────────────────────────────────────────────────────
 
-
-def _same(value: Any) -> Any:
-    return value
+Reader = Callable[[Any], Any]
 
 
-def _spans(kind: Callable[..., Any]) -> Callable[[list[dict[str, Any]]], tuple[Any, ...]]:
-    return lambda found: tuple(kind(**span) for span in found)
+def _read(cls: Any, found: dict[str, Any], made: dict[str, Any] | None = None) -> Any:
+    """An attrs value of what `_compact` made of it; `made` are fields that are values already."""
+    values = found if made is None else found | made
+    for name, reader in _field_readers(cls):
+        if name in values and (made is None or name not in made):
+            values[name] = reader(values[name])  # in place: nobody else has what msgpack made
+    return cls(**values)
 
 
-def _sampling(found: dict[str, Any]) -> Sampling:
-    return Sampling(**(found | {"stop": tuple(found.get("stop", ()))}))
+@cache
+def _field_readers(cls: Hashable) -> tuple[tuple[str, Reader], ...]:
+    """The fields of a class that msgpack does not give as they are, and how they are read."""
+    readers = ((each.name, _reader(each.type)) for each in attrs.fields(cast(Any, cls)))
+    return tuple((name, reader) for name, reader in readers if reader is not None)
 
 
-def _answer(found: dict[str, Any] | None) -> Answer | None:
-    return (
-        None
-        if found is None
-        else Answer(**(found | {"parts": tuple(_part(part) for part in found["parts"])}))
-    )
+def _reader(kind: Any) -> Reader | None:
+    """How a value of this type is read; None when msgpack gives it as it is."""
+    if kind in READERS:
+        return READERS[kind]
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return _tuple_reader(_reader(parts[0]))
+    if get_origin(kind) in (Union, UnionType):
+        inner = next(filter(None, map(_reader, parts)), None)
+        return None if inner is None else _optional_reader(inner)
+    if not attrs.has(kind):
+        return None
+    return partial(_read, kind) if _field_readers(kind) else lambda found: kind(**found)
 
 
-def _part(found: Any) -> Part:
+def _tuple_reader(inner: Reader | None) -> Reader:
+    return tuple if inner is None else lambda found: tuple(map(inner, found))
+
+
+def _optional_reader(inner: Reader) -> Reader:
+    return lambda found: None if found is None else inner(found)
+
+
+def _read_part(found: Any) -> Part:
     match found:
         case str():
             return TextPart(found)
@@ -165,24 +188,22 @@ def _part(found: Any) -> Part:
     )
 
 
-TURN_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "prompt_delta": ids,
-    "sampled": ids,
-    "logprobs": floats,
-    "version_spans": _spans(VersionSpan),
-    "answer": _answer,
-    "asked": _sampling,
-    "used": _sampling,
-    "usage": lambda found: Usage(**found),
-    "notes": tuple,
-    "heard": unpack_heard,
-    "top": unpack_top,
-    "routed": unpack_routed,
-}
-TRAJECTORY_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "outcome": lambda found: Outcome(**found),
-    "left_out": _spans(LeftOut),
-    "timing": lambda found: Timing(**found),
+def _read_message(found: Sequence[Any]) -> Message:
+    role, text, calls, call_id, thinking = found if len(found) > 2 else (*found, (), None, "")
+    return Message(
+        role=role,
+        text=text,
+        calls=tuple(ToolCall(id=call, name=name, arguments=text) for call, name, text in calls),
+        call_id=call_id,
+        thinking=thinking,
+    )
+
+
+READERS: Mapping[Any, Reader] = {
+    Int32Array: ids,
+    Float32Array: floats,
+    Part: _read_part,
+    Message: _read_message,
 }
 
 
@@ -226,27 +247,19 @@ def _line(spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> list[Turn] | 
 
 
 def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
-    token_ids, logprobs, spans = found["token_ids"], found["logprobs"], _spans(TurnSpan)(found["turn_spans"])
-    mask, top, routed = _mask(found["loss_mask"]), found.get("top"), found.get("routed")
-    restored = {
-        "token_ids": (
-            ids(token_ids)
-            if isinstance(token_ids, bytes)
-            else sequence(turns, token_ids)[found.get("offset", 0) :]
-        ),
-        "loss_mask": mask,
-        "logprobs": _logprobs_of(mask, spans, turns) if logprobs is None else floats(logprobs),
-        "turn_spans": spans,
-        "version_spans": _spans(VersionSpan)(found["version_spans"]),
-        "top": top_of_turns(trained_of(mask, spans, turns)) if top is True else unpack_top(top),
-        "routed": (
-            routed_of_turns(found.get("offset", 0), _line(spans, turns))
-            if routed is True
-            else unpack_routed(routed)
-        ),
-        "lacks": tuple(found.get("lacks", ())),
-    }
-    return Trace(**(found | restored))
+    spans, offset = tuple(TurnSpan(**span) for span in found["turn_spans"]), found.get("offset", 0)
+    mask = _mask(found["loss_mask"])
+    made: dict[str, Any] = {"turn_spans": spans, "loss_mask": mask}
+    if not isinstance(found["token_ids"], bytes):
+        made["token_ids"] = sequence(turns, found["token_ids"])[offset:]
+    if found["logprobs"] is None:
+        made["logprobs"] = _logprobs_of(mask, spans, turns)
+    if found.get("top") is True:
+        made["top"] = top_of_turns(trained_of(mask, spans, turns))
+    if found.get("routed") is True:
+        made["routed"] = routed_of_turns(offset, _line(spans, turns))
+    trace: Trace = _read(Trace, found, made)
+    return trace
 
 
 def _chain(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | None:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 import attrs
 from attrs import define, field
 
+from polarnode.core.codec.json import json_key_of
 from polarnode.core.conversation import Json
 
 Schema = dict[str, Json]
@@ -39,6 +40,7 @@ class Schemas:
     strict: bool
     root: str = "#/components/schemas/"
     suffix: str = ""  # of the names, where one class is both read strictly and answered
+    known: Mapping[Any, Schema] = field(factory=dict)  # of types that JSON alone does not tell
     named: dict[str, Json] = field(factory=dict, init=False)
     _classes: dict[str, Any] = field(factory=dict, init=False)
 
@@ -46,8 +48,8 @@ class Schemas:
         """The schema of a type. TypeError for one that JSON has no shape for, and for a second class of one
         name.
         """
-        if kind in _PLAIN:
-            return dict(_PLAIN[kind])
+        if (found := self.known.get(kind, _PLAIN.get(kind))) is not None:
+            return dict(found)
         if attrs.has(kind):
             return self._named(kind)
         return self._composed(kind, get_origin(kind), get_args(kind))
@@ -74,14 +76,22 @@ class Schemas:
 
     def _object(self, cls: Any) -> Schema:
         hints = _hints(cls)
-        fields = [each for each in attrs.fields(cls) if each.init]
-        found: Schema = {
-            "type": "object",
-            "description": (cls.__doc__ or "").strip(),
-            "properties": {each.alias: self.of(hints[each.name]) | _default(each) for each in fields},
-            "required": [each.alias for each in fields if each.default is attrs.NOTHING],
-        }
-        return found | ({"additionalProperties": False} if self.strict else {})
+        whole = _object((cls.__doc__ or "").strip())
+        for each in attrs.fields(cls):
+            key = json_key_of(each)
+            if not each.init or key is None:
+                continue
+            group, _, name = key.rpartition(".")
+            found = whole["properties"].setdefault(group, _object()) if group else whole
+            found["properties"][name] = self.of(hints[each.name]) | _default(each)
+            if each.default is attrs.NOTHING and "optional" not in each.metadata:
+                found["required"].append(name)
+        return whole | ({"additionalProperties": False} if self.strict else {})
+
+
+def _object(description: str = "") -> dict[str, Any]:
+    told = {"description": description} if description else {}
+    return {"type": "object", **told, "properties": {}, "required": []}
 
 
 def _hints(cls: Any) -> Mapping[str, Any]:

@@ -1,178 +1,223 @@
 """A trajectory as JSON: what a trainer reads, and back.
 
-The rule for whoever edits it: the shape is the one the API's page promises; fields are added, never renamed,
-and a reader ignores what it does not know, so that a trainer's client may be older than the node. Token
-arrays are lists or base64 (`arrays`), said at the top.
+Fields and types are those of the classes in `core.trajectory`; what stands here is the order of keys, the
+keys computed from several turns, and how types without a form in JSON are written and read. Invariant: the
+shape is the one of docs/api.md; fields are added, never renamed, and a reader ignores what it does not know,
+so that a trainer's client may be older than the node.
 """
 
+from array import array
 from collections.abc import Mapping
-from typing import Literal
+from functools import partial
+from typing import Any, Final, Literal
 
-from attrs import field, frozen
+import attrs
 
+from polarnode.core.arrays import Float32Array, Int32Array, RoutedExperts, TopLogprobs
 from polarnode.core.codec.arrays import (
     Arrays,
-    Encode,
-    RoutedShape,
-    TopShape,
-    carried_json,
+    check_routed,
+    check_top,
     encoder,
+    experts_json,
     read_floats,
     read_ids,
     read_mask,
-    read_routed,
-    read_top,
+    read_shorts,
 )
-from polarnode.core.codec.json import plain, structure
-from polarnode.core.codec.turns import (
-    TurnShape,
-    prompt_digests,
-    turn_of,
-    turn_row,
-    turn_tokens,
-    weight_versions,
+from polarnode.core.codec.json import (
+    JsonWriter,
+    by_tag,
+    class_hook,
+    dump_json,
+    layout,
+    make_converter,
+    misfit,
+    read_json,
+    structure,
 )
-from polarnode.core.conversation import FinishReason, Json
-from polarnode.core.trajectory import (
-    LeftOut,
-    Outcome,
-    Timing,
-    Trace,
-    Trajectory,
-    Turn,
-    TurnRole,
-    TurnSpan,
-    VersionSpan,
+from polarnode.core.codec.schema import Schema
+from polarnode.core.codec.turns import prompt_digests, weight_versions
+from polarnode.core.conversation import (
+    Answer,
+    Json,
+    JsonText,
+    Message,
+    Part,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
 )
+from polarnode.core.trajectory import LeftOut, NewMessages, Trace, Trajectory, Turn
 
 Turns = Literal["table", "full"]
+
+# ── order of keys, where it is not the class's; a new field goes to the end ───────
+
+_HEAD: Final = (
+    *("session_id", "task_id", "group_id", "sample_index", "attempt", "retried_as", "staleness"),
+    *("outcome", "reward"),
+)
+_ROW: Final = (
+    *("index", "provider", "lineage", "parent", "kind", "reason", "role", "state", "finish_reason"),
+    *("prompt_length", "close_length", "matched", "messages"),
+)
+_ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "version_spans", "prompt_length", "turn_spans")
+_FULL: Final = (
+    *("prompt_delta", "sampled", "logprobs", "version_spans", "top", "routed"),
+    *("request_key", "before_key", "message_key", "heard"),
+)
+_OF_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn))
+_OF_FULL_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn) if "full" in each.metadata)
+
+HEAD: Final = layout(Trajectory, first=_HEAD, without={each.name for each in attrs.fields(Trajectory)})
+REST: Final = layout(Trajectory, without={*_HEAD, "traces", "turns"})
+TRACE: Final = layout(Trace, first=_ARRAYS)
+ROW_HEAD: Final = layout(Turn, first=_ROW, without=_OF_TURNS)
+ROW_REST: Final = layout(Turn, without={"session_id", *_ROW, *_OF_FULL_TURNS})
+FULL_ROW: Final = layout(Turn, first=_FULL, without=_OF_TURNS - _OF_FULL_TURNS)
+
+
+# ── writing ───────────────────────────────────────────────────────────────────
+
+PART_TAGS: Final[Mapping[str, type[Part]]] = {
+    "text": TextPart,
+    "thinking": ThinkingPart,
+    "tool_call": ToolCall,
+}
+_TAG_OF: Final = {kind: tag for tag, kind in PART_TAGS.items()}
+
+
+def _writer(arrays: Arrays) -> JsonWriter:
+    write = JsonWriter()
+    encode = encoder(arrays)
+    unsaid = write.fields(Message(role="user"))
+
+    def message_json(message: Message) -> Json:
+        """Its role and text, and what else it has."""
+        found = write.fields(message).items()
+        return {key: part for key, part in found if key in ("role", "text") or part != unsaid[key]}
+
+    def answer_json(answer: Answer) -> Json:
+        parts: list[Json] = [{"type": _TAG_OF[type(part)], **write.fields(part)} for part in answer.parts]
+        return write.fields(answer) | {"parts": parts}
+
+    def new_messages_json(new: NewMessages) -> Json:
+        return write.fields(new) | {"tools": read_json(new.tools.encode()) if new.tools else []}
+
+    write.special = {
+        array: encode,
+        bytes: encode,
+        RoutedExperts: partial(experts_json, write=write),
+        Message: message_json,
+        Answer: answer_json,
+        NewMessages: new_messages_json,
+        Trace: partial(write.fields, fields=TRACE),
+    }
+    return write
+
+
+_WRITERS: Final[Mapping[Arrays, JsonWriter]] = {"json": _writer("json"), "base64": _writer("base64")}
 
 
 def trajectory_json(
     trajectory: Trajectory, *, arrays: Arrays = "json", turns: Turns = "table"
 ) -> dict[str, Json]:
     """The whole trajectory. `turns="full"` adds each turn's own tokens, logprobs and answer to its row."""
-    encode = encoder(arrays)
-    return {
-        "session_id": trajectory.session_id,
-        "task_id": trajectory.task_id,
-        "group_id": trajectory.group_id,
-        "sample_index": trajectory.sample_index,
-        "attempt": trajectory.attempt,
-        "retried_as": trajectory.retried_as,
-        "staleness": trajectory.staleness,
-        "outcome": plain(trajectory.outcome),
-        "reward": trajectory.reward,
+    write = _WRITERS[arrays]
+    rows = turns_json(
+        trajectory.turns, left_out=trajectory.left_out, arrays=arrays if turns == "full" else None
+    )
+    found: dict[str, Any] = {
+        **write.fields(trajectory, HEAD),
         "arrays": arrays,
-        "traces": [_trace_json(trace, encode) for trace in trajectory.traces],
-        "turns": turns_json(
-            trajectory.turns, left_out=trajectory.left_out, encode=encode if turns == "full" else None
-        ),
-        "left_out": plain(trajectory.left_out),
-        "metrics": plain(trajectory.metrics),
-        "timing": plain(trajectory.timing),
-        "harness": {"name": trajectory.harness, "version": trajectory.harness_version},
-        "model": {"name": trajectory.model, "weight_versions": list[Json](_versions(trajectory))},
-        "node": trajectory.node,
-        "metadata": plain(trajectory.metadata),
+        "traces": write(trajectory.traces),
+        "turns": rows,
+        **write.fields(trajectory, REST),
     }
+    versions = weight_versions([span for turn in trajectory.turns for span in turn.version_spans])
+    found["model"]["weight_versions"] = versions
+    return found
 
 
 def turns_json(
-    turns: tuple[Turn, ...], *, left_out: tuple[LeftOut, ...] = (), encode: Encode | None = None
+    turns: tuple[Turn, ...], *, left_out: tuple[LeftOut, ...] = (), arrays: Arrays | None = None
 ) -> list[Json]:
-    """The turns table; with `encode`, full rows."""
+    """The turns table; with `arrays`, full rows, whose arrays are written so.
+
+    A row says everything about a turn but its tokens, and `prompt_sha256` lets anyone who has the tokens
+    check them.
+    """
+    write = _WRITERS[arrays or "json"]
     digests = prompt_digests(turns)
-    reasons = {left.turn: left.reason for left in left_out}
-    rows = [
-        turn_row(turn, prompt_sha256=digests.get(turn.index), left_out=reasons.get(turn.index))
-        for turn in turns
-    ]
-    if encode is None:
-        return list[Json](rows)
-    return [row | turn_tokens(turn, encode) for row, turn in zip(rows, turns, strict=True)]
+    reasons = {each.turn: each.reason for each in left_out}
+    rows: list[Json] = []
+    for turn in turns:
+        row = {
+            **write.fields(turn, ROW_HEAD),
+            "sampled_length": len(turn.sampled),
+            "prompt_sha256": digests.get(turn.index),
+            **write.fields(turn, ROW_REST),
+            "left_out": reasons.get(turn.index),
+            "weight_versions": weight_versions(turn.version_spans),
+        }
+        rows.append(row if arrays is None else row | write.fields(turn, FULL_ROW))
+    return rows
 
 
-def _versions(trajectory: Trajectory) -> list[str]:
-    return weight_versions([span for turn in trajectory.turns for span in turn.version_spans])
+# ── reading ───────────────────────────────────────────────────────────────────
 
 
-def _trace_json(trace: Trace, encode: Encode) -> dict[str, Json]:
-    return {
-        "token_ids": encode(trace.token_ids),
-        "loss_mask": encode(trace.loss_mask),
-        "logprobs": encode(trace.logprobs),
-        "version_spans": plain(trace.version_spans),
-        "prompt_length": trace.prompt_length,
-        "turn_spans": plain(trace.turn_spans),
-        "lineage": trace.lineage,
-        "role": trace.role,
-        "finish_reason": trace.finish_reason,
-        "reward": trace.reward,
-        "offset": trace.offset,
-        "part": trace.part,
-        "parts": trace.parts,
-        "over_long": trace.over_long,
-        **carried_json(trace, encode),
-        "lacks": list(trace.lacks),
-    }
+def _read_part(value: Any, _: Any) -> Part:
+    if not isinstance(value, dict):
+        raise misfit("an object", value)
+    kind = by_tag(value, "type", PART_TAGS)
+    part: Part = READER.get_structure_hook(kind)(value, kind)
+    return part
 
 
-# ── in ────────────────────────────────────────────────────────────────────────
+def _read_text(value: Any, _: Any) -> str:
+    if not isinstance(value, list):
+        raise misfit("a list", value)
+    return dump_json(value).decode() if value else ""
 
 
-@frozen(kw_only=True)
-class TraceShape:
-    token_ids: Json
-    loss_mask: Json
-    logprobs: Json
-    version_spans: tuple[VersionSpan, ...]
-    prompt_length: int
-    turn_spans: tuple[TurnSpan, ...]
-    lineage: int
-    role: TurnRole
-    finish_reason: FinishReason
-    reward: float | None = None
-    offset: int = 0
-    part: int = 0
-    parts: int = 1
-    over_long: bool = False
-    top_logprobs: TopShape | None = None
-    routed_experts: RoutedShape | None = None
-    lacks: tuple[str, ...] = ()
+def _read_top(value: Any, shape: Any) -> TopLogprobs:
+    return check_top(_TOP(value, shape))
 
 
-@frozen(kw_only=True)
-class HarnessShape:
-    name: str = ""
-    version: str | None = None
+def _read_routed(value: Any, shape: Any) -> RoutedExperts:
+    wide = isinstance(value, dict) and value.get("dtype") == "int16"
+    return check_routed((_WIDE if wide else _NARROW)(value, shape))
 
 
-@frozen(kw_only=True)
-class ModelShape:
-    name: str = ""
+READER: Final = make_converter(
+    forbid_extra=False,
+    hooks={
+        Int32Array: read_ids,
+        Float32Array: read_floats,
+        bytes: read_mask,
+        JsonText: _read_text,
+        Part: _read_part,
+        TopLogprobs: _read_top,
+        RoutedExperts: _read_routed,
+    },
+)
+_TOP: Final = class_hook(TopLogprobs, READER)
+_NARROW: Final = class_hook(RoutedExperts, READER)
+_WIDE: Final = class_hook(RoutedExperts, READER, {"data": read_shorts})
 
+_LIST: Final[Schema] = {"type": ["array", "string"]}
+# What the types above are in JSON Schema.
+JSON_SCHEMAS: Final[Mapping[Any, Schema]] = {
+    Int32Array: _LIST,
+    Float32Array: _LIST,
+    bytes: _LIST,
+    JsonText: {"type": "array"},
+    Part: {"type": "object", "properties": {"type": {"enum": list(PART_TAGS)}}, "required": ["type"]},
+}
 
-@frozen(kw_only=True)
-class TrajectoryShape:
-    session_id: str
-    task_id: str
-    group_id: str
-    sample_index: int
-    outcome: Outcome
-    traces: tuple[TraceShape, ...]
-    turns: tuple[TurnShape, ...] = ()
-    reward: float | None = None
-    left_out: tuple[LeftOut, ...] = ()
-    metrics: Mapping[str, Json] = field(factory=dict)
-    timing: Timing = field(factory=Timing)
-    harness: HarnessShape = field(factory=HarnessShape)
-    model: ModelShape = field(factory=ModelShape)
-    node: str = ""
-    metadata: Mapping[str, Json] = field(factory=dict)
-    attempt: int = 0
-    retried_as: str | None = None
-    staleness: int | None = None
+_NO_TOKENS: Final[Mapping[str, Json]] = {"prompt_delta": [], "sampled": [], "logprobs": []}
 
 
 def read_trajectory(value: Json) -> Trajectory:
@@ -181,48 +226,20 @@ def read_trajectory(value: Json) -> Trajectory:
     `turns` holds the turns that were written in full; a table's rows have no tokens, so they stay in the JSON
     and `turns` is empty.
     """
-    shape = structure(value, TrajectoryShape)
-    full = [(index, row) for index, row in enumerate(shape.turns) if row.prompt_delta is not None]
-    return Trajectory(
-        session_id=shape.session_id,
-        task_id=shape.task_id,
-        group_id=shape.group_id,
-        sample_index=shape.sample_index,
-        outcome=shape.outcome,
-        reward=shape.reward,
-        traces=tuple(_trace_of(trace, f"$.traces[{index}]") for index, trace in enumerate(shape.traces)),
-        turns=tuple(turn_of(row, shape.session_id, f"$.turns[{index}]") for index, row in full),
-        left_out=shape.left_out,
-        metrics=shape.metrics,
-        timing=shape.timing,
-        harness=shape.harness.name,
-        harness_version=shape.harness.version,
-        model=shape.model.name,
-        node=shape.node,
-        metadata=shape.metadata,
-        attempt=shape.attempt,
-        retried_as=shape.retried_as,
-        staleness=shape.staleness,
-    )
+    if not isinstance(value, dict):
+        return structure(value, Trajectory, converter=READER)  # which refuses it
+    rows = value.get("turns", [])
+    given = rows
+    if isinstance(rows, list):
+        session = {"session_id": value.get("session_id")}
+        given = [
+            {**row, **session, **({} if _is_full(row) else _NO_TOKENS)} if isinstance(row, dict) else row
+            for row in rows
+        ]
+    found = structure({"reward": None, **value, "turns": given}, Trajectory, converter=READER)
+    full = (turn for turn, row in zip(found.turns, rows, strict=True) if _is_full(row))  # type: ignore[arg-type]
+    return attrs.evolve(found, turns=tuple(full))
 
 
-def _trace_of(shape: TraceShape, path: str) -> Trace:
-    return Trace(
-        lineage=shape.lineage,
-        token_ids=read_ids(shape.token_ids, f"{path}.token_ids"),
-        loss_mask=read_mask(shape.loss_mask, f"{path}.loss_mask"),
-        logprobs=read_floats(shape.logprobs, f"{path}.logprobs"),
-        prompt_length=shape.prompt_length,
-        turn_spans=shape.turn_spans,
-        version_spans=shape.version_spans,
-        role=shape.role,
-        finish_reason=shape.finish_reason,
-        reward=shape.reward,
-        offset=shape.offset,
-        part=shape.part,
-        parts=shape.parts,
-        over_long=shape.over_long,
-        top=read_top(shape.top_logprobs, f"{path}.top_logprobs"),
-        routed=read_routed(shape.routed_experts, f"{path}.routed_experts"),
-        lacks=shape.lacks,
-    )
+def _is_full(row: Mapping[str, Json]) -> bool:
+    return row.get("prompt_delta") is not None
