@@ -44,8 +44,9 @@ from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts import session, session_containers
-from polarnode.rollouts.scheduler import Scheduler, Who
-from polarnode.rollouts.services import House, Stages
+from polarnode.rollouts.lifecycle import SessionRegistry
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.support.semaphore import PrioritySemaphore
 
 AT_ONCE: Final = 4  # the node's init_limit
@@ -276,7 +277,7 @@ async def _looked_at(scheduler: Scheduler, task: TaskSpec) -> tuple[float, tuple
     async with trio.open_nursery() as nursery:
         nursery.start_soon(looks.run)
         scheduler.submit(task)
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
         nursery.cancel_scope.cancel()
     return trio.current_time() - began, looks.shares()
 
@@ -327,26 +328,24 @@ async def open_scheduler(
         run=PrioritySemaphore(limit=RUN_PLACES),
         post=PrioritySemaphore(limit=8),
     )
-    house = House(
+    services = NodeServices(
+        identity=NodeIdentity(node="benchmark", model="none"),
+        journal=notes,
         runtimes=runtimes,
         stages=stages,
         serve_door=_no_door,
-        publish=notes.publish,
         context_length=4096,
         log_dir=folder,
         ensure_image=_image_is_there,
         drops_thinking=lambda _: False,
         judge=_no_judge,
     )
-    who, lives = Who(node="benchmark", model="none"), LiveSessions()
     async with trio.open_nursery() as nursery:
         yield Scheduler(
             nursery=nursery,
-            house=house,
-            lives=lives,
-            record=notes,
-            who=who,
-            prewarm=runtimes.prewarm,
+            services=services,
+            registry=SessionRegistry(services),
+            sessions_by_key=LiveSessions(),
             warm=warm,
         )
 

@@ -37,7 +37,7 @@ from polarnode.engine.weight_values import (
     WeightsStatus,
 )
 from polarnode.journal.values import ConsumerRecord, JournalStatistics, SessionRecord
-from polarnode.rollouts.captures import CaptureStatus, Opened
+from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
 
 # ── answers ────────────────────────────────────────────────────────────
 
@@ -434,7 +434,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         optional_body=True,
         status=201,
         again=200,
-        answer=Opened,
+        answer=OpenedCapture,
         errors=(409, 413, 429, 507),
         leads_to={"/session_id": ("DELETE", "/v1/capture/<session_id>")},
     ),

@@ -285,7 +285,7 @@ class CaptureRoutes:
         return json_response(
             {
                 "captures": [plain(status) for status in self.captures.list()],
-                "limit": self.captures.house.limit,
+                "limit": self.captures.limit,
             }
         )
 

@@ -22,8 +22,8 @@ from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.journal.journal import Journal
-from polarnode.rollouts.captures import CaptureStatus, Opened
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
+from polarnode.rollouts.scheduler import LiveSessionStatus
 
 # ── the port ────────────────────────────────────────────────────────────
 
@@ -44,7 +44,7 @@ class Submitted:
 class CapturesService(Protocol):
     """Sessions whose harness their caller runs."""
 
-    async def begin(self, spec: CaptureSpec) -> Opened: ...
+    async def begin(self, spec: CaptureSpec) -> OpenedCapture: ...
 
     async def end(self, session_id: str, end: CaptureEnd, /) -> Trajectory | None: ...
 
@@ -96,7 +96,7 @@ class Service(Protocol):
         """End a task's sessions with what they have; False when none of them is live."""
         ...
 
-    def sessions(self) -> Iterable[SessionStatus]:
+    def sessions(self) -> Iterable[LiveSessionStatus]:
         """Sessions in containers of their own, those that ended a moment ago too."""
         ...
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 
 # ── printing ────────────────────────────────────────────────────────────
 
@@ -77,7 +77,7 @@ NAMES = ("session", "harness", "outcome")
 FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
 
 
-def live_table(sessions: Sequence[SessionStatus], *, rows: int) -> Table:
+def live_table(sessions: Sequence[LiveSessionStatus], *, rows: int) -> Table:
     """Sessions on their way, at most `rows` of them, those that run first; the rest as a count."""
     table = _table(("session", "harness", "phase"), ("turns", "tokens", "reward"), narrow=False)
     ordered = sorted(sessions, key=lambda status: (status.outcome is not None, status.phase != "run"))

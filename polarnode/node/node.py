@@ -9,7 +9,6 @@ their socket is on a loopback address whatever the node's own is.
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 
 import trio
 from attrs import define, evolve, field
@@ -29,14 +28,13 @@ from polarnode.engine.weights import Weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureDoor, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.groups.group import stamped
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import RETRY_AFTER_S, no_room
-from polarnode.rollouts.captures import CaptureHouse, Captures
+from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.judges import Judges
-from polarnode.rollouts.scheduler import Scheduler, SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
@@ -130,7 +128,7 @@ class Node:
     def generation(self) -> Weights:
         return self.weights
 
-    def sessions(self) -> Iterable[SessionStatus]:
+    def sessions(self) -> Iterable[LiveSessionStatus]:
         """Sessions in containers of their own."""
         return self.scheduler.sessions()
 
@@ -140,14 +138,11 @@ class Node:
 
     def cancel_all(self) -> None:
         """End every session with what it has."""
-        self.scheduler.cancel_all()
-        self.captures.cancel_all()
+        self.scheduler.registry.cancel_all()
 
     async def stop(self, *, cancel: bool) -> None:
         """Refuse new tasks and wait for the sessions; `cancel` ends them with what they have."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(self.captures.stop, cancel=cancel))
-            await self.scheduler.stop(cancel=cancel)
+        await self.scheduler.registry.stop(cancel=cancel)
 
     def status(self) -> dict[str, Json]:
         """The node at a glance."""
@@ -161,7 +156,7 @@ class Node:
             "scheduler": plain(self.scheduler.statistics()),
             "sessions": [plain(status) for status in self.scheduler.sessions() if status.outcome is None],
             "captures": {
-                "limit": self.captures.house.limit,
+                "limit": self.captures.limit,
                 "open": [plain(status) for status in self.captures.list()],
             },
             "engine": plain(self.engines.statistics()),
@@ -176,7 +171,7 @@ class Node:
         """The node's numbers, for GET /metrics."""
         scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
         return Figures(
-            tally=self.scheduler.tally.copied(),
+            tally=self.scheduler.services.tally.copied(),
             engine=self.engines.statistics(),
             stages=scheduler.stages,
             runtimes=self.runtimes.statistics(),
@@ -191,7 +186,7 @@ class Node:
 
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""
-        return not self.scheduler.stopping and any(
+        return not self.scheduler.registry.stopping and any(
             host.state == "ready" for host in self.engines.statistics().hosts
         )
 
@@ -208,8 +203,8 @@ async def open_captures(
     """The captures of a node. Those that are open when this is left are so by force: the node's next start
     finds them.
     """
-    lives = LiveSessions()
-    door = CaptureDoor(ModelPlane(sessions=lives, model=model, recordings=recordings))
+    sessions_by_key = LiveSessions()
+    door = CaptureDoor(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
     try:
         listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
     except ConfigError as error:
@@ -217,24 +212,13 @@ async def open_captures(
             f"capture_port {config.capture_port} can not be had: choose another, or 0 for any that is free"
         ) from error
     async with open_server(door, listener) as address, trio.open_nursery() as nursery:
-        house = _house(config, journal, scheduler, model, base_url=f"http://{address.host}:{address.port}")
-        yield Captures(nursery=nursery, lives=lives, record=journal, house=house)
+        yield Captures(
+            nursery=nursery,
+            services=scheduler.services,
+            registry=scheduler.registry,
+            sessions_by_key=sessions_by_key,
+            journal=journal,
+            base_url=f"http://{address.host}:{address.port}",
+            limit=config.capture_limit,
+        )
         nursery.cancel_scope.cancel()
-
-
-def _house(
-    config: NodeConfig, journal: Journal, scheduler: Scheduler, model: Model, *, base_url: str
-) -> CaptureHouse:
-    return CaptureHouse(
-        base_url=base_url,
-        node=scheduler.who.node,
-        model=scheduler.who.model,
-        context_length=model.context_length,
-        publish=lambda found: journal.publish(stamped(found, scheduler.house.versions())),
-        limit=config.capture_limit,
-        drops_thinking=scheduler.house.drops_thinking,
-        tally=scheduler.tally,
-        allowed_imports=scheduler.house.allowed_imports,
-        carried_limit=scheduler.house.carried_limit,
-        unrouted=scheduler.house.unrouted,
-    )

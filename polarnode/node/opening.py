@@ -51,10 +51,11 @@ from polarnode.journal.values import Retention
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node, open_captures
 from polarnode.rollouts.judges import Judges, open_judges
+from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import PressureWatch, read_machine
 from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import Scheduler, Who
-from polarnode.rollouts.services import House, Stages
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.background import open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
@@ -291,11 +292,12 @@ async def _open_sessions(
     def serve_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), door)
 
-    house = House(
+    services = NodeServices(
+        identity=NodeIdentity(node=config.node_id, model=model.name),
+        journal=journal,
         runtimes=runtimes,
         stages=_stages(config),
         serve_door=serve_door,
-        publish=journal.publish,
         context_length=engines.context_length,
         log_dir=_sessions_dir(config),
         ensure_image=images.ensure,
@@ -310,16 +312,14 @@ async def _open_sessions(
         versions=lambda: engines.versions,
     )
     async with (
-        open_background(_pressure_watch(config, house.stages, engines, runtimes).run),
+        open_background(_pressure_watch(config, services.stages, engines, runtimes).run),
         trio.open_nursery() as nursery,
     ):
         yield Scheduler(
             nursery=nursery,
-            house=house,
-            lives=plane.sessions,
-            record=journal,
-            who=Who(node=config.node_id, model=model.name),
-            prewarm=runtimes.prewarm,
+            services=services,
+            registry=SessionRegistry(services),
+            sessions_by_key=plane.sessions,
             warm=config.warm,
         )
 

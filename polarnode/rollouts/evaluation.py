@@ -173,7 +173,7 @@ async def _judged(
         )
         prepare = partial(session_containers.prepare_evaluation, judged, reach.told(spec.runtime))
         there, left = reach.through(judged), reach.through(runtime)
-        finished = session_containers.finished(there, left, containers.house.judge, outcome, turns, spec)
+        finished = session_containers.finished(there, left, containers.services.judge, outcome, turns, spec)
         # its tests come after the agent's work, which the evaluator itself puts there
         if order.fresh and not order.evaluator.copies:
             return await _asked(containers, evolve(finished, prepare=prepare), judged)

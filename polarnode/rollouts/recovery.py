@@ -16,7 +16,8 @@ from polarnode.groups.group import EARLY_STOP, lost_to_the_machine
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.trajectory import Result, assemble
-from polarnode.rollouts.scheduler import Scheduler, retries_left
+from polarnode.rollouts.lifecycle import retries_left
+from polarnode.rollouts.scheduler import Scheduler
 
 Say = Callable[[str], None]
 
@@ -31,7 +32,7 @@ async def recover(journal: Journal, scheduler: Scheduler, say: Say) -> None:
     for task_id, spec in {
         each.identity.task_id: each.spec for each in unfinished if each.spec is not None
     }.items():
-        scheduler.groups.begin(task_id, spec, await journal.places_over(task_id))
+        scheduler.registry.groups.begin(task_id, spec, await journal.places_over(task_id))
     again = sum([await _recovered(journal, scheduler, session) for session in unfinished])
     await journal.flushed()
     if unfinished:
@@ -45,9 +46,11 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
     """Whether its place is held by a fresh session now. Its traces are built in a thread: those before it run
     already.
     """
-    lost = await journal.read(partial(_trajectory, session, scheduler.house.allowed_imports))
+    lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
     # asked now, as siblings end meanwhile
-    if lost.outcome.status == "interrupted" and scheduler.groups.has_enough(session.identity.task_id):
+    if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
+        session.identity.task_id
+    ):
         lost = evolve(
             lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")
         )

@@ -1,13 +1,13 @@
-"""What a session is given: who it is, what it is to do, and what its node offers it.
+"""What a session is handed: its order, and the services of its node.
 
-The rule for whoever edits it: what a harness is told is made in `harness_order` alone, so that what a task
-was admitted with is what will run.
+Keep `harness_order` the only maker of a harness's order, so that a task runs with what it was admitted with.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from socket import socket
+from typing import Protocol
 
 from attrs import evolve, field, frozen
 
@@ -16,11 +16,12 @@ from polarnode.containers.recipes import on_top
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
 from polarnode.core.task import RuntimeSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
+from polarnode.support.metrics import NodeCounters
 from polarnode.support.semaphore import PrioritySemaphore
 
 
@@ -80,24 +81,53 @@ class Stages:
     post: PrioritySemaphore
 
 
-@frozen(kw_only=True)
-class House:
-    """What a session needs of its node."""
+class SessionJournal(Protocol):
+    """What sessions write down, at once: the synchronous side of the journal."""
 
+    def task_submitted(
+        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
+    ) -> None: ...
+
+    def session_started(self, identity: Identity) -> None: ...
+
+    def turn(self, turn: Turn) -> None: ...
+
+    def publish(self, trajectory: Trajectory) -> None: ...
+
+    def replaced(self, trajectory: Trajectory, successor: Identity) -> None: ...
+
+    def task_cancelled(self, task_id: str) -> None: ...
+
+
+@frozen(kw_only=True)
+class NodeIdentity:
+    """The node and the model that every trajectory names."""
+
+    node: str
+    model: str
+
+
+@frozen(kw_only=True)
+class NodeServices:
+    """What a node offers its sessions, whoever drives them."""
+
+    identity: NodeIdentity
+    journal: SessionJournal
     runtimes: Runtimes
     stages: Stages
+    # serves the model endpoint of a session on its socket
     serve_door: Callable[[str, socket], AbstractAsyncContextManager[object]]
-    publish: Callable[[Trajectory], None]
     context_length: int
     log_dir: Path
     ensure_image: Callable[[str], Awaitable[None]]
     drops_thinking: DropsThinking  # the model's template
     judge: Callable[[str], Judge]  # the judge of a name of the node's config; EvaluatorError for any other
+    tally: NodeCounters = field(factory=NodeCounters)
     judges: frozenset[str] = frozenset()  # their names
     allowed_imports: tuple[str, ...] = ()
     carried_limit: int = 0  # bytes a session may carry beside ids and logprobs
     unrouted: str | None = None  # why no task can have its routed experts; None when it can
     volumes: tuple[str, ...] = ()  # folders of this machine below which tasks may mount
-    egress: NodeEgress = field(factory=NodeEgress)  # what tasks may reach of the world
+    egress: NodeEgress = field(factory=NodeEgress)  # hosts tasks may reach
     # the weights that were served, oldest first, the last is served now
     versions: Callable[[], Sequence[str]] = tuple

@@ -1,9 +1,8 @@
 """One rollout, phase by phase: INIT, READY, RUN, POST, teardown.
 
 Each phase has its own clock, and what ends one phase never ends the next: a harness out of time goes on to
-POST with every turn it made, and a trainer's cancel reaches all but POST. Nothing leaves `run_recorded`: a
-bad session is data, and a bug in one is no other's. Rule for whoever edits this file: the last act is the
-synchronous `publish`, so that there is no moment in which a finished rollout can be lost.
+POST with every turn it made, and a trainer's cancel reaches all but POST. Invariant: `run` returns a result
+whatever happened, because a bad session is data and a bug in one must not reach another.
 """
 
 import logging
@@ -25,12 +24,14 @@ from attrs import define, evolve, field
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.ports import Endpoint, Launch
-from polarnode.core.trajectory import Outcome, Timing, Trajectory
+from polarnode.core.task import TaskSpec
+from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
-from polarnode.groups.group import stamped
-from polarnode.merge.trajectory import Result, assemble, without_traces
+from polarnode.groups.group import EARLY_STOP
+from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
-from polarnode.rollouts.services import House, SessionOrder, harness_order
+from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
+from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Beforehand, Containers, open_beforehand
 from polarnode.support.semaphore import PrioritySemaphore
 
@@ -46,15 +47,20 @@ Phase = Literal["init", "ready", "run", "post", "ended"]
 
 @define(eq=False)
 class Session:
-    """A session on its way. `phase` is where it is; `cancel` ends what can be ended and leaves POST alone."""
+    """A session in a container of its own. `phase` is where it is; `cancel` ends what can be ended and leaves
+    POST alone. A `SessionDriver`.
+    """
 
     order: SessionOrder
     live: LiveSession
-    house: House
-    # told of each new phase, and of the trajectory at the end
-    on_phase: "Callable[[Session, Trajectory | None], None]"
+    services: NodeServices
+    delay_s: float  # before it begins
+    # called with each new phase, and when its evaluator's container is made or will never be
+    on_phase: "Callable[[Session], None]"
+    # called last, when its trajectory could not be published
+    on_unpublished: "Callable[[Session], None]"
     phase: Phase = field(default="init", init=False)
-    cancelled: str | None = field(default=None, init=False)  # the word for why
+    cancelled: CancelCause | None = field(default=None, init=False)
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
     _timing: Timing = field(factory=Timing, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
@@ -62,7 +68,15 @@ class Session:
 
     @_containers.default
     def _make_containers(self) -> Containers:
-        return Containers(self.order, self.house)
+        return Containers(self.order, self.services)
+
+    @property
+    def identity(self) -> Identity:
+        return self.order.identity
+
+    @property
+    def task(self) -> TaskSpec:
+        return self.order.spec
 
     @property
     def to_come(self) -> int:
@@ -72,74 +86,54 @@ class Session:
         )
         return evaluators + int(self.phase == "init")
 
-    def cancel(self, word: str = "cancelled") -> None:
+    def cancel(self, cause: CancelCause) -> None:
         """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run
         is over is judged as ever.
 
-        The first word stands.
+        The first cause stands.
         """
-        self.cancelled = self.cancelled or word
+        self.cancelled = self.cancelled or cause
         if self._stoppable is not None:
             self._stoppable.cancel()
 
-    async def run_recorded(self) -> None:
-        """The whole rollout. Whatever happened is published; a bug of ours is logged besides, and reaches no
+    async def run(self) -> Result:
+        """The whole rollout. A bug of the node is logged and becomes this session's outcome: it reaches no
         sibling.
         """
         try:
+            with self._stoppable_scope():
+                await trio.sleep(self.delay_s)
             result = await self._result()
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
         except Exception as error:
             # the isolation edge of trio.md P7: one session's bug never cancels its siblings
-            result = self._bug(error)
+            result = Result(outcome=bug_outcome(self.identity, error))
         await self.live.close()
-        try:
-            self._publish(result)
-        except Exception as error:
-            # the same edge: what can not be built or packed costs its traces, not the record
-            self._hand_over(
-                without_traces(
-                    self.order.identity, self.order.spec, self.live.lineages.turns, self._bug(error)
-                )
-            )
+        metrics = {**result.metrics, **self._containers.metrics, **self.live.metrics()}
+        return evolve(result, timing=self._timing, metrics=metrics)
 
-    def _bug(self, error: Exception) -> Result:
-        logger.exception("session %s met a bug", self.order.identity.session_id)
-        return Result(
-            outcome=Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}"),
-            timing=self._timing,
-        )
+    def closed(self, *, failed: bool) -> None:
+        """The registry has let go of it."""
+        self._enter("ended")
+        if failed:
+            self.on_unpublished(self)
 
-    def _publish(self, result: Result) -> None:
-        timed = evolve(
-            result,
-            timing=self._timing,
-            metrics={**result.metrics, **self._containers.metrics, **self.live.metrics()},
-        )
-        turns, allowed = self.live.lineages.turns, self.house.allowed_imports
-        self._hand_over(assemble(self.order.identity, self.order.spec, turns, timed, allowed_imports=allowed))
-
-    def _hand_over(self, trajectory: Trajectory) -> None:
-        trajectory = stamped(trajectory, self.house.versions())
-        self.house.publish(trajectory)
-        self._enter("ended", trajectory)
-
-    def _enter(self, phase: Phase, trajectory: Trajectory | None = None) -> None:
+    def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.on_phase(self, trajectory)
+        self.on_phase(self)
 
     async def _result(self) -> Result:
         result: Result | None = None
         with self._stoppable_scope() as scope:
-            await self.house.ensure_image(self.order.runtime.image)
-            async with self._slot(self.house.stages.live):
+            await self.services.ensure_image(self.order.runtime.image)
+            async with self._slot(self.services.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
 
     def _stopped(self) -> Outcome:
         if self.cancelled is not None:
-            return Outcome(status="cancelled", reason=f"{self.cancelled} in {self.phase}")
+            return Outcome(status="cancelled", reason=f"{_reason(self.cancelled)} in {self.phase}")
         return Outcome(
             status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s:g} s"
         )
@@ -153,7 +147,7 @@ class Session:
                 break
             logger.warning(
                 "session %s: its runtime failed, trying a fresh one: %s",
-                self.order.identity.session_id,
+                self.identity.session_id,
                 ended,
             )
             self._enter("init")
@@ -186,7 +180,7 @@ class Session:
         """A place in INIT with its budget running: one budget for all attempts; waiting for the place is
         free.
         """
-        async with self._slot(self.house.stages.init):
+        async with self._slot(self.services.stages.init):
             scope.deadline = trio.current_time() + self.order.spec.budgets.init_s - self._timing.init_s
             try:
                 with self._timed("init_s"):
@@ -200,11 +194,11 @@ class Session:
 
         def settled() -> None:
             self._evaluator_served = True
-            self.on_phase(self, None)
+            self.on_phase(self)
 
         return open_beforehand(
             self._containers.open,
-            self.house.stages.init,
+            self.services.stages.init,
             budget_s=self.order.spec.budgets.init_s,
             on_settled=settled,
         )
@@ -214,7 +208,7 @@ class Session:
     ) -> Result | PolarnodeError:
         try:
             launch = await self._furnished(runtime)
-            async with self.house.serve_door(self.order.identity.session_id, runtime.endpoint):
+            async with self.services.serve_door(self.identity.session_id, runtime.endpoint):
                 await init.aclose()
                 ran = await self._ready_and_run(runtime, launch, expires, beforehand)
         except PolarnodeError as error:
@@ -226,8 +220,8 @@ class Session:
         endpoint = Endpoint(
             base_url=runtime.base_url,
             key=self.live.key,
-            context_length=self.house.context_length,
-            model=self.order.identity.model,
+            context_length=self.services.context_length,
+            model=self.identity.model,
         )
         launch = self.order.harness.launch(
             harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
@@ -242,7 +236,7 @@ class Session:
         self._enter("ready")
         async with AsyncExitStack() as run:
             with self._timed("ready_s"):
-                await run.enter_async_context(self._slot(self.house.stages.run))
+                await run.enter_async_context(self._slot(self.services.stages.run))
             if not runtime.alive or trio.current_time() + self._containers.needed_s() > expires:
                 return RuntimeFault(
                     "the container ended, or grew too old for a whole run, while its session waited for a"
@@ -257,15 +251,25 @@ class Session:
     # ── RUN and POST ──────────────────────────────────────────────────────────
 
     async def _run(self, runtime: PodmanRuntime, launch: Launch) -> Outcome:
-        log = self.house.log_dir / f"{self.order.identity.session_id}.log"
+        log = self.services.log_dir / f"{self.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
             self.live.on_spent = lambda: _soon(clock)
             ended = await self._harness_ended(runtime, launch, log)
-        word = self.cancelled  # from here on a cancel comes too late: the run is over
+        cause = self.cancelled  # from here on a cancel comes too late: the run is over
         await self.live.close()
-        return self._outcome(runtime, ended, log, word)
+        ending = Ending(
+            ended=ended,
+            cancelled=None if cause is None else _reason(cause),
+            spent_clock=self.live.spent_clock,
+            because=runtime.ended_because,
+            for_room=runtime.ended_for_room,
+            oom_kills=self._containers.note_kills(runtime),
+            turns=self.live.lineages.turns,
+            log_tail=tail(log),
+        )
+        return run_outcome(self.order, ending)
 
     async def _harness_ended(self, runtime: PodmanRuntime, launch: Launch, log: Path) -> int | PolarnodeError:
         """The harness's exit code. What fails meanwhile fails the run and not its turns, so it is a value."""
@@ -278,21 +282,6 @@ class Session:
         except PolarnodeError as error:
             return error
 
-    def _outcome(
-        self, runtime: PodmanRuntime, ended: int | PolarnodeError | None, log: Path, cancelled: str | None
-    ) -> Outcome:
-        ending = Ending(
-            ended=ended,
-            cancelled=cancelled,
-            spent_clock=self.live.spent_clock,
-            because=runtime.ended_because,
-            for_room=runtime.ended_for_room,
-            oom_kills=self._containers.note_kills(runtime),
-            turns=self.live.lineages.turns,
-            log_tail=tail(log),
-        )
-        return run_outcome(self.order, ending)
-
     async def _post(self, runtime: PodmanRuntime, outcome: Outcome, beforehand: Beforehand | None) -> Result:
         if outcome.status in ("cancelled", "error"):
             return Result(outcome=outcome)
@@ -302,7 +291,7 @@ class Session:
             await runtime.end_processes()
         except RuntimeFault as fault:
             return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
-        async with self._slot(self.house.stages.post):
+        async with self._slot(self.services.stages.post):
             with self._timed("post_s"):
                 return await evaluated(
                     self._containers, runtime, outcome, self.live.lineages.turns, beforehand
@@ -335,6 +324,11 @@ class Session:
                 yield scope
             finally:
                 self._stoppable = None
+
+
+def _reason(cause: CancelCause) -> str:
+    """How an outcome names the cause: whoever reads it need not tell a trainer's cancel from a node's."""
+    return EARLY_STOP if cause == EARLY_STOP else "cancelled"
 
 
 def _soon(clock: trio.CancelScope) -> None:

@@ -36,7 +36,7 @@ from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, last_words
 from polarnode.merge.roles import reclassify_roles
-from polarnode.rollouts.services import House, SessionOrder
+from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.support.semaphore import PrioritySemaphore
 
 # ── workspace ────────────────────────────────────────────────────────────
@@ -212,7 +212,7 @@ class Containers:
     """What one session has made for it. `metrics` is what its containers tell of it."""
 
     order: SessionOrder
-    house: House
+    services: NodeServices
     metrics: dict[str, Json] = field(factory=dict, init=False)
 
     def open(self) -> AbstractAsyncContextManager[PodmanRuntime]:
@@ -220,7 +220,7 @@ class Containers:
         step of the task fails.
         """
         shared = self.order.spec.num_samples > 1 or self.order.fresh
-        return self.house.runtimes.open_prepared(
+        return self.services.runtimes.open_prepared(
             self.order.runtime,
             session_id=self.order.identity.session_id,
             lifetime_s=self.lifetime_s(),
@@ -230,11 +230,11 @@ class Containers:
 
     def preparing(self) -> bool:
         """Whether a sibling just prepares the same, so that to wait for it is quicker."""
-        return self.house.runtimes.preparing(self.order.runtime)
+        return self.services.runtimes.preparing(self.order.runtime)
 
     async def wait_prepared(self) -> None:
         """Wait until no sibling does."""
-        await self.house.runtimes.wait_prepared(self.order.runtime)
+        await self.services.runtimes.wait_prepared(self.order.runtime)
 
     def lifetime_s(self) -> float:
         """When the dead-man switch ends a container that everybody forgot."""
@@ -262,7 +262,7 @@ class Containers:
         async with AsyncExitStack() as stack:
             opened = [
                 await stack.enter_async_context(
-                    self.house.egress.open(each.network, self.order.runtime.egress)
+                    self.services.egress.open(each.network, self.order.runtime.egress)
                 )
                 for each in runtimes
             ]
@@ -279,7 +279,7 @@ class Containers:
         """
         if not self.order.runtime.artifacts:
             return
-        to = artifacts_path(self.house.log_dir, self.order.identity.session_id)
+        to = artifacts_path(self.services.log_dir, self.order.identity.session_id)
         self.metrics["artifacts"] = await _kept(runtime, self.order.runtime.artifacts, to)
 
     def note_kills(self, runtime: PodmanRuntime) -> int:

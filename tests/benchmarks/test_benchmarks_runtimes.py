@@ -59,7 +59,7 @@ async def test_a_group_goes_through_every_phase_on_real_containers(
     async with open_runtimes(settings(warm=2)) as runtimes:
         async with bench.open_scheduler(runtimes, notes, tmp_path, 2, 2) as scheduler:
             scheduler.submit(task)
-            await scheduler.stop(cancel=False)
+            await scheduler.registry.stop(cancel=False)
         with trio.fail_after(120):
             while runtimes.statistics().warm or runtimes.statistics().live:  # noqa: ASYNC110 (seen from outside)
                 await trio.sleep(0.05)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from polarnode.cli import output
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 
 
 def printed(table: Table, width: int) -> list[str]:
@@ -122,8 +122,8 @@ def test_each_ending_is_told_once_with_the_last_line_of_a_harness_that_failed() 
     ]
 
 
-def status(number: int, phase: str = "run", outcome: str | None = None) -> SessionStatus:
-    return SessionStatus(
+def status(number: int, phase: str = "run", outcome: str | None = None) -> LiveSessionStatus:
+    return LiveSessionStatus(
         session_id=f"s{number}",
         task_id="t",
         harness="pi",

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from attrs import evolve
 from fakes_runtime import MemoryRuntime
 from hypothesis import given
 from hypothesis import strategies as st
@@ -376,7 +375,7 @@ async def test_a_session_is_judged_over_http(tmp_path: Any) -> None:
         judged_by(says(scores(score=7))) as (judges, endpoint),
         town(tmp_path, {"agent": agent(each=0.01)}) as place,
     ):
-        place.scheduler.house = evolve(place.scheduler.house, judge=judges, judges=judges.names)
+        place.change(judge=judges, judges=judges.names)
         found = await place.one(evaluator=spec)
         with pytest.raises(Refused, match="no judge called 'k'; it has j"):
             place.submit(evaluator=EvaluatorSpec(name="llm_judge", config={"judge": "k", "rubric": "r"}))
@@ -397,7 +396,7 @@ async def test_a_judge_that_refuses_costs_the_reward_and_not_the_turns(tmp_path:
         judged_by(error(401, "no")) as (judges, _),
         town(tmp_path, {"agent": agent(each=0.01)}) as place,
     ):
-        place.scheduler.house = evolve(place.scheduler.house, judge=judges, judges=judges.names)
+        place.change(judge=judges, judges=judges.names)
         found = await place.one(evaluator=spec)
     assert (found.reward, found.outcome.status, found.outcome.boundary, len(found.traces)) == (
         None,

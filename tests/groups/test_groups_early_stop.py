@@ -22,8 +22,9 @@ from polarnode.core.task import GroupSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import EARLY_STOP, Facts, read_group, stopped_early
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.rollouts.lifecycle import GroupWatch, SessionRegistry
 from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import GroupWatch, Scheduler, Who
+from polarnode.rollouts.scheduler import Scheduler
 from polarnode.support.metrics import NodeCounters
 
 GONE = RuntimeFault("the container is gone")
@@ -38,7 +39,7 @@ def paced(*runs: float | Exception) -> Program:
     async def program(call: Call) -> int:
         now = left.pop(0) if left else 1e6
         run: Any = agent(turns=1, each=now) if isinstance(now, float) else agent(turns=1, each=1.0, ends=now)
-        run.lives = program.lives  # type: ignore[attr-defined]
+        run.sessions_by_key = program.sessions_by_key  # type: ignore[attr-defined]
         return int(await run(call))
 
     return program
@@ -73,8 +74,8 @@ async def test_siblings_under_way_end_with_what_they_have(autojump_clock: Clock,
         )
         assert sorted(each.session_id for each in place.published) == sorted(ids)
         assert place.notes.cancelled == [], "the task was not cancelled, its group had enough"
-        assert place.scheduler.tally.groups == {"early": 1}
-        assert place.scheduler.tally.stopped_early == 2
+        assert place.scheduler.services.tally.groups == {"early": 1}
+        assert place.scheduler.services.tally.stopped_early == 2
 
 
 async def test_sessions_not_yet_begun_never_start(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -106,7 +107,10 @@ async def test_two_that_end_at_once_both_count(autojump_clock: Clock, tmp_path: 
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "1.0", "early stop in run"]
-        assert (place.scheduler.tally.groups, place.scheduler.tally.stopped_early) == ({"early": 1}, 1)
+        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stopped_early) == (
+            {"early": 1},
+            1,
+        )
 
 
 async def test_only_usable_sessions_are_enough(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -117,12 +121,15 @@ async def test_only_usable_sessions_are_enough(autojump_clock: Clock, tmp_path: 
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(2))
         await place.over()
         assert {each.outcome.status for each in place.published} == {"failed"}
-        assert place.scheduler.tally.groups == {"complete": 1}
+        assert place.scheduler.services.tally.groups == {"complete": 1}
     async with town(tmp_path, {"agent": agent(turns=1)}) as place:
         place.submit(num_samples=3, evaluator="JUDGES_NOT", group=wanting(1))
         await place.over()
         assert {each.outcome.status for each in place.published} == {"error"}
-        assert (place.scheduler.tally.groups, place.scheduler.tally.stopped_early) == ({"dropped": 1}, 0)
+        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stopped_early) == (
+            {"dropped": 1},
+            0,
+        )
     async with town(tmp_path, {"agent": agent(turns=0)}) as place:
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1))
         await place.over()
@@ -161,7 +168,7 @@ async def test_what_the_machine_loses_after_the_stop_is_not_tried_again(
         await place.over()
         lost = [each for each in place.published if each.outcome.boundary == "node"]
         assert len(place.published) == 3 + len([each for each in lost if each.retried_as is not None])
-        assert place.scheduler.tally.groups.total() == 1
+        assert place.scheduler.services.tally.groups.total() == 1
 
 
 async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
@@ -173,7 +180,7 @@ async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
         assert place.scheduler.cancel("t")
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "cancelled in run", "cancelled in run"]
-        assert place.scheduler.tally.groups == {"partial": 1}
+        assert place.scheduler.services.tally.groups == {"partial": 1}
     async with town(tmp_path, {"agent": paced(10.0)}) as place:
         place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
         while not place.published:  # noqa: ASYNC110 - virtual time
@@ -191,8 +198,8 @@ async def test_a_session_that_can_not_be_published_does_not_hold_the_stop_up(
         place.notes.refuse = [TypeError("no"), TypeError("no again")]
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
-        assert place.scheduler.groups._open == {}, "nothing is kept of a group that is over"
-        assert place.scheduler.tally.groups == {}, "a group with a place nobody knows of is nobody's"
+        assert place.scheduler.registry.groups._open == {}, "nothing is kept of a group that is over"
+        assert place.scheduler.services.tally.groups == {}, "a group with a place nobody knows of is nobody's"
         gone = {each.session_id for each in place.notes.started} - {
             each.session_id for each in place.published
         }
@@ -208,7 +215,7 @@ async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
 ) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0)}) as place:
         served = ["v0"]
-        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: served)
+        place.change(versions=lambda: served)
         place.submit(num_samples=3, evaluator="COUNTS", group=GroupSpec(max_staleness=1))
         await place.until("post")
         await trio.sleep(5)
@@ -217,27 +224,34 @@ async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
         served.append("and next")
         await place.over()
         assert [each.staleness for each in place.published] == [0, 1, 2]
-        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"partial": 1}, {"drop": 1})
+        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+            {"partial": 1},
+            {"drop": 1},
+        )
 
 
 async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: ("v0", "next"))
+        place.change(versions=lambda: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0))
         await place.over()
         assert [(each.reward, each.staleness) for each in place.published] == [(1.0, 1), (1.0, 1)]
-        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"dropped": 1}, {"drop": 2})
+        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+            {"dropped": 1},
+            {"drop": 2},
+        )
 
 
 async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.scheduler.house = evolve(place.scheduler.house, versions=lambda: ("v0", "next"))
+        place.change(versions=lambda: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0, stale="mark"))
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
-        assert (place.scheduler.tally.groups, place.scheduler.tally.stale) == ({"early": 1}, {"mark": 1}), (
-            "the other is unusable for another reason"
-        )
+        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+            {"early": 1},
+            {"mark": 1},
+        ), "the other is unusable for another reason"
 
 
 # ── the watch alone ───────────────────────────────────────────────────────────
@@ -279,18 +293,12 @@ def test_a_watch_is_told_what_was_over_before() -> None:
 @asynccontextmanager
 async def life(path: Path, program: Program) -> AsyncIterator[tuple[Journal, Scheduler]]:
     async with open_journal(path, now=time.time) as journal, town(path.parent, {"agent": program}) as place:
-        house = evolve(place.scheduler.house, publish=journal.publish)
+        services = evolve(place.scheduler.services, journal=journal)
         scheduler = Scheduler(
-            place.nursery,
-            house,
-            place.lives,
-            journal,
-            Who(node="n1", model="tiny"),
-            place.runtimes.prewarm,
-            0,
+            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
         )
         yield journal, scheduler
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
 
 
 async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
@@ -342,7 +350,7 @@ async def test_a_recovered_group_that_lacks_one_goes_on_until_it_has_enough(tmp_
         await recover(journal, scheduler, lambda said: None)
         while scheduler.statistics().live:  # noqa: ASYNC110 - real time, and short
             await trio.sleep(0.01)
-        assert scheduler.tally.groups == {"early": 1}
+        assert scheduler.services.tally.groups == {"early": 1}
     group = await the_group(path)
     assert (group.state, len(group.members), sum(member.usable for member in group.members)) == (
         "early",

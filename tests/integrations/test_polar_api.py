@@ -27,8 +27,8 @@ from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.captures import CaptureStatus, Opened
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.support.semaphore import SemaphoreStatistics
 
 REQUEST: dict[str, Any] = {
@@ -65,12 +65,12 @@ class OpenCaptures:
     journal: Journal
     ended: dict[str, CaptureEnd] = field(factory=dict)
 
-    async def begin(self, spec: CaptureSpec) -> Opened:
+    async def begin(self, spec: CaptureSpec) -> OpenedCapture:
         task = TaskSpec(instruction="(capture)", harness=HarnessSpec(name="capture"), metadata=spec.metadata)
         self.journal.task_submitted(task, task_id="task-c", session_ids=("c0",), idempotency_key=None)
         await self.journal.flushed()
         urls = {"openai": "http://127.0.0.1:9/v1"}
-        return Opened(
+        return OpenedCapture(
             session_id="c0",
             task_id="task-c",
             group_id="task-c",
@@ -95,10 +95,10 @@ class BusyTaker(TaskTaker):
     """The stand-in with an engine and stages to look at."""
 
     held: Held = field(factory=Held)
-    listed: list[SessionStatus] = field(factory=list)
+    listed: list[LiveSessionStatus] = field(factory=list)
     ended: list[str] = field(factory=list)
 
-    def sessions(self) -> tuple[SessionStatus, ...]:
+    def sessions(self) -> tuple[LiveSessionStatus, ...]:
         return tuple(self.listed)
 
     def end_session(self, session_id: str) -> bool:
@@ -129,7 +129,7 @@ class Parts:
 
     plane: Plane
     client: PolarClient
-    sessions: list[SessionStatus] = field(factory=list)
+    sessions: list[LiveSessionStatus] = field(factory=list)
     ended: list[str] = field(factory=list)
     captures: OpenCaptures | None = None
 
@@ -611,8 +611,8 @@ async def test_sessions_under_way_are_listed_with_their_words(parts: Parts) -> N
     assert [each["status"] for each in rows] == ["RUNNING", "INITIALIZING"]
 
 
-def glance(session_id: str, phase: Any) -> SessionStatus:
-    return SessionStatus(
+def glance(session_id: str, phase: Any) -> LiveSessionStatus:
+    return LiveSessionStatus(
         session_id=session_id, task_id="calc-7", harness="codex", phase=phase, turns=0, sampled_tokens=0
     )
 

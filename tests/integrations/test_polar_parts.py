@@ -29,7 +29,7 @@ from polarnode.integrations.polar.answers import (
     task_name,
 )
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.sources.polar import request_found
 from polarnode.sources.source import spec_of
 
@@ -236,7 +236,7 @@ def prompt_of(said: Any) -> Any:
 
 def test_only_sessions_that_are_not_over_are_live() -> None:
     every = [
-        SessionStatus(
+        LiveSessionStatus(
             session_id=name,
             task_id="t",
             harness="pi",

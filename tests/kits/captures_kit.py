@@ -17,6 +17,7 @@ import openai
 import trio
 from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
+from fakes_runtime import MemoryRuntimes
 from plane_kit import ANYWHERE, CONTEXT
 from tokens_kit import model
 
@@ -28,8 +29,11 @@ from polarnode.gateway.endpoint import CaptureDoor, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import open_server
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.captures import CaptureHouse, Captures
+from polarnode.rollouts.captures import Captures
+from polarnode.rollouts.lifecycle import SessionRegistry
+from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.support.metrics import NodeCounters
+from polarnode.support.semaphore import PrioritySemaphore
 
 HI: Any = {"role": "user", "content": "hi"}
 
@@ -63,9 +67,9 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
     """Captures of a node that has nothing else. What is open at the end is left so, as by a node that
     dies.
     """
-    served, tally, lives = model(), NodeCounters(), LiveSessions()
+    served, tally, sessions_by_key = model(), NodeCounters(), LiveSessions()
     plane = ModelPlane(
-        sessions=lives,
+        sessions=sessions_by_key,
         model=Model(
             engine=engine,
             template=served.template,
@@ -80,18 +84,34 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
         open_journal(folder / "journal.sqlite", now=lambda: 1.0) as journal,
         open_server(CaptureDoor(plane), ANYWHERE) as door,
     ):
-        house = CaptureHouse(
-            base_url=f"http://{door.host}:{door.port}",
-            node="node-0",
-            model="tiny",
+        services = NodeServices(
+            identity=NodeIdentity(node="node-0", model="tiny"),
+            journal=journal,
+            runtimes=MemoryRuntimes(),  # type: ignore[arg-type]  # held to the same contract as the real one
+            stages=Stages(
+                live=PrioritySemaphore(limit=0),
+                init=PrioritySemaphore(limit=0),
+                run=PrioritySemaphore(limit=0),
+                post=PrioritySemaphore(limit=0),
+            ),
+            serve_door=no_container,
             context_length=CONTEXT,
-            publish=journal.publish,
-            limit=limit,
+            log_dir=folder,
+            ensure_image=no_container,
             drops_thinking=served.template.drops_thinking_before,
+            judge=no_container,
             tally=tally,
         )
         async with trio.open_nursery() as nursery:
-            captures = Captures(nursery=nursery, lives=lives, record=journal, house=house)
+            captures = Captures(
+                nursery=nursery,
+                services=services,
+                registry=SessionRegistry(services),
+                sessions_by_key=sessions_by_key,
+                journal=journal,
+                base_url=f"http://{door.host}:{door.port}",
+                limit=limit,
+            )
             app = create_app(
                 TaskTaker(journal=journal),
                 token="secret",
@@ -100,6 +120,10 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
             async with open_server(app, ANYWHERE) as address:
                 yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)
             nursery.cancel_scope.cancel()
+
+
+def no_container(*_: Any) -> Any:
+    raise AssertionError("a capture takes nothing that only a container needs")
 
 
 # ── harnesses: the official SDKs, told by environment alone ───────────────────

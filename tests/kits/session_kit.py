@@ -28,8 +28,10 @@ from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.scheduler import Scheduler, Who
-from polarnode.rollouts.services import House, Stages
+from polarnode.rollouts.lifecycle import SessionRegistry
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.session import Session
 from polarnode.support.semaphore import PrioritySemaphore
 
 ALLOWED = ("session_kit",)
@@ -112,14 +114,24 @@ class Town:
     scheduler: Scheduler
     runtimes: Containers
     notes: Notebook
-    lives: LiveSessions
+    sessions_by_key: LiveSessions
     stages: Stages
     nursery: trio.Nursery
     doors: "Counter[str]"
 
+    def change(self, **services: Any) -> None:
+        """Offer the next sessions other services."""
+        self.scheduler.services = evolve(self.scheduler.services, **services)
+        self.scheduler.registry.services = self.scheduler.services
+
     @property
     def published(self) -> list[Trajectory]:
         return self.notes.published
+
+    def session(self, session_id: str) -> Session:
+        found = self.scheduler.registry.get(Session, session_id)
+        assert found is not None
+        return found
 
     def submit(self, **more: Any) -> list[str]:
         return list(self.scheduler.submit(task(**more))[1])
@@ -155,7 +167,7 @@ class Town:
                 getattr(self.stages, name).statistics().waiting,
             ) == (0, 0), name
         assert not any(self.runtimes.wanted.values()), "warm containers are wanted for nobody"
-        assert self.lives.statistics().live == 0
+        assert self.sessions_by_key.statistics().live == 0
         assert not +self.doors, "a door is still served"
         for trajectory in self.published:
             check(trajectory.turns, Built(traces=trajectory.traces, left_out=trajectory.left_out))
@@ -182,25 +194,26 @@ async def town(
     post: int = 8,
     warm: int = 2,
 ) -> AsyncIterator[Town]:
-    runtimes, notes, lives, doors = (
+    runtimes, notes, sessions_by_key, doors = (
         Containers(programs=dict(programs or {})),
         Notebook(),
         LiveSessions(),
         Counter[str](),
     )
     for program in runtimes.programs.values():
-        setattr(program, "lives", lives)  # noqa: B010 - how a program in memory finds the session of its key
+        setattr(program, "sessions_by_key", sessions_by_key)  # noqa: B010 - how a program in memory finds the session of its key
     stages = Stages(
         live=PrioritySemaphore(limit=live),
         init=PrioritySemaphore(limit=init),
         run=PrioritySemaphore(limit=run),
         post=PrioritySemaphore(limit=post),
     )
-    house = House(
+    services = NodeServices(
+        identity=NodeIdentity(node="n0", model="tiny"),
+        journal=notes,
         runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
         stages=stages,
         serve_door=lambda session_id, door: _door(doors, session_id, door),
-        publish=notes.publish,
         context_length=4096,
         log_dir=tmp_path,
         ensure_image=_ensure_image,
@@ -209,12 +222,10 @@ async def town(
         allowed_imports=ALLOWED,
     )
     async with trio.open_nursery() as nursery:
-        scheduler = Scheduler(
-            nursery, house, lives, notes, Who(node="n0", model="tiny"), runtimes.prewarm, warm
-        )
-        found = Town(scheduler, runtimes, notes, lives, stages, nursery, doors)
+        scheduler = Scheduler(nursery, services, SessionRegistry(services), sessions_by_key, warm)
+        found = Town(scheduler, runtimes, notes, sessions_by_key, stages, nursery, doors)
         yield found
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
     found.check_left()
     found.check_published()
 
@@ -291,8 +302,8 @@ def agent(
 
 
 def live_of(program: Any, call: Call) -> LiveSession:
-    lives: LiveSessions = program.lives
-    found = lives.by_key(call.env["OPENAI_API_KEY"])
+    sessions_by_key: LiveSessions = program.sessions_by_key
+    found = sessions_by_key.by_key(call.env["OPENAI_API_KEY"])
     assert found is not None
     return found
 

@@ -11,27 +11,22 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from attrs import evolve
 from captures_kit import Desk, Told, asked, in_thread, open_desk
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, HandEngine, answers
 from session_kit import town
 
-from polarnode import rollouts
-from polarnode.api import routes
 from polarnode.core.codec import read_capture, read_capture_end
 from polarnode.core.errors import Busy, DiskFull, Refused
 from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.core.trajectory import Built, Trajectory
-from polarnode.gateway import endpoint
 from polarnode.journal.journal import open_journal
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
-from polarnode.rollouts.captures import Opened
+from polarnode.rollouts.captures import Capture
 from polarnode.rollouts.recovery import recover
 
 KINDS = ("trajectory", "group", "task")
-ROOMS = (rollouts, captures, captures, endpoint, routes, Opened)
 
 
 def engine(*texts: str) -> ScriptedEngine:
@@ -241,13 +236,13 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
                     for reward in (0.0, 1.0):
                         both.start_soon(partial(desk.end, opened["session_id"], reward=reward))
             case "clock":
-                found = desk.captures._open.get(opened["session_id"])
+                found = desk.captures.registry.get(Capture, opened["session_id"])
                 if found is not None:
                     found.clock.deadline = trio.current_time()
             case "task":
                 await desk.captures.cancel(opened["task_id"])
             case "node":
-                desk.captures.cancel_all()
+                desk.captures.registry.cancel_all()
 
     async with open_desk(tmp_path, engine()) as desk:
         every = [await desk.open() for _ in range(6)]
@@ -255,7 +250,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
             for opened in every:
                 nursery.start_soon(agent, desk, opened)
                 nursery.start_soon(ended, desk, opened)
-        await desk.captures.stop(cancel=True)
+        await desk.captures.registry.stop(cancel=True)
         events = await desk.events()
         assert sorted(events) == sorted(
             f"{kind}:{each['task_id' if kind != 'trajectory' else 'session_id']}"
@@ -269,7 +264,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
             assert [turn.index for turn in found.turns] == [
                 turn.index for turn in await desk.journal.turns(opened["session_id"])
             ]
-        assert (desk.captures.list(), desk.captures.lives.statistics().live) == ((), 0)
+        assert (desk.captures.list(), desk.captures.sessions_by_key.statistics().live) == ((), 0)
 
 
 async def test_an_end_whose_asker_leaves_goes_on(desk: Desk) -> None:
@@ -322,7 +317,9 @@ async def test_one_that_nobody_ends_is_over_with_its_time_and_its_turns(desk: De
     opened = await desk.open(budgets={"run_s": 600})
     assert 0 < opened["expires_s"] <= 600
     await in_thread(Told(opened["env"]).chat)
-    desk.captures._open[opened["session_id"]].clock.deadline = trio.current_time()
+    capture = desk.captures.registry.get(Capture, opened["session_id"])
+    assert capture is not None
+    capture.clock.deadline = trio.current_time()
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
     assert (found.outcome.status, found.outcome.clock, found.reward) == ("timeout", "run", None)
@@ -422,7 +419,7 @@ def test_an_end_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]",
 async def test_a_builder_that_is_not_there_is_refused_before_anything_runs(desk: Desk) -> None:
     answer = await desk.caller.post("/v1/capture", {"builder": {"name": "no_such"}})
     assert answer.status == 400
-    assert (await desk.captures.record.flushed(), desk.captures.list()) == (None, ())
+    assert (await desk.captures.journal.flushed(), desk.captures.list()) == (None, ())
 
 
 async def test_a_node_may_take_none(tmp_path: Path) -> None:
@@ -480,7 +477,7 @@ async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(d
 async def test_a_node_that_stops_ends_them_with_what_they_have_and_opens_no_more(desk: Desk) -> None:
     opened = await desk.open()
     await in_thread(Told(opened["env"]).chat)
-    await desk.captures.stop(cancel=True)
+    await desk.captures.registry.stop(cancel=True)
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
     assert (found.outcome.status, found.outcome.reason, len(found.turns)) == (
@@ -507,7 +504,7 @@ async def test_one_that_was_asked_for_while_the_node_began_to_stop_is_not_left_o
     async with trio.open_nursery() as nursery:
         nursery.start_soon(begin)
         await trio.lowlevel.checkpoint()
-        await desk.captures.stop(cancel=True)
+        await desk.captures.registry.stop(cancel=True)
     assert [str(error).partition(" and")[0] for error in errors] == ["this node is stopping"]
     assert desk.captures.list() == ()
 
@@ -519,7 +516,7 @@ async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_pa
         await in_thread(Told(opened["env"]).chat)
         await desk.journal.flushed()
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
-        here.scheduler.house = evolve(here.scheduler.house, publish=journal.publish)
+        here.change(journal=journal)
         await recover(journal, here.scheduler, lambda text: None)
         assert here.scheduler.statistics().live == 0, "the node can not run its harness again"
         found, record = await journal.trajectory(opened["session_id"]), await journal.task("t")

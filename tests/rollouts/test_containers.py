@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio
-from attrs import define, evolve, field
+from attrs import define, field
 from fakes_runtime import Call, MemoryRuntimes
 from session_kit import agent, town
 from trio.abc import Clock
@@ -87,7 +87,7 @@ async def test_what_the_kernel_ended_for_memory_is_said(
     usual = agent(turns=1, ends=ends)
 
     async def program(call: Call) -> int:
-        usual.lives = program.lives  # type: ignore[attr-defined]
+        usual.sessions_by_key = program.sessions_by_key  # type: ignore[attr-defined]
         call.runtime.ooms = 2
         return await usual(call)
 
@@ -162,7 +162,7 @@ async def test_steps_harness_and_evaluator_reach_the_same_names(
     names = ("step", "agent", "evaluation", "test")
     steps = {"prepare": (PrepareStep(argv=("step",)),), "eval_prepare": (PrepareStep(argv=("evaluation",)),)}
     async with town(tmp_path, {name: notes(name) for name in names}) as place:
-        place.scheduler.house = evolve(place.scheduler.house, egress=proxies)
+        place.change(egress=proxies)
         judged = EvaluatorSpec(name="command", config={"argv": ["test"]})
         found = await place.one(runtime=RuntimeSpec(egress=("pypi.example",), **steps), evaluator=judged)
         assert seen == dict.fromkeys(names, "http://127.0.0.1:9")
@@ -178,7 +178,7 @@ async def test_steps_harness_and_evaluator_reach_the_same_names(
 async def test_both_containers_of_a_fresh_evaluator_reach_them(autojump_clock: Clock, tmp_path: Path) -> None:
     proxies = Proxies()
     async with town(tmp_path, {"agent": agent()}) as place:
-        place.scheduler.house = evolve(place.scheduler.house, egress=proxies)
+        place.change(egress=proxies)
         found = await place.one(
             runtime=RuntimeSpec(egress=("a",)), evaluator=EvaluatorSpec(import_path="session_kit:TAKES")
         )

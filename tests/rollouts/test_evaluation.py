@@ -28,7 +28,7 @@ async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp
     failed = Outcome(status="failed", exit_code=3, log_tail="last words")
     async with town(tmp_path) as place:
         results = [
-            await evaluated(Containers(order(name), place.scheduler.house), runtime, failed, ())
+            await evaluated(Containers(order(name), place.scheduler.services), runtime, failed, ())
             for name in ("COUNTS", "RAISES")
         ]
         assert place.runtimes.opened == [], "no fresh runtime was asked for"

@@ -20,8 +20,10 @@ from polarnode.core.trajectory import Built
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Filters
 from polarnode.merge.invariants import check
+from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import Scheduler, Who
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.services import NodeIdentity
 
 
 def ran(
@@ -62,11 +64,17 @@ async def life(
         open_journal(path, now=time.time) as journal,
         town(path.parent, programs or {"agent": agent(each=0.01)}) as place,
     ):
-        house = evolve(place.scheduler.house, publish=journal.publish, allowed_imports=import_paths)
-        who = Who(node="n1", model="tiny-2")
-        scheduler = Scheduler(place.nursery, house, place.lives, journal, who, place.runtimes.prewarm, 0)
+        services = evolve(
+            place.scheduler.services,
+            identity=NodeIdentity(node="n1", model="tiny-2"),
+            journal=journal,
+            allowed_imports=import_paths,
+        )
+        scheduler = Scheduler(
+            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
+        )
         yield journal, scheduler
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
 
 
 async def recovered(path: Path, said: list[str], *, import_paths: tuple[str, ...] = ()) -> None:
@@ -191,7 +199,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
             1,
             0,
         )
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
         await journal.flushed()
         found = await journal.task("t")
         assert found is not None
@@ -268,7 +276,7 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
         journal.replaced(evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, lambda _: None)
-        await scheduler.stop(cancel=False)
+        await scheduler.registry.stop(cancel=False)
         await journal.flushed()
         found = await journal.task("t")
         assert found is not None

@@ -18,7 +18,7 @@ from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import lost_to_the_machine
-from polarnode.rollouts.scheduler import PAUSES, pause_before, retries_left, successor
+from polarnode.rollouts.lifecycle import PAUSES, pause_before, retries_left, successor
 
 GONE = RuntimeFault("the container is gone")
 
@@ -67,7 +67,7 @@ def loses(*faults: PolarnodeError, each: float = 10.0, ends: int = 0) -> Program
 
     async def program(call: Call) -> int:
         run: Any = agent(turns=2, each=each, ends=left.pop(0) if left else ends)
-        run.lives = program.lives  # type: ignore[attr-defined]
+        run.sessions_by_key = program.sessions_by_key  # type: ignore[attr-defined]
         return int(await run(call))
 
     return program
@@ -112,7 +112,7 @@ async def test_a_lost_session_gives_its_place_to_a_fresh_one(autojump_clock: Clo
             "who waits counts places"
         )
         assert (place.scheduler.statistics().retried, place.scheduler.statistics().ended) == (1, 1)
-        assert (place.scheduler.tally.sessions, place.scheduler.tally.replaced) == (
+        assert (place.scheduler.services.tally.sessions, place.scheduler.services.tally.replaced) == (
             {"completed": 1},
             {"runtime": 1},
         )
@@ -133,7 +133,7 @@ async def test_a_place_that_is_lost_every_time_ends_with_its_last_session(
             (2, "runtime"),
         ]
         assert [each.retried_as for each in every] == [every[1].session_id, every[2].session_id, None]
-        assert place.scheduler.tally.sessions == {"error": 1}
+        assert place.scheduler.services.tally.sessions == {"error": 1}
 
 
 @pytest.mark.parametrize("program", [agent(ends=1), agent(ends=139), agent(endless=True)])
@@ -213,7 +213,7 @@ async def test_a_stopping_node_begins_nothing_again(autojump_clock: Clock, tmp_p
     async with town(tmp_path, {"agent": agent(ends=GONE)}) as place:
         place.submit(budgets={"retries": 2}, num_samples=3)
         await place.until("run")
-        await place.scheduler.stop(cancel=True)
+        await place.scheduler.registry.stop(cancel=True)
         assert [each.outcome.status for each in place.published] == ["cancelled"] * 3
         assert place.notes.cancelled == [], "the node's own end cancels no task"
 
@@ -237,7 +237,7 @@ async def test_a_lost_session_that_can_not_be_packed_keeps_its_turns_and_its_pla
         await place.over()
         lost, kept = attempts(place)
         assert (lost.outcome.boundary, lost.traces, len(lost.turns)) == ("node", (), 2)
-        assert (kept.outcome.status, place.scheduler.tally.replaced) == ("completed", {"node": 1})
+        assert (kept.outcome.status, place.scheduler.services.tally.replaced) == ("completed", {"node": 1})
     assert any(
         "met a bug" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import trio
-from attrs import evolve
 from session_kit import agent, task, town
 from trio.abc import Clock
 
@@ -25,6 +24,7 @@ from polarnode.core.task import (
 from polarnode.merge.token_extras import CallExtras
 from polarnode.rollouts import scheduler as scheduler_module
 from polarnode.rollouts.admission import admitted
+from polarnode.rollouts.session import Session
 
 PROGRAMS = {"agent": agent(turns=2, each=10.0)}
 
@@ -116,9 +116,7 @@ async def test_experts_are_refused_where_the_engine_can_not_tell_them(
     autojump_clock: Clock, tmp_path: Path
 ) -> None:
     async with town(tmp_path, PROGRAMS) as place:
-        place.scheduler.house = evolve(
-            place.scheduler.house, unrouted="the model tiny is dense; leave it out"
-        )
+        place.change(unrouted="the model tiny is dense; leave it out")
         with pytest.raises(
             Refused, match="can not be had here: the model tiny is dense; leave it out"
         ) as caught:
@@ -131,10 +129,10 @@ async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(
     autojump_clock: Clock, tmp_path: Path
 ) -> None:
     async with town(tmp_path, PROGRAMS) as place:
-        place.scheduler.house = evolve(place.scheduler.house, carried_limit=5)
+        place.change(carried_limit=5)
         place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
         await place.until("run")
-        (session,) = place.scheduler._sessions.values()
+        (session,) = place.scheduler.registry.live(Session)
         assert session.live.carrier.carry(None) == CallExtras(top_logprobs=3, routed_from=0, room=5)
         await place.over()
         plain = await place.one()
@@ -157,7 +155,11 @@ async def test_a_task_the_journal_can_not_take_starts_nothing(autojump_clock: Cl
         place.notes.refuse_task = JournalError("the disk is full")
         with pytest.raises(JournalError):
             place.submit(num_samples=3)
-        assert (place.scheduler.statistics().live, place.lives.statistics().live, place.notes.started) == (
+        assert (
+            place.scheduler.statistics().live,
+            place.sessions_by_key.statistics().live,
+            place.notes.started,
+        ) == (
             0,
             0,
             [],
@@ -226,7 +228,7 @@ async def test_stopping_takes_nothing_new_and_waits(
         await trio.sleep(15)
         async with trio.open_nursery() as nursery:
             for _ in range(2):  # asked twice, as by a signal and the end of the block
-                nursery.start_soon(partial(place.scheduler.stop, cancel=cancel))
+                nursery.start_soon(partial(place.scheduler.registry.stop, cancel=cancel))
             await trio.sleep(0.1)
             with pytest.raises(Refused, match="stopping"):
                 place.submit()
@@ -235,7 +237,7 @@ async def test_stopping_takes_nothing_new_and_waits(
             place.scheduler.statistics().stopping,
             len(place.published),
         ) == (0, True, 3)
-        await place.scheduler.stop(cancel=True)
+        await place.scheduler.registry.stop(cancel=True)
     statuses = [each.outcome.status for each in place.published]
     assert statuses == ["cancelled"] * 3 if cancel else ["completed"] * 3
 
@@ -244,7 +246,7 @@ async def test_a_stopping_node_still_judges_what_ended(autojump_clock: Clock, tm
     async with town(tmp_path, PROGRAMS) as place:
         place.submit(evaluator="COUNTS")
         await place.until("post")
-        await place.scheduler.stop(cancel=True)
+        await place.scheduler.registry.stop(cancel=True)
         assert [each.reward for each in place.published] == [2.0]
 
 
@@ -297,11 +299,11 @@ async def test_sessions_at_a_glance(
 async def test_a_key_lives_as_long_as_its_session(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
         (session_id,) = place.submit()
-        key = place.scheduler._sessions[session_id].live.key
-        assert place.lives.by_key(key) is not None
+        key = place.session(session_id).live.key
+        assert place.sessions_by_key.by_key(key) is not None
         await place.over()
-        assert place.lives.by_key(key) is None
-        assert place.lives.ended_by_key(key) == session_id
+        assert place.sessions_by_key.by_key(key) is None
+        assert place.sessions_by_key.ended_by_key(key) == session_id
 
 
 # ── warm containers ───────────────────────────────────────────────────────────

@@ -31,14 +31,14 @@ async def test_every_phase_in_its_order_with_its_time(autojump_clock: Clock, tmp
     phases: list[str] = []
     async with town(tmp_path, {"agent": agent(turns=2, each=5.0)}) as place:
         place.runtimes.takes = [2.0]
-        told = place.scheduler._phase_changed
+        phase_changed = place.scheduler._phase_changed
 
-        def noting(session: Any, published: Any) -> None:
+        def noting(session: Any) -> None:
             phases.append(session.phase)
-            told(session, published)
+            phase_changed(session)
 
         (session_id,) = place.submit(evaluator="COUNTS", runtime=SLOW)
-        place.scheduler._sessions[session_id].on_phase = noting
+        place.session(session_id).on_phase = noting
         await place.over()
         found = place.of(session_id)
     assert phases == ["ready", "run", "post", "ended"]

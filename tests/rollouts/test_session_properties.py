@@ -89,7 +89,7 @@ async def send(place: Town, number: int, group: Group) -> None:
             harness=HarnessSpec(name="shell", command=(f"agent{number}",)), runtime=RuntimeSpec(prepare=steps),
         )  # fmt: skip
     except Refused:
-        assert place.scheduler.stopping
+        assert place.scheduler.registry.stopping
 
 
 async def strike(place: Town, blow: Blow) -> None:
@@ -107,7 +107,7 @@ async def strike(place: Town, blow: Blow) -> None:
         case "bug" if not place.notes.refuse:
             place.notes.refuse.append(TypeError("can not be packed"))
         case "stop" if blow.at > 20:
-            await place.scheduler.stop(cancel=blow.whom % 2 == 0)
+            await place.scheduler.registry.stop(cancel=blow.whom % 2 == 0)
 
 
 def play(

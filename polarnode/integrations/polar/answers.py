@@ -28,7 +28,7 @@ from polarnode.journal.entries import RUN
 from polarnode.journal.journal import Journal
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import SessionRecord, StoredEvent, TaskRecord
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 
 P = ParamSpec("P")
@@ -173,7 +173,7 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def live_sessions(service: Service) -> Mapping[str, SessionStatus]:
+def live_sessions(service: Service) -> Mapping[str, LiveSessionStatus]:
     """Sessions that are not over, by id."""
     return {status.session_id: status for status in service.sessions() if status.outcome is None}
 

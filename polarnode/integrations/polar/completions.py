@@ -24,7 +24,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Turn
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import live_sessions, moment
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import (
     PHASES,
     answer_json,
@@ -166,7 +166,7 @@ class EventRoutes:
                 yield _sse("ping", {"node_id": self.service.node_id})
                 last_write = trio.current_time()
 
-    def _moved(self, words: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
+    def _moved(self, words: dict[str, str], live: Mapping[str, LiveSessionStatus]) -> list[bytes]:
         """Events of sessions that began, or are in another phase now."""
         moved: list[bytes] = []
         for session_id, status in live.items():
@@ -176,7 +176,7 @@ class EventRoutes:
                 words[session_id] = word
         return moved
 
-    async def _ended(self, words: dict[str, str], live: Mapping[str, SessionStatus]) -> list[bytes]:
+    async def _ended(self, words: dict[str, str], live: Mapping[str, LiveSessionStatus]) -> list[bytes]:
         """Events of sessions that are over, with their outcomes in the journal."""
         ended: list[bytes] = []
         for session_id in [each for each in words if each not in live]:

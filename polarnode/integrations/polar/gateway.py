@@ -34,7 +34,7 @@ from polarnode.integrations.polar.completions import completion_pieces
 from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
 from polarnode.journal.values import SessionRecord, TaskRecord
 from polarnode.rollouts.captures import HARNESS, CaptureStatus
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import PHASES, Origin, with_origin
 
 # ── sessions ────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ class SessionRoutes:
             list[Json](),
             dict[str, TaskRecord | None](),
         )
-        every: list[SessionStatus | CaptureStatus] = [*live.values(), *self.service.captures.list()]
+        every: list[LiveSessionStatus | CaptureStatus] = [*live.values(), *self.service.captures.list()]
         for each in every:
             if each.task_id not in tasks:
                 tasks[each.task_id] = await self.service.journal.task(each.task_id)

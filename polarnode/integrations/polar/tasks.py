@@ -29,7 +29,7 @@ from polarnode.integrations.polar.answers import (
 )
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import SessionRecord, TaskRecord
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.sources.polar import request_found, their_paths
 from polarnode.sources.source import spec_of
 from polarnode.support.bounded import remember
@@ -214,7 +214,7 @@ def task_row(task: TaskRecord) -> dict[str, Json]:
 
 
 def session_row(
-    task: TaskRecord, session: SessionRecord, live: Mapping[str, SessionStatus], *, node: str
+    task: TaskRecord, session: SessionRecord, live: Mapping[str, LiveSessionStatus], *, node: str
 ) -> dict[str, Json]:
     """A session, without its result."""
     phase = live[session.session_id].phase if session.session_id in live else "pending"

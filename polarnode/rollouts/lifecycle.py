@@ -1,0 +1,310 @@
+"""The life of a session, whoever drives it: opened with a key, run, ended once with one message.
+
+A driver is a session with its own container (`Session`) or a harness that its caller runs (`Capture`). The
+registry holds every live driver of a node, builds its trajectory when it is over and publishes it.
+Invariant: what an agent did is never tried again, however it ended, because choosing among its attempts
+would bend what a trainer learns from; only what the machine did to it is, at most `retries` times.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Final, Literal, Protocol, TypeVar
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.core.backoff import Backoff
+from polarnode.core.task import Budgets, GroupSpec, TaskSpec
+from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.groups.group import EARLY_STOP, Facts, facts_of, judged, member_of, stamped
+from polarnode.merge.lineage import Lineages
+from polarnode.merge.token_extras import SessionExtras
+from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
+from polarnode.rollouts.services import NodeServices
+from polarnode.support.metrics import NodeCounters
+
+logger = logging.getLogger(__name__)
+
+SESSION_ID_BYTES: Final = 8  # 64 random bits: no two sessions of a lifetime of journals collide
+
+# ── attempts of a group's sample ──────────────────────────────────────────────
+
+# before an attempt: a Podman service that died is back in one or two seconds
+PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
+
+
+def retries_left(identity: Identity, budgets: Budgets) -> bool:
+    """Whether another session may take this one's place."""
+    return identity.attempt < budgets.retries
+
+
+def successor(identity: Identity, session_id: str) -> Identity:
+    """Who holds the place next."""
+    return evolve(identity, session_id=session_id, attempt=identity.attempt + 1)
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds between a session's end and the beginning of the one that takes its place; none before the
+    first.
+    """
+    return PAUSES.delay(attempt - 1) if attempt else 0.0
+
+
+# ── open groups ───────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class _Open:
+    """A group that is not over. `over` by sample_index; None for a place whose end could not be
+    written down.
+    """
+
+    spec: GroupSpec
+    places: int
+    over: dict[int, Facts | None] = field(factory=dict)
+    usable: int = 0
+
+    @property
+    def enough(self) -> bool:
+        return self.spec.early_stop_min is not None and self.usable >= self.spec.early_stop_min
+
+
+@define(eq=False)
+class GroupWatch:
+    """By task, as a task's sessions are a group."""
+
+    tally: NodeCounters
+    _open: dict[str, _Open] = field(factory=dict, init=False)
+
+    def begin(self, task_id: str, spec: TaskSpec, over: Iterable[Facts] = ()) -> None:
+        """Watch a task's group. `over`: the places that ended in an earlier life of the node, which counted
+        them.
+        """
+        before = {each.sample_index: each for each in over}
+        usable = sum(member_of(spec.group, each).usable for each in before.values())
+        self._open[task_id] = _Open(spec=spec.group, places=spec.num_samples, over={**before}, usable=usable)
+
+    def has_enough(self, task_id: str) -> bool:
+        """Whether the group needs none of the sessions that are not over."""
+        group = self._open.get(task_id)
+        return group is not None and group.enough
+
+    def over(self, trajectory: Trajectory) -> bool:
+        """A place of its group is over. Whether it is the one that makes enough: those that are not over are
+        to be ended now.
+        """
+        group = self._open.get(trajectory.task_id)
+        if group is None or trajectory.sample_index in group.over:
+            return False
+        had, facts = group.enough, facts_of(trajectory)
+        member = member_of(group.spec, facts)
+        self.tally.place(member)
+        group.usable += member.usable
+        self._fill(trajectory.task_id, group, trajectory.sample_index, facts)
+        return group.enough and not had
+
+    def unwritten(self, task_id: str, sample_index: int) -> None:
+        """A place's end could not be written down: the journal holds the group open, and the node's next
+        start finds it.
+        """
+        group = self._open.get(task_id)
+        if group is not None and sample_index not in group.over:
+            self._fill(task_id, group, sample_index, None)
+
+    def _fill(self, task_id: str, group: _Open, sample_index: int, facts: Facts | None) -> None:
+        group.over[sample_index] = facts
+        if len(group.over) < group.places:
+            return
+        del self._open[task_id]
+        known = [each for each in group.over.values() if each is not None]
+        if len(known) == group.places:
+            self.tally.groups[judged(group.spec, known, task_id=task_id, group_id=task_id).state] += 1
+
+
+# ── drivers and their registry ────────────────────────────────────────────────
+
+CancelCause = Literal["cancelled", "stopped", "early stop"]  # by its trainer, by its node, by its group
+
+
+@frozen(kw_only=True)
+class SessionEnd:
+    """Sent once for each session, when it is over. `cancelled` is the first cause, where it was cancelled."""
+
+    identity: Identity
+    trajectory: Trajectory
+    cancelled: CancelCause | None
+
+
+class SessionDriver(Protocol):
+    """What runs a session: its own container, or a caller that holds its key."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def task(self) -> TaskSpec: ...
+
+    @property
+    def live(self) -> LiveSession: ...
+
+    @property
+    def cancelled(self) -> CancelCause | None: ...
+
+    async def run(self) -> Result:
+        """Run to the end and close `live`. Raises only what ends the node."""
+        ...
+
+    def cancel(self, cause: CancelCause) -> None:
+        """End the session with what it has. The first cause stands."""
+        ...
+
+    def closed(self, *, failed: bool) -> None:
+        """Called last, when the registry has let go of it; `failed`: its trajectory was not published."""
+        ...
+
+
+Driver = TypeVar("Driver", bound=SessionDriver)
+
+
+@define(eq=False)
+class SessionRegistry:
+    """Every live session of a node, by id, in the order they began.
+
+    Keep publishing synchronous and last, so that there is no moment in which a finished rollout can be lost.
+    """
+
+    services: NodeServices
+    groups: GroupWatch = field(init=False)
+    stopping: bool = field(default=False, init=False)
+    _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
+    # set when the last session of a stopping node is over
+    _emptied: trio.Event = field(factory=trio.Event, init=False)
+
+    @groups.default
+    def _make_groups(self) -> GroupWatch:
+        return GroupWatch(self.services.tally)
+
+    def open(self, identity: Identity, task: TaskSpec) -> LiveSession:
+        """A session as the model endpoint sees it, with a fresh key."""
+        session_id, services = identity.session_id, self.services
+        drops = services.drops_thinking if task.thinking == "template" else None
+        return LiveSession(
+            session_id=session_id,
+            key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
+            lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
+            sampling=task.sampling,
+            budgets=task.budgets,
+            record=services.journal.turn,
+            carrier=SessionExtras(task.carry, limit=services.carried_limit),
+            tally=services.tally,
+        )
+
+    def start(
+        self,
+        driver: SessionDriver,
+        *,
+        nursery: trio.Nursery,
+        sessions_by_key: LiveSessions,
+        on_end: Callable[[SessionEnd], None] | None = None,
+    ) -> None:
+        """Run a driver in `nursery`, its key valid in `sessions_by_key` meanwhile. `on_end` receives its end
+        in place of `end`.
+        """
+        session_id = driver.identity.session_id
+        self._drivers[session_id] = driver
+        sessions_by_key.add(driver.live)
+        nursery.start_soon(
+            self._drive, driver, sessions_by_key, on_end or self.end, name=f"session {session_id}"
+        )
+
+    async def _drive(
+        self, driver: SessionDriver, sessions_by_key: LiveSessions, on_end: Callable[[SessionEnd], None]
+    ) -> None:
+        identity, failed = driver.identity, False
+        try:
+            self._conclude(driver, await driver.run(), on_end)
+        except Exception:
+            # the isolation edge: not even a session that cannot be published ends the others
+            logger.exception(
+                "session %s was not published: its turns are in the journal, where the node's next start"
+                " finds it",
+                identity.session_id,
+            )
+            self.groups.unwritten(identity.task_id, identity.sample_index)
+            failed = True
+        finally:
+            sessions_by_key.remove(driver.live)
+            del self._drivers[identity.session_id]
+            driver.closed(failed=failed)
+            if self.stopping and not self._drivers:
+                self._emptied.set()
+
+    def _conclude(self, driver: SessionDriver, result: Result, on_end: Callable[[SessionEnd], None]) -> None:
+        identity, turns, services = driver.identity, driver.live.lineages.turns, self.services
+
+        def send(trajectory: Trajectory) -> None:
+            stamp = stamped(trajectory, services.versions())
+            on_end(SessionEnd(identity=identity, trajectory=stamp, cancelled=driver.cancelled))
+
+        try:
+            imports = services.allowed_imports
+            send(assemble(identity, driver.task, turns, result, allowed_imports=imports))
+        except Exception as error:
+            # the same edge: what cannot be built or packed costs its traces, not the record
+            bug = evolve(result, outcome=bug_outcome(identity, error), verdict=None, metrics={})
+            send(without_traces(identity, driver.task, turns, bug))
+
+    def end(self, end: SessionEnd) -> None:
+        """Count and publish a session that is over."""
+        self.publish(end.trajectory)
+        self.services.tally.published(end.trajectory)
+
+    def publish(self, trajectory: Trajectory) -> None:
+        """A sample is over; siblings under way end too where their group has enough now."""
+        self.services.journal.publish(trajectory)
+        if self.groups.over(trajectory):
+            for driver in tuple(self._drivers.values()):
+                whose = driver.identity
+                if whose.task_id == trajectory.task_id and whose.session_id != trajectory.session_id:
+                    driver.cancel(EARLY_STOP)
+
+    def live(self, kind: type[Driver], task_id: str | None = None) -> tuple[Driver, ...]:
+        """The live drivers of a kind, oldest first, of one task or of all."""
+        return tuple(
+            each
+            for each in self._drivers.values()
+            if isinstance(each, kind) and task_id in (None, each.identity.task_id)
+        )
+
+    def get(self, kind: type[Driver], session_id: str) -> Driver | None:
+        """The live driver of a session; None when it is over or of another kind."""
+        found = self._drivers.get(session_id)
+        return found if isinstance(found, kind) else None
+
+    def cancel_all(self) -> None:
+        """End every session with what it has, because the node stops."""
+        for driver in self._drivers.values():
+            driver.cancel("stopped")
+
+    async def stop(self, *, cancel: bool) -> None:
+        """Begin no session any more and wait until all are over; `cancel` ends them with what they have.
+        Bounded by their own budgets.
+        """
+        self.stopping = True
+        if cancel:
+            self.cancel_all()
+        if self._drivers:
+            await self._emptied.wait()
+
+
+def bug_outcome(identity: Identity, error: Exception) -> Outcome:
+    """The outcome of a session that met a bug of the node, which is logged."""
+    logger.error("session %s met a bug", identity.session_id, exc_info=error)
+    return Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}")
+
+
+def new_session_id() -> str:
+    """An id for a session that begins."""
+    return secrets.token_hex(SESSION_ID_BYTES)
