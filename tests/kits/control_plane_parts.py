@@ -26,7 +26,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.rollouts.scheduler import SessionStatus
+from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.support.metrics import NodeCounters
 
 
@@ -46,7 +46,7 @@ class TaskTaker:
     generation: Any = None
     captures: Any = None
 
-    def sessions(self) -> tuple[SessionStatus, ...]:
+    def sessions(self) -> tuple[LiveSessionStatus, ...]:
         return ()
 
     def end_session(self, session_id: str) -> bool:
