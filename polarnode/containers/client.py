@@ -34,13 +34,15 @@ API = "/v4.0.0/libpod"  # the service takes any version in the path, 4 and 5 ali
 
 @frozen(kw_only=True)
 class PodmanReply:
-    """A whole answer."""
+    """A whole response."""
 
     status: int
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON, or RuntimeFault with the service's own message when it refused."""
+        """The body as JSON. Raises RuntimeFault with the service's own message for a status of 400
+        or more.
+        """
         try:
             parsed = json.loads(self.body or b"{}")
         except ValueError:
@@ -52,14 +54,16 @@ class PodmanReply:
 
 @define(eq=False)
 class Hijacked:
-    """A stream that has left HTTP behind: bytes both ways, beginning with what came along with the answer."""
+    """A stream after the protocol switch: raw bytes both ways, beginning with those that came with the
+    response.
+    """
 
     stream: trio.SocketStream
     _early: bytes = field(default=b"")
 
     async def receive(self) -> bytes:
-        """Some bytes, empty at the end; a torn connection is an end like any other, since neither says that
-        the program ended.
+        """Some bytes, empty at the end. A broken connection counts as an end, since neither proves that the
+        program ended.
         """
         if self._early:
             early, self._early = self._early, b""
@@ -71,8 +75,8 @@ class Hijacked:
 
 
 async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | None = None) -> PodmanReply:
-    """One request on a connection of its own. Raises RuntimeFault when the service can not be reached or
-    talks nonsense.
+    """Make one request on a connection of its own. Raises RuntimeFault when the service is unreachable or
+    answers nonsense.
     """
     with boundary(RuntimeFault, "the podman service does not answer"):
         async with await trio.open_unix_socket(str(socket)) as stream:
@@ -170,8 +174,8 @@ class ListedContainer:
 
 @frozen(kw_only=True)
 class InitialisedContainer:
-    """A container whose first process waits to be started: its id on this machine, and the folder its layer
-    is written to.
+    """A container whose first process waits to be started: its process id on this machine, and its layer's
+    folder.
     """
 
     pid: int
@@ -180,7 +184,7 @@ class InitialisedContainer:
 
 @define(eq=False)
 class ContainerClient:
-    """At most `calls` calls at a time, each on a client of its own."""
+    """At most `calls` calls at a time, each on a podman-py client of its own."""
 
     socket: Path
     calls: int
@@ -193,12 +197,14 @@ class ContainerClient:
             self._idle.put(podman.PodmanClient(base_url=f"http+unix://{self.socket}", timeout=CALL_S))
 
     def close(self) -> None:
-        """Close the connections; no call is in flight any more."""
+        """Close the connections. No call may be in flight any more."""
         while not self._idle.empty():
             self._idle.get().close()
 
     async def create(self, spec: Mapping[str, Json]) -> str:
-        """Create a container from a libpod spec; its id. A raw call: podman-py has no word for `timeout`."""
+        """Create a container from a libpod spec and return its id. A raw call: podman-py has no field for
+        `timeout`.
+        """
         return await self._call(
             "create",
             lambda client: str(
@@ -236,7 +242,7 @@ class ContainerClient:
         await self._persistent("remove", work)
 
     async def list_labelled(self, label: str) -> Sequence[ListedContainer]:
-        """Every container that has the label, running or not."""
+        """List every container that has the label, running or not."""
 
         def work(client: Any) -> list[ListedContainer]:
             found = _checked(
@@ -254,7 +260,7 @@ class ContainerClient:
         return await self._persistent("list", work)
 
     async def all_ids(self) -> frozenset[str]:
-        """The ids of every container of the store, whoever made it."""
+        """The ids of all containers of the store, whichever node made them."""
 
         def work(client: Any) -> frozenset[str]:
             return frozenset(
@@ -265,7 +271,7 @@ class ContainerClient:
         return await self._persistent("list", work)
 
     async def _persistent(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
-        """A call that may be made again."""
+        """A call that is safe to repeat, with retries."""
         for attempt in range(RETRIES):
             try:
                 return await self._call(what, work)

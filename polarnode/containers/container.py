@@ -31,7 +31,7 @@ from polarnode.core.task import RuntimeSpec, VolumeSpec
 
 @frozen(kw_only=True)
 class Volume:
-    """A volume whose source was resolved and found allowed."""
+    """A volume whose source is resolved and allowed."""
 
     source: str
     target: str
@@ -39,7 +39,7 @@ class Volume:
 
 
 def check_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> None:
-    """Refused, with its path, for the first that this node does not allow."""
+    """Raise Refused, with its path, for the first volume that this node does not allow."""
     for index, volume in enumerate(volumes):
         refusal = volume_refusal(volume.source, allowed)
         if refusal is not None:
@@ -47,7 +47,7 @@ def check_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> None
 
 
 def volume_refusal(source: str, allowed: Sequence[str]) -> str | None:
-    """What is wrong with a source, None when nothing is."""
+    """Why a source is not allowed; None when it is."""
     try:
         real = Path(source).resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
@@ -80,8 +80,8 @@ def volume_refusal(source: str, allowed: Sequence[str]) -> str | None:
 
 @contextmanager
 def open_volumes(volumes: Sequence[VolumeSpec], allowed: Sequence[str]) -> Iterator["OpenVolumes"]:
-    """The sources, held open while their container is made. RuntimeFault for one that is no longer
-    allowed.
+    """Open the sources and hold them while their container is made. Raises RuntimeFault for one that is no
+    longer allowed.
     """
     with ExitStack() as stack:
         found: list[tuple[Volume, int]] = []
@@ -110,8 +110,8 @@ class OpenVolumes:
         return tuple(volume for volume, _ in self._found)
 
     def check_mounted(self, root: int) -> None:
-        """See that what stands in a container, which has not started yet, is what was checked. RuntimeFault
-        where it is not.
+        """Check that what is mounted in a container, which has not started yet, is what was checked before.
+        Raises RuntimeFault where it is not.
         """
         for volume, source in self._found:
             path, real = os.readlink(f"/proc/self/fd/{source}"), os.fstat(source)
@@ -133,7 +133,7 @@ CPU_PERIOD = 100_000  # microseconds; the kernel's default
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm, Podman's default, charged to the container's memory
 LATER_PREY = 500  # of 1000: the kernel ends a session before the node, its engine or the machine's services
 
-# user ids from here to 2^31 are nobody's: below end those that systemd gives to containers
+# user ids from here to 2^31 are unused: those that systemd gives to containers end below
 FIRST_SHIFT = 0x7000_0000
 IDS = 65536  # ids a container has: as many as images use (`nobody` is 65534)
 SLOTS = 4096  # ranges before they are used again; as many containers never live at once
@@ -145,9 +145,7 @@ LABEL_OWNER = "polarnode.owner"
 
 @frozen(kw_only=True)
 class Shape:
-    """What makes two containers interchangeable before their first use. `image` is Podman's own name
-    of it.
-    """
+    """What makes two containers interchangeable before their first use. `image` is Podman's name of it."""
 
     image: str
     workdir: str
@@ -160,8 +158,8 @@ class Shape:
 
 
 def shape_of(spec: RuntimeSpec, image: str) -> Shape:
-    """The shape a task asks for; files, prepare steps, environment and what is writable come later and make
-    no difference.
+    """The shape a task needs. Files, prepare steps, environment and writable places come later and make no
+    difference.
     """
     return Shape(
         image=image,
@@ -177,7 +175,7 @@ def shape_of(spec: RuntimeSpec, image: str) -> Shape:
 
 @frozen(kw_only=True)
 class Owner:
-    """A process that owns containers, told apart from any other that has, had or will have its id."""
+    """A process that owns containers, distinguished from any other that has, had or will have its id."""
 
     pid: int
     started: int
@@ -191,7 +189,7 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """The node."""
+    """The owner that this process is."""
     found = _owner(os.getpid())
     if found is None:
         raise OSError("/proc does not know this process")
@@ -199,7 +197,7 @@ def this_process() -> Owner:
 
 
 def read_owner(label: str) -> Owner | None:
-    """An owner from its label, None when the text is no such label."""
+    """Parse an owner from its label; None when the text is no such label."""
     pid, _, rest = label.partition(".")
     started, _, boot = rest.partition(".")
     return (
@@ -226,8 +224,8 @@ def container_spec(
     shift: int,
     volumes: Sequence[Volume] = (),
 ) -> dict[str, Json]:
-    """A libpod spec; `volumes` are the shape's, resolved. After `lifetime_s` (from its init) conmon kills it,
-    with node and service dead or alive.
+    """The libpod spec of a container; `volumes` are the shape's, resolved. conmon kills the container
+    `lifetime_s` seconds after its init, whether node and service are alive or dead.
     """
     return {
         "name": name,
@@ -256,7 +254,7 @@ def container_spec(
 
 
 def _mount(source: str, target: str, rights: str) -> Json:
-    """Of one file system alone: what else is mounted below would keep rights of its own."""
+    """A bind mount of one file system alone: what else is mounted below would keep rights of its own."""
     return {
         "type": "bind",
         "source": source,
@@ -298,8 +296,8 @@ def _limits(shape: Shape) -> dict[str, Json]:
 
 
 def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
-    """Those of containers.conf too, since giving one drops them all. No file outgrows the disk limit, holes
-    included, and none is a core.
+    """All process limits, those of containers.conf included, since giving one drops them all. No file may
+    outgrow the disk limit, holes included, and none is a core dump.
     """
     limits = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
     return [{"type": name, "hard": most, "soft": most} for name, most in limits.items()]

@@ -32,15 +32,15 @@ LABEL_PREPARED = "polarnode.prepared"  # on a copy: when it was made, seconds si
 # worth it
 COMMIT_S = 120.0
 PRUNE_EVERY_S, PRUNE_AGAIN_S = 600.0, 20.0  # seconds: nodes die seldom, and what they leave is bounded
-ORPHAN_S = 3600.0  # seconds a dead node's copy is kept: the node may be started again and want it
+ORPHAN_S = 3600.0  # seconds a dead node's copy is kept: the node may be started again and use it
 
 _log = logging.getLogger(__name__)
 
 
 @define(eq=False, kw_only=True)
 class PodmanCopies:
-    """Satisfies `prepared.Copies`. `limiter` is the node's own over calls to Podman; `owner` stands on every
-    copy, `most` are kept of dead nodes.
+    """`prepared.Copies` on Podman. `limiter` is the node's own over calls to Podman; `owner` is the label of
+    every copy; `most` copies of dead nodes are kept.
     """
 
     api: Path
@@ -49,13 +49,13 @@ class PodmanCopies:
     most: int
 
     async def find(self, workspace: Workspace) -> str | None:
-        """The image of a copy that is there already."""
+        """The image of an existing copy; None where there is none."""
         name = f"{REPOSITORY}:{await self._digest(workspace)}"
         return name if await self.exists(name) else None
 
     async def make(self, workspace: Workspace, runtime: PodmanRuntime) -> str:
-        """Copy a prepared container; its files are there to the last bit, its processes can not be, so that
-        there must be none.
+        """Copy a prepared container. Its files are preserved exactly, its processes cannot be: Refused while
+        any runs.
         """
         if await runtime.busy():
             raise Refused("one of its steps left a process running, and a copy holds only files")
@@ -66,12 +66,12 @@ class PodmanCopies:
         raise RuntimeFault(f"a copy of a container was not made within {COMMIT_S:.0f} s")
 
     async def exists(self, image: str) -> bool:
-        """Whether the image is there."""
+        """Whether the image exists."""
         async with self.limiter:
             return (await call(self.api, "GET", f"/images/{image}/exists")).status == 204
 
     async def remove(self, image: str) -> bool:
-        """Remove a copy; False while a container is of it. One that is gone is removed."""
+        """Remove a copy; False while a container uses it. One that is gone counts as removed."""
         async with self.limiter:
             reply = await call(self.api, "DELETE", f"/images/{image}")
         if reply.status == 409:
@@ -81,7 +81,7 @@ class PodmanCopies:
         return True
 
     async def run(self, ready: trio.Event) -> None:
-        """Prune now, and now and then, until cancelled. Nobody waits for it."""
+        """Prune at once and then regularly, until cancelled. Nothing waits for it."""
         ready.set()
         while True:
             pause = PRUNE_EVERY_S
@@ -96,8 +96,8 @@ class PodmanCopies:
             await trio.sleep(pause)
 
     async def prune(self, most: int) -> int:
-        """Remove the copies of dead nodes that are old, or more than `most`; how many. Those of living nodes
-        are theirs.
+        """Remove the copies of dead nodes that are too old, or beyond `most`, and return how many. Copies of
+        living nodes are left to them.
         """
         orphans = sorted(
             (each for each in await self._listed() if not each.owned()),
@@ -134,7 +134,9 @@ class PodmanCopies:
         return await trio.to_thread.run_sync(workspace.digest, str(inspected["Id"]))
 
     async def _commit(self, runtime: PodmanRuntime, name: str) -> None:
-        """Committed under a name nobody knows, mended, and only then called what others look for."""
+        """Commit under a temporary name, correct the layer, and only then tag it with the name others look
+        for.
+        """
         unfinished = f"making-{secrets.token_hex(8)}"
         parameters = {
             "container": runtime.id,
@@ -200,10 +202,8 @@ def _listed(image: Mapping[str, Any]) -> _Listed:
 
 def mend(layer: Path, source: Path, shift: int) -> None:
     """Give a layer's files the ids they have in the container, and the times they had in `source`, the layer
-    they were copied from.
-
-    An id in the container's range on this machine is moved down; any other stands as it is, so that what a
-    newer Podman wrote right stays right.
+    they were copied from. An id in the container's range on this machine is moved down; any other is kept, so
+    that what a newer Podman wrote correctly stays correct.
     """
     for path in _below(layer):
         found = path.lstat()
@@ -212,7 +212,7 @@ def mend(layer: Path, source: Path, shift: int) -> None:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Everything in a folder, what is inside first (so that a folder's time is set after its files'), and the
+    """Everything in a folder, contents first (so that a folder's time is set after its files'), and the
     folder itself.
     """
     for top, folders, files in os.walk(folder, topdown=False, followlinks=False):

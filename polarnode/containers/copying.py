@@ -37,7 +37,7 @@ PIECE = 8 << 20  # bytes between two looks whether the budget is over
 
 @define(eq=False, kw_only=True)
 class Copy:
-    """One copy of a folder. `copied` and `size` count what had to be written."""
+    """One copy of a folder. `copied` and `size` count what had to be written, in entries and bytes."""
 
     source: ContainerFiles
     target: ContainerFiles
@@ -49,8 +49,8 @@ class Copy:
     _top: int = field(default=-1, init=False)
 
     def run(self, source: str, target: str) -> None:
-        """Make the target folder what the source is. EvaluatorError where that can not be. In a thread; ends
-        when that is cancelled.
+        """Make the target folder equal to the source. Raises EvaluatorError where that is impossible. Runs in
+        a thread, and stops when its caller is cancelled.
         """
         try:
             with (
@@ -77,11 +77,11 @@ class Copy:
             remove(right, name)
 
     def _made(self, entry: TreeEntry, right: int, depth: int) -> bool:
-        """Whether there is something of this name in the target now."""
+        """Whether the target now has something of this name."""
         if entry.is_folder:
             return self._made_folder(entry, right, depth)
         if not (entry.is_file or entry.is_link):
-            return False  # a device, a pipe or a socket: nobody is at its other end any more
+            return False  # a device, a pipe or a socket: its other end is gone
         if not self._same(entry, right):
             with ExitStack() as stack:
                 left = _entered(stack, entry, os.O_PATH | os.O_NOFOLLOW if entry.is_link else FILE_FLAGS)
@@ -108,7 +108,7 @@ class Copy:
         return True
 
     def _same(self, entry: TreeEntry, right: int) -> bool:
-        """Whether the target has the very file, of the image both came from: a write would have changed its
+        """Whether the target has the very same file of the common image: a write would have changed its
         ctime, which nobody can set back.
         """
         try:
@@ -129,7 +129,7 @@ class Copy:
             self._copy_file(left, right, entry)
 
     def _linked(self, entry: TreeEntry, right: int) -> bool:
-        """Whether it is a second name of a file that is already there."""
+        """Whether the entry is a hard link to a file that is already copied; makes the link."""
         if entry.lstat.st_nlink < 2:
             return False
         first = self._first_name(entry)
@@ -141,7 +141,7 @@ class Copy:
         return False
 
     def _first_name(self, entry: TreeEntry) -> bytes:
-        """The first name met of a file; its own where too many files have several."""
+        """The first name seen of a file with several; the own name where too many files have several."""
         key = (entry.lstat.st_dev, entry.lstat.st_ino)
         return (
             self._first_names.setdefault(key, entry.path)
@@ -163,7 +163,7 @@ class Copy:
             os.close(made)
 
     def _copy_data(self, left: int, made: int, size: int) -> None:
-        """The data, without the holes."""
+        """Copy the data, without the holes."""
         os.ftruncate(made, size)
         place = 0
         while place < size:
@@ -191,8 +191,8 @@ class Copy:
         return max(place, end)
 
     def _dress(self, made: int, original: os.stat_result) -> None:
-        """Owner, mode and times, in this order: a change of owner takes bits of the mode away. What is right
-        already is not touched.
+        """Set owner, mode and times, in this order: a change of owner takes bits of the mode away. What is
+        right already is not touched.
         """
         there, ids = os.fstat(made), self._ids(original)
         if (there.st_uid, there.st_gid, there.st_mode, there.st_mtime_ns) == (
@@ -210,7 +210,7 @@ class Copy:
 
     def _id(self, number: int) -> int:
         inside = number - self.source.shift
-        # what is nobody's in there stays nobody's, 65534
+        # ids outside the container's range become nobody, 65534
         return self.target.shift + (inside if 0 <= inside < IDS else IDS - 2)
 
     def _count(self) -> None:
@@ -243,7 +243,7 @@ def _is_folder(above: int, name: bytes) -> bool:
 
 
 def _entered(stack: ExitStack, entry: TreeEntry, flags: int) -> int | None:
-    """What an entry names, open for as long as the stack; None where another file system is mounted on it."""
+    """Open what an entry names for as long as the stack; None where another file system is mounted on it."""
     try:
         return stack.enter_context(opened_child(entry.above, entry.name, flags))
     except OSError as error:

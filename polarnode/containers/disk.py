@@ -24,7 +24,7 @@ from polarnode.core.errors import RuntimeFault
 
 LOOK_S = 0.5  # seconds between looks at the free space, one system call
 MOVED = 32 << 20  # bytes of free space that make a measurement worth it: a session's smallest sensible limit
-# seconds after which all are measured whatever the disk says: one may write what another frees
+# seconds after which all are measured even if the free space has not moved: one may write what another frees
 SELDOM_S = 60.0
 # times its own duration that a container is let be after a measurement: a million files take ten seconds, a
 # sixth of a core at most
@@ -45,25 +45,25 @@ _log = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class DiskSpace:
-    """What a disk still has room for, in bytes: of content, and of files though they be empty."""
+    """What a disk still has room for, in bytes: of content, and of files even if they are empty."""
 
     content: int = 0
     files: int = 0
 
     @property
     def least(self) -> int:
-        """The shorter of the two."""
+        """The scarcer of the two."""
         return min(self.content, self.files)
 
     def moved(self, since: "DiskSpace") -> bool:
-        """Whether somebody wrote or removed enough, of either kind, to be worth a measurement."""
+        """Whether enough of either was written or removed since to be worth a measurement."""
         return max(abs(self.content - since.content), abs(self.files - since.files)) >= MOVED
 
 
 @frozen(kw_only=True)
 class WritableLayer:
-    """Where a container writes: its layer's folder on this machine, the group of its processes, the device
-    they see its files on.
+    """Where a container writes: its layer's folder on this machine, its control group, the device its
+    processes see files on.
     """
 
     folder: Path
@@ -73,8 +73,8 @@ class WritableLayer:
 
 @define(eq=False, kw_only=True)
 class WatchedContainer:
-    """One container under watch. `because` says why it was ended, None while it was not; `for_room`: for the
-    machine's sake, not for its limit.
+    """One container under watch. `because` is why it was ended, None while it runs; `for_room`: it was ended
+    for the machine's sake, not for its own limit.
     """
 
     id: str
@@ -93,8 +93,8 @@ class WatchedContainer:
 
     @contextmanager
     def spared(self) -> Iterator[Callable[[int], None]]:
-        """While the node itself writes there: it is told how much that was, and what runs in there may write
-        as much as ever.
+        """While the node itself writes there, lift the limit. The block calls the given function with the
+        bytes it wrote; they are added to the limit afterwards.
         """
         own = [0]
         before, self.limit = self.limit, sys.maxsize
@@ -106,15 +106,15 @@ class WatchedContainer:
 
 @define(eq=False, kw_only=True)
 class DiskWatch:
-    """Watches the containers of one node. `reserve` is what should stay free, in bytes; below half of it the
-    largest is ended.
+    """Watches the containers of one node. `reserve` is how many bytes should stay free; below half of it the
+    largest container is ended.
     """
 
     store: Path
     reserve: int
     ended: int = field(default=0, init=False)
     _watched: dict[str, WatchedContainer] = field(factory=dict, init=False)
-    _space: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last told to be measured
+    _space: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last due
     _all_at: float = field(default=-math.inf, init=False)
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
 
@@ -123,11 +123,11 @@ class DiskWatch:
         self._watched[watched.id] = watched
 
     def discard(self, id: str) -> None:
-        """A container is gone."""
+        """Stop watching a container that is gone."""
         self._watched.pop(id, None)
 
     async def run(self, ready: trio.Event) -> None:
-        """Look until cancelled."""
+        """Watch until cancelled."""
         ready.set()
         async with trio.open_nursery() as nursery:
             due: set[str] = set()
@@ -143,7 +143,9 @@ class DiskWatch:
                     await self._end_largest()
 
     def _due(self, due: set[str], space: DiskSpace) -> set[str]:
-        """Who is still to be measured: all, when the disk moved or it is long ago."""
+        """The ids still to be measured: all of them when the disk moved or the last full round is
+        long ago.
+        """
         now = trio.current_time()
         if not space.moved(self._space) and now - self._all_at < SELDOM_S:
             return due & self._watched.keys()
@@ -169,7 +171,9 @@ class DiskWatch:
             await self._end(watched, f"the session wrote more than its disk_mb ({watched.limit_mb})")
 
     async def _end_largest(self) -> None:
-        """The disk is nearly full. One at a time: its session removes it, and then there is room."""
+        """End one container when the disk is nearly full. One at a time: its session removes it, and that
+        makes room.
+        """
         self._all_at = -math.inf  # measure again as soon as they are rested
         alive = [each for each in self._watched.values() if each.size]
         if not alive or any(each.because is not None for each in alive):
@@ -186,12 +190,12 @@ class DiskWatch:
         watched.limit = watched.size + (watched.limit_mb << 20) // AGAIN
         self.ended += 1
         _log.warning("container %s is ended: %s", watched.id, because)
-        with suppress(RuntimeFault):  # whoever tears it down ends what is left
+        with suppress(RuntimeFault):  # its teardown ends what remains
             await watched.end()
 
 
 def disk_space_at(folder: Path) -> DiskSpace:
-    """What root may still write there."""
+    """The space that root may still use there."""
     found = os.statvfs(folder)
     content = found.f_bfree * found.f_frsize
     # no number: they are made as they are needed
@@ -199,8 +203,8 @@ def disk_space_at(folder: Path) -> DiskSpace:
 
 
 async def used_bytes(layer: WritableLayer) -> int | None:
-    """What a container has on disk: its layer's files, each counted once, and those it unlinked and still
-    holds. None when it is gone.
+    """The bytes a container has on disk: its layer's files, each counted once, and those it unlinked and
+    still holds open. None when it is gone.
     """
     on_disk, entries = await _walked(layer, "--block-size=1"), await _walked(layer, "--inodes")
     if on_disk is None or entries is None:
@@ -213,15 +217,15 @@ async def _walked(layer: WritableLayer, counted: str) -> int | None:
     try:
         done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
     except OSError as error:
-        # no process to be had for it: the next look comes, and the disk's own reserve is kept meanwhile
-        _log.warning("a container's disk can not be measured: %s", error)
+        # no process available for it: the next look comes, and the disk's own reserve is kept meanwhile
+        _log.warning("a container's disk cannot be measured: %s", error)
         return None
     total = done.stdout.split(b"\t", 1)[0]
     return int(total) if total.isdigit() else None
 
 
 def unlinked_bytes(layer: WritableLayer) -> int:
-    """What is in files that have no name any more: no walk finds them."""
+    """The bytes of files that have no name any more, which no walk finds."""
     found: dict[int, int] = {}
     for number, path in enumerate(_open_files(layer.group)):
         if number > DESCRIPTORS:
@@ -238,7 +242,7 @@ def unlinked_bytes(layer: WritableLayer) -> int:
 
 
 def _open_files(group: ControlGroup) -> Iterator[str]:
-    """Everything the group's processes hold open or have mapped after it was unlinked, as paths of this
+    """Everything the group's processes hold open, or have mapped after it was unlinked, as paths of this
     machine.
     """
     for pid in group.processes():

@@ -34,8 +34,8 @@ Channel = Literal["stdout", "stderr"]
 
 @define(eq=False)
 class Frames:
-    """Told bytes as they come; gives pieces of stdout and stderr. A frame is given on piece by piece, so its
-    length is no bound on memory.
+    """Splits the stream's bytes into pieces of stdout and stderr. Pieces of a frame are yielded as they come,
+    so its length does not bound memory.
     """
 
     _header: bytearray = field(factory=bytearray, init=False)
@@ -69,7 +69,7 @@ class Frames:
 
 @define(eq=False)
 class Tail:
-    """The last `limit` bytes of what was written."""
+    """Keeps the last `limit` bytes of what was written."""
 
     limit: int
     dropped: int = field(default=0, init=False)
@@ -77,7 +77,7 @@ class Tail:
     _kept: int = field(default=0, init=False)
 
     def write(self, piece: bytes) -> None:
-        """Take a piece and let go of what is now too old."""
+        """Append a piece and drop what is now too old."""
         self._pieces.append(piece)
         self._kept += len(piece)
         while self._kept - len(self._pieces[0]) >= self.limit:
@@ -88,7 +88,7 @@ class Tail:
         self.dropped += count
 
     def value(self) -> bytes:
-        """At most `limit` bytes, the end of all; `dropped` counts the others."""
+        """The end of everything written, at most `limit` bytes; `dropped` counts the other bytes."""
         whole = b"".join(self._pieces)
         surplus = max(0, len(whole) - self.limit)
         self._pieces = deque([whole[surplus:]])
@@ -111,7 +111,7 @@ Sink = Callable[[Channel, bytes], None]
 
 @frozen(kw_only=True)
 class ExecOrder:
-    """What to run, and as whom. `env` is laid over the image's own."""
+    """What to run, and as which user. `env` is merged over the image's own."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -132,11 +132,9 @@ class Execs:
     limiter: trio.CapacityLimiter
 
     async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
-        """Run to the end and give the exit code (127: no such program, 137: killed). `sink` is told the
-        output as it comes.
-
-        Cancelled, the program's process group gets TERM, then KILL; with `alone` everything else in the
-        container is ended too.
+        """Run to the end and return the exit code (127: no such program, 137: killed). `sink` gets the output
+        as it comes. On cancellation the program's process group gets TERM, then KILL; with `alone` everything
+        else in the container is ended too.
         """
         exec_id: str | None = None
         try:
@@ -174,8 +172,8 @@ class Execs:
         return str((await call(self.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"])
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code. A service that died meanwhile never learns it: then the program's own end is what we
-        see, and a RuntimeFault.
+        """The exit code. A service that died meanwhile never learns it: then only the program's own end is
+        visible, and RuntimeFault is raised.
         """
         pauses, doubtful = POLLS.delays(), math.inf
         while True:
@@ -193,7 +191,7 @@ class Execs:
             await trio.sleep(next(pauses))
 
     async def _inspect(self, exec_id: str) -> Mapping[str, int]:
-        """What the service says of an exec, over a restart of the service if need be."""
+        """The service's record of an exec, across a restart of the service if need be."""
         until = trio.current_time() + UNREACHABLE_S
         while True:
             try:
@@ -207,7 +205,7 @@ class Execs:
                 return state
 
     async def _end(self, exec_id: str | None, alone: bool) -> None:
-        """TERM, a grace, KILL. Never raises: whoever tears the container down ends what is left."""
+        """TERM, a grace period, KILL. Never raises: the teardown of the container ends what remains."""
         try:
             if exec_id is not None:
                 await self._end_group(exec_id)
@@ -227,7 +225,7 @@ class Execs:
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
-    """Feed and read at once: a program may answer before it has read everything, or never read it."""
+    """Feed and read concurrently: a program may answer before it has read everything, or never read it."""
     async with trio.open_nursery() as nursery:
         if stdin:
             nursery.start_soon(_feed, stream, stdin)

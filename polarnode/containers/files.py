@@ -53,7 +53,7 @@ class Account:
 
 @frozen(kw_only=True)
 class ContainerFiles:
-    """A container's files. `root` is an open descriptor of its root; `shift` is what its ids are moved by on
+    """A container's files. `root` is an open descriptor of its root; `shift` is the offset of its user ids on
     this machine.
     """
 
@@ -61,7 +61,7 @@ class ContainerFiles:
     shift: int
 
     def write(self, path: str, content: bytes, owner: Account, mode: int) -> None:
-        """Write a whole file, making the folders above it. A link in the way is a RuntimeFault, a file is
+        """Write a whole file and make the folders above it. A link in the way is a RuntimeFault; a file is
         replaced.
         """
         parts = _parts(path)
@@ -73,20 +73,20 @@ class ContainerFiles:
                 os.close(folder)
 
     def own_top(self) -> None:
-        """Let its owner write to `/` itself, as in any other runtime: an overlay's own has the mode 0555, and
-        root without capabilities keeps to it.
+        """Make `/` itself writable for its owner, as in any other runtime: an overlay's own has the mode
+        0555, which binds root without capabilities.
         """
         with _explained("giving / its mode"):
             os.chmod(f"/proc/self/fd/{self.root}", FOLDER_MODE)
 
     def make_folder(self, path: str, owner: Account) -> None:
-        """Make a folder and those above it; one that is there stays as it is."""
+        """Make a folder and those above it; an existing one stays as it is."""
         with _explained(f"making {path}"):
             os.close(self._folders(_parts(path), owner))
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """The first `limit` bytes of a plain file; None where there is none, also where a link or a device
-        stands.
+        """The first `limit` bytes of a plain file; None where there is none, and where a link or a
+        device is.
         """
         try:
             opened = _open_in(self.root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -101,8 +101,8 @@ class ContainerFiles:
             os.close(opened)
 
     def account(self, user: str) -> Account:
-        """A user by name, or by number as `1000` or `1000:1000`. Raises RuntimeFault for a name the image
-        does not know.
+        """Look up a user by name, or by number as `1000` or `1000:1000`. Raises RuntimeFault for a name the
+        image does not have.
         """
         lines = (self.read("/etc/passwd", PASSWD_LIMIT) or b"").decode(errors="replace").splitlines()
         rows = [
@@ -136,7 +136,7 @@ class ContainerFiles:
             file.write(content)
 
     def _folders(self, parts: list[str], owner: Account) -> int:
-        """An open descriptor of the folder, made where it is missing."""
+        """An open descriptor of the folder, which is made where it is missing."""
         current = os.dup(self.root)
         for part in parts:
             try:
@@ -159,7 +159,7 @@ class ContainerFiles:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """An OSError inside becomes a RuntimeFault that says what was tried."""
+    """Turn an OSError inside into a RuntimeFault that names the operation."""
     try:
         yield
     except OSError as error:
@@ -189,8 +189,8 @@ def _parts(path: str) -> list[str]:
 
 @contextmanager
 def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> Iterator[int]:
-    """Something of a container; `links` on the way are refused, or followed as they lead in there. OSError
-    where it can not be opened.
+    """Open something of a container; `links` on the way are refused, or followed within the container. Raises
+    OSError where it cannot be opened.
     """
     opened = _open_in(root, path, flags, resolve=IN_ROOT_ALONE if links else RESOLVE)
     try:
@@ -201,7 +201,7 @@ def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> It
 
 @contextmanager
 def opened_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
-    """Something in an open folder: no link, and nothing that is mounted there. OSError where it can not be
+    """Open something in an open folder: no link, and nothing mounted there. Raises OSError where it cannot be
     opened.
     """
     opened = _open_in(folder, name, flags, resolve=OF_FOLDER)
@@ -212,8 +212,8 @@ def opened_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
 
 
 def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resolve: int = RESOLVE) -> int:
-    """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links unless told
-    otherwise.
+    """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links unless
+    `resolve` allows them.
     """
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, resolve)
     opened: int = _libc.syscall(
@@ -236,14 +236,12 @@ DEEPEST = 200
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
-Skipped = Callable[[bytes, str], None]  # told what was left out, and why
+Skipped = Callable[[bytes, str], None]  # gets what was left out, and why
 
 
 @frozen(kw_only=True)
 class TreeEntry:
-    """Something in a folder that is open as `above`. `path` is relative to where the walk began, `lstat` its
-    lstat.
-    """
+    """Something in a folder that is open as `above`. `path` is relative to the start of the walk."""
 
     above: int
     name: bytes
@@ -263,19 +261,21 @@ class TreeEntry:
         return stat.S_ISREG(self.lstat.st_mode)
 
     def leads_to(self) -> bytes:
-        """Where a link leads."""
+        """The target of a link."""
         return os.readlink(self.name, dir_fd=self.above)
 
 
 def entry_of(above: int, name: bytes, path: bytes) -> TreeEntry:
-    """What stands under a name. OSError where nothing does."""
+    """The entry of a name. Raises OSError where there is none."""
     return TreeEntry(
         above=above, name=name, path=path, lstat=os.stat(name, dir_fd=above, follow_symlinks=False)
     )
 
 
 def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEntry]:
-    """The entry and everything below it, folders before what is in them."""
+    """The entry and everything below it, folders before their contents. `skipped` gets what is left out, and
+    why.
+    """
     yield entry
     if not entry.is_folder:
         return
@@ -290,11 +290,11 @@ def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEnt
 
 
 def remove(above: int, name: bytes, depth: int = 0) -> None:
-    """Remove whatever stands under a name, and what is below it. What is mounted stays, with the folders it
-    is in: it is not ours to empty.
+    """Remove whatever has this name, and everything below it. What is mounted stays, with the folders it is
+    in: it is not ours to empty.
 
-    The kernel would not save it: who removes a place of mounts from another namespace takes them away.
-    OSError where something can not go.
+    The kernel would not protect it: removing a mount point from another namespace takes the mount away.
+    Raises OSError where something cannot be removed.
     """
     if depth > DEEPEST:
         raise OSError(errno.ENAMETOOLONG, f"it is more than {DEEPEST} folders deep", name)
@@ -314,7 +314,7 @@ def remove(above: int, name: bytes, depth: int = 0) -> None:
 
 
 def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
-    """What is in an open folder. What goes away meanwhile is not in it."""
+    """The contents of an open folder, without what disappears meanwhile."""
     with os.scandir(opened) as listing:
         for found in listing:
             name = os.fsencode(found.name)
@@ -337,8 +337,8 @@ ENDING = ".artifacts.tar"
 
 @frozen(kw_only=True)
 class Collected:
-    """What was kept: the tar, how many files and bytes of content are in it, and what is not, with the
-    reason.
+    """What was kept: the tar, the number of files and bytes of content in it, and what was left out, each
+    with its reason.
     """
 
     path: Path
@@ -347,7 +347,7 @@ class Collected:
     left_out: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, Json]:
-        """As a trajectory's metrics tell it."""
+        """The JSON of a trajectory's metrics."""
         return {
             "path": str(self.path),
             "files": self.files,
@@ -357,13 +357,13 @@ class Collected:
 
 
 def artifacts_path(folder: Path, session_id: str) -> Path:
-    """Where a session's artifacts are kept in the node's folder of sessions."""
+    """The path of a session's artifacts in the node's folder of sessions."""
     return folder / f"{session_id}{ENDING}"
 
 
 def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
-    """Write the tar; half of one is never left. RuntimeFault where it can not be written. Runs in a thread,
-    and ends when that is cancelled.
+    """Write the tar; an incomplete one is never left. Raises RuntimeFault where it cannot be written. Runs in
+    a thread, and stops when its caller is cancelled.
     """
     to.parent.mkdir(parents=True, exist_ok=True)
     half = to.with_name(f"{to.name}.half")
@@ -383,7 +383,7 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
 
 @define(eq=False)
 class _Archive:
-    """A tar as it is written. `shift` is what the container's ids are moved by on this machine."""
+    """A tar while it is written. `shift` is the offset of the container's ids on this machine."""
 
     sink: BinaryIO
     shift: int
@@ -395,7 +395,7 @@ class _Archive:
     _unnamed: int = field(default=0, init=False)
 
     def add(self, root: int, path: str, workdir: str) -> None:
-        """Add what stands under a path, relative to the workdir or absolute."""
+        """Add what is under a path, relative to the workdir or absolute."""
         named = "/".join(part for part in path.split("/") if part not in ("", ".")) or "."
         whole = f"/{named}" if path.startswith("/") else f"{workdir}/{named}"
         folder, _, name = whole.rpartition("/")
@@ -406,7 +406,7 @@ class _Archive:
             self._leave_out(os.fsencode(path), reason_of(error))
 
     def finish(self) -> None:
-        """Two empty blocks are a tar's end."""
+        """Write the two empty blocks of a tar's end."""
         self.sink.write(bytes(2 * tarfile.BLOCKSIZE))
 
     def left_out(self) -> tuple[str, ...]:
@@ -439,7 +439,7 @@ class _Archive:
             self._leave_out(entry.path, "it is neither a file nor a folder nor a link")
 
     def _file(self, entry: TreeEntry) -> None:
-        """Its size is what reading it gives, holes and all; one that shrinks meanwhile is filled up."""
+        """The size is what reading gives, holes included; a file that shrinks meanwhile is padded."""
         size = entry.lstat.st_size
         if self.size + size > BYTES_LIMIT:
             return self._leave_out(
@@ -466,7 +466,7 @@ class _Archive:
         self.sink.write(bytes(left % READ + -size % tarfile.BLOCKSIZE))
 
     def _head(self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
-        """GNU's format: names of any bytes and any length, sizes beyond 8 GiB, read by every tar."""
+        """GNU's format: names of any bytes and length, sizes beyond 8 GiB, readable by every tar."""
         info = tarfile.TarInfo(os.fsdecode(entry.path))
         info.type, info.size, info.linkname = kind, size, os.fsdecode(link)
         info.mode, info.mtime = entry.lstat.st_mode & 0o777, int(entry.lstat.st_mtime)

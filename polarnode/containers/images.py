@@ -48,15 +48,15 @@ LAYERS_KEPT = "24h"
 # process group, and ends with it.
 CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
-# programs that ask for an image at once: 500 sessions that each started their own took half a minute of both
+# programs that look for an image at once: 500 sessions that each started their own took half a minute of both
 # cores
 CHECKS_AT_ONCE = 4
 
 
 @define(eq=False, kw_only=True)
 class Images:
-    """Sees to the images of one node. `ensure` may be called by many sessions at once; `report` is told each
-    step that takes time.
+    """Provides the images of one node. `ensure` may be called by many sessions at once; `report` gets a line
+    for each step that takes time.
     """
 
     settings: RuntimesSettings
@@ -66,13 +66,14 @@ class Images:
     _builder: "Builder | None" = field(default=None, init=False)
     _opening: trio.Lock = field(factory=trio.Lock, init=False)
     _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
-    # by name: hundreds of sessions want one image at once, and one question is enough
+    # by name: hundreds of sessions need one image at once, and one check is enough
     _locks: dict[str, trio.Lock] = field(factory=dict, init=False)
     _checks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(CHECKS_AT_ONCE), init=False)
 
     async def ensure(self, name: str) -> None:
-        """See that the image of that name is there, building it if a recipe can. Raises RuntimeFault with the
-        build's last words, and Refused for a name that is neither a recipe nor an image of this store.
+        """Make sure that the image of that name exists, building it if a recipe can. Raises RuntimeFault with
+        the end of the build's log, and Refused for a name that is neither a recipe nor an image of this
+        store.
         """
         if name not in self._available:
             async with self._locks.setdefault(name, trio.Lock()):
@@ -82,7 +83,7 @@ class Images:
         if name in self._available:
             return
         builder = await self._opened()
-        # asked aside from builds: who needs what is there does not wait for another's
+        # checked beside builds: a session whose image exists does not wait for another's build
         async with self._checks:
             stands = await builder.stands(name)
         if not stands:
@@ -100,7 +101,7 @@ class Images:
 async def ensure_images(
     settings: RuntimesSettings, names: Iterable[str], *, log: Path, report: Callable[[str], None]
 ) -> None:
-    """See that the images of these names are there, without a node; as `Images.ensure`."""
+    """Make sure that the images of these names exist, without a node; as `Images.ensure`."""
     images = Images(settings=settings, log=log, report=report)
     for name in names:
         await images.ensure(name)
@@ -108,7 +109,7 @@ async def ensure_images(
 
 @frozen(kw_only=True)
 class Builder:
-    """A probed and configured store, and the recipes to build in it."""
+    """A configured store, and the recipes to build in it."""
 
     recipes: Recipes
     store: Store
@@ -117,7 +118,7 @@ class Builder:
     report: Callable[[str], None]
 
     async def stands(self, name: str) -> bool:
-        """Whether nothing is to be built for it."""
+        """Whether nothing needs to be built for a name."""
         if ON in name:
             return await self._stand(self.recipes.stages(name))
         ordered = self.recipes.with_bases([name])
@@ -132,13 +133,15 @@ class Builder:
             await self._check_foreign(name)
         elif await self._missing(ordered):
             async with self.building():
-                # asked again: another node may have built them while we waited
+                # checked again: another node may have built them while we waited
                 for recipe in await self._missing(ordered):
                     await self._build(recipe)
 
     @asynccontextmanager
     async def building(self) -> AsyncIterator[None]:
-        """Alone with the store's builds; what no image needs any more is removed at the end."""
+        """Hold the store's build lock for the block; old layers that no image needs are removed at
+        the end.
+        """
         async with _one_builder(self.store, self.report):
             await self._remove_unfinished()
             yield
@@ -201,8 +204,8 @@ class Builder:
         return await self._is_labelled(recipe.image, {RECIPE_LABEL: recipe.digest})
 
     async def _is_labelled(self, image: str, labels: Mapping[str, str]) -> bool:
-        """Asked of the one image: a listing of all fails whenever another process removes any of them
-        meanwhile.
+        """Whether the image has these labels. Inspects the one image: a listing of all fails whenever another
+        process removes any of them meanwhile.
         """
         if not await self.exists(image):
             return False
@@ -229,8 +232,8 @@ class Builder:
         self.report(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
 
     async def _remove_unfinished(self) -> None:
-        """Remove what builds that were killed left in the store; we hold the lock, so none of it is of a
-        living one.
+        """Remove what killed builds left in the store. We hold the lock, so none of it belongs to a running
+        one.
         """
         listed = json.loads(await self.tools.output("ps", "--all", "--external", "--format", "json") or "[]")
         for container in listed:
@@ -277,8 +280,8 @@ def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
 
 @asynccontextmanager
 async def _one_builder(store: Store, report: Callable[[str], None]) -> AsyncIterator[None]:
-    """Hold the store's build lock: two nodes on one store build one after the other. It is free again when
-    its holder dies.
+    """Hold the store's build lock: two nodes on one store build one after the other. It is released when its
+    holder dies.
     """
     held = os.open(store.state_dir / "build.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -311,16 +314,15 @@ def _locked(held: int) -> bool:
 async def build_task_images(
     settings: RuntimesSettings, builds: Iterable[Build], *, log: Path, report: Callable[[str], None]
 ) -> None:
-    """See that the images of these folders are there; what is built already, by the digest of its folder, is
-    not built again.
+    """Build the images of these folders; one that exists, by the digest of its folder, is not built again.
 
-    Raises RuntimeFault with the build's last words.
+    Raises RuntimeFault with the end of the build's log.
     """
-    wanted = {build.image: build for build in builds}
-    if not wanted:
+    by_image = {build.image: build for build in builds}
+    if not by_image:
         return
     builder = await open_builder(settings, log, report)
-    for build in [build for build in wanted.values() if not await builder.exists(build.image)]:
+    for build in [build for build in by_image.values() if not await builder.exists(build.image)]:
         async with builder.building():
             if not await builder.exists(build.image):
                 report(f"building {build.image} from {build.folder}")
@@ -333,11 +335,11 @@ async def build_task_images(
 
 
 async def _build(builder: Builder, build: Build) -> None:
-    """Build; where that fails, once more with this machine's certificates, which a machine behind a proxy of
-    its own can not do without.
+    """Build; where that fails, try once more with this machine's certificates, which a machine behind a proxy
+    of its own needs.
 
-    Not at once with them: they would lie where a build that installs a distribution's own certificates has to
-    write, and fail it.
+    The first try is without them: mounted, they lie where a build that installs a distribution's own
+    certificates has to write, and fail it.
     """
     what, flags = (
         f"building {build.folder}",

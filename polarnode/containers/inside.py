@@ -39,7 +39,7 @@ POLL = 0.02  # seconds between looks, only while a container is being cleared
 
 @define(eq=False)
 class Inside:
-    """The open ends of a container's first process. All are closed by `close`."""
+    """The open descriptors of a container's first process. All are closed by `close`."""
 
     pid: int
     pidfd: int
@@ -59,7 +59,7 @@ class Inside:
         return not ended.poll(0) and not _exiting(self.pid)
 
     def members(self) -> list[int]:
-        """Process ids (of the machine) in the container, but for the first and for zombies."""
+        """Process ids (of the machine) in the container, without the first and without zombies."""
         return _members(self.namespace, self.pid)
 
     def holds(self, pid: int) -> bool:
@@ -67,8 +67,8 @@ class Inside:
         return _namespace(pid) == os.fstat(self.namespace).st_ino and not _zombie(pid)
 
     def signal_group(self, leader: int, order: signal.Signals) -> None:
-        """Signal the process group an exec's program leads; one that is gone, or is no longer in this
-        container, is let be.
+        """Signal the process group that an exec's program leads; one that is gone, or no longer in this
+        container, is skipped.
         """
         if _namespace(leader) != os.fstat(self.namespace).st_ino:
             return
@@ -79,8 +79,8 @@ class Inside:
                 os.kill(leader, order)
 
     async def kill_all(self) -> None:
-        """End every process but the first. Raises RuntimeFault when some outlive it for long. Nothing is left
-        to do once it is closed.
+        """End every process but the first. Raises RuntimeFault when some outlive it for long. Does nothing
+        once closed.
         """
         if self._closed:
             return
@@ -92,15 +92,15 @@ class Inside:
             os.close(namespace)
 
     def close(self) -> None:
-        """Let go of everything; the container can then be unmounted."""
+        """Close all descriptors; the container can then be unmounted."""
         self._closed = True
         for descriptor in (self.pidfd, self.namespace, self.mounts, self.root, self.network):
             os.close(descriptor)
 
 
 def look_inside(pid: int) -> Inside:
-    """Open a container's first process by its id, just told by Podman. Raises RuntimeFault when it is gone
-    already.
+    """Open a container's first process by the id Podman just reported. Raises RuntimeFault when it is already
+    gone.
     """
     opened: list[int] = []
     try:
@@ -112,7 +112,7 @@ def look_inside(pid: int) -> Inside:
     except OSError as error:
         for descriptor in opened:
             os.close(descriptor)
-        raise RuntimeFault(f"a container's first process can not be looked at: {error}") from error
+        raise RuntimeFault(f"a container's first process cannot be looked at: {error}") from error
     return Inside(pid, *opened)
 
 
@@ -186,8 +186,8 @@ class ControlGroup:
     folder: Path
 
     def oom_kills(self) -> int:
-        """How many processes the kernel ended because the group had no memory left; 0 once the group
-        is gone.
+        """How many processes the kernel ended because the group was out of memory; 0 once the
+        group is gone.
         """
         for name in ("memory.events", "memory.oom_control"):
             try:
@@ -198,7 +198,7 @@ class ControlGroup:
         return 0
 
     def processes(self) -> list[int]:
-        """Process ids of this machine, those in groups below it too."""
+        """Process ids of this machine, those in groups below it included."""
         found: list[int] = []
         for listing in (self.folder / "cgroup.procs", *self.folder.glob("*/cgroup.procs")):
             try:
@@ -209,7 +209,7 @@ class ControlGroup:
 
 
 def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:
-    """The group of a container, by its first process."""
+    """The control group of a container, by its first process."""
     lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
     by_controllers = {controllers: path for _, controllers, path in lines}
     path = by_controllers.get("memory")
@@ -229,7 +229,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def in_own_thread(work: Callable[[], Answer]) -> Answer:
-    """Do something in a thread that ends with it. OSErrors and errors of ours come out as they are."""
+    """Run something in a thread that ends with it. OSErrors and our own errors are raised unchanged."""
     done: list[Answer] = []
     failed: list[OSError | PolarnodeError] = []
 
@@ -250,14 +250,12 @@ def in_own_thread(work: Callable[[], Answer]) -> Answer:
 
 
 def enter(namespace: int, kind: int) -> None:
-    """Enter a namespace that is open as a descriptor, with the thread that calls. `kind` is one of
-    CLONE_NEW…
-    """
+    """Enter a namespace that is open as a descriptor, with the calling thread. `kind` is one of CLONE_NEW…"""
     checked(libc.setns(namespace, kind), "setns")
 
 
 def checked(result: int, what: str) -> None:
-    """OSError where a call of the C library's failed."""
+    """Raise OSError where a call of the C library's failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)

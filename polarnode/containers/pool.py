@@ -36,12 +36,12 @@ WINDOW_S = 30.0
 # of each new start's time in the mean: a start is 0.1 s quiet and 3 s on a busy machine, and it is the last
 # few that tell
 SMOOTH = 0.3
-FIRST_START_S = 0.5  # seconds a start is thought to take before one was seen
+FIRST_START_S = 0.5  # seconds a start is assumed to take before one was measured
 
 
 @define(eq=False)
 class TakeRate:
-    """Takes of one shape lately, as a count that fades."""
+    """How often runtimes of one shape were taken lately, as an exponentially decaying count."""
 
     _value: float = 0.0
     _counted_at: float = -math.inf
@@ -61,20 +61,20 @@ class TakeRate:
 
 @define(eq=False)
 class StartDurations:
-    """How long starts take, of all shapes: what differs is the load of the machine, not the image."""
+    """How long starts take, over all shapes: what differs is the load of the machine, not the image."""
 
     mean_s: float = FIRST_START_S
     _seen: bool = False
 
     def took(self, seconds: float) -> None:
-        """A start took so long."""
+        """Record the duration of a start, in seconds."""
         self.mean_s = (1 - SMOOTH) * self.mean_s + SMOOTH * seconds if self._seen else seconds
         self._seen = True
 
 
 def enough(*, waiting: int, rate: float, start_s: float, most: int) -> int:
-    """Warm ones to keep: none for nobody, one for whoever waits, more where they are taken faster than they
-    start.
+    """The number of warm ones to keep: none while no session waits, one for whoever waits, more where they
+    are taken faster than they start.
     """
     under_way = rate * start_s
     return min(waiting, most, max(1, math.ceil(under_way + math.sqrt(under_way))))
@@ -84,8 +84,8 @@ def enough(*, waiting: int, rate: float, start_s: float, most: int) -> int:
 
 WARM_LIMIT = 64  # warm runtimes of all shapes: about 64 MB
 WARM_AGE_S = 1800.0  # seconds a warm one waits before it is replaced; its dead-man switch runs from its start
-# seconds of lifetime for shapes nobody opened yet: a session with the usual budgets asks for less than seven
-# hours
+# seconds of lifetime for shapes that were never opened: with the usual budgets a session needs less than
+# seven hours
 WARM_LIFETIME_S = 8 * 3600.0
 LOOK_S = 30.0  # seconds between looks for the old and the dead while nothing else happens
 RETRY_S = 5.0  # seconds before a start that failed is tried again: its cause is rarely gone at once
@@ -99,10 +99,10 @@ _log = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class RuntimesStatistics:
-    """`live` are with sessions now, `warm` stand ready, `prepared` workspaces are kept as images; the others
+    """`live` are with sessions now, `warm` are ready, `prepared` workspaces are kept as images; the others
     count since the node started.
 
-    `reused` runtimes began with their workspace in them, from `copied` images or from those that were there.
+    `reused` runtimes began with their workspace in them, from `copied` images or from existing ones.
     """
 
     live: int
@@ -119,8 +119,8 @@ class RuntimesStatistics:
 
 @frozen(kw_only=True)
 class PrewarmRequest:
-    """So many sessions will take a runtime of the shape. `workspace` is what it is to be prepared with, where
-    a copy of that would do.
+    """`count` sessions will take a runtime of the shape. `workspace` is what they need prepared, where a copy
+    of it would do.
     """
 
     shape: Shape
@@ -130,11 +130,11 @@ class PrewarmRequest:
 
 @define(eq=False)
 class Shelf:
-    """What stands ready of one shape, and what is known of those who take it."""
+    """The warm runtimes of one shape, and what is expected of the sessions that take them."""
 
     waiting: int = 0
     starting: int = 0
-    lifetime_s: float = 0.0  # the longest its sessions asked for
+    lifetime_s: float = 0.0  # the longest its sessions needed
     retry_at: float = -math.inf  # not before then, after a start that failed
     awaited: int = 0  # sessions that wait for one that is being started
     started_for: float = 0.0  # the lifetime of those being started
@@ -143,11 +143,11 @@ class Shelf:
     ready: "deque[PodmanRuntime]" = field(factory=deque)
 
     def usable(self, runtime: PodmanRuntime, lifetime_s: float) -> bool:
-        """Whether a warm one lives and will outlive a session."""
+        """Whether a warm one is alive and will outlive a session."""
         return runtime.alive and runtime.expires - trio.current_time() >= lifetime_s
 
     def pop(self, lifetime_s: float) -> PodmanRuntime | None:
-        """A warm one for a session, if one stands ready."""
+        """Take a warm one for a session, if there is one."""
         ready = next((runtime for runtime in self.ready if self.usable(runtime, lifetime_s)), None)
         if ready is not None:
             self.ready.remove(ready)
@@ -160,8 +160,8 @@ class Shelf:
 
 @define(eq=False, kw_only=True)
 class Pool:
-    """Warm runtimes by shape. `run` fills it; `take` empties it. `expected` is what sessions of a workspace
-    will start from.
+    """Warm runtimes by shape. `run` fills it; `take` empties it. `expected` tells what sessions of a
+    workspace will start from.
     """
 
     starter: Starter
@@ -185,22 +185,22 @@ class Pool:
         return sum(len(shelf.ready) for shelf in self._shelves.values())
 
     def shape(self, spec: RuntimeSpec) -> Shape:
-        """The shape a task asks for, its image by Podman's name."""
+        """The shape a task needs, with Podman's name of its image."""
         return shape_of(spec, self.recipes.image(spec.image))
 
     def prewarm(self, request: PrewarmRequest) -> None:
-        """Expect that many from now on; 0 lets the warm ones go."""
+        """Expect that many sessions from now on; 0 lets the warm ones go."""
         self._requests.pop((request.shape, request.workspace), None)
         if request.count > 0:
             self._requests[request.shape, request.workspace] = request
         self.look()
 
     def look(self) -> None:
-        """Something changed: a copy was made, the machine has room again."""
+        """Wake the pool: a copy was made, or the machine has capacity again."""
         self._changed.set()
 
     async def take(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        """A runtime for one session, warm where one stands ready. The caller lends it with `lent`."""
+        """A runtime for one session, warm where one is ready. The caller wraps it in `lent`."""
         shelf = self._shelf(shape)
         shelf.lifetime_s = max(shelf.lifetime_s, lifetime_s)
         shelf.takes.count(trio.current_time())
@@ -216,7 +216,7 @@ class Pool:
 
     @asynccontextmanager
     async def lent(self, runtime: PodmanRuntime) -> AsyncIterator[PodmanRuntime]:
-        """With a session for the block, then removed."""
+        """Hand the runtime to a session for the block, then remove it."""
         self.live += 1
         try:
             yield runtime
@@ -226,7 +226,7 @@ class Pool:
                 await runtime.close()
 
     async def run(self, ready: trio.Event) -> None:
-        """Fill and renew until cancelled; then let go of what is warm."""
+        """Fill and renew until cancelled; then remove what is warm."""
         ready.set()
         try:
             async with trio.open_nursery() as nursery:
@@ -244,7 +244,7 @@ class Pool:
     # ── starting ──────────────────────────────────────────────────────────────
 
     async def _wait_settled(self, shelf: Shelf) -> None:
-        """One that was begun before is ready sooner than one that is begun now."""
+        """Wait for one that is starting: it is ready sooner than one started now."""
         shelf.awaited += 1
         try:
             await shelf.settled.wait()
@@ -271,7 +271,7 @@ class Pool:
         return runtime
 
     def _fill(self, nursery: trio.Nursery) -> None:
-        """Begin to start what is missing, as many at once as the sessions leave room for."""
+        """Start what is missing, as many at once as the sessions leave capacity for."""
         missing = [(shape, shelf) for shape, shelf in self._shelves.items() if self._missing(shelf)]
         for shape, shelf in sorted(missing, key=lambda each: len(each[1].ready)):
             while self._missing(shelf) and self._room():
@@ -296,7 +296,7 @@ class Pool:
             shelf.ready.append(await self._start(shape, WARM_SESSION, shelf.started_for))
             shelf.retry_at = -math.inf
         except RuntimeFault as fault:
-            # said once: an image that is still being built fails every few seconds
+            # logged once: an image that is still being built fails every few seconds
             if shelf.retry_at == -math.inf:
                 _log.warning(
                     "no warm runtime of %s yet, tried again every %.0f s: %s", shape.image, RETRY_S, fault
@@ -309,9 +309,7 @@ class Pool:
             self._changed.set()
 
     def _next_look(self) -> float:
-        """When there may be something to do if nobody says so before: a start that failed, one that is too
-        old.
-        """
+        """When to look again without a wake-up: at a failed start's next try, or for one that is too old."""
         retries = [
             shelf.retry_at
             for shelf in self._shelves.values()
@@ -322,8 +320,8 @@ class Pool:
     # ── renewing ──────────────────────────────────────────────────────────────
 
     def _renew(self, nursery: trio.Nursery) -> None:
-        """Remove the warm ones nobody will come for, those too old for the next session, and the dead; forget
-        shapes nobody wants.
+        """Remove the warm ones that are surplus, too old for the next session, or dead; forget
+        unused shapes.
         """
         self._count()
         for shape, shelf in list(self._shelves.items()):
@@ -334,7 +332,7 @@ class Pool:
                 del self._shelves[shape]
 
     def _count(self) -> None:
-        """How many wait for each shape, by what is known of its workspace now."""
+        """Count how many sessions wait for each shape, by the current state of their workspaces."""
         for shelf in self._shelves.values():
             shelf.waiting = 0
         for request in self._requests.values():
@@ -342,7 +340,7 @@ class Pool:
             self._shelf(shape).waiting += count
 
     def _expected_shape(self, request: PrewarmRequest) -> tuple[Shape, int]:
-        """The shape they will take: of a copy where there is one."""
+        """The shape and number they will take: of a copy where there is one."""
         if request.workspace is None:
             return request.shape, request.count
         copy, count = self.expected(request.workspace, request.count)
@@ -370,7 +368,9 @@ Kind = tuple[Shape, Workspace | None]
 
 @define(eq=False)
 class Demand:
-    """`prewarm` is the pool's; it is asked for at most `warm` of each kind."""
+    """Counts the containers that sessions have yet to take. `prewarm` is the pool's; it is asked for at most
+    `warm` of each kind.
+    """
 
     prewarm: Callable[[RuntimeSpec, int], None]
     warm: int
@@ -387,7 +387,7 @@ class Demand:
         self._update(spec)
 
     def served(self, session_id: str, *, left: int = 0) -> None:
-        """This session will need at most so many more. Later calls say nothing new."""
+        """This session will need at most `left` more. Later calls for it change nothing."""
         spec, waiting = self._waiting.pop(session_id, (None, 0))
         if spec is None:
             return

@@ -23,7 +23,7 @@ from polarnode.support.bounded import remember
 
 # files without a step that are worth a copy: a file is written in 1 ms, a copy made in 0.1-0.6 s
 MANY_FILES = 100
-SEEN = 2000  # workspaces remembered as asked for before: a number each
+SEEN = 2000  # workspaces remembered as requested before: a number each
 UNCOPIED = 500  # workspaces remembered as not to be copied
 # copies that may fail before a workspace is not tried again: once is a full disk or a service that was
 # restarted
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 @frozen(kw_only=True, cache_hash=True)
 class Workspace:
-    """All that what its steps leave may depend on. `image` is Podman's name of it; its id is in the copy's
-    name.
+    """Everything that the result of its steps may depend on. `image` is Podman's name of it; its id is part
+    of the copy's name.
     """
 
     image: str
@@ -48,12 +48,12 @@ class Workspace:
     volumes: tuple[VolumeSpec, ...]
 
     def digest(self, image_id: str) -> str:
-        """A name for what is prepared from this on that very image."""
+        """The name of what is prepared from this on that very image."""
         return hashlib.sha256(image_id.encode() + codec.dump_json(codec.plain(self))).hexdigest()[:24]
 
 
 def workspace_of(spec: RuntimeSpec, image: str) -> Workspace | None:
-    """What a task has prepared; None where there is nothing to do or the task wants it done in each
+    """What a task needs prepared; None where there is nothing to prepare or the task asks for it in each
     session.
     """
     if not spec.reuse_prepared or not (spec.prepare or len(spec.files) >= MANY_FILES):
@@ -71,7 +71,7 @@ def workspace_of(spec: RuntimeSpec, image: str) -> Workspace | None:
 
 
 class Closable(Protocol):
-    """A runtime, as far as this module is concerned."""
+    """A runtime, as far as this module uses it."""
 
     async def close(self) -> None: ...
 
@@ -84,22 +84,24 @@ Prepare = Callable[[Kind], Awaitable[None]]
 
 
 class Copies(Protocol[Copied]):
-    """Where copies are. Every method may raise RuntimeFault."""
+    """Stores copies. Every method may raise RuntimeFault."""
 
     async def find(self, workspace: Workspace) -> str | None:
-        """The image of a copy that is there already: another node's, or an earlier life's."""
+        """The image of an existing copy: another node's, or one of an earlier run; None where
+        there is none.
+        """
         ...
 
     async def make(self, workspace: Workspace, runtime: Copied) -> str:
-        """Copy a prepared runtime, in which nothing runs; the image's name. Refused, with the reason, where
-        it can not be faithful.
+        """Copy a prepared runtime in which nothing runs, and return the image's name. Refused, with the
+        reason, where it cannot be faithful.
         """
         ...
 
     async def exists(self, image: str) -> bool: ...
 
     async def remove(self, image: str) -> bool:
-        """Remove a copy; False while somebody uses it."""
+        """Remove a copy; False while it is in use."""
         ...
 
 
@@ -111,8 +113,8 @@ class _CopyState:
 
 @define(eq=False, kw_only=True)
 class Workspaces(Generic[Kind]):
-    """The copies of one node, the least lately used first. `on_change` is told of each that is made, found or
-    lost.
+    """The copies of one node, the least recently used first. `on_change` is called after each one made, found
+    or lost.
     """
 
     copies: Copies[Kind]
@@ -130,12 +132,12 @@ class Workspaces(Generic[Kind]):
 
     @property
     def kept(self) -> int:
-        """Copies there are, as far as this node knows."""
+        """The number of copies this node has."""
         return sum(state.image is not None for state in self._states.values())
 
     def pays(self, workspace: Workspace | None, *, shared: bool) -> bool:
-        """Whether to copy it: `shared` says that more than one runtime will need it, one asked for before may
-        be asked for again.
+        """Whether to copy it: `shared` says that more than one runtime will need it, and one requested before
+        may be requested again.
         """
         if workspace is None or workspace in self._uncopied:
             return False
@@ -144,8 +146,8 @@ class Workspaces(Generic[Kind]):
         return shared or seen or workspace in self._states
 
     def expected(self, workspace: Workspace, count: int) -> tuple[str | None, int]:
-        """What that many sessions will start from: a copy, or the task's own image, which only the one that
-        is to prepare it needs.
+        """What that many sessions will start from: a copy, or the task's own image, which only the session
+        that prepares needs.
         """
         state = self._states.get(workspace)
         if workspace in self._uncopied or workspace in self._doubted:
@@ -155,12 +157,12 @@ class Workspaces(Generic[Kind]):
         return state.image, count
 
     def busy(self, workspace: Workspace | None) -> bool:
-        """Whether it is just being prepared."""
+        """Whether it is being prepared now."""
         state = self._states.get(workspace) if workspace else None
         return state is not None and state.making is not None
 
     async def wait_settled(self, workspace: Workspace | None) -> None:
-        """Wait until nobody prepares it; what came of it is another matter."""
+        """Wait until it is no longer being prepared, whatever the result."""
         while workspace is not None and self.busy(workspace):
             making = self._states[workspace].making
             if making is not None:
@@ -185,7 +187,7 @@ class Workspaces(Generic[Kind]):
         return own
 
     async def run(self, ready: trio.Event) -> None:
-        """Remove the least lately used beyond `most` as others come, until cancelled."""
+        """Remove the least recently used beyond `most` as others are added, until cancelled."""
         ready.set()
         while True:
             await self._changed.wait()
@@ -193,7 +195,7 @@ class Workspaces(Generic[Kind]):
             await self._evict()
 
     async def _again(self, workspace: Workspace, image: str, start: "Start[Kind]") -> Kind | None:
-        """A runtime from the copy; None when somebody removed it."""
+        """A runtime from the copy; None when the copy is gone."""
         self._states[workspace] = self._states.pop(workspace)  # the lately used are last
         failed: RuntimeFault | None = None
         try:
@@ -228,12 +230,12 @@ class Workspaces(Generic[Kind]):
             self._change()
 
     async def _found(self, state: _CopyState, workspace: Workspace, start: "Start[Kind]") -> Kind | None:
-        """A runtime from another node's copy, or an earlier life's."""
+        """A runtime from another node's copy, or one of an earlier run; None where there is none."""
         try:
             state.image = await self.copies.find(workspace)
         except RuntimeFault as fault:
             _log.warning(
-                "whether the workspace of %s is prepared could not be asked, it is prepared here: %s",
+                "the copies of the workspace of %s could not be searched, it is prepared here: %s",
                 workspace.image,
                 fault,
             )
@@ -275,7 +277,7 @@ class Workspaces(Generic[Kind]):
             )
 
     async def _evict(self) -> None:
-        """Beyond the most, the least lately used that nobody holds."""
+        """Remove the least recently used copies beyond `most` that are not in use."""
         surplus = self.kept - self.most
         for workspace, state in list(self._states.items()):
             if surplus <= 0:

@@ -35,7 +35,7 @@ SERVICE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def default_state_dir() -> Path:
-    """One store per machine, shared by nodes, tests and demos, so that an image is built once.
+    """One store for each machine, shared by nodes, tests and demos, so that an image is built once.
 
     Not root's home: a container's mapped users must pass through every folder above their root, and Podman
     opens those that forbid it.
@@ -69,7 +69,7 @@ class Store:
 
     @property
     def sockets(self) -> Path:
-        """Where the nodes' API sockets are; whoever can open one is root."""
+        """The folder of the nodes' API sockets; any process that can open one is root."""
         return self.run_dir / "api"
 
     @property
@@ -77,8 +77,8 @@ class Store:
         return self.state_dir / "log"
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of every podman we start: both files, and nothing of the node's own but its
-        trust and proxy settings.
+        """The whole environment of every podman we start: both configuration files, and of the node's own
+        only its trust and proxy settings.
         """
         passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         own = {
@@ -111,15 +111,15 @@ PASSED_ON = (
 
 
 def store_at(state_dir: Path) -> Store:
-    """The store in a folder, not yet made."""
+    """The store in a folder, not yet created."""
     resolved = state_dir.resolve()
     name = f"polarnode-{os.geteuid()}-{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:12]}"
     return Store(state_dir=resolved, run_dir=_memory_folder(resolved) / name)
 
 
 def make_folders(store: Store) -> None:
-    """Make what is missing. A run folder that someone else made, in a place anyone may write to, is
-    refused.
+    """Make what is missing. A run folder that another user made, in a place anyone may write to,
+    is refused.
     """
     for folder in (store.state_dir, store.state_dir / "etc", store.state_dir / "tmp", store.log_dir):
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_KILL": 5, "CAP_C
 
 @frozen(kw_only=True)
 class Finding:
-    """One fact about the machine. `remedy` says what to do; it is empty where nothing needs doing."""
+    """One fact about the machine. `remedy` is what to do; empty where nothing needs doing."""
 
     name: str
     ok: bool
@@ -177,9 +177,7 @@ class Finding:
 
 @frozen(kw_only=True)
 class PodmanFindings:
-    """What a node's Podman configuration is written from, and what doctor shows. A tool that is missing is
-    None.
-    """
+    """What a node's Podman configuration is written from, and what doctor shows. A missing tool is None."""
 
     podman: Path | None
     oci_runtime: Path | None
@@ -200,12 +198,12 @@ class PodmanFindings:
         return all(finding.ok for finding in self.findings)
 
     def faults(self) -> str:
-        """What stands in the way, each with its remedy, as one sentence."""
+        """Everything that prevents use, each with its remedy, as one sentence."""
         return "; ".join(f"{finding.what} ({finding.remedy})" for finding in self.findings if not finding.ok)
 
 
 async def probe(state_dir: Path) -> PodmanFindings:
-    """Look at the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s."""
+    """Probe the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s."""
     podman, init = _which("podman"), _first(INIT_PLACES)
     cgroups, filesystem = _cgroups(), _filesystem(state_dir)
     oci = _oci_runtime(cgroups)
@@ -278,18 +276,20 @@ def _oci_runtime(cgroups: Cgroups) -> Path | None:
 
 
 def _filesystem(folder: Path) -> str:
-    """The kind of filesystem a folder is or will be on."""
+    """The kind of file system a folder is or will be on."""
     return mounted_at(folder, Path("/proc/mounts").read_text())[0]
 
 
 def _has_quotas(folder: Path) -> bool:
-    """Whether Podman can bound a container's layer: only XFS can, and only where it was mounted so."""
+    """Whether Podman can bound a container's layer: only XFS can, and only if it was mounted for it."""
     kind, options = mounted_at(folder, Path("/proc/mounts").read_text())
     return kind == "xfs" and not {"prjquota", "pquota"}.isdisjoint(options)
 
 
 def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
-    """The kind and the options of the filesystem a folder is or will be on, by the text of /proc/mounts."""
+    """The kind and the options of the file system a folder is or will be on, from the text of
+    /proc/mounts.
+    """
     place, best = str(folder.resolve()), ("", "unknown", "")
     for line in mounts.splitlines():
         point, kind, options = line.split()[1:4]
@@ -299,8 +299,8 @@ def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
 
 
 def closed_folder(state_dir: Path) -> Path | None:
-    """The folder above a store that mapped users could not pass. Podman would open it to everybody, and a
-    home is not ours to open.
+    """The first folder above a store that mapped users could not pass. Podman would open it to everybody, and
+    a home is not ours to open.
     """
     above = [folder for folder in state_dir.resolve().parents if folder.exists()]
     return next((folder for folder in above if folder.stat().st_mode & 0o111 != 0o111), None)
@@ -312,8 +312,8 @@ def _kernel() -> tuple[int, int]:
 
 
 def _limits() -> tuple[int, int]:
-    """Hard limits of ours that containers can be given: Podman's own defaults are refused without
-    CAP_SYS_RESOURCE.
+    """Our own hard limits, which containers can be given: without CAP_SYS_RESOURCE, Podman's own defaults are
+    refused.
     """
     most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
     files, processes = (
@@ -321,7 +321,7 @@ def _limits() -> tuple[int, int]:
         resource.getrlimit(resource.RLIMIT_NPROC)[1],
     )
     nofile = MOST_FILES if files == resource.RLIM_INFINITY else min(files, MOST_FILES)
-    # conmon lowers its own limit to 32768 where pid_max is that or the limit is higher, and can not raise it
+    # conmon lowers its own limit to 32768 where pid_max is that or the limit is higher, and cannot raise it
     # again
     nproc = min(most_pids, 32768, most_pids if processes == resource.RLIM_INFINITY else processes)
     return nofile, nproc
@@ -432,7 +432,7 @@ def _storage(driver: str, mount_program: Path | None, filesystem: str) -> Findin
         return Finding(
             name="storage",
             ok=False,
-            what=f"{filesystem} can not hold overlay: each container would copy its image",
+            what=f"{filesystem} cannot hold overlay: each container would copy its image",
             remedy=remedy,
         )
     how = f"overlay through {mount_program.name}, slower than native" if mount_program else "native overlay"
@@ -466,7 +466,7 @@ def _sealing(obstacle: str | None) -> Finding:
             name="read-only root", ok=True, what="all but the workspace is read-only while a harness runs"
         )
     remedy = (
-        "give the node's own container the right to mount, or let tasks say runtime.read_only = false: others"
+        "give the node's own container the right to mount, or set runtime.read_only = false in tasks: others"
         " end with an error"
     )
     return Finding(
@@ -480,7 +480,7 @@ def _disk_limit(quotas: bool) -> Finding:
         return Finding(
             name="disk limit",
             ok=False,
-            what=f"{' and '.join(missing)} can not be found",
+            what=f"{' and '.join(missing)} cannot be found",
             remedy="apt-get install coreutils",
         )
     if quotas:
@@ -497,7 +497,7 @@ def _disk_limit(quotas: bool) -> Finding:
 def _memory(state_dir: Path) -> Finding:
     run_dir = store_at(state_dir).run_dir
     if run_dir.is_relative_to(state_dir.resolve()):
-        remedy = "mount a tmpfs on /dev/shm: Podman can not notice a reboot otherwise"
+        remedy = "mount a tmpfs on /dev/shm: Podman cannot notice a reboot otherwise"
         return Finding(name="run folder", ok=True, what=f"{run_dir} is not in memory", remedy=remedy)
     return Finding(name="run folder", ok=True, what=str(run_dir))
 

@@ -31,8 +31,8 @@ from polarnode.support.processes import open_process_group
 
 @frozen(kw_only=True)
 class RuntimesSettings:
-    """`state_dir` may be shared by nodes, `node_id` is on every container's label. None for the folder of
-    recipes is the checkout's own.
+    """The settings of a node's runtimes. `state_dir` may be shared by nodes; `node_id` is on every
+    container's label. `runtimes_dir` None means the checkout's own recipes.
     """
 
     state_dir: Path
@@ -41,7 +41,7 @@ class RuntimesSettings:
     # a Debian image to build on; None: one that can be pulled, else one built from this machine's archive
     base_image: str | None = None
     # started containers kept of one shape at most: as many as INIT and READY hold; about 1 MB each, and only
-    # while they are wanted
+    # while they are expected
     warm: int = 8
     prepared: int = 32  # prepared workspaces kept as images
     # calls to Podman at once: on two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8, 2.0
@@ -59,14 +59,14 @@ LAST_WORDS = 1500  # bytes of a failed build's log in its error: the error line,
 
 @frozen(kw_only=True)
 class Tools:
-    """The podman program on one store, never on the machine's own."""
+    """The podman program and image builders on one store, never on the machine's own."""
 
     podman: Path
     store: Store
     log: Path
 
     def prefix(self) -> list[str]:
-        """What a person types to reach this store."""
+        """The words of a shell command line that reach this store."""
         own = self.store.environment()
         return [
             "env",
@@ -75,7 +75,7 @@ class Tools:
         ]
 
     async def output(self, *arguments: str) -> str:
-        """A short command's output. Raises RuntimeFault with its error text."""
+        """Run a short command and return its output. Raises RuntimeFault with its error text."""
         done = await trio.run_process(
             [self.podman, *arguments],
             env=self.store.environment(),
@@ -88,7 +88,7 @@ class Tools:
         return done.stdout.decode()
 
     async def succeeds(self, *arguments: str) -> bool:
-        """Whether a short command ends with 0."""
+        """Whether a short command exits with 0."""
         env = self.store.environment()
         done = await trio.run_process(
             [self.podman, *arguments],
@@ -100,11 +100,13 @@ class Tools:
         return done.returncode == 0
 
     async def run_podman(self, what: str, *arguments: str) -> None:
-        """A long podman command, its output in the log. Raises RuntimeFault with the log's end."""
+        """Run a long podman command, its output in the log. Raises RuntimeFault with the log's end."""
         await self.run(what, [str(self.podman), *arguments])
 
     async def run(self, what: str, argv: Sequence[str]) -> None:
-        """A long program, its output in the log; ended with everything it started when we are cancelled."""
+        """Run a long program, its output in the log. On cancellation it is ended with everything
+        it started.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as sink:
             sink.write(f"\n$ {' '.join(argv)}\n".encode())
@@ -135,10 +137,10 @@ ON = "+"
 
 @frozen(kw_only=True)
 class RecipeConfig:
-    """A runtime.toml as it stands. `base` is another recipe's name, None for one that stands on Debian
+    """The content of a runtime.toml. `base` is another recipe's name, None for one that stands on Debian
     itself. User and workdir are the task's.
 
-    `instead_of` is the recipe in whose place this one stands on a task's own image.
+    `instead_of` is the recipe that this one replaces on a task's own image.
     """
 
     base: str | None = None
@@ -149,9 +151,7 @@ class RecipeConfig:
 
 @frozen(kw_only=True)
 class Recipe:
-    """One folder of `runtimes/`: what its runtime.toml says, and the digest of all that makes its image what
-    it is.
-    """
+    """One folder of `runtimes/`: its config, and the digest of everything that determines its image."""
 
     name: str
     folder: Path
@@ -165,7 +165,7 @@ class Recipe:
 
 @frozen(kw_only=True)
 class Stage:
-    """One recipe on the way up from a task's own image: what is built, from what, and what it is called."""
+    """One recipe on the way up from a task's own image: what is built, on which image, and its name."""
 
     recipe: Recipe
     below: str
@@ -173,7 +173,7 @@ class Stage:
 
 
 def on_top(harness_image: str, image: str) -> str:
-    """How the image is asked for that has a harness's recipe on top of a task's own image."""
+    """The name of the image that has a harness's recipe on top of a task's own image."""
     return f"{harness_image}{ON}{image}"
 
 
@@ -184,15 +184,15 @@ class Recipes:
     by_name: Mapping[str, Recipe] = field(factory=dict)
 
     def find(self, name: str) -> Recipe | None:
-        """The recipe of that name or alias."""
+        """The recipe of that name or alias; None where there is none."""
         found = self.by_name.get(name)
         return found or next(
             (recipe for recipe in self.by_name.values() if name in recipe.config.aliases), None
         )
 
     def image(self, name: str) -> str:
-        """What Podman calls it: a recipe's own image, that of a harness `on_top` of another, or the name as
-        it stands.
+        """Podman's name of it: a recipe's own image, that of a harness `on_top` of another, or the name
+        unchanged.
         """
         if ON in name:
             return self.stages(name)[-1].image
@@ -200,7 +200,7 @@ class Recipes:
         return recipe.image if recipe else name
 
     def image_for(self, harness: str) -> str:
-        """The recipe that carries a harness, by name."""
+        """The name of the recipe that carries a harness. Raises HarnessError where none does."""
         for recipe in self.by_name.values():
             if harness in recipe.config.harnesses:
                 return recipe.name
@@ -220,8 +220,8 @@ class Recipes:
         return tuple(ordered.values())
 
     def stages(self, name: str) -> tuple[Stage, ...]:
-        """What is built for a name that `on_top` gave, each after what it stands on; refused where the
-        harness's image is no recipe.
+        """What is built for a name made by `on_top`, each stage after its base. Refused where the harness's
+        image is no recipe.
         """
         harness, _, below = name.partition(ON)
         made: list[Stage] = []
@@ -256,7 +256,7 @@ class Recipes:
 
 
 def default_runtimes_dir() -> Path:
-    """The checkout's own recipes: `runtimes/` beside the package."""
+    """The checkout's own recipes: `runtimes/` beside the package. Raises ConfigError where there are none."""
     folder = Path(__file__).parents[2] / "runtimes"
     if not folder.is_dir():
         raise ConfigError(
@@ -266,7 +266,9 @@ def default_runtimes_dir() -> Path:
 
 
 def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
-    """Read every folder with a runtime.toml. `base` is the public image asked for, part of each digest."""
+    """Read every folder with a runtime.toml. `base` is the configured base image, which is part of each
+    digest.
+    """
     configs = {path.parent.name: _read_config(path) for path in sorted(runtimes_dir.glob("*/runtime.toml"))}
     if not configs:
         raise ConfigError(
@@ -334,7 +336,7 @@ FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"  # of apt-get indextargets: one 
 async def base_image(
     tools: Tools, store: Store, configured: str | None, report: Callable[[str], None]
 ) -> str:
-    """The reference of an image to build on, in the store."""
+    """The name of an image to build on, which is in the store afterwards."""
     if configured is not None:
         await _fetch(tools, configured, report)
         return configured
@@ -355,7 +357,7 @@ async def _fetch(tools: Tools, image: str, report: Callable[[str], None]) -> Non
 
 
 async def _pulled(tools: Tools, report: Callable[[str], None]) -> bool:
-    """Whether the public image could be had, quickly."""
+    """Whether the public image could be pulled within PULL_S."""
     with trio.move_on_after(PULL_S):
         try:
             await tools.run_podman(f"pulling {PUBLIC}", "pull", "--quiet", PUBLIC)
@@ -391,11 +393,9 @@ async def _build(tools: Tools, store: Store, report: Callable[[str], None]) -> N
 
 
 async def _archive(tools: Tools) -> tuple[str, list[str]]:
-    """This machine's suite, and its archive as lines of a sources.list; third parties' archives are
-    left out.
-    """
+    """This machine's suite, and its archive as lines of a sources.list, without third parties' archives."""
     suite = _codename()
-    with boundary(RuntimeFault, "apt does not say where this machine's packages come from"):
+    with boundary(RuntimeFault, "apt does not report where this machine's packages come from"):
         listed = await trio.run_process(
             ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"],
             capture_stdout=True,
@@ -405,8 +405,8 @@ async def _archive(tools: Tools) -> tuple[str, list[str]]:
 
 
 def archive_lines(listing: str, suite: str) -> list[str]:
-    """What apt says of its indexes, as lines of a sources.list for a suite and its updates, the suite itself
-    first.
+    """apt's list of indexes, as lines of a sources.list for a suite and its updates, the suite
+    itself first.
     """
     rows = [line.split("|") for line in listing.splitlines()]
     lines = {
@@ -422,6 +422,6 @@ def _codename() -> str:
         if line.startswith("VERSION_CODENAME="):
             return line.partition("=")[2].strip('"')
     raise RuntimeFault(
-        "this machine is no Debian or Ubuntu, so it can not build a base: give --base-image a Debian image"
+        "this machine is no Debian or Ubuntu, so it cannot build a base: give --base-image a Debian image"
         " that can be pulled"
     )

@@ -53,7 +53,7 @@ OUTPUT_LIMIT = 32 << 20
 COPY_LIMIT = 8 << 30
 KILLED = 137  # the exit code of a program that was ended by SIGKILL
 ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
-# seconds a removal may wait for its turn; 0.1 s quiet. What is left after that the sweeper takes
+# seconds a removal may wait for its turn; 0.1 s quiet. After that the sweeper removes it
 REMOVE_S = 120.0
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @define(eq=False, kw_only=True)
 class PodmanRuntime:
-    """A container that runs. `endpoint` listens inside it and is served by the node; `expires` is when its
+    """A running container. `endpoint` listens inside it and is served by the node; `expires` is when its
     dead-man switch fires (Trio's clock).
     """
 
@@ -76,7 +76,7 @@ class PodmanRuntime:
     _files: ContainerFiles
     _execs: Execs
     _client: ContainerClient
-    _on_close: Callable[[str], None]  # told its id once it is removed, or left to the sweeper
+    _on_close: Callable[[str], None]  # called with its id once it is removed, or left to the sweeper
     _watched: WatchedContainer
     _closed: bool = field(default=False, init=False)
     _sealed: SealState | None = field(default=None, init=False)
@@ -88,8 +88,8 @@ class PodmanRuntime:
 
     @property
     def ended_because(self) -> str | None:
-        """Why the node ended all that ran in it, as a session's reason; None while it did not. What it wrote
-        is not worth judging.
+        """Why the node ended everything in it, as a session's reason; None while it did not. What it wrote is
+        not worth judging.
         """
         return self._watched.because
 
@@ -99,28 +99,28 @@ class PodmanRuntime:
         return self._watched.for_room
 
     def oom_kills(self) -> int:
-        """How many of its programs the kernel ended because the container's memory was spent."""
+        """How many of its programs the kernel ended because the container's memory was used up."""
         return self._watched.layer.group.oom_kills()
 
     @property
     def network(self) -> int:
-        """Its network namespace, as a descriptor that is open until it is closed: the endpoint's ends with
-        the run.
+        """Its network namespace, as a descriptor that stays open until the runtime closes (the endpoint's
+        ends with the run).
         """
         return self._inside.network
 
     @property
     def alive(self) -> bool:
-        """Whether its first process runs; it ends by the dead-man switch, or by the kernel."""
+        """Whether its first process runs; the dead-man switch or the kernel ends it."""
         return not self._closed and self._inside.alive()
 
     @property
     def shift(self) -> int:
-        """What the container's user ids are moved by on this machine."""
+        """The offset of the container's user ids on this machine."""
         return self._files.shift
 
     async def busy(self) -> bool:
-        """Whether anything runs in it but its first process."""
+        """Whether anything but its first process runs in it."""
         return bool(await trio.to_thread.run_sync(self._inside.members))
 
     async def run(
@@ -132,7 +132,7 @@ class PodmanRuntime:
         workdir: str | None = None,
         stdin: bytes = b"",
     ) -> Ended:
-        """Run a program to its end; of each stream the last OUTPUT_LIMIT bytes are kept. Cancelling ends its
+        """Run a program to its end; the last OUTPUT_LIMIT bytes of each stream are kept. Cancelling ends its
         process group.
         """
         kept: dict[Channel, Tail] = {"stdout": Tail(OUTPUT_LIMIT), "stderr": Tail(OUTPUT_LIMIT)}
@@ -161,8 +161,8 @@ class PodmanRuntime:
         workdir: str | None = None,
         stdin: bytes = b"",
     ) -> int:
-        """Run a harness: fed its stdin to the end, both streams to a file of at most `limit` bytes (beginning
-        and end). Its exit code.
+        """Run a harness: feed it all of stdin, write both streams to a file of at most `limit` bytes
+        (beginning and end), and return its exit code.
 
         Cancelling sends TERM to its process group, waits a little, and ends everything in the container.
         """
@@ -179,17 +179,15 @@ class PodmanRuntime:
             await trio.to_thread.run_sync(self._files.write, path, content, owner, mode)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
-        """A plain file's first `limit` bytes; None where there is none. No link is followed, anywhere in the
-        path.
-        """
+        """A plain file's first `limit` bytes; None where there is none. No link in the path is followed."""
         return await trio.to_thread.run_sync(self._files.read, path, limit)
 
     async def seal(self, spec: RuntimeSpec) -> None:
-        """Make the root read-only but for the workdir, the home, /tmp, /var/tmp and what the task names;
-        nothing where the task says so.
+        """Make the root read-only except for the workdir, the home, /tmp, /var/tmp and what the task names;
+        do nothing where the task turns it off.
 
-        Put what a harness needs before it. Refused where a program that a prepare step left running has files
-        open for writing.
+        Put what a harness needs before this. Refused where a program that a prepare step left running has
+        files open for writing.
         """
         if spec.read_only and self._sealed is None:
             writable = (
@@ -204,7 +202,7 @@ class PodmanRuntime:
             self._sealed = await trio.to_thread.run_sync(work)
 
     async def unseal(self) -> None:
-        """Make the root writable again, once the harness's processes have ended; nothing where it was not
+        """Make the root writable again, once the harness's processes have ended; do nothing where it is not
         sealed.
         """
         if self._sealed is not None:
@@ -212,8 +210,8 @@ class PodmanRuntime:
             self._sealed = None
 
     async def collect(self, paths: Sequence[str], to: Path) -> Collected:
-        """Keep files and folders, by paths relative to the workdir or absolute, as a tar; once the harness's
-        processes have ended: it unseals.
+        """Keep files and folders, by paths relative to the workdir or absolute, as a tar. Call it once the
+        harness's processes have ended: it unseals.
         """
         await self.unseal()
         return await trio.to_thread.run_sync(
@@ -221,8 +219,8 @@ class PodmanRuntime:
         )
 
     async def copy_workdir(self, target: "PodmanRuntime") -> None:
-        """Make the target's workdir what this one's is; once the harness's processes have ended: it unseals.
-        EvaluatorError where it can not be.
+        """Make the target's workdir equal to this one's. Call it once the harness's processes have ended: it
+        unseals. Raises EvaluatorError where that is impossible.
         """
         await self.unseal()
         copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._watched.limit))
@@ -235,8 +233,8 @@ class PodmanRuntime:
         await self._inside.kill_all()
 
     async def close(self) -> None:
-        """Close the endpoint and remove the container. Bounded, shielded, and never raises; more than once is
-        fine.
+        """Close the endpoint and remove the container. Bounded, shielded, never raises, and may be called
+        again.
         """
         if self._closed:
             return
@@ -292,15 +290,15 @@ class PodmanRuntime:
 
 
 def _shifts() -> Iterator[int]:
-    """Ranges of user ids, one container each; nodes begin at different places."""
+    """Ranges of user ids, one for each container; nodes begin at different places."""
     first = os.getpid() * 64
     return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
 
 
 @define(eq=False, kw_only=True)
 class Starter:
-    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must let
-    be.
+    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must
+    skip.
     """
 
     client: ContainerClient
@@ -314,7 +312,7 @@ class Starter:
     _shift: Iterator[int] = field(factory=_shifts, init=False)
 
     async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        """A fresh runtime. Raises RuntimeFault, and then nothing of it is left."""
+        """A fresh runtime. Raises RuntimeFault, and then nothing of it remains."""
         shift = next(self._shift) if self.findings.user_namespaces else 0
         name = f"polarnode-{secrets.token_hex(8)}"
         self.alive.add(name)
@@ -345,8 +343,8 @@ class Starter:
     async def _made(
         self, shape: Shape, name: str, *, session_id: str, lifetime_s: float, shift: int
     ) -> tuple[Inside, Path | None]:
-        """A container with its namespaces and its volumes, in which nothing runs yet, and where its layer is
-        written.
+        """Make a container with its namespaces and volumes, in which nothing runs yet; also its layer's
+        folder.
         """
         labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
         with ExitStack() as opened:
@@ -373,7 +371,7 @@ class Starter:
         return inside, initialised.layer
 
     def _watch_disk(self, name: str, shape: Shape, inside: Inside, layer: Path | None) -> WatchedContainer:
-        """Its disk under watch, where there is a layer to measure."""
+        """Watch its disk, where there is a layer to measure."""
         group = control_group_of(inside.pid)
         place = WritableLayer(
             folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
@@ -424,7 +422,7 @@ class Starter:
 
 
 def _prepare(files: ContainerFiles, shape: Shape) -> Account:
-    """See that the workdir is there and `/` as it is elsewhere, and find who the user is."""
+    """Make the workdir, fix the mode of `/`, and look up the user."""
     account = files.account(shape.user)
     files.own_top()
     files.make_folder(shape.workdir, account)

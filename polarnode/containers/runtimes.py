@@ -27,7 +27,7 @@ Prepare = Callable[[PodmanRuntime], Awaitable[None]]
 
 @define(eq=False, kw_only=True)
 class Runtimes:
-    """Where sessions get their containers."""
+    """Provides sessions with containers."""
 
     findings: PodmanFindings
     settings: RuntimesSettings
@@ -40,11 +40,11 @@ class Runtimes:
     async def open(
         self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float
     ) -> AsyncIterator[PodmanRuntime]:
-        """A runtime used by nobody before, removed when the block is left in any way. Opening raises
-        RuntimeFault when none starts.
+        """A runtime that was never used before, removed when the block ends in any way. Raises RuntimeFault
+        when none starts.
 
-        `lifetime_s` is its dead-man switch: so many seconds later it is killed even if the node, the service
-        and all else are dead.
+        `lifetime_s` is its dead-man switch: after so many seconds it is killed even if the node, the service
+        and everything else are dead.
         """
         async with self._pool.lent(
             await self._pool.take(self._pool.shape(spec), session_id=session_id, lifetime_s=lifetime_s)
@@ -55,8 +55,8 @@ class Runtimes:
     async def open_prepared(
         self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
     ) -> AsyncIterator[PodmanRuntime]:
-        """As `open`, with the task's workspace in it: `prepare` has been run, here or once for all. What
-        `prepare` raises comes out of here.
+        """As `open`, with the task's workspace in it: `prepare` has run, here or once for all. What `prepare`
+        raises is raised unchanged.
 
         `shared`: more than one runtime will need this workspace.
         """
@@ -76,32 +76,32 @@ class Runtimes:
                 yield runtime
 
     def preparing(self, spec: RuntimeSpec) -> bool:
-        """Whether somebody is just preparing what this task needs, so that it is worth waiting."""
+        """Whether what this task needs is being prepared now, so that waiting is worthwhile."""
         return self._workspaces.busy(self._workspace(spec))
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
-        """Wait until nobody is; it costs no place and no call."""
+        """Wait until that is over; it takes no slot and no call."""
         await self._workspaces.wait_settled(self._workspace(spec))
 
     def prewarm(self, spec: RuntimeSpec, count: int) -> None:
-        """So many sessions will need a runtime for this task; the pool fills in the background, up to
-        `settings.warm` of a shape.
+        """Announce that `count` sessions will need a runtime for this task; the pool fills in the background,
+        up to `settings.warm` of a shape.
         """
         self._pool.prewarm(
             PrewarmRequest(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count)
         )
 
     def hold(self, held: bool) -> None:
-        """Start nothing for later while the machine is short of something."""
+        """Start nothing in advance while the machine is short of something."""
         self._pool.held = held
         self._pool.look()
 
     async def sweep(self) -> int:
-        """Remove orphans now; how many there were."""
+        """Remove orphans now, and return how many there were."""
         return await self._sweeper.sweep()
 
     def statistics(self) -> RuntimesStatistics:
-        """Counts now."""
+        """The current counts."""
         pool, workspaces = self._pool, self._workspaces
         return RuntimesStatistics(
             live=pool.live,
@@ -122,10 +122,10 @@ class Runtimes:
 
 @asynccontextmanager
 async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
-    """Podman, ready for sessions; raises RuntimeFault with the remedies where this machine lacks something.
+    """Podman, ready for sessions. Raises RuntimeFault with the remedies where this machine lacks something.
 
-    Opening removes what killed nodes left. Leave it after the sessions: warm runtimes go, then the sweeper,
-    then the service.
+    Opening removes what killed nodes left. Close it after the sessions: warm runtimes go first, then the
+    sweeper, then the service.
     """
     ready = await configure_store(settings.state_dir)
     async with _served(settings, ready.findings, ready.store, ready.podman) as runtimes:

@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x4_0000
 MNT_DETACH, UMOUNT_NOFOLLOW = 0x2, 0x8
-# lost at a remount unless told again; the kernel keeps the others
+# lost at a remount unless given again; the kernel keeps the others
 KEPT_FLAGS = {"nosuid": 0x2, "nodev": 0x4, "noexec": 0x8}
 
 # mounts of the container runtime with rights of their own; nothing of them is on disk
@@ -35,9 +35,7 @@ SHOWN = 3  # files in the way that a refusal names
 
 @frozen(kw_only=True)
 class Mount:
-    """One mount of a container: its place in there, its flags for a remount, and whether it can be
-    written.
-    """
+    """One mount of a container: its place in there, its flags for a remount, and whether it is writable."""
 
     place: str
     flags: int
@@ -46,17 +44,18 @@ class Mount:
 
 @frozen(kw_only=True)
 class SealState:
-    """What a seal changed, and what undoes it."""
+    """What a seal changed, and so what undoes it."""
 
     closed: tuple[Mount, ...]
     opened: tuple[str, ...]
 
 
 def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -> SealState:
-    """Make all read-only but the `writable` places, those that are folders, and mounts at or below `kept`.
+    """Make everything read-only except the `writable` places, those that are folders, and mounts at or below
+    `kept`.
 
     Refused where a program that a prepare step left running holds a file open for writing, in a writable
-    place or not: it opened it by the mount that is to be closed, and the kernel forbids that.
+    place or not: it opened it through the mount that is to be closed, and the kernel forbids that.
     """
     mounts = mounts_of(inside.pid)
     try:
@@ -65,21 +64,21 @@ def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -
         if error.errno == errno.EBUSY:
             raise _busy(inside) from error
         raise RuntimeFault(
-            f"the root of a container can not be made read-only: {error}; let the task say read_only = false"
+            f"the root of a container cannot be made read-only: {error}; set read_only = false in the task"
         ) from error
 
 
 def unseal(inside: Inside, sealed: SealState) -> None:
-    """Make all as it was before the seal."""
+    """Undo the seal."""
     try:
         in_mounts(inside, lambda: _unseal(sealed))
     except OSError as error:
-        raise RuntimeFault(f"the root of a container can not be made writable again: {error}") from error
+        raise RuntimeFault(f"the root of a container cannot be made writable again: {error}") from error
 
 
 def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
-    """Do something with the container's mounts as one's own: paths are what they are in there. OSErrors come
-    out as they are.
+    """Run something with the container's mounts as one's own: paths are those of the container. OSErrors are
+    raised unchanged.
     """
 
     def entered() -> Answer:
@@ -91,7 +90,7 @@ def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
 
 
 def can_seal() -> str | None:
-    """Try it on mounts of our own that nobody else sees; what stands in the way, None when nothing does."""
+    """Try it on private mounts of our own; the obstacle, None when there is none."""
 
     def trial() -> None:
         checked(libc.unshare(CLONE_FS | CLONE_NEWNS), "unshare")
@@ -153,18 +152,18 @@ def _unseal(sealed: SealState) -> None:
 
 
 def _places(writable: Sequence[str]) -> tuple[str, ...]:
-    """The folders there are, by their real paths, without those that lie in another."""
+    """The existing folders, by their real paths, without those inside another."""
     real = sorted({os.path.realpath(place) for place in writable if os.path.isdir(place)})
     return tuple(place for place in real if not _below(place, [other for other in real if other != place]))
 
 
 def _below(place: str, others: Sequence[str]) -> bool:
-    """Whether a place is one of the others or lies in one."""
+    """Whether a place is one of the others or inside one."""
     return any(place == other or place.startswith(other.rstrip("/") + "/") for other in others)
 
 
 def _mount_on_itself(place: str) -> None:
-    """With what is mounted in it. Through the working folder, so that the path is walked once."""
+    """Bind it with what is mounted in it. Through the working folder, so that the path is walked once."""
     opened = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fchdir(opened)
@@ -186,7 +185,7 @@ def _unmount(place: str) -> None:
     checked(libc.umount2(os.fsencode(place), MNT_DETACH | UMOUNT_NOFOLLOW), f"unmount {place}")
 
 
-# ── who is in the way ─────────────────────────────────────────────────────────
+# ── what prevents a seal ─────────────────────────────────────────────────────────
 
 
 def _busy(inside: Inside) -> Refused:
@@ -196,7 +195,7 @@ def _busy(inside: Inside) -> Refused:
         f"a program that a prepare step left running has files open for writing{named}, which forbids a"
         " read-only root"
     )
-    return Refused(f"{sentence}: end it, or say read_only = false", path="$.runtime.read_only")
+    return Refused(f"{sentence}: end it, or set read_only = false", path="$.runtime.read_only")
 
 
 def _written(pid: int) -> Iterator[str]:

@@ -28,14 +28,14 @@ from polarnode.core.errors import RuntimeFault
 
 # ── configuration ─────────────────────────────────────────────────────────────
 
-# seconds an ended exec can be asked for its exit code: 5 was too short under load, the default 300 keeps 2
+# seconds an ended exec keeps its exit code: 5 was too short under load, the default 300 keeps 2
 # processes each
 EXEC_KEPT_S = 60
 
 
 @frozen(kw_only=True)
 class ConfiguredStore:
-    """A store that podman can be run on, and what was found of the machine on the way."""
+    """A store that podman can run on, and the findings about the machine."""
 
     store: Store
     podman: Path
@@ -43,12 +43,12 @@ class ConfiguredStore:
 
 
 async def configure_store(state_dir: Path) -> ConfiguredStore:
-    """Probe the machine, and make and configure the store. RuntimeFault with the remedies where the machine
-    lacks something.
+    """Probe the machine, and make and configure the store. Raises RuntimeFault with the remedies where the
+    machine lacks something.
     """
     findings = await probe(state_dir)
     if findings.podman is None or not findings.ok:
-        raise RuntimeFault(f"containers can not run here: {findings.faults()}")
+        raise RuntimeFault(f"containers cannot run here: {findings.faults()}")
     store = store_at(state_dir)
     make_folders(store)
     write_configuration(store, findings)
@@ -120,18 +120,18 @@ POLL = 0.02  # seconds between looks for the socket while it starts
 # before a restart, growing, so that a service that cannot start does not eat the machine
 RESTART_PAUSES = Backoff(first_s=0.1, longest_s=10.0, factor=4.0)
 
-# Standard input is the lifeline. A background job gets its own from /dev/null unless told, and no shell but
-# bash dups two-digit descriptors.
+# Standard input is the lifeline. A background job's own is /dev/null unless redirected, and no shell but bash
+# dups two-digit descriptors.
 WATCHED = '(read -r _; kill -KILL 0) <&3 & exec "$@" </dev/null 3<&-'
 
-# of nodes that were killed, for who wants to know why: a week, and none that says nothing
+# logs of killed nodes, to find out why: kept for a week, and only if they are not empty
 LOGS_KEPT_S = 7 * 86400.0
 
 _log = logging.getLogger(__name__)
 
 
 def sweep(store: Store) -> None:
-    """Remove the sockets of nodes that were killed, and of their services' logs the empty and the old. A file
+    """Remove the sockets of killed nodes, and of their services' logs the empty and the old ones. A file name
     begins with its node's process id.
     """
     for path in (*store.sockets.glob("*.sock"), *store.log_dir.glob("*.log")):
@@ -164,8 +164,8 @@ class PodmanService:
         return self._process.pid if self._process else None
 
     async def run(self, ready: trio.Event) -> None:
-        """Keep it running until cancelled; reports when the socket first answers. Raises RuntimeFault when it
-        does not come up at first.
+        """Keep it running until cancelled; sets `ready` when the socket first answers. Raises RuntimeFault
+        when the first start fails.
         """
         sweep(self.store)
         async with self._started():
@@ -175,7 +175,7 @@ class PodmanService:
             await trio.sleep(RESTART_PAUSES.delay(self.restarts))
             self.restarts += 1
             _log.warning("the podman service ended and is started again, for the %d. time", self.restarts)
-            with suppress(RuntimeFault):  # told by the log; the next one may come up
+            with suppress(RuntimeFault):  # it is in the log; the next one may come up
                 async with self._started():
                     await self._wait_ended()
 
@@ -248,4 +248,4 @@ class PodmanService:
 
     def _last_words(self) -> str:
         log = self.store.log_dir / f"{self.socket.stem}.log"
-        return log.read_text(errors="replace")[-500:].strip() if log.exists() else "it said nothing"
+        return log.read_text(errors="replace")[-500:].strip() if log.exists() else "its log is empty"

@@ -46,8 +46,8 @@ class Conmon:
 
 @frozen(kw_only=True)
 class ForgottenContainers:
-    """Those of one store. `storage` is its graph root, below which the bundles of its containers are and of
-    no other Podman's.
+    """The forgotten containers of one store. `storage` is its graph root, which holds the bundles of its
+    containers and of no other Podman's.
     """
 
     storage: Path
@@ -80,8 +80,8 @@ class ForgottenContainers:
         return Conmon(pid=pid, container=container)
 
     async def end(self, conmons: Collection[Conmon]) -> None:
-        """End those that still run with all they watch over, and clear what the OCI runtime remembers. Never
-        raises.
+        """End those that still run with everything they watch over, and clear what the OCI runtime remembers.
+        Never raises.
         """
         # one that was just being removed has ended meanwhile
         still = [conmon for conmon in conmons if self._read(conmon.pid) == conmon]
@@ -106,7 +106,7 @@ class ForgottenContainers:
 
 
 def _below(pid: int) -> list[int]:
-    """Every process that descends from one."""
+    """Every descendant of a process."""
     return [each for child in _children(pid) for each in (child, *_below(child))]
 
 
@@ -138,7 +138,7 @@ AT_ONCE = 3  # removals side by side, fewer than the calls a node may make, so t
 
 @define(eq=False)
 class Sweeper:
-    """Sweeps one store for one node. `alive` are names of containers our own process still has a use for."""
+    """Sweeps one store for one node. `alive` are the names of containers our own process still uses."""
 
     client: ContainerClient
     owner: Owner
@@ -148,7 +148,7 @@ class Sweeper:
     _suspects: set[str] = field(factory=set, init=False)
 
     async def sweep(self, *, at_once: int = AT_ONCE) -> int:
-        """Remove every orphan there is now, so many side by side; how many. Raises RuntimeFault when Podman
+        """Remove every orphan, `at_once` side by side, and return how many. Raises RuntimeFault when Podman
         does not answer.
         """
         # before asking: one that is created meanwhile is not listed, one removed meanwhile is gone anyway
@@ -169,7 +169,7 @@ class Sweeper:
         await self.forgotten.end([conmon for conmon in conmons if conmon.container not in listed])
 
     async def run(self, ready: trio.Event) -> None:
-        """Sweep now and then until cancelled."""
+        """Sweep regularly until cancelled."""
         ready.set()
         while True:
             await trio.sleep(SWEEP_EVERY_S)
@@ -187,7 +187,9 @@ class Sweeper:
         return not owner.is_alive()
 
     def _forgotten(self, each: ListedContainer, in_use: set[str]) -> bool:
-        """Ours, and unknown in two sweeps: one that is just being removed is unknown for a moment."""
+        """Whether one of ours was unused in two sweeps: one that is just being removed is unused for a
+        moment.
+        """
         if in_use.intersection(each.names):
             self._suspects.discard(each.id)
             return False

@@ -16,8 +16,8 @@ Task = Callable[[trio.Event], Awaitable[None]]  # sets the event when it is read
 
 @asynccontextmanager
 async def open_background(task: Task) -> AsyncIterator[None]:
-    """Run a task behind the block, from when it says it is ready. Its own PolarnodeError comes out as itself,
-    not as a group of one.
+    """Run a task beside the block, which starts when the task is ready. A PolarnodeError of the task is
+    raised itself, not as a group of one.
     """
     scope, ready = trio.CancelScope(shield=True), trio.Event()
     try:

@@ -30,7 +30,7 @@ class BoundedLog:
         return self.limit - self.head
 
     def write(self, piece: bytes) -> None:
-        """Append, over what is oldest in the ring when it is full."""
+        """Append, over the oldest bytes of the ring when it is full."""
         while piece:
             place, room = self._place()
             self.sink.seek(place)
@@ -61,7 +61,7 @@ class BoundedLog:
 
 @contextmanager
 def open_bounded_log(path: Path, limit: int) -> Iterator[BoundedLog]:
-    """A fresh log of at most `limit` bytes; its folder is made when it is missing."""
+    """A new log of at most `limit` bytes; its folder is made when it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as sink:
         log = BoundedLog(sink, limit)
@@ -76,7 +76,7 @@ V = TypeVar("V")
 
 
 def remember(kept: dict[K, V], name: K, value: V, *, most: int) -> None:
-    """Keep a value as the latest of its table, and forget the oldest where there are more than `most`."""
+    """Store a value as the latest of its table, and drop the oldest where there are more than `most`."""
     kept.pop(name, None)
     kept[name] = value
     while len(kept) > most:

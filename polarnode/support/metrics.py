@@ -34,9 +34,7 @@ KEPT: Final = 1200  # looks, a minute of them: longer hides what happens now
 
 @frozen(kw_only=True)
 class LagStatistics:
-    """Seconds the loop was late within the last minute, at most half, 99 of 100 and all of the times it was
-    looked at.
-    """
+    """Seconds the loop was late within the last minute: median, 99th percentile and maximum."""
 
     p50: float = 0.0
     p99: float = 0.0
@@ -45,13 +43,13 @@ class LagStatistics:
 
 @define(eq=False)
 class LoopLag:
-    """The last looks, as a ring."""
+    """The latest measurements, as a ring."""
 
     _late: "array[float]" = field(factory=lambda: array("d"))
     _next: int = 0
 
     def note(self, seconds: float) -> None:
-        """The loop was so late."""
+        """Record how late the loop was, in seconds."""
         if len(self._late) < KEPT:
             self._late.append(seconds)
         else:
@@ -59,7 +57,7 @@ class LoopLag:
             self._next = (self._next + 1) % KEPT
 
     def statistics(self) -> LagStatistics:
-        """Of the last minute; zeros before the first look."""
+        """Over the last minute; zeros before the first measurement."""
         late = sorted(self._late)
         if not late:
             return LagStatistics()
@@ -70,7 +68,7 @@ class LoopLag:
 
 @asynccontextmanager
 async def open_loop_lag() -> AsyncIterator[LoopLag]:
-    """Looks at the loop for as long as the block."""
+    """Measure the loop for as long as the block."""
     lag = LoopLag()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_look, lag)
@@ -89,7 +87,13 @@ async def _look(lag: LoopLag) -> None:
 
 
 def lift_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one, for this process and those it starts; what it is then."""
+    """Raise the soft limit on open files to the hard one, for this process and those it starts, and return
+    it.
+
+    The usual soft limit of 1,024 is for programs that use select(). A node's container takes seven
+    descriptors, its model endpoint up to 256 connections, its proxy 64 times two; without descriptors a node
+    can neither accept a connection nor start a container, for any session.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -98,8 +102,8 @@ def lift_descriptor_limit() -> int:
 # ── counters ──────────────────────────────────────────────────────────────────
 
 OTHER: Final = "other"
-# Why built-in builders leave turns out, and whose fault it is where there are no traces; builders of one's
-# own say what they like.
+# Why built-in builders leave turns out, and whose fault it is where there are no traces; a plug-in's builder
+# may give any reason.
 LEFT_OUT: Final = frozenset(
     (
         *("failed", "empty", "superseded", "partial", "length", *get_args(TurnRole)),
@@ -122,7 +126,7 @@ LEFT_OUT: Final = frozenset(
 
 @define(eq=False)
 class NodeCounters:
-    """Counts by their labels. One a node; a session counts into its node's."""
+    """Counts by label, one for each node; sessions count into their node's."""
 
     # provider, kind, reason, role, state
     turns: "Counter[tuple[str, str, str, str, str]]" = field(factory=Counter)
@@ -144,7 +148,7 @@ class NodeCounters:
     stale: "Counter[str]" = field(factory=Counter)
 
     def copied(self) -> "NodeCounters":
-        """These numbers as they are now, for a reader in another thread."""
+        """The current numbers, for a reader in another thread."""
         return NodeCounters(**{each.name: copy(getattr(self, each.name)) for each in fields(NodeCounters)})
 
     def turn(self, turn: Turn) -> None:
@@ -159,11 +163,11 @@ class NodeCounters:
             self.notes.update(figures.counted(turn.notes))
 
     def refused(self, fault: Fault) -> None:
-        """A call was not answered."""
+        """A call was refused."""
         self.refusals[fault.kind] += 1
 
     def lost(self, outcome: Outcome) -> None:
-        """A session lost its place to a fresh one. Its rows are nobody's data, and are not counted."""
+        """A session lost its place to a fresh one. Its rows are not published, and not counted."""
         self.replaced[outcome.boundary or OTHER] += 1
 
     def place(self, member: Member) -> None:

@@ -34,12 +34,12 @@ async def open_process_group(
     stdout: BinaryIO | None = None,
     pass_fds: Sequence[int] = (),
 ) -> AsyncIterator[trio.Process]:
-    """Start a program as the leader of its own session; at the end of the block, TERM then KILL whatever is
-    left of its group.
+    """Start a program as the leader of its own session; at the end of the block, TERM then KILL whatever
+    remains of its group.
 
     `stdout` takes stdout and stderr both (None: neither is kept). `env` is the whole environment (None:
-    ours). Raises OSError when the program can not be started. The process may be awaited inside the block;
-    its end does not end the block.
+    ours). Raises OSError when the program cannot be started. The process may be awaited inside the block; its
+    end does not end the block.
     """
     sink = stdout if stdout is not None else subprocess.DEVNULL
     process = await trio.lowlevel.open_process(
@@ -60,9 +60,7 @@ async def open_process_group(
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids in a process group that still run; zombies, which only wait for their parent, are not
-    counted.
-    """
+    """Process ids in a process group that still run, without zombies, which only wait for their parent."""
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -80,8 +78,8 @@ def _group_of(entry: Path) -> int | None:
 
 
 async def _end(process: trio.Process) -> None:
-    """TERM, wait, KILL, wait. The leader is reaped last, so that its id, the group's name, is not given to
-    another program meanwhile.
+    """TERM, wait, KILL, wait. The leader is reaped last, so that its id, the group's name, is not reused
+    meanwhile.
     """
     for order, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, KILL_GRACE)):
         if not _signal(process.pid, order):
@@ -95,7 +93,7 @@ async def _end(process: trio.Process) -> None:
 
 
 def _signal(group: int, order: signal.Signals) -> bool:
-    """Whether there was anyone left to signal."""
+    """Signal the group; whether there was any process to signal."""
     if not group_members(group):
         return False
     with suppress(ProcessLookupError):

@@ -16,8 +16,8 @@ from attrs import define, field, frozen
 
 @frozen(kw_only=True)
 class SemaphoreStatistics:
-    """`inside` of at most `limit` sessions are in the stage; `waiting` are before it. `held_back`: why fewer
-    are let in than could be.
+    """`inside` of at most `limit` sessions are in the stage; `waiting` are queued before it. `held_back`: why
+    the limit is lower than configured.
     """
 
     limit: int
@@ -28,9 +28,7 @@ class SemaphoreStatistics:
 
 @define(eq=False)
 class PrioritySemaphore:
-    """At most `limit` holders; waiters enter by priority (0-100, higher first), then in the order
-    they came.
-    """
+    """At most `limit` holders; waiters enter by priority (0-100, higher first), then in order of arrival."""
 
     limit: int
     held_back: str | None = field(default=None, init=False)
@@ -48,7 +46,7 @@ class PrioritySemaphore:
             self._leave()
 
     def adjust(self, limit: int, held_back: str | None = None) -> None:
-        """Let more in, or fewer from now on; `held_back` says why it is fewer."""
+        """Change the limit from now on; `held_back` is why it is lower than configured."""
         self.limit, self.held_back = limit, held_back
         while self._waiting and self._inside < self.limit:
             self._inside += 1
@@ -75,7 +73,7 @@ class PrioritySemaphore:
             self._leave()
 
     def _leave(self) -> None:
-        """Hand the place to the next waiter, or free it where nobody waits or there are too many."""
+        """Hand the place to the next waiter, or free it where none waits or too many are inside."""
         if self._waiting and self._inside <= self.limit:
             heapq.heappop(self._waiting)[2].set()
         else:

@@ -1,4 +1,4 @@
-"""Images: a recipe's digest changes with all it stands on, what is missing is built once, and what can not be
+"""Images: a recipe's digest changes with all it stands on, what is missing is built once, and what cannot be
 built says why.
 """
 

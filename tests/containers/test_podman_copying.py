@@ -297,7 +297,7 @@ STEPS = st.one_of(
 
 
 def grown(folder: Path, steps: list[tuple[str, str, object]]) -> None:
-    """A tree of any kind; steps that can not be done are not."""
+    """A tree of any kind; steps that cannot be done are not."""
     for kind, name, detail in steps:
         place = folder.resolve() / name
         if any(above.is_symlink() for above in (place, *place.parents)):
@@ -428,7 +428,7 @@ async def test_a_volume_in_the_workspace_is_neither_copied_nor_emptied(
         opened.open(spec, session_id="clean", lifetime_s=LIFETIME_S) as clean,
     ):
         moved = await source.run(["sh", "-c", script], user="agent")
-        # a file where the volume stands: it can not be as it was left, and says so
+        # a file where the volume stands: it cannot be as it was left, and says so
         with suppress(EvaluatorError):
             await source.copy_workdir(clean)
         assert (shared / "precious").read_text() == "the machine's", moved

@@ -303,7 +303,7 @@ async def test_a_machine_without_a_process_to_spare_goes_on(
 
     monkeypatch.setattr(disk.trio, "run_process", none_left)
     assert await used_bytes(layer_at(tmp_path)) is None
-    assert "can not be measured" in caplog.text
+    assert "cannot be measured" in caplog.text
 
 
 # ── in a container ────────────────────────────────────────────────────────────

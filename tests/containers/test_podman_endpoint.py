@@ -1,4 +1,4 @@
-"""A session's container can not reach anything but its own door."""
+"""A session's container cannot reach anything but its own door."""
 
 import http.server
 import threading

@@ -65,7 +65,7 @@ async def test_a_machine_without_podman(tmp_path: Path, monkeypatch: pytest.Monk
     assert "neither runc nor crun is installed" in found.faults()
     with pytest.raises(RuntimeFault, match="podman is not installed"):
         async with open_runtimes(RuntimesSettings(state_dir=tmp_path, node_id="x")):
-            raise AssertionError("it can not have opened")
+            raise AssertionError("it cannot have opened")
 
 
 @pytest.mark.parametrize(

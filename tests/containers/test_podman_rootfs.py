@@ -159,5 +159,5 @@ async def test_a_machine_without_apt_is_a_fault_and_no_bug(
 ) -> None:
     machine = Machine(tmp_path, monkeypatch)
     machine.program("apt-get", "#!/bin/sh\nexit 100\n")
-    with pytest.raises(RuntimeFault, match="apt does not say"):
+    with pytest.raises(RuntimeFault, match="apt does not report"):
         await machine.base()

@@ -128,11 +128,11 @@ def all_of_it(where):
     try:
         open("/tmp/etc/x", "w"); print(where, "WROTE")
     except OSError as error:
-        print(where, "another view can not be written", error.strerror)
+        print(where, "another view cannot be written", error.strerror)
     try:
         open("/etc/x", "w"); print(where, "WROTE")
     except OSError as error:
-        print(where, "the root can not be written", error.strerror)
+        print(where, "the root cannot be written", error.strerror)
 all_of_it("here")
 CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
 uid = os.getuid()
@@ -160,7 +160,7 @@ async def test_nobody_inside_can_undo_it(runtimes: Runtimes, user: str) -> None:
         assert "WROTE" not in told
         assert "remount DONE" not in told
         assert "mount_setattr DONE" not in told
-        assert told.count("the root can not be written Read-only file system") == 2
+        assert told.count("the root cannot be written Read-only file system") == 2
         await runtime.unseal()
         assert await runtime.read("/etc/x") is None
 
@@ -174,7 +174,7 @@ async def test_a_program_that_is_writing_is_named(runtimes: Runtimes) -> None:
         await runtime.run(["sh", "-c", "exec 3> /srv/served.log; sleep 1000 & disown 2>/dev/null; true"])
         with pytest.raises(
             Refused,
-            match=r"\(/srv/served.log\), which forbids a read-only root: end it, or say read_only = false",
+            match=r"\(/srv/served.log\), which forbids a read-only root: end it, or set read_only = false",
         ) as refused:
             await runtime.seal(ROOT)
         assert refused.value.path == "$.runtime.read_only"
@@ -209,7 +209,7 @@ async def test_a_seal_that_fails_is_a_fault_and_leaves_nothing_half_done(
     async with runtimes.open(ROOT, session_id="forbidden", lifetime_s=LIFETIME_S) as runtime:
         with monkeypatch.context() as patched:
             patched.setattr(sealing, "_remount", no_mounts)
-            with pytest.raises(RuntimeFault, match="let the task say read_only = false"):
+            with pytest.raises(RuntimeFault, match="set read_only = false in the task"):
                 await runtime.seal(ROOT)
         assert " /testbed " not in (await runtime.run(["cat", "/proc/self/mountinfo"])).stdout.decode()
         await runtime.seal(ROOT)

@@ -49,7 +49,7 @@ NO_NAME = "(no name)"
 
 @define(eq=False)
 class EgressFigures:
-    """Counts of one session: connections by name, `sent` and `received` bytes of what they carried."""
+    """Counts of one session: connections by name, and the bytes `sent` and `received` through them."""
 
     allowed: Counter[str] = field(factory=Counter, init=False)
     refused: Counter[str] = field(factory=Counter, init=False)
@@ -58,12 +58,12 @@ class EgressFigures:
     received: int = field(default=0, init=False)
 
     def count(self, kind: Counter[str], host: str) -> None:
-        """One more of a kind."""
+        """Count one connection of a kind."""
         name = spelled(host) if name_fault(host) is None else NO_NAME
         kind[name if name in kind or len(kind) < TOLD_APART else OTHERS] += 1
 
     def metrics(self) -> Mapping[str, Json]:
-        """As a trajectory's metrics have them."""
+        """The JSON of a trajectory's metrics."""
         return {
             "allowed": dict(self.allowed),
             "refused": dict(self.refused),
@@ -78,13 +78,13 @@ class EgressFigures:
 # open at once: uv, the greediest installer known, opens 50; one more waits in the kernel until another ends
 CONNECTIONS = 64
 LOOKUPS = 4  # names looked up at once: each is a thread of the node's that waits on a name server
-HEAD_S = 30.0  # for a request's head, whole: a client that sends it letter by letter only holds a place
+HEAD_S = 30.0  # for a request's head, whole: a client that sends it byte by byte only holds a place
 # without a byte in either direction: a server that builds an archive on request thinks for a minute
 IDLE_S = 120.0
 LINGER_S = 2.0  # for a refused client to read why
 NO_ROOM_S = 0.5  # until the next try to accept, where the node has no descriptor left
 
-# what is not asked of the proxy: the model endpoint, and servers the harness starts itself
+# what bypasses the proxy: the model endpoint, and servers the harness starts itself
 LOOPBACK = "localhost,127.0.0.1,::1"
 
 _log = logging.getLogger(__name__)
@@ -92,15 +92,15 @@ _log = logging.getLogger(__name__)
 
 @define(eq=False)
 class Egress:
-    """A session's proxy while it is open. `env` is what programs in the container need to use it."""
+    """A session's open proxy. `env` is what programs in the container need to use it."""
 
     url: str
     _figures: EgressFigures = field(factory=EgressFigures, init=False)
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Small letters and capitals: curl reads http_proxy in small letters only, others the capitals. Node
-        reads any only if it is told to.
+        """The variables in lower and upper case: curl reads http_proxy in lower case only, others the upper
+        case. Node reads any only with NODE_USE_ENV_PROXY.
         """
         spelled = {"http_proxy": self.url, "https_proxy": self.url, "no_proxy": LOOPBACK}
         return {
@@ -116,10 +116,8 @@ class Egress:
 
 @asynccontextmanager
 async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
-    """The proxy of the container whose network namespace this is (a descriptor), at EGRESS_PORT. Raises
-    RuntimeFault when it can not be made.
-
-    It ends with the block: what is under way is cut.
+    """Open the proxy of the container whose network namespace this is (a descriptor), at EGRESS_PORT. Raises
+    RuntimeFault when it cannot be opened. At the end of the block, open connections are cut.
     """
     listener = await open_listener(network, EGRESS_PORT)
     async with serve_egress(listener, rules, world) as egress:
@@ -128,7 +126,7 @@ async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIt
 
 @asynccontextmanager
 async def serve_egress(listener: socket, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
-    """The proxy on a listening socket, which it closes at the end."""
+    """Serve the proxy on a listening socket, which is closed at the end."""
     egress = Egress(f"http://{ENDPOINT_HOST}:{listener.getsockname()[1]}")
     served = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
     serving = _Serving(listener=served, rules=rules, world=world, figures=egress._figures)
@@ -146,8 +144,8 @@ class _Serving:
     _lookups: trio.CapacityLimiter = field(factory=partial(trio.CapacityLimiter, LOOKUPS), init=False)
 
     async def run(self, ready: trio.Event) -> None:
-        """Serve until cancelled. Closing the listener and every connection takes no await that could be
-        stuck.
+        """Serve until cancelled. Closing the listener and every connection awaits nothing that
+        could block.
         """
         with self.listener.socket:
             async with trio.open_nursery() as connections:
@@ -167,8 +165,8 @@ class _Serving:
             connections.start_soon(self._connection, stream)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        """One connection to its end. The isolation edge: a bug of ours met in one reaches no other, and not
-        the session.
+        """One connection to its end. The isolation edge: a bug of ours met in one reaches no other
+        connection, and not the session.
         """
         try:
             with stream.socket, trio.CancelScope() as clock:
@@ -181,7 +179,7 @@ class _Serving:
             self._places.release()
 
     async def _requests(self, client: Side, clock: trio.CancelScope) -> None:
-        """Requests of one connection, one after the other, until one of them ends it."""
+        """The requests of one connection, one after the other, until one of them ends it."""
         goes_on = True
         while goes_on:
             clock.deadline = trio.current_time() + HEAD_S
@@ -199,7 +197,7 @@ class _Serving:
             return None
 
     async def _request(self, client: Side, request: h11.Request, clock: trio.CancelScope) -> bool:
-        """Whether the connection can be asked again."""
+        """Handle a request; whether the connection can take another."""
         clock.deadline = trio.current_time() + IDLE_S
         parsed = read(request, self.rules)
         stream = parsed if isinstance(parsed, Denial) else await self._dialled(parsed)
@@ -261,7 +259,7 @@ class _Serving:
         return moved
 
     async def _deny(self, client: Side, denial: Denial) -> None:
-        """Say why, as text, and end the connection so that it is read."""
+        """Send the reason as text, and end the connection so that it is read."""
         body = f"polarnode: {denial.text}\n".encode()
         headers = [
             ("content-type", "text/plain; charset=utf-8"),
@@ -280,7 +278,7 @@ class _Serving:
 
 async def _leave(client: Side) -> bool:
     """End a connection whose peer may still be sending: what comes is dropped, because closing over unread
-    bytes takes the answer back.
+    bytes discards the response.
     """
     with trio.move_on_after(LINGER_S):
         await client.stream.send_eof()
@@ -303,10 +301,10 @@ class NodeEgress:
     world: World = field(factory=World)
 
     def __attrs_post_init__(self) -> None:
-        egress_rules(self.names, self.networks)  # a network that is none is said when the node starts
+        egress_rules(self.names, self.networks)  # an invalid network fails the start of the node
 
     def open(self, network: int, names: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
-        """The proxy in a container's network namespace (a descriptor), for what its task asked for; checked
-        before. Raises RuntimeFault.
+        """Open the proxy in a container's network namespace (a descriptor), for the names its task requested,
+        which were checked before. Raises RuntimeFault.
         """
         return open_egress(network, egress_rules(names, self.networks), self.world)

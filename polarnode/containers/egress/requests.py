@@ -41,7 +41,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @frozen(kw_only=True)
 class Denial:
-    """An answer of the proxy's own: `host` is what was asked for, as it was spelled."""
+    """A response of the proxy's own. `host` is the requested name as it was written."""
 
     status: int
     text: str
@@ -50,7 +50,7 @@ class Denial:
 
 @frozen(kw_only=True)
 class Tunnel:
-    """Bytes both ways, untouched: what is said in TLS is not ours to read."""
+    """A CONNECT: bytes both ways, untouched, since what TLS carries is not ours to read."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class Tunnel:
 
 @frozen(kw_only=True)
 class Forward:
-    """A plain request, and what is asked of its server."""
+    """A plain request, and the request its server gets."""
 
     host: str
     port: int
@@ -69,7 +69,7 @@ Parsed = Tunnel | Forward | Denial
 
 
 def read(request: h11.Request, rules: EgressRules) -> Parsed:
-    """What is asked, if the rules allow it."""
+    """Parse a request, and deny it where the rules do not allow its target."""
     parsed = _tunnel(request) if request.method == b"CONNECT" else _forward(request)
     if isinstance(parsed, Denial):
         return parsed
@@ -82,7 +82,7 @@ def _tunnel(request: h11.Request) -> Tunnel | Denial:
     found = CONNECT.fullmatch(target)
     if found is None:
         return _malformed(
-            f"{target[:300]!r} can not be connected to: ask for NAME:PORT, by name and not by address",
+            f"{target[:300]!r} cannot be connected to: ask for NAME:PORT, by name and not by address",
             status=403,
         )
     if _framing(request):
@@ -101,7 +101,7 @@ def _forward(request: h11.Request) -> Forward | Denial:
     authority = AUTHORITY.fullmatch(found[1])
     if authority is None:
         return _malformed(
-            f"{found[1][:300]!r} can not be connected to: ask for NAME or NAME:PORT, by name and not by"
+            f"{found[1][:300]!r} cannot be connected to: ask for NAME or NAME:PORT, by name and not by"
             " address",
             status=403,
         )
@@ -113,8 +113,8 @@ def _forward(request: h11.Request) -> Forward | Denial:
 
 
 def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
-    """A Host that is not the target's: a server that goes by it would serve another site than the one that
-    was allowed.
+    """Why a Host header does not match the target: a server that goes by it would serve another site than the
+    allowed one.
     """
     for value in _values(request, b"host"):
         text = value.decode("latin1")
@@ -128,7 +128,7 @@ def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
 
 
 def _framing_fault(request: h11.Request) -> str | None:
-    """Two lengths of one body are two requests to somebody."""
+    """Why the framing is ambiguous: two lengths of one body can be read as two requests."""
     return (
         "a body has either a Content-Length or a Transfer-Encoding, not both"
         if len(_framing(request)) > 1
@@ -141,7 +141,7 @@ def _framing(request: h11.Request) -> list[bytes]:
 
 
 def _rewritten(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
-    """The request as its server gets it: one on a connection, which is closed after it."""
+    """The request as its server gets it: one on a connection that is closed after it."""
     authority = host if port == HTTP_PORT else f"{host}:{port}"
     chunked = [(b"Transfer-Encoding", b"chunked")] if b"transfer-encoding" in _framing(request) else []
     headers = [(b"Host", authority.encode()), *end_to_end(request), *chunked, (b"Connection", b"close")]
@@ -150,8 +150,8 @@ def _rewritten(request: h11.Request, host: str, port: int, rest: str) -> h11.Req
 
 
 def end_to_end(message: h11.Request | h11.Response) -> Headers:
-    """A message's headers but for those of its connection, and those the connection's own header names. How
-    long a body is stays said.
+    """A message's headers without those of its connection, and without those that Connection names.
+    Content-Length is kept.
     """
     named = {
         name.strip().lower() for value in _values(message, b"connection") for name in value.split(b",")
@@ -202,8 +202,8 @@ class Side:
         await self.stream.send_all(self.http.send(event) or b"")
 
     def start_next_cycle(self) -> bool:
-        """Make ready for another request, where question and answer were whole and both want to go on.
-        Whether it is.
+        """Get ready for another request, where request and response were complete and both sides keep the
+        connection. Whether it is ready.
         """
         if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
             return False
@@ -217,20 +217,20 @@ def container_side(stream: HalfCloseableStream) -> Side:
 
 
 async def hand_on(client: Side, world: HalfCloseableStream, request: h11.Request, moved: Moved) -> None:
-    """A plain request to its server and the answer back, each written anew. What goes wrong before the answer
-    is raised, and cuts it after.
+    """Forward a plain request to its server and the response back, each rewritten. What goes wrong before the
+    response is raised; afterwards it cuts the response.
     """
     server = Side(world, h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES))
     await server.send(request)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_send_body, client, server, moved)
         await _answer(client, server, moved)
-        # an answer that came before its question was whole: nobody reads the rest
+        # the answer came before the request was complete: the rest is not read
         nursery.cancel_scope.cancel()
 
 
 async def _send_body(client: Side, server: Side, moved: Moved) -> None:
-    """The request's body, as it comes. A server that does not want it may still answer, and a client that
+    """Forward the request's body as it comes. A server that does not read it may still answer; a client that
     breaks off has left.
     """
     try:
@@ -267,7 +267,7 @@ async def _answer(client: Side, server: Side, moved: Moved) -> None:
 
 
 async def tunnel(client: Side, world: HalfCloseableStream, moved: Moved) -> None:
-    """Bytes both ways until both have ended."""
+    """Forward bytes both ways until both directions have ended."""
     await client.next()  # the end of a request without a body
     await client.send(h11.Response(status_code=200, reason=b"Connection established", headers=[]))
     early = client.http.trailing_data[0]
@@ -285,7 +285,7 @@ async def _pour(
     moved: Callable[[int], None],
     both: trio.CancelScope,
 ) -> None:
-    """One way to its end, which the other way may outlive. A connection that breaks ends both."""
+    """Forward one direction to its end, which the other may outlive. A connection that breaks ends both."""
     try:
         while data := await source.receive_some(READ_BYTES):
             moved(len(data))
@@ -307,8 +307,8 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class Resolver:
-    """This machine's resolver, in threads of its own number: a slow name server must not take those
-    everything else waits for.
+    """This machine's resolver, in threads of its own limit: a slow name server must not take the threads of
+    everything else.
     """
 
     limiter: trio.CapacityLimiter
@@ -321,7 +321,7 @@ class Resolver:
 
 
 async def connect(address: str, port: int) -> HalfCloseableStream:
-    """A connection to an address. It is no name, so nothing is looked up."""
+    """Connect to an address. It is no name, so nothing is looked up."""
     sock = trio.socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         await sock.connect((address, port))
@@ -334,7 +334,7 @@ async def connect(address: str, port: int) -> HalfCloseableStream:
 def is_own(address: str) -> bool:
     """Whether an address is this machine's own: services may trust connections from it. No packet is sent."""
     family, nobodys = (socket.AF_INET6, "2001:db8::1") if ":" in address else (socket.AF_INET, "192.0.2.1")
-    # this machine lets programs take any address (ip_nonlocal_bind), so that says nothing
+    # this machine lets programs take any address (ip_nonlocal_bind), so that proves nothing
     if _can_be_bound(nobodys, family):
         return _is_its_own_source(address, family)
     return _can_be_bound(address, family)
@@ -348,7 +348,9 @@ def _can_be_bound(address: str, family: socket.AddressFamily) -> bool:
 
 
 def _is_its_own_source(address: str, family: socket.AddressFamily) -> bool:
-    """What leaves for one's own address leaves from it, but where an interface has several."""
+    """Whether packets to this address leave from it: true of an own address, except where an interface has
+    several.
+    """
     with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
         trying.connect((address, 9))
         return bool(trying.getsockname()[0] == address)
@@ -357,7 +359,7 @@ def _is_its_own_source(address: str, family: socket.AddressFamily) -> bool:
 
 @frozen(kw_only=True)
 class World:
-    """What is outside. One a node; tests have others."""
+    """The outside world: one for each node; tests replace it."""
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
         factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))
@@ -367,7 +369,7 @@ class World:
 
 
 async def dial(host: str, port: int, rules: EgressRules, world: World) -> HalfCloseableStream | Denial:
-    """A connection to an allowed name, or why there is none."""
+    """Connect to an allowed name, or deny with the reason."""
     addresses = await _addresses(host, port, world)
     if isinstance(addresses, Denial):
         return addresses

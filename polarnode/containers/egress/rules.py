@@ -22,10 +22,10 @@ NAME_LENGTH = 253  # characters a name of the DNS can have
 NAME = re.compile(
     r"([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 )  # the last label begins with a letter: see `name_fault`
-SHOWN = 8  # names of its list told to who asked for another: more is no help in a log
+SHOWN = 8  # names of its list in a refusal: more is no help in a log
 ANY = "*"
 
-# all the public IPv6 there is; what is outside belongs to some house, link or test
+# all the public IPv6 there is; what is outside is local to a site or a link, or for tests
 GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
 NOT_PUBLIC = (  # what Python's own table takes for public
     # Azure answers any of its machines there, with what only the machine should know
@@ -40,8 +40,8 @@ TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 @frozen(kw_only=True)
 class EgressRules:
-    """One session's: `names` as `spelled`, each a name, `*.below.one` or `*`; `networks` are the addresses
-    allowed beside the public ones.
+    """One session's rules: `names` as `spelled`, each a name, `*.below.one` or `*`; `networks` are the
+    addresses allowed besides the public ones.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class EgressRules:
     ports: frozenset[int] = PORTS
 
     def refusal(self, host: str, port: int) -> str | None:
-        """Why this host and port are not to be reached, as a sentence with its remedy. None when the name may
+        """Why this host and port must not be reached, as a sentence with its remedy. None when the name may
         be looked up.
         """
         fault = name_fault(host)
@@ -70,7 +70,7 @@ class EgressRules:
         return ", ".join(self.names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
     def address_refusal(self, text: str) -> str | None:
-        """Why this address is not connected to; None when it may be."""
+        """Why this address must not be connected to; None when it may be."""
         try:
             address = ipaddress.ip_address(text)
         except ValueError:
@@ -80,7 +80,7 @@ class EgressRules:
         return f"{text} is not a public address: the node's setting egress_networks may allow its network"
 
     def in_networks(self, text: str) -> bool:
-        """Whether the node's person allowed this address by its network, whatever else it is."""
+        """Whether the node's operator allowed this address by its network, whatever else it is."""
         return self._in_networks(ipaddress.ip_address(text))
 
     def _in_networks(self, address: Address) -> bool:
@@ -88,12 +88,14 @@ class EgressRules:
 
 
 def egress_rules(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
-    """The rules for a task's names on a node with these networks. ConfigError for a network that is none."""
+    """The rules for a task's names on a node with these networks. Raises ConfigError for an
+    invalid network.
+    """
     return EgressRules(names=tuple(map(spelled, names)), networks=tuple(map(read_network, networks)))
 
 
 def read_network(text: str) -> Network:
-    """A network of the node's settings."""
+    """A network of the node's settings. Raises ConfigError where it is invalid."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
@@ -103,7 +105,7 @@ def read_network(text: str) -> Network:
 
 
 def check_egress(requested: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refused, with its path, for the first name a task asks for that the node does not allow."""
+    """Raise Refused, with its path, for the first requested name that the node does not allow."""
     for index, name in enumerate(requested):
         if not any(covers(spelled(pattern), spelled(name)) for pattern in allowed):
             remedy = "leave it out, or have it added to the node's setting egress"
@@ -113,13 +115,13 @@ def check_egress(requested: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def spelled(host: str) -> str:
-    """The one spelling of a name: small letters, and no dot at the end."""
+    """The one spelling of a name: lower case, without a dot at the end."""
     return host.lower().removesuffix(".")
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether a pattern allows a name, or all that another pattern does. `*.a.b` is what lies below `a.b`, at
-    any depth, and not `a.b`.
+    """Whether a pattern allows a name, or everything that another pattern allows. `*.a.b` is what lies below
+    `a.b`, at any depth, and not `a.b` itself.
     """
     if pattern in (ANY, name):
         return True
@@ -127,8 +129,8 @@ def covers(pattern: str, name: str) -> bool:
 
 
 def name_fault(host: str) -> str | None:
-    """Why a host is no name. Addresses are none, in any of their spellings: 127.1, 0x7f000001 and 2130706433
-    are all one machine to a resolver.
+    """Why a host is not a name; None when it is. Addresses are not, in any of their spellings: 127.1,
+    0x7f000001 and 2130706433 are all one machine to a resolver.
     """
     name = spelled(host)
     if len(name) <= NAME_LENGTH and NAME.fullmatch(name):
@@ -140,8 +142,8 @@ def name_fault(host: str) -> str | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is the world's and nobody's own: not this machine, its networks, a cloud's metadata,
-    many at once, or a test.
+    """Whether an address is a public unicast one: not this machine, its networks, a cloud's metadata,
+    multicast or documentation.
     """
     meant = _meant(address)
     if meant.is_multicast or meant.is_reserved or not meant.is_global or _within(meant, NOT_PUBLIC):
@@ -154,7 +156,7 @@ def _within(address: Address, networks: Iterable[Network]) -> bool:
 
 
 def _meant(address: Address) -> Address:
-    """The IPv4 address within an IPv6 one, where that is only its wrapping."""
+    """The IPv4 address inside an IPv6 one, where the latter only wraps it."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in TRANSLATED:
