@@ -1,8 +1,7 @@
-"""What stands beside tokens as packed numbers: ids, logprobs, the likeliest alternatives, the experts of a
-mixture.
+"""Packed numbers that travel with tokens: ids, logprobs, top logprobs and routed experts.
 
-The rule for whoever edits it: numbers stay packed, from the engine's bytes to the trainer's; a list of ints
-costs twelve times as much.
+Numbers stay packed from the engine's bytes to the trainer's: a list of Python ints takes twelve times the
+memory.
 """
 
 from array import array

@@ -1,9 +1,8 @@
-"""What is said: messages, tools and sampling as every provider module reads them, an answer and its deltas as
-it writes them.
+"""Messages, tools, sampling parameters, answers and their deltas.
 
-These are values: frozen, without JSON spelling, without a model family. A message is flat (text, thinking,
-calls) because that is what a chat template renders and what lineage compares; the order of an answer's parts
-is kept apart in `Answer.parts` for the dialects that show it.
+Frozen values without a JSON spelling and without a model family. A message is flat (text, thinking, calls)
+because that is what a chat template renders and what lineage compares. `Answer.parts` keeps the order of an
+answer's parts for the dialects that show it.
 """
 
 from collections.abc import Mapping
@@ -163,7 +162,7 @@ class ModelRequest:
     extras: Mapping[str, Json] = field(factory=dict)
 
 
-# ── an answer, as it comes ────────────────────────────────────────────────────
+# ── deltas of an answer ───────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)

@@ -1,9 +1,8 @@
-"""One error a boundary, each naming whose fault it is.
+"""One error class for each boundary; each names whose fault it is.
 
-Four mechanisms, each in one place: the vocabulary is the classes below; classification is `boundary()`, put
-around every call that leaves the house; surfacing is `str(error)`, one sentence that says what to do; capture
-is `Outcome.reason` in a session's record. Whoever adds a door to the world adds a class here and wraps the
-call; nobody else catches `Exception`.
+`boundary()` is put around every call into foreign code and turns what it raises into one of these classes.
+`str(error)` is one sentence that says what to do; it becomes `Outcome.reason` in a session's record. Add a
+class here, and wrap the call, for each new boundary. No other code catches `Exception`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ class PolarnodeError(Exception):
 
 
 class Refused(PolarnodeError):
-    """The caller's fault: a request or a spec we can not take. `path` names the field, JSON-path like
+    """The caller's fault: a request or a spec we cannot take. `path` names the field, JSON-path like
     (`$.messages[0].role`).
     """
 
@@ -64,13 +63,13 @@ class DiskFull(PolarnodeError):
 
 
 class ConfigError(PolarnodeError):
-    """A setting of the node that can not work, named with its remedy."""
+    """A setting of the node that cannot work, named with its remedy."""
 
     boundary = "config"
 
 
 class ModelError(PolarnodeError):
-    """A checkpoint, tokenizer or chat template that can not be served faithfully."""
+    """A checkpoint, tokenizer or chat template that cannot be served faithfully."""
 
     boundary = "model"
 
@@ -104,7 +103,7 @@ class EvaluatorError(PolarnodeError):
 
 
 class JournalError(PolarnodeError):
-    """The journal can not take or give an entry (a full disk, a torn file)."""
+    """The journal cannot take or give an entry (a full disk, a torn file)."""
 
     boundary = "journal"
 

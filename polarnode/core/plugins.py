@@ -1,8 +1,8 @@
-"""Other people's code, named by import path: harnesses, evaluators, builders.
+"""User code named by import path: harnesses, evaluators, builders.
 
-The one place that imports what a request names. Whoever edits it keeps the rule: nothing is imported before
-the node's own settings allow its module, because importing is running. Only importlib; no file paths, no
-entry points, no evaluation of text.
+This is the only module that imports what a request names. Invariant: nothing is imported before the node's
+settings allow its module, because importing runs code. It uses importlib alone: no file paths, no entry
+points, no evaluation of text.
 """
 
 from importlib import import_module

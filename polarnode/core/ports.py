@@ -1,5 +1,6 @@
-"""What the shell must offer to the rooms below it. Protocols only, so that nothing here waits, opens or
-imports Trio.
+"""Protocols that higher rooms implement for the rooms below them: tokenizer, engine, runtime, judge, harness.
+
+Protocols only, so that pure code can name them without waiting, opening anything or importing Trio.
 """
 
 from array import array

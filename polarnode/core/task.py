@@ -1,7 +1,7 @@
-"""What a trainer asks for. Pure values with their defaults; `wire.py` reads them from JSON and TOML, and
-refuses with the field's path.
+"""What a trainer requests: tasks, captures and their parts, as values with defaults.
 
-Every default number carries its reason; every budget is in seconds.
+`core.codec` reads them from JSON and TOML and refuses wrong values with the field's path. Times are in
+seconds. A comment beside each default number gives its reason.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,8 @@
-"""One model call, as it is kept.
+"""Turns, traces, outcomes, verdicts and trajectories.
 
-A `Turn` is a delta: its prompt is its parent's prompt and sample, then `prompt_delta`. A root turn's delta is
-its whole prompt. Every token of a session is therefore stored once, and a later prompt can not disagree with
-an earlier one.
-
-What becomes of a session: its traces, its outcome, its verdict, and the trajectory that holds them all.
+A `Turn` is a delta: its prompt is its parent's prompt and sample, then `prompt_delta`; a root's delta is its
+whole prompt. Every token of a session is stored once, so a later prompt cannot disagree with an earlier one.
+A `Trajectory` holds all that became of a session: its turns, its traces, its outcome and its reward.
 """
 
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ from polarnode.core.conversation import (
     json_key,
 )
 
-# ── turns ────────────────────────────────────────────────────────────
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
 # partial: cut by the client's leaving or an abort; failed: the engine's fault
@@ -123,7 +121,7 @@ class Turn:
         return self.prompt_length + len(self.sampled)
 
 
-# ── results ────────────────────────────────────────────────────────────
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 Status = Literal["completed", "timeout", "failed", "error", "cancelled", "interrupted"]
 Clock = Literal["init", "run", "post", "turns", "tokens"]

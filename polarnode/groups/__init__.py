@@ -1,8 +1,7 @@
-"""A group of sessions as a trainer takes it: which of them are of use, when there are enough, how each
-compares with its siblings.
+"""Groups of sessions for trainers: which sessions are usable, when a group is complete, and their advantages.
 
-Pure. The rule for whoever edits it: a session counts once, however many rows it became, and one that the
-machine lost counts as nothing, not as a failure of the agent.
+Pure. A session counts once, however many rows it became; a session lost to the machine counts as nothing, not
+as a failure of the agent.
 """
 
 from polarnode.groups.group import (

@@ -1,24 +1,10 @@
-"""What a group is when it is over: its places, and what a trainer may use of them.
+"""A finished group: its members, which of them are usable, how stale they are, and its JSON.
 
-The rule for whoever edits it: these are the fields of the stream's `group` event, by their names; they are
-added to, never renamed.
-
-Which of a group's sessions are usable and why the others are not, and what that makes of the group.
-
-Pure. The rule for whoever edits it: a status never decides, what there is to learn from does. A harness that
-failed or ran out of time is usable when it was scored; what the machine lost is no failure of anyone's and
-counts as nothing.
-
-How far behind the weights of a session are: the versions its tokens were sampled by, against the history of
-those that were served.
-
-Pure. The rule for whoever edits it: a version is a name, and the same name is the same weights; what the
-history does not know is not guessed.
-
-A group as the stream's `group` event, and back.
-
-The rule for whoever edits it: fields are added, never renamed; a reader ignores what it does not know, and
-takes events of journals that did not say yet what is usable.
+Pure. `judged` decides what a group came to, `group_json` and `read_group` write and read the stream's `group`
+event. A member is usable for what can be learned from it, never for its status: a harness that failed or ran
+out of time is usable if it was scored; a session lost to the machine counts as nothing. A weight version is a
+name: equal names are equal weights, and a name that is not in the history has no staleness. Fields of the
+event are added and never renamed; readers ignore unknown fields and accept events of older journals.
 """
 
 from collections import Counter
@@ -32,7 +18,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Outcome, Status, Trajectory
 
-# ── group ────────────────────────────────────────────────────────────
+# ── group ─────────────────────────────────────────────────────────────────────────────────────────
 
 # complete: every place is usable. partial: enough are. early: it was stopped when enough were in. dropped: of
 # no use, and `reason` says why.
@@ -83,7 +69,7 @@ class Group:
         return evolve(self, trajectories=tuple(trajectories))
 
 
-# ── judging ────────────────────────────────────────────────────────────
+# ── usable members ────────────────────────────────────────────────────────────────────────────────
 
 # Whose faults are the machine's. Not `journal`, whose own writer tries again, nor `laws`: the same tokens
 # would break them again.
@@ -153,7 +139,7 @@ def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: s
     return Group(task_id=task_id, group_id=group_id, state=state, members=members, reason=reason)
 
 
-# ── inside ────────────────────────────────────────────────────────────────────
+# ── reasons and states ────────────────────────────────────────────────────────────────────────────
 
 
 def _is_stale(spec: GroupSpec, facts: Facts) -> bool:
@@ -198,7 +184,7 @@ def _missing(members: Sequence[Member]) -> str:
     return ", ".join(f"{count} {word}" for word, count in words.items())
 
 
-# ── staleness ────────────────────────────────────────────────────────────
+# ── staleness ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
@@ -222,7 +208,7 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
     return max((behind[version] for version in sampled if version in behind), default=None)
 
 
-# ── reading ────────────────────────────────────────────────────────────
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_json(group: Group) -> dict[str, Json]:

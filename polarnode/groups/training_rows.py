@@ -1,23 +1,16 @@
-"""Rewards of a group's usable sessions into advantages: how much better each was than its siblings.
+"""Advantages and weighted training rows of groups, for a policy-gradient loss.
 
-Pure. Sources. `leave_one_out`: Kool, van Hoof, Welling, "Buy 4 REINFORCE samples, get a baseline for free"
-(2019), for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). `grpo`: Shao et al.,
+Pure. The loss of a batch is the plain sum, over all rows and their trained tokens, of `weight` times the loss
+of that token; the batch may be cut into micro-batches anywhere. Invariants: how a session was cut into rows
+and slices changes no token's weight; equal rewards, and a single reward, give advantages of exactly 0.
+
+Sources. `leave_one_out`: Kool, van Hoof, Welling, "Buy 4 REINFORCE samples, get a baseline for free" (2019),
+for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). `grpo`: Shao et al.,
 "DeepSeekMath" (arXiv 2402.03300). `grpo_without_std`: Liu et al., "Understanding R1-Zero-like training" (Dr.
 GRPO, arXiv 2503.20783), as a division by the spread favours tasks that are nearly always solved or nearly
-never.
-
-The rule for whoever edits it: equal rewards, and one reward alone, are exactly 0, never a rounding error over
-a small number.
-
-The rows of groups as a policy-gradient loss takes them: each trained token with an advantage and a weight.
-
-Pure. The loss of a batch is the plain sum, over all rows and their trained tokens, of `weight * (what the
-loss says of that token)`; the batch may be cut into micro-batches anywhere. The rule for whoever edits it:
-how a session was cut into rows and slices moves no token's weight.
-
-Sources. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
-mean over tokens (arXiv 2402.03300), where a sample is a session. `fixed_length`: Liu et al., Dr. GRPO (arXiv
-2503.20783). Rewards of turns: DeepSeekMath's process supervision.
+never. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
+mean over tokens, where a sample is a session. `fixed_length`: Dr. GRPO. Rewards of turns: DeepSeekMath's
+process supervision.
 """
 
 from array import array
@@ -32,7 +25,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.groups.group import Group
 
-# ── advantages ────────────────────────────────────────────────────────────
+# ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 Estimator = Literal["leave_one_out", "grpo", "grpo_without_std"]
 EPSILON: Final = 1e-6  # added to the spread, as verl does: rewards that differ by rounding alone stay near 0
@@ -96,7 +89,7 @@ def spread_of(rewards: Sequence[float]) -> float:
     return sqrt(squares / (len(rewards) - 1)) + EPSILON if squares > 0 else 1.0
 
 
-# ── rows ────────────────────────────────────────────────────────────
+# ── training rows ─────────────────────────────────────────────────────────────────────────────────
 
 LossMean = Literal["token_mean", "session_mean", "fixed_length"]
 
@@ -208,7 +201,7 @@ def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int |
     assert_never(loss)
 
 
-# ── rewards of turns ──────────────────────────────────────────────────────────
+# ── turn rewards ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, dict[int, float]]:

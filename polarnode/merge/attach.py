@@ -1,21 +1,12 @@
-"""What was decided of one request: the turn it extends, what is rendered of it, and what that is called.
+"""Where a request attaches: from its messages to the turn whose tokens it extends.
 
-A value: `lineage.py` makes it, the exchange obeys it, the turn that comes of it repeats it. Whoever adds a
-reason gives it a line here and one in docs/token-fidelity.md, where a reader looks it up.
+`attach` reads the messages once, left to right. The key of a path decides; references only choose between
+turns with the same key, and prove that a changed message is one of ours. `Plan` is what was decided of one
+request. `regrouped` first joins the calls of one answer that a harness shows as several messages.
 
-Calls of one answer that a harness shows as several messages, put together again: the answer was one, and its
-tokens are.
-
-Some harnesses write each of several parallel calls as an assistant message of its own, with its result behind
-it. Whoever edits this joins only what the ids prove to be one turn's, in its order, and moves nothing else;
-it is done before a request is planned, so that what is matched and what is rendered are the same messages.
-
-Where a request attaches: one pass over its messages, left to right, from what it says to the turn whose
-tokens it extends.
-
-The key decides; references only choose between turns of the same key and excuse what a harness did to our own
-message. Whoever edits this keeps soundness: a match means that every client message before it is, letter by
-letter, what that turn was conditioned on.
+Invariant: a match means that every client message before it is, verbatim, what that turn was conditioned on.
+Messages are joined only if their ids prove that they are one turn's, in its order. Document each new reason
+in docs/token-fidelity.md.
 """
 
 from bisect import bisect_right
@@ -43,7 +34,7 @@ from polarnode.merge.fingerprint import (
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.references import PLACE_DIGITS, Located, References
 
-# ── plan ────────────────────────────────────────────────────────────
+# ── plans ─────────────────────────────────────────────────────────────────────────────────────────
 
 # Why a turn continues another: its client left before the answer, and asked the same again. The answer of
 # both is the later one's.
@@ -116,7 +107,7 @@ def resumed(turn: Turn, *, index: int, total: int) -> Plan:
     )
 
 
-# ── regroup ────────────────────────────────────────────────────────────
+# ── calls shown as several messages ───────────────────────────────────────────────────────────────
 
 
 def regrouped(request: ModelRequest, references: References) -> ModelRequest:
@@ -176,7 +167,7 @@ def _turn(first: Message, second: Message, references: References) -> int | None
     )
 
 
-# ── attach ────────────────────────────────────────────────────────────
+# ── attaching ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -184,7 +175,7 @@ class Attached:
     """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds.
     `path` is the whole request's.
 
-    `follows` is the turn it goes on from though it can not extend it: its answer is here, the user message it
+    `follows` is the turn it goes on from though it cannot extend it: its answer is here, the user message it
     answered is gone or another. `rerendered` is the turn it could extend, were it not rendered anew for its
     thoughts. `keys` has the path's key before each message, and the last.
     """

@@ -1,24 +1,12 @@
-"""Where a row that is too long is cut: stretches of it, one behind the other, each within the limit.
+"""Builders: from turns to training rows, and from long rows to slices.
 
-The rule for whoever edits it: a trained sample is never cut and lies in one slice; a slice begins where a
-turn ended, with at least one token that its first trained one is conditioned on; slices do not overlap, and
-what lies between two of them is context alone. Fewest slices first, then as much context as fits. Only
-lengths are looked at here, no token.
+`prefix_merging` makes one row for each leaf of the turns, `per_request` one for each trained turn. A custom
+builder uses `select` (which turns are trained), `line_to` and `row` or `rows`.
 
-One row: the turns of a line, copied one behind the other, whole or a slice of it at a time.
-
-The rule for whoever edits it: what is copied is what the engine was given and gave, as memory; a row is never
-made whole to be cut.
-
-Turns into training sequences: which turns are trained, and the rows in which their tokens lie.
-
-Whoever adds a builder keeps two rules: a row is token for token what the engine was conditioned on (it is
-copied from the turns, nothing is rendered here), and a sampled token is trainable in one row only.
-`checks.check` holds both on every result. All of it is linear in the output: chains are walked, ids are
-copied as memory, nothing is recursive.
-
-A builder of one's own makes its rows of `select` (which turns are trained, by the same settings), `line_to`
-and `row` or `rows`.
+Invariants: a row is, token for token, what the engine was conditioned on, copied from the turns; a sampled
+token is trainable in one row only. A trained sample is never cut and lies in one slice; a slice begins where
+a turn ended, with at least one token before its first trained one; slices do not overlap. `invariants.check`
+tests every result. All of it is linear in the output: no recursion, ids are copied as memory.
 """
 
 from array import array
@@ -39,7 +27,7 @@ from polarnode.merge.invariants import check_turns
 from polarnode.merge.selection import Settings, TrainableSelection, read_settings, select
 from polarnode.merge.token_extras import row_extras
 
-# ── slices ────────────────────────────────────────────────────────────
+# ── slices ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -120,13 +108,13 @@ def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int,
     if low == floor:
         return floor
     if low >= sample:
-        # a sample as long as the limit or longer: the one token that it can not be without
+        # a sample as long as the limit or longer: the one token that it cannot be without
         return max(floor, sample - 1)
     end = ends[bisect_left(ends, low)]
     return end if end < sample else low
 
 
-# ── rows ────────────────────────────────────────────────────────────
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
@@ -221,7 +209,7 @@ def _versions(shown: Sequence[Turn], start: int) -> Iterator[VersionSpan]:
             yield VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
 
 
-# ── builders ────────────────────────────────────────────────────────────
+# ── builders ──────────────────────────────────────────────────────────────────────────────────────
 
 __all__ = [
     "Builder",

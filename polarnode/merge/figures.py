@@ -1,13 +1,8 @@
-"""The words that notes of a turn begin with, so that what a reader is told can also be counted.
+"""The words that notes of turns begin with, and counts of a session's lineages.
 
-A note is `word: sentence`. Whoever adds a word documents it in docs/token-fidelity.md and takes none away:
-trajectories are kept for years.
-
-What a session's lineages came to, counted: `metrics.lineage` of a trajectory, and the sums over many.
-
-Whoever edits this only adds names, because reports and dashboards read them, and documents each in
-docs/api.md. All is counted from the turns as they are kept, so that a session read back from a journal or a
-file counts the same.
+A note is `word: sentence`; notes are counted by word. `lineage_figures` gives `metrics.lineage` of a
+trajectory, `summed` the sums over many. Words and names are added and never removed, because trajectories are
+kept for years; document new ones in docs/token-fidelity.md and docs/api.md.
 """
 
 from collections import Counter
@@ -17,7 +12,7 @@ from typing import Final
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import LeftOut, Turn
 
-# ── notes ────────────────────────────────────────────────────────────
+# ── notes ─────────────────────────────────────────────────────────────────────────────────────────
 
 EDITED: Final = "edited"  # a message of ours came back changed, proven by its ids: its tokens are kept
 AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id tells which
@@ -83,7 +78,7 @@ def shows_thinking(notes: Iterable[str]) -> bool:
     return any(note.startswith(_SHOWN) for note in notes)
 
 
-# ── figures ────────────────────────────────────────────────────────────
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
 # What is counted by word, and what is counted alone. `prefix_hit_rate` is worked out of the sums.
 BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")

@@ -1,19 +1,14 @@
-"""The paths of a session's last requests, so that a history which is only appended to is hashed once and not
-with every request.
-
-What is kept of a message is a number, not its text: a session's history would otherwise stand in memory
-between its calls. Two messages of one number are taken for the same, so whoever edits this keeps all in it
-that a key holds, and Python's own hash of strings: it is keyed anew in every process, and nobody who writes a
-message can aim at another's number.
-
-Which messages are the same message: exact for what the client wrote, tolerant for what we wrote and a harness
-echoes.
+"""Keys of messages and paths: exact for client text, tolerant of what harnesses change in our answers.
 
 A path is the chain of a request's messages from its root (tools and thinking flag); its key names everything
-up to one place. Equal keys mean that the same prompt ids may be used again, so whoever edits this file keeps
-two rules: nothing a client chose may be ignored, and nothing that harnesses change on the way back
-(whitespace around our text, JSON spelling, ids, thinking) may count. Volatile lines that a harness puts into
-its prompt are dropped by its provider module, never here.
+up to one place. Equal keys mean that the same prompt ids may be used again. `Trails` keeps the paths of the
+last requests, so that a history that only grows is hashed once.
+
+Invariants: no text of a client is ignored; no change that harnesses make on the way back (whitespace around
+our text, JSON spelling, ids, thinking) counts. Volatile lines that a harness puts into its prompt are dropped
+by its provider module, never here. A trail keeps a number for each message, not its text. The number covers
+all that a key covers, and uses Python's own string hash, whose seed is random: a client cannot aim at another
+message's number.
 """
 
 from array import array
@@ -30,7 +25,7 @@ from attrs import define, field, frozen
 from polarnode.core.conversation import Conversation, Message, Tool
 from polarnode.core.errors import Refused
 
-# ── trail ────────────────────────────────────────────────────────────
+# ── trails of earlier requests ────────────────────────────────────────────────────────────────────
 
 # The harnesses seen interleave up to four agents beside side calls of one request each; a thousand messages
 # are some 100 KB.
@@ -120,7 +115,7 @@ def _shared(one: "array[int]", other: "array[int]") -> int:
     return low
 
 
-# ── fingerprint ────────────────────────────────────────────────────────────
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 # 128 bits: a key stands for megabytes of text, and a session asks some thousands of questions.
 _KEY_BYTES: Final = 16
@@ -195,7 +190,7 @@ def tools_key(tools: Sequence[Tool]) -> str:
         return _digest(_tagged(described, _DEEPEST))
     except (ValueError, RecursionError) as error:
         raise Refused(
-            f"the tools' parameters can not be read ({error}): nest them less deeply", path="$.tools"
+            f"the tools' parameters cannot be read ({error}): nest them less deeply", path="$.tools"
         ) from error
 
 
@@ -257,7 +252,7 @@ class Memo:
         """As the function of that name."""
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
-        except TypeError:  # what orjson can not write (a number beyond 64 bits) is read every time
+        except TypeError:  # what orjson cannot write (a number beyond 64 bits) is read every time
             return tools_key(tools)
         name = blake2b(written, digest_size=_KEY_BYTES).digest()
         if name not in self._tools:

@@ -1,33 +1,18 @@
-"""The laws of rows that are too long for their task and lie in several traces, one behind the other.
-
-The rule for whoever edits it: what a slice holds is `traces`' matter; here it is where one ends and the next
-begins.
-
-The laws that can be held on a session's turns alone, before anything is made of them.
-
-The rule for whoever edits it: a turn is looked at on its own and beside its parent, never beside a trace.
-
-The laws of one trace: its ids, mask, logprobs and spans are those of the line of turns that its last one
-ends.
-
-The rule for whoever edits it: ids and logprobs are compared as memory, and every sentence has the place and
-both numbers.
-
-The laws of a trajectory, checked on every one before it is published; what breaks one is raised with its
-numbers.
+"""The invariants of a trajectory, checked on every one before it is published.
 
 1. For each turn, the trace it lies in starts with that turn's prompt ids followed by its sampled ids.
    A slice of a row that is too long for its task: the same from the slice's offset on.
 2. The masks of a session's traces, summed, equal the sampled tokens of its turns; a turn left out is listed
    with its reason.
-3. One float32 logprob and one weight version a sampled token, from the engine, never recomputed.
-4. A trace's turn spans and the spans between them, one behind the other, are its ids: no gap, no overlap. The
+3. One float32 logprob and one weight version for each sampled token, from the engine, never recomputed.
+4. A trace's turn spans and the spans between them are, in order, all of its ids: no gap, no overlap. The
    slices of a row follow one another, in order, on one line of turns; what lies between two of them is
-   context alone (by law 2).
-(5, that no client text becomes a control token, is held where text becomes ids: in tokens/.)
+   context alone (by invariant 2).
+(5, no client text becomes a control token, holds where text becomes ids: in `tokens`.)
 
-Whoever edits this checks against the turns, never against how a builder works, and proves each check with a
-mutant that it catches. All is linear in the traces: ids are compared as memory.
+The checks use the turns alone, never how a builder works; each is proven by a mutant that it catches. They
+are linear in the traces: ids and logprobs are compared as memory. `InvariantViolated` has the place and both
+numbers.
 """
 
 from array import array
@@ -43,7 +28,7 @@ from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.ledger import chain
 from polarnode.merge.token_extras import routed_of, top_of
 
-# ── parts ────────────────────────────────────────────────────────────
+# ── slices of a row ───────────────────────────────────────────────────────────────────────────────
 
 
 def check_lengths(traces: Sequence[Trace], limit: int | None) -> None:
@@ -108,7 +93,7 @@ def _leads(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
     return step == earlier
 
 
-# ── turns ────────────────────────────────────────────────────────────
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
@@ -149,7 +134,7 @@ def check_sample(turn: Turn) -> None:
         raise InvariantViolated(
             f"invariant 3: turn {turn.index} sampled {sampled} tokens with {len(turn.logprobs)} logprobs"
         )
-    # The sum is finite only if every one is: float32 values can not overflow a double's sum, and NaN and
+    # The sum is finite only if every one is: float32 values cannot overflow a double's sum, and NaN and
     # infinities stay.
     if not isfinite(sum(turn.logprobs)):
         raise InvariantViolated(f"invariant 3: turn {turn.index} has a logprob that is not a number")
@@ -179,7 +164,7 @@ def _ends(spans: Iterable[VersionSpan]) -> int | None:
     return end
 
 
-# ── traces ────────────────────────────────────────────────────────────
+# ── one trace ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_trace(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_failed: bool) -> None:
@@ -368,7 +353,7 @@ def _same(what: str, tokens: bytes, start: int, expected: "array[int]") -> None:
         )
 
 
-# ── checks ────────────────────────────────────────────────────────────
+# ── a session ─────────────────────────────────────────────────────────────────────────────────────
 
 __all__ = ["Counts", "check", "check_lengths", "check_turns", "is_whole"]
 
@@ -425,7 +410,7 @@ def _left_out(by_index: Mapping[int, Turn], built: Built) -> dict[int, str]:
     return reasons
 
 
-# ── all traces ────────────────────────────────────────────────────────────────
+# ── all traces ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_masks(by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons: Mapping[int, str]) -> int:

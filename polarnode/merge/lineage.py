@@ -1,18 +1,13 @@
-"""The thinking policy `template`: a model is shown what its chat template shows it, which may leave out what
-it thought before.
+"""The lineages of one session: plan each request against the turns so far, and keep the turns that end.
 
-The other policy, `keep`, needs no code: sampled tokens stay in the prompt. Under this one a request whose new
-messages make the template leave out earlier thoughts is rendered anew. Whoever edits this keeps two rules:
-harnesses drop thinking, so the thoughts of our own answers are given back before the template decides; and
-what the model saw is said in the turn's notes.
+Synchronous, without a clock. A plan reserves a turn's number before anything is generated and remembers its
+parent, so concurrent requests become siblings without a lock. `ThinkingPolicy` implements the policy
+`template`, under which a prompt shows earlier thinking as the chat template would; under `keep` sampled
+tokens stay in the prompt.
 
-Every turn of a session once, and where each new request attaches: told of requests and turns, it plans and
-keeps.
-
-Synchronous and without a clock. A plan reserves a turn's number before anything is generated and remembers
-its parent, so requests in flight at once become siblings without a lock. Whoever edits this keeps the
-contract: a prompt is the parent's exact ids and then what is new, or a root; and all that a prompt depends on
-can be rebuilt from the turns (`restore`).
+Invariants: a prompt is a root, or the parent's exact ids and then what is new; everything that a prompt
+depends on can be rebuilt from the turns (`restore`). Harnesses drop thinking, so the policy restores the
+thinking of our own answers before the template decides, and notes on the turn what the model saw.
 """
 
 from array import array
@@ -35,7 +30,7 @@ from polarnode.merge.references import References
 from polarnode.merge.roles import PathIndex, RequestRoles
 from polarnode.merge.turn_kinds import TurnGraph, TurnName
 
-# ── thoughts ────────────────────────────────────────────────────────────
+# ── thinking policy ───────────────────────────────────────────────────────────────────────────────
 
 # Whether a model's template leaves out the thoughts of turns before these messages.
 DropsThinking = Callable[[Sequence[Message]], bool]
@@ -111,7 +106,7 @@ class ThinkingPolicy:
         )
 
 
-# ── lineage ────────────────────────────────────────────────────────────
+# ── lineages ──────────────────────────────────────────────────────────────────────────────────────
 
 __all__ = ["RESUMED", "Lineages", "Plan"]
 
@@ -197,7 +192,7 @@ class Lineages:
 
     def resume(self, index: int, *, total: int) -> Plan | None:
         """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages.
-        None when it can not go on.
+        None when it cannot go on.
         """
         turn = self._ledger.turns[index]
         return (
@@ -233,8 +228,7 @@ class Lineages:
         return self._ledger.written(plan.parent)
 
     def commit(self, turn: Turn) -> None:
-        """Keep a turn that ended, however it ended. InvariantViolated if it is not the turn that was"
-        " planned."""
+        """Keep a turn that ended, however it ended. InvariantViolated if it is not the planned turn."""
         plan = self._graph.plans.get(turn.index)
         if plan is None:
             raise InvariantViolated(
@@ -290,7 +284,7 @@ class Lineages:
             or not turn.before_key
         ):
             raise InvariantViolated(
-                f"turn {turn.index} can not be restored: its number is taken, its parent {turn.parent} or its"
+                f"turn {turn.index} cannot be restored: its number is taken, its parent {turn.parent} or its"
                 " before_key is missing"
             )
 

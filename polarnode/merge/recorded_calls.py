@@ -1,9 +1,8 @@
-"""All sessions of a recording: lines of JSONL in, rows of JSONL out, and what they add up to.
+"""Merge recorded calls: lines of JSONL in, training rows as JSONL out, with counts.
 
-A session is open until the input ends, since its calls may lie anywhere in it; what is held of it is every id
-once (4 bytes), a logprob for each sampled one (4 bytes) and some 600 bytes a call. Rows are made a session at
-a time, and a session is forgotten when its rows are out. The rule for whoever edits it: a bad line costs
-itself, never another.
+A session stays open until the input ends, since its calls may lie anywhere in it. It holds each id once (4
+bytes), a logprob for each sampled one (4 bytes) and some 600 bytes a call. Rows are made one session at a
+time, and the session is then released. A bad line never affects another line.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,8 @@
-"""Who asks, and why a request starts a lineage of its own: words for reports and for leaving side calls out
-of training.
+"""The role of each request (main, sub-agent, auxiliary, compaction) and why a request starts a new lineage.
 
-Nothing here decides which tokens a prompt has. What a harness says of a call in its headers decides; then who
-asks; then what is asked. Whoever adds a sign by which a side call is known writes down whose it is; a sign
-that is not certain is worse than none, because its turns are not trained.
+The harness's own header decides first, then who asks, then what is asked. Roles label reports and leave side
+calls out of training; they never change the tokens of a prompt. Name the harness beside each sign of a side
+call. An uncertain sign is worse than none, because turns with it are not trained.
 """
 
 from collections.abc import Iterator, Sequence

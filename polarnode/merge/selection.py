@@ -1,14 +1,8 @@
-"""A builder's `config`: what is trained and how long a row may be, read once and refused with the field's
-path.
+"""Builder settings, and which turns of a session they train.
 
-The rule for whoever edits it: a default keeps every sampled token trainable unless training it would be a
-mistake (a side call, an answer that nobody used, an engine's failure), and every setting says in its refusal
-what it is for.
-
-Which of a session's turns are trained, and why each other one is not.
-
-The rule for whoever edits it: a turn has one reason, the first that holds, and only the turns themselves and
-the settings decide it: never the order in which turns come, or a row.
+`read_settings` reads a builder's `config`; `select` gives each turn that is left out the first reason that
+holds. Defaults train every sampled token unless that would be a mistake (a side call, an unused answer, an
+engine failure). Invariant: only the turns and the settings decide, never the order of turns or a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +16,7 @@ from polarnode.core.trajectory import LeftOut, Turn, TurnRole
 from polarnode.merge.attach import CHOICE
 from polarnode.merge.invariants import is_whole
 
-# ── settings ────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 # What an agent does for its task; titles, routing and summaries are the harness's own business, under prompts
@@ -60,7 +54,7 @@ NAMES: Final = (*(field.name for field in fields(Settings)), _OLDER_WORD)
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
     """The settings that a config says. Refused, with the field's path, for an unknown name or a value that
-    can not be.
+    cannot be.
     """
     unknown = [name for name in config if name not in NAMES]
     if unknown:
@@ -122,7 +116,7 @@ def _path(name: str) -> str:
     return f"$.builder.config.{name}"
 
 
-# ── cast ────────────────────────────────────────────────────────────
+# ── selection ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)

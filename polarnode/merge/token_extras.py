@@ -1,9 +1,9 @@
-"""What is carried with the tokens beside ids, logprobs and weight versions: the likeliest alternatives, and
-the experts that read each position.
+"""Token extras: top logprobs and routed experts, recorded beside ids, logprobs and weight versions.
 
-Whoever edits this keeps two rules: a row of a trace is the engine's own bytes, copied from the turn that has
-it; and what was asked for and is not there is said, by the turn in a note and by the trace in `lacks`, never
-padded. All of it is copied as memory.
+`SessionExtras` says what each call requests and counts the bytes, `turn_extras` makes what a turn keeps,
+`row_extras` what a trace gets. Invariants: a row of a trace is the engine's own bytes, copied as memory from
+the turn that has it; missing extras are never padded but named, by the turn in a note and by the trace in
+`lacks`.
 """
 
 from array import array
@@ -29,7 +29,7 @@ def note(what: ExtraName, why: str) -> str:
     return f"{MISSING_PREFIX}{what}: {why}"
 
 
-# ── a row of turns, by what they carry ────────────────────────────────────────
+# ── extras of a row ───────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -114,7 +114,7 @@ def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
     return tuple(named), found
 
 
-# ── a session, as it goes ─────────────────────────────────────────────────────
+# ── extras of a session ───────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)

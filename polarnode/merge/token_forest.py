@@ -1,16 +1,13 @@
-"""One line of JSON as one model call: ids as int32, logprobs as float32, and a fault as one sentence with
-line and field.
+"""Recorded model calls, and the forest of turns that one session's calls form.
 
-The rule for whoever edits it: a call that comes out of here is whole (as many logprobs as sampled ids, every
-number in range), and nothing costs a Python object an id beyond what the JSON reader makes.
+`read_call` reads one line of JSON; a fault is one sentence with line and field. A call that it returns is
+whole: as many logprobs as sampled ids, every number in range.
 
-The calls of one session as a forest: every id once, and the turn that a prompt extends found in time linear
-in the prompt.
-
-A call extends the turn whose prompt and sample are the longest exact beginning of its prompt. Candidates are
-found by a hash at the lengths at which turns end, and proven by comparing memory. Ids lie in lines: a call
-that extends the last turn of a line is appended to it, any other begins a line of its own, so lines are the
-rows to come. Whoever edits this keeps it free of recursion and of anything that costs (turns x tokens).
+In `Forest` a call extends the turn whose prompt and sample are the longest exact beginning of its prompt.
+Candidates are found by a hash at the lengths at which turns end and proven by comparing memory, in time
+linear in the prompt. Ids lie in lines: a call that extends the last turn of a line is appended to it, any
+other begins a new line, so lines are the rows to come. Keep it free of recursion, of a Python object for each
+id, and of anything that costs turns times tokens.
 """
 
 from array import array
@@ -28,7 +25,7 @@ from polarnode.core.conversation import Sampling, Usage
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Turn, TurnKind, VersionSpan
 
-# ── calls ────────────────────────────────────────────────────────────
+# ── recorded calls ────────────────────────────────────────────────────────────────────────────────
 
 Name = str | int | float
 LARGEST_ID: Final = 2**31 - 1
@@ -179,7 +176,7 @@ def _shown(value: Any) -> str:
             return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-# ── forest ────────────────────────────────────────────────────────────
+# ── forest ────────────────────────────────────────────────────────────────────────────────────────
 
 # What a call did to the rows: it went on in one, or began one, as the first of its session, as a repeated
 # prompt, or because its prompt did not hold the reply that came before.

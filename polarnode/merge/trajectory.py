@@ -1,8 +1,8 @@
-"""A session's turns, outcome and verdict as one trajectory: built, checked against the laws, and never lost.
+"""Assemble a session's turns, outcome and verdict into a checked trajectory.
 
-Pure. The last stop before the journal: a trajectory whose traces break a law is published without them, as an
-error with the numbers, so that a bug of ours can not become a gradient and its turns are still there to be
-looked at.
+Pure; the last step before the journal. A trajectory that violates an invariant is published without traces,
+as an error with the numbers: a bug of polarnode never becomes a gradient, and the turns are kept for
+inspection.
 """
 
 from collections.abc import Mapping, Sequence

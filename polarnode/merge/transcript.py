@@ -1,9 +1,7 @@
-"""What was said in a session, in words: what each turn heard, and the conversation that a line of turns adds
-up to.
+"""Conversations rebuilt from turns: the new messages of each turn, and the whole conversation of a line.
 
-Pure. The rule for whoever edits it: nothing here is read back from tokens. A message is what the client sent
-and the template was given, an answer what the client was given; what a turn does not know is not guessed, and
-a conversation with a gap is none.
+Pure. Messages are what the client sent and the template was given, answers what the client was given; nothing
+is decoded from tokens. A conversation with a gap is None, never guessed.
 """
 
 from collections.abc import Mapping, Sequence

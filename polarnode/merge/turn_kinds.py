@@ -1,8 +1,8 @@
-"""Who stands beside whom: every turn of a session that was asked, ended or under way, and what a new one is
-called for it.
+"""The graph of a session's turns, ended or under way, and the kind, reason and lineage of each new one.
 
-Words only: nothing here decides which tokens a prompt has. Whoever edits this keeps it rebuildable from the
-turns alone, because a session is restored from them; and cheap, because it is asked with every request.
+Kinds and reasons label turns for reports; they never change the tokens of a prompt. The graph can be rebuilt
+from the turns alone, because sessions are restored from them, and each look-up is cheap, because every
+request makes one.
 """
 
 from collections.abc import Iterator

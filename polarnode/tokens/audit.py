@@ -1,19 +1,14 @@
-"""What a chat template can not be asked, found by trying it once at load: a role it moves or refuses, tools
-or calls it leaves out.
+"""Load-time checks of a chat template: what it cannot show, and whether its turns can be extended.
 
-A request that holds such a thing is refused with a sentence, because otherwise the model would answer without
-having seen it, or seen it in another place. System messages alone are shown otherwise where that loses no
-word, and the turn says so: harnesses put reminders into the middle of a conversation, and a refusal would end
-the run. Whoever adds a way for templates to lose something adds a probe here; its texts are ones that no
-template writes by itself.
+`Limits` tries the template once. A request that needs what the template moves, refuses or leaves out is
+refused with a sentence, because the model would otherwise answer without having seen it. System messages
+alone are shown in another way where that loses no word, with a note on the turn, because harnesses put
+reminders into the middle of a conversation.
 
-The load-time audit of a chat template: whether what follows a turn can be rendered without what came before
-it.
-
-A template that writes a message differently after another history would make prompts that no training render
-equals, silently. It is refused here, once, with a sentence; where a family's own template does so by a fault
-of its own, the family's row says it and it is a note. Whoever adds a way for templates to differ (a role, a
-setting) adds it to the grid below.
+`audit` refuses a template that writes a message differently after another history: its prompts would equal no
+training render. A known fault of a family's own template is a note instead. Add a probe for each new way in
+which templates lose text, and a case to the grid for each new way in which they differ. The probes' texts are
+ones that no template writes by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +21,7 @@ from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolC
 from polarnode.core.errors import ModelError, Refused
 from polarnode.tokens.rendering import AnsweredTurn, Renderer
 
-# ── limits ────────────────────────────────────────────────────────────
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["tools", "calls", "tool", "late system", "two systems"]
 
@@ -60,7 +55,7 @@ _OTHERWISE: Final[Mapping[Kind, str]] = {
 
 @frozen
 class Limits:
-    """What the template can not be asked, and the sentence it is refused with; `otherwise`: what of it is
+    """What the template cannot be asked, and the sentence it is refused with; `otherwise`: what of it is
     shown in another way instead, and how.
     """
 
@@ -106,7 +101,7 @@ class Limits:
     def check(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> None:
-        """Refused for what the template can not be asked. `follows`: the messages come after others."""
+        """Refused for what the template cannot be asked. `follows`: the messages come after others."""
         for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
             if kind in self.sentences:
                 raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
@@ -203,7 +198,7 @@ _SHOWN_SO: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
 }
 
 
-# ── audit ────────────────────────────────────────────────────────────
+# ── audit ─────────────────────────────────────────────────────────────────────────────────────────
 
 _ANSWER: Final = "ANSWER"
 _THOUGHT: Final = "THOUGHT"

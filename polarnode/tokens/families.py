@@ -1,23 +1,13 @@
-"""What differs between model families once a tokenizer is known: a turn's marks in the model's own ids, and
-how it writes calls.
+"""Model families: the marks of a turn in the model's own ids, and how the family writes tool calls.
 
-A value and one function, so that whoever reads samples and whoever renders prompts agree on them.
-`families.py` holds the table that fills it in. Whoever adds a field gives it a value that means "this family
-has no such thing", and says in one line what it changes.
+`Family` is the value that readers of samples and renderers of prompts share. `ROWS` is the table of families;
+`family_of` finds the one row whose control strings and template fit a tokenizer. A model is recognised by
+what its template writes for a probe (a question, a call and another question), never by its name, because
+fine-tunes keep the name and change the template.
 
-The table of model families: one row a family, what its tokenizer and template must show to be of it, and what
-its marks mean.
-
-Whoever adds a family adds a row, a fixture in `tests/kits/family_fixtures.py` and a golden file;
-`Template.audit` then says whether it can be served faithfully. A row is recognised by control strings and by
-what the template writes for the probe of `families.py`, a question, one call and another question; never by a
-model's name, because fine-tunes keep the one and change the other.
-
-Which family a model is of: the row of `rows.py` that its control strings and its template fit, in the model's
-own ids.
-
-The rule for whoever edits it: a model is recognised by what its template does with the probe, never by its
-name, and by one row only.
+To add a family: a row, a fixture in `tests/kits/family_fixtures.py` and a golden file; `Template.audit` then
+says whether it can be served faithfully. A new field of `Family` needs a value that means "not in this
+family".
 """
 
 from collections.abc import Mapping
@@ -29,14 +19,14 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import ModelError, Refused
 from polarnode.core.ports import Tokenizer
 
-# ── family ────────────────────────────────────────────────────────────
+# ── family ────────────────────────────────────────────────────────────────────────────────────────
 
 # text: visible. thinking, call: between their marks. between: inside a section of calls, where only calls
 # count. header: Harmony's, from a message's start to its `message` mark; what it says decides what follows.
 Mode = Literal["text", "thinking", "call", "between", "header"]
 
 CallSyntax = Literal[
-    "none",  # it can not call: no marks, and its template shows no tools
+    "none",  # it cannot call: no marks, and its template shows no tools
     "json",  # {"name": ..., "arguments": {...}}
     # the same without marks: an answer that is one such object; Llama's `parameters` for `arguments`
     "bare_json",
@@ -93,7 +83,7 @@ class Family:
     Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a
     call's head from its arguments. `manner` is how its template wants messages; `known_differences` names
     cases of the audit where a turn's extension differs from a full render through a fault of the family's own
-    template, with the reason; `refuses` says what its template can not be asked. `think_label` is what stands
+    template, with the reason; `refuses` says what its template cannot be asked. `think_label` is what stands
     behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
     """
 
@@ -144,7 +134,7 @@ class Family:
         return "thinking" if token == self.think_open else mode
 
 
-# ── rows ────────────────────────────────────────────────────────────
+# ── table of families ─────────────────────────────────────────────────────────────────────────────
 
 Pair = tuple[str, str]
 _EITHER: Final = Manner(arguments="either")
@@ -315,7 +305,7 @@ ROWS: Final = (
         manner=Manner(arguments="either", thinking="thinking", text_apart=True, one_call=True),
         refuses={
             "several results": (
-                "shows a result under the name of the last call, so that several calls of one turn can not be"
+                "shows a result under the name of the last call, so that several calls of one turn cannot be"
                 " answered"
             )
         },
@@ -429,7 +419,7 @@ ROWS: Final = (
 )
 
 
-# ── families ────────────────────────────────────────────────────────────
+# ── recognition ───────────────────────────────────────────────────────────────────────────────────
 
 _ARGUMENTS: Final[dict[str, Json]] = {"b": 1, "a": "x"}
 _TEXT: Final = '{"b": 1, "a": "x"}'

@@ -1,17 +1,13 @@
-"""Visible text, thinking and calls in the order they come, and how much of them may be shown already.
+"""Visible text, thinking and calls of a sample, in order, and how much of them may be streamed already.
 
-Two rules live here and nowhere else. Newlines at the edges of a part are separators the template taught, not
-text: leading ones are dropped, trailing ones wait for what follows, and are shown if the same part goes on. A
-stop string is looked for in visible text only. The parts of an answer are folded from the very deltas given
-out, so that a stream can not differ from the whole. Where logprobs are asked for, each text comes with those
-of the tokens that wrote it, and they are shown, held back and dropped with it.
+`Writing` decides what text and marks are and holds back what is not decided yet; `Flow` decides what may be
+shown. `parser` finds the marks among the ids. Newlines at the edges of a part are separators: leading ones
+are dropped, trailing ones wait for what follows and are shown if the same part goes on. Stop strings are
+looked for in visible text only.
 
-What a sample's text and marks make of it: visible text, thoughts and calls, and what is held back until it is
-known which.
-
-The rule for whoever edits it: what is held back comes out as what it turned out to be, letter for letter, or
-was a separator; and nothing here depends on how the text was cut into pieces. `parse.py` finds the marks
-among the ids, `flow.py` says what of it may be shown.
+Invariants: what is held back comes out verbatim, or was a separator; nothing depends on how the text was cut
+into pieces. The parts of an answer are folded from the deltas themselves, so that a stream cannot differ from
+the whole. Logprobs are shown, held back and dropped with the text that their tokens wrote.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,7 +33,7 @@ from polarnode.tokens.syntax.body import CallBody, Region
 from polarnode.tokens.syntax.json_calls import Begun
 from polarnode.tokens.tool_calls import SPACE, ReadCall
 
-# ── flow ────────────────────────────────────────────────────────────
+# ── what may be shown ─────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["text", "thinking"]
 TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where nobody asks for them
@@ -83,7 +79,7 @@ class Flow:
     _taken: list[Delta] = field(default=Factory(list), init=False)
 
     def write(self, kind: Kind, text: str, logprobs: TokenLogprobs = ()) -> None:
-        """More of one kind; shown when it can not be a separator or the start of a stop string any more."""
+        """More of one kind; shown when it cannot be a separator or the start of a stop string any more."""
         if self.stopped is not None:
             return
         if kind != self._kind:
@@ -203,7 +199,7 @@ def _part(delta: TextDelta | ThinkingDelta, text: str) -> Part:
             assert_never(delta)
 
 
-# ── writing ────────────────────────────────────────────────────────────
+# ── what is being written ─────────────────────────────────────────────────────────────────────────
 
 _LogprobList = list[TokenLogprob]
 
@@ -361,7 +357,7 @@ class Writing:
         return READERS[self.family.call_syntax](self._body(start), self._tools)
 
     def _end_call(self, close: str, logprobs: _LogprobList) -> bool:
-        """Read the call that is held back; one that can not be read becomes the visible text it was sampled
+        """Read the call that is held back; one that cannot be read becomes the visible text it was sampled
         as.
         """
         read = self._read_calls(self._body_at)

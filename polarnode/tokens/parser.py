@@ -1,15 +1,11 @@
-"""Which ids mean something to a reader of samples, by what is being written; all others are text there.
+"""Sampled ids into text, thinking and tool calls, as they arrive.
 
-The rule for whoever edits it: a mark means something only where it can, and what it means is said by
-`Family.after` or, for Harmony, by the parser. Inside a call every control token is told apart, because a tag
-is one only where it was sampled as one.
+Marks are recognised by token id: a control string that the model spelled in ordinary tokens is text. A call
+that cannot be read is returned as the text it was sampled as, and counted. `watched` says which ids mean
+something in each parser state; `Family.after` or, for Harmony, the parser says what. Inside a call every
+control token is kept apart, because a tag is a tag only where it was sampled as one.
 
-Sampled ids back into text, thinking and tool calls, as they come.
-
-By token id: a control string the model spelled in ordinary tokens is text. Strict: a call that can not be
-read is given back as the text it was sampled as, and counted. Nothing here is ever encoded again; whoever
-edits this keeps streamed and whole answers the same. What a mark means is said by `writing.py`, what a call
-is by `syntax/`.
+Invariant: streamed and whole answers are the same, and nothing is encoded again.
 """
 
 import codecs
@@ -24,7 +20,7 @@ from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
 from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 
-# ── modes ────────────────────────────────────────────────────────────
+# ── parser states ─────────────────────────────────────────────────────────────────────────────────
 
 _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between")
 
@@ -63,7 +59,7 @@ def _harmony(
     }
 
 
-# ── parse ────────────────────────────────────────────────────────────
+# ── parser ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)

@@ -1,24 +1,17 @@
-"""Our conversation in the shape chat templates read: OpenAI's messages and tools, as dictionaries, in the
-manner a family's template wants.
+"""Chat templates at the level of text: a whole conversation, and what follows an assistant's turn.
 
-Whoever edits this keeps to what transformers' templates expect: `content` is a string, never None;
-`arguments` is an object whose keys stand in the client's order; what is absent is left out, because templates
-ask `is defined`. What a template would leave out of a message is shown as a message of its own, so that
-nothing a client said vanishes.
+`messages_shape` and `tools_shape` give OpenAI's messages and tools as dictionaries, in the manner of the
+family's template: `content` is a string, never None; `arguments` is an object in the client's key order; what
+is absent is left out, because templates ask `is defined`. What a template would leave out of a message
+becomes a message of its own.
 
-Whether a template wrote all that a client said: no text may vanish in it silently.
+`Renderer.following` uses the marker method: it renders a made-up question, a made-up answer with a mark, then
+the new messages, and takes what stands after the answer's end. Where calls are answered the mark stands in
+the last call's arguments, because some templates drop a text beside a call. Neither history nor tools are
+rendered, so it costs no more than what is new; `audit` says whether a template allows that.
 
-The rule for whoever edits it: texts are looked for as the template saw them, less the blanks around them,
-which templates trim; one that is neither there nor there as JSON writes it is refused, with a sentence,
-because the model would answer without ever having seen it.
-
-A model's chat template at the level of text: a whole conversation, and what follows an assistant's turn.
-
-The second is the marker method: render a made-up question, a made-up answer with a mark and then what is new,
-and take what stands behind the answer's end. Where calls are answered the mark stands in the last call's
-arguments, because some templates drop a text beside a call. Neither the history nor the tools are rendered
-for it, so it costs no more than what is new; `audit.py` says whether a template allows that. Whoever edits
-this lets no client string reach the template unguarded, and none of it vanish in there.
+Invariants: every client string reaches the template guarded; `check_present` refuses a render in which a text
+is neither there nor there as JSON writes it.
 """
 
 import json
@@ -35,7 +28,7 @@ from polarnode.tokens.families import Family, Manner
 from polarnode.tokens.guard import Guard
 from polarnode.tokens.tool_calls import read_object
 
-# ── shape ────────────────────────────────────────────────────────────
+# ── shapes ────────────────────────────────────────────────────────────────────────────────────────
 
 Shape = dict[str, Json]
 _EITHER: Final = Manner(arguments="either")
@@ -170,7 +163,7 @@ def arguments_shape(call: ToolCall, manner: Manner) -> Json:
     return text if value is None else value
 
 
-# ── presence ────────────────────────────────────────────────────────────
+# ── dropped text check ────────────────────────────────────────────────────────────────────────────
 
 Checked = Mapping[str, Json]
 
@@ -230,7 +223,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
-# ── rendering ────────────────────────────────────────────────────────────
+# ── rendering ─────────────────────────────────────────────────────────────────────────────────────
 
 _QUESTION: Final[Shape] = {"role": "user", "content": "u"}
 _MARK: Final = "MARK"
@@ -335,7 +328,7 @@ class Renderer:
         end = self._ends.search(text, at) if at >= 0 else None
         if end is None:
             raise ModelError(
-                "this chat template does not write an assistant's text and its turn end, so turns can not be"
+                "this chat template does not write an assistant's text and its turn end, so turns cannot be"
                 " extended faithfully"
             )
         if self._goes_on(end[0]):

@@ -1,20 +1,13 @@
-"""The seam between a sampled turn and what is written after it: how a cut turn is closed, and what a template
-would have written there.
+"""Conversations into prompt ids, and the ids that follow a sampled turn.
 
-The rule for whoever edits it: sampled ids are never replaced. What the model sees then differs from its
-template by a token at most, and that is said in a note. A close is the least that ends the turn: an open
-thought first, then the turn; nothing where what follows does it.
+`load_model` loads and audits a checkpoint's tokenizer, family and template. `Template.root` gives the ids of
+a whole conversation, `Template.suffix` those between a sampled turn and the next. Rendered text is split on
+the control strings, which become their ids; what stands between them is encoded by the vocabulary alone.
 
-A conversation into prompt ids; and the ids that follow a turn already sampled, so that the model is asked
-again.
-
-The contract: a sampled token is never encoded again, and no text of a client ever becomes a control token.
-Rendered text is split on the control strings, which become their ids; what stands between is encoded by the
-vocabulary alone. Whoever edits this keeps `suffix` free of everything that came before: it is given the
-sampled ids only to see how they end.
-
-A checkpoint's language, loaded and audited: what the node needs to speak it faithfully, or a ModelError that
-says why it can not.
+Invariants: a sampled token is never replaced or encoded again, and no client text becomes a control token.
+`suffix` depends on the sampled ids only by how they end. A turn boundary is the least that ends a cut turn:
+an open thought first, then the turn, nothing where what follows ends it. Where the model sees another token
+there than its template would write, a note says so.
 """
 
 import json
@@ -36,7 +29,7 @@ from polarnode.tokens.parser import mode_at_end, spoken_ids
 from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer
 from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, TokenizationCache, load_tokenizer
 
-# ── seams ────────────────────────────────────────────────────────────
+# ── turn boundary ─────────────────────────────────────────────────────────────────────────────────
 
 _HERE: Final = "the model sees it so"
 
@@ -110,7 +103,7 @@ def differences(
     return (f"the sample ends with {written!r} where the template {instead}: {_HERE}",)
 
 
-# ── template ────────────────────────────────────────────────────────────
+# ── template ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -257,7 +250,7 @@ def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
     )
 
 
-# ── model ────────────────────────────────────────────────────────────
+# ── loaded model ──────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -296,7 +289,7 @@ def _embedding_size(path: Path) -> int | None:
     config does not say.
     """
     with boundary(
-        ModelError, f"{path / 'config.json'} can not be read; name a folder with a Hugging Face checkpoint"
+        ModelError, f"{path / 'config.json'} cannot be read; name a folder with a Hugging Face checkpoint"
     ):
         config = json.loads((path / "config.json").read_text())
     size = config.get("vocab_size")

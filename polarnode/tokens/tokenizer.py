@@ -1,23 +1,15 @@
-"""A vocabulary without its control tokens: what encodes a client's text, whatever that text holds.
+"""A model's tokenizer and chat template, loaded from its folder. Satisfies `ports.Tokenizer`.
 
-The same model and the same way to cut and normalise text, shared and not copied, without control tokens,
-post-processor, truncation or padding. Only parts that are known to lose nothing are let through, by name:
-whoever adds one to the lists shows that it keeps every byte.
+`plain` makes the tokenizer that encodes client text: the same model, normaliser and pre-tokeniser, without
+control tokens, post-processor, truncation or padding. Only parts that are known to lose nothing are allowed,
+by name. `TokenizationCache` keeps the ids of long texts, because the sessions of a group begin with the same
+50 to 80 KB of system prompt and tools; threads share it without a lock, so what it shares is only read, put
+in whole or replaced whole.
 
-Ids of long texts that come again: the sessions of a group begin with the same system prompt and tools, 50 to
-80 KB of them.
-
-The rule for whoever edits it: no lock can be held here, and several threads use one cache. What is shared is
-only read, put in whole or replaced whole, so that two threads that meet do a piece of work twice and never a
-wrong one.
-
-A model's own tokenizer and chat template, loaded from its folder. Satisfies `ports.Tokenizer`.
-
-Whoever edits this keeps three promises: `encode_plain` never gives a control id whatever the text holds;
-`token_bytes` are the exact bytes the model sampled; what can not be kept for a tokenizer is refused while
-loading, never met while serving. The folder's tokenizer.json is the truth: transformers' classes for single
-models make another tokenizer of some (DeepSeek's). transformers is slow to import, so it is imported when a
-tokenizer is loaded and at no other time.
+Invariants: `encode_plain` never gives a control id; `token_bytes` are the exact bytes that the model sampled;
+a tokenizer for which either fails is refused at load. tokenizer.json in the folder is authoritative:
+transformers' classes for single models change some tokenizers (DeepSeek's). transformers is slow to import,
+so it is imported only when a tokenizer is loaded.
 """
 
 import json
@@ -37,7 +29,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import ModelError, Refused, boundary
 from polarnode.tokens.vocabulary import RANKS, SPACE, check_flags, kind_of, ordinary, read_ranks, spell, state
 
-# ── plain ────────────────────────────────────────────────────────────
+# ── plain tokenizer ───────────────────────────────────────────────────────────────────────────────
 
 _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punctuation"])
@@ -147,7 +139,7 @@ def _parts(config: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
         yield from _parts(part, key)
 
 
-# ── pieces ────────────────────────────────────────────────────────────
+# ── tokenization cache ────────────────────────────────────────────────────────────────────────────
 
 # letters: a shorter piece takes less than 0.2 ms to encode, and there are too many of them
 SHORTEST: Final = 1_000
@@ -188,7 +180,7 @@ class TokenizationCache:
         self._young_bytes += size
 
 
-# ── tokenizer ────────────────────────────────────────────────────────────
+# ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
 
 # Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends,
 # letters that compatibility forms would change, a tag and brackets; normalised already (NFC).
@@ -299,7 +291,7 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> LoadedTokeni
     try:
         return _loaded(chat, vocab_size, sorts_tools=sorts_tools)
     except ModelError as error:
-        raise ModelError(f"the tokenizer in {path} can not be served: {error}") from error
+        raise ModelError(f"the tokenizer in {path} cannot be served: {error}") from error
 
 
 def _with_template(path: Path) -> tuple[Any, bool]:
@@ -313,7 +305,7 @@ def _with_template(path: Path) -> tuple[Any, bool]:
             f"there is no tokenizer.json in {path}: load the tokenizer once with transformers and save it"
             " there (save_pretrained)"
         )
-    with boundary(ModelError, f"the tokenizer in {path} can not be loaded"):
+    with boundary(ModelError, f"the tokenizer in {path} cannot be loaded"):
         # The last is said because transformers otherwise warns of a wrong pattern in whatever folder does not
         # name its version.
         chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)

@@ -1,8 +1,8 @@
-"""Strict JSON for tool calls: what a call is once it is read, and the exact text of what was written.
+"""Strict JSON for tool calls: what a call is once it is read, and the exact text that was written.
 
-Strict, because a repaired call is one the model never made: one object, no duplicate keys, no NaN or
-infinity, no half of a surrogate pair. Whoever edits this changes what counts as malformed in every syntax,
-and so what is trained as a call; keep the tests' list of refusals.
+One object, no duplicate keys, no NaN or infinity, no half of a surrogate pair: a repaired call is one that
+the model never made. A change here changes what counts as malformed in every syntax, and so what is trained
+as a call.
 """
 
 import json

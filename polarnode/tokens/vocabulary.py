@@ -1,22 +1,16 @@
-"""Which of a tokenizer's added tokens are control tokens, and whether they can be kept apart from text.
+"""A tokenizer's vocabulary: its control tokens, the exact bytes of its tokens, and `tiktoken.model` files.
 
-A control token is one that a text can not become: it stands in a prompt only where the template wrote it.
-Some tokenizers also list ordinary text as added tokens (Gemma: runs of newlines, HTML tags), which mean
-nothing and must be found in a client's text as in any other. Whoever edits this: when in doubt a token is a
-control token, for then no client can write it.
+A control token is one that a text cannot become: it stands in a prompt only where the template wrote it.
+Some tokenizers also list ordinary text as added tokens (Gemma: runs of newlines, HTML tags). When in doubt a
+token is a control token, for then no client can write it.
 
-The exact bytes of a vocabulary's tokens, for the two ways in which vocabularies spell bytes.
+Vocabularies spell bytes in two ways: byte-level ones have a letter for each byte; SentencePiece's write
+U+2581 for a space and have a token `<0xAB>` for each byte that no other token spells. Every byte has a token,
+so no client text is lost.
 
-Byte-level ones have a letter for each byte. SentencePiece's write U+2581 for a space and have a token
-`<0xAB>` for each byte that no other token spells. Whoever adds a third way proves it as these are: every byte
-has a token, so no text of a client is ever lost.
-
-A tokenizer from `tiktoken.model` (Kimi): ranks of byte strings, and a pattern that stands in the checkpoint's
-own code.
-
-That code is read and never run: its pattern is a constant, and what it does to a prompt must be what is known
-here. Whoever edits this keeps that: what can not be read with certainty is refused, because a wrong pattern
-cuts texts wrongly and nothing would show it.
+`tiktoken.model` (Kimi) has ranks of byte strings and a pattern in the checkpoint's own code. That code is
+read and never run; what cannot be read with certainty is refused, because a wrong pattern cuts texts wrongly
+and nothing would show it.
 """
 
 import ast
@@ -31,7 +25,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from polarnode.core.errors import ModelError, boundary
 
-# ── added ────────────────────────────────────────────────────────────
+# ── special tokens ────────────────────────────────────────────────────────────────────────────────
 
 
 def ordinary(
@@ -71,7 +65,7 @@ def _stays(text: str, normalizer: Any) -> bool:
     return normalizer is None or normalizer.normalize_str(f"a{text}a") == f"a{text}a"
 
 
-# ── spelling ────────────────────────────────────────────────────────────
+# ── bytes of tokens ───────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["byte-level", "SentencePiece"]
 
@@ -157,7 +151,7 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
-# ── ranks ────────────────────────────────────────────────────────────
+# ── tiktoken ranks ────────────────────────────────────────────────────────────────────────────────
 
 RANKS: Final = "tiktoken.model"
 _REMEDY: Final = (
@@ -181,7 +175,7 @@ def read_ranks(path: Path) -> Ranked:
     """The tokenizer of a folder with `tiktoken.model`. ModelError for one whose code says what we do not
     understand.
     """
-    with boundary(ModelError, f"the tokenizer of {RANKS} can not be read; {_REMEDY}"):
+    with boundary(ModelError, f"the tokenizer of {RANKS} cannot be read; {_REMEDY}"):
         config = json.loads((path / "tokenizer_config.json").read_text())
         ranks = _ranks((path / RANKS).read_bytes())
         code = ast.parse((path / _code_of(config)).read_text())
@@ -224,7 +218,7 @@ def _pattern(code: ast.Module) -> str:
             ]
             if len(pieces) == len(parts):
                 return "|".join(pieces)
-    raise ModelError(f"the pattern of {RANKS} can not be read from the checkpoint's code; {_REMEDY}")
+    raise ModelError(f"the pattern of {RANKS} cannot be read from the checkpoint's code; {_REMEDY}")
 
 
 def _sorts_tools(code: ast.Module) -> bool:

@@ -193,7 +193,7 @@ def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
     (finding,) = doctor.model(tmp_path)
     assert isinstance(finding, Finding)
     assert not finding.ok
-    assert "config.json can not be read" in finding.what
+    assert "config.json cannot be read" in finding.what
     assert "--model" in finding.remedy
 
 

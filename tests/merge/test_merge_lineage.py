@@ -382,7 +382,7 @@ def test_lineages_restored_from_turns_plan_the_same() -> None:
 def test_turns_that_do_not_fit_are_not_restored(change: dict[str, object]) -> None:
     session, _ = busy()
     turns = [*session.turns[:3], evolve(session.turns[3], **change)]
-    with pytest.raises(InvariantViolated, match="can not be restored"):
+    with pytest.raises(InvariantViolated, match="cannot be restored"):
         Lineages.restore(session_id="s-1", secret=SECRET, turns=turns)
 
 

@@ -33,5 +33,5 @@ def test_ids_the_tokenizer_does_not_know_are_the_models_all_the_same(tmp_path: P
 
 
 def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json can not be read"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         load_model(tmp_path)

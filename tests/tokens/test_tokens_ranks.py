@@ -129,7 +129,7 @@ def test_code_that_makes_prompts_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("assigned", ['"|".join(PIECES)', '"a" + "b"', '"|".join(["a", b])'])
 def test_a_pattern_that_is_no_constant(tmp_path: Path, assigned: str) -> None:
     code = CODE.format(pattern=[], more="").replace('"|".join([])', assigned)
-    assert "can not be read from the checkpoint's code; load it once with transformers" in refusal(
+    assert "cannot be read from the checkpoint's code; load it once with transformers" in refusal(
         tmp_path, code=code
     )
 
@@ -140,10 +140,10 @@ def test_a_pattern_as_one_constant(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_or_torn(tmp_path: Path) -> None:
-    assert "can not be read; load it once" in refusal(
+    assert "cannot be read; load it once" in refusal(
         tmp_path, auto_map={"AutoTokenizer": ["../evil.Class", None]}
     )
-    assert "can not be read; load it once" in refusal(tmp_path, code="def (")
+    assert "cannot be read; load it once" in refusal(tmp_path, code="def (")
     (tmp_path / "chat_template.jinja").unlink()
     assert "no chat template" in refusal(tmp_path, template=None)
 

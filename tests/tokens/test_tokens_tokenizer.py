@@ -1,4 +1,4 @@
-"""Loading a tokenizer: plain ids, exact bytes, and every folder that can not be served refused with its
+"""Loading a tokenizer: plain ids, exact bytes, and every folder that cannot be served refused with its
 remedy.
 """
 
@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_there_or_holds_nothing(tmp_path: Path) -> None:
     assert "there is no model folder" in refusal(tmp_path / "none")
     assert "there is no tokenizer.json" in refusal(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    assert "can not be loaded" in refusal(tmp_path)
+    assert "cannot be loaded" in refusal(tmp_path)
 
 
 def test_no_chat_template(tmp_path: Path) -> None:

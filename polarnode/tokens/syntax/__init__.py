@@ -1,13 +1,8 @@
-"""A family that was not taught to call: whatever it writes is text.
+"""How model families write tool calls: the table of syntaxes.
 
-The rule for whoever edits it: there is nothing to read here; a family that calls has another row in the
-table.
-
-How model families write their calls: one small module a syntax, and the table that finds it.
-
-Every module has one function, `read(body, tools)`: all calls of a body, or None if any of it is malformed,
-for then it is given back as the text it was. Whoever adds a syntax adds a module, its word in
-`family.CallSyntax` and its line here.
+A reader takes a body and the tools and returns all calls of the body, or None if any of it is malformed; the
+body is then visible text. To add a syntax, add its reader, its word in `families.CallSyntax` and its line
+here. `read_none` is for families that were not trained to call: whatever they write is text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +14,7 @@ from polarnode.tokens.syntax import harmony, json_calls, tag_calls
 from polarnode.tokens.syntax.body import CallBody
 from polarnode.tokens.tool_calls import ReadCall
 
-# ── none ────────────────────────────────────────────────────────────
+# ── none ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_none(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -27,7 +22,7 @@ def read_none(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | N
     return None
 
 
-# ── syntax ────────────────────────────────────────────────────────────
+# ── syntax ────────────────────────────────────────────────────────────────────────────────────────
 
 Reader = Callable[[CallBody, Sequence[Tool]], tuple[ReadCall, ...] | None]
 

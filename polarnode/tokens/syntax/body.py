@@ -1,9 +1,7 @@
-"""The body of a call: its text, where in it control tokens stand, and a cursor that reads it from left to
-right.
+"""The body of a call: its text, where control tokens stand in it, and a cursor over it.
 
 A tag that is a control token of the model means something only where it was sampled as one; spelled in
-ordinary tokens it is text. Whoever edits this keeps every step forward, so that reading is linear in the body
-whatever a model writes.
+ordinary tokens it is text. The cursor only moves forward, so that reading is linear in the body.
 """
 
 from collections.abc import Container

@@ -1,9 +1,8 @@
-"""gpt-oss's messages: a header says in words to whom and in which channel the model speaks, and so what the
-message behind it is.
+"""gpt-oss's messages: a header names the recipient and the channel, and so says what the message is.
 
 `<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`; the
-first `<|start|>assistant` is the prompt's, and the recipient may stand before the channel. The rule for
-whoever edits it: a header is read whole or not at all, and one that can not be read is shown.
+first `<|start|>assistant` is the prompt's, and the recipient may stand before the channel. Invariant: a
+header is read whole or not at all, and one that cannot be read is shown.
 """
 
 from collections.abc import Sequence

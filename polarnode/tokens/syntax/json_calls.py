@@ -1,27 +1,14 @@
-"""Calls between marks as one JSON object of `name` and `arguments`: Hermes, Qwen3, SmolLM3 and many more.
+"""Calls whose arguments are one strict JSON object, kept as it was written.
 
-The rule for whoever edits it: exactly those two members, and the arguments' text as it was written.
-
-DeepSeek V3's and R1's calls: `function`, the separator, the name, and the arguments in a fence of json.
-
-The rule for whoever edits it: the fence is the template's, letter for letter; what is in it is strict JSON.
-
-DeepSeek V3.1's calls: the name, the separator, the arguments.
-
-The rule for whoever edits it: what is behind the separator is one strict JSON object and nothing else.
-
-Kimi K2's calls: an id that holds the name and a number, `functions.name:0`, then the arguments.
-
-The rule for whoever edits it: the id is the model's own word for its call, and its result is shown to it
-under that id. Kimi counts through the whole conversation, so the number says nothing about the place among an
-answer's calls.
-
-Llama 3's calls: an answer that is one JSON object of `name` and `parameters`, or several with semicolons
-between them, without marks.
-
-The rule for whoever edits it: such an answer can only be known at its end, so it is held back while it may
-still be a call. `Begun` gives up at the first letter that no call has, because an answer that merely is JSON
-must be streamed like any other.
+- `json` (Hermes, Qwen3, SmolLM3 and many more): between marks one object of exactly `name` and `arguments`.
+- `fenced` (DeepSeek V3, R1): `function`, the separator, the name, and the arguments in a json code fence.
+- `separated` (DeepSeek V3.1): the name, the separator, the arguments and nothing else.
+- `numbered` (Kimi K2): an id with the name and a number, `functions.name:0`, then the arguments. The id is
+  the model's own, and its result is shown under it. The number counts through the whole conversation, so it
+  is no place among an answer's calls.
+- `bare_json` (Llama 3): an answer without marks that is one object of `name` and `parameters`, or several
+  with semicolons between them. Only its end decides, so it is held back while it may still be a call; `Begun`
+  gives up at the first letter that no call has, so that an answer that merely is JSON is streamed.
 """
 
 from collections.abc import Sequence
@@ -34,7 +21,7 @@ from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.syntax.tag_calls import is_name
 from polarnode.tokens.tool_calls import SPACE, ReadCall, arguments_of, read_first, read_object
 
-# ── json ────────────────────────────────────────────────────────────
+# ── json ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -48,7 +35,7 @@ def read_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | N
     return (ReadCall(name, arguments),)
 
 
-# ── fenced ────────────────────────────────────────────────────────────
+# ── fenced ────────────────────────────────────────────────────────────────────────────────────────
 
 _OPEN: Final = "\n```json\n"
 _CLOSE: Final = "\n```"
@@ -68,7 +55,7 @@ def read_fenced(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] |
     return (ReadCall(name, arguments.strip(SPACE)),)
 
 
-# ── separated ────────────────────────────────────────────────────────────
+# ── separated ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_separated(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -88,7 +75,7 @@ def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
     return head.strip(SPACE), cursor.rest.strip(SPACE)
 
 
-# ── numbered ────────────────────────────────────────────────────────────
+# ── numbered ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -105,7 +92,7 @@ def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...]
     return (ReadCall(name, arguments, model_id),)
 
 
-# ── bare json ────────────────────────────────────────────────────────────
+# ── bare json ─────────────────────────────────────────────────────────────────────────────────────
 
 _ARGUMENTS: Final = ("parameters", "arguments")
 # Llama shows tools with `"type": "function"`, and at times repeats it in a call
@@ -140,7 +127,7 @@ def _call(value: dict[str, Json], text: str) -> ReadCall | None:
 
 @define(eq=False)
 class Begun:
-    """Whether a text, letter by letter, may still be the beginning of such an answer."""
+    """Whether a text, read piece by piece, may still become such an answer."""
 
     _keys: set[str] = field(factory=set, init=False)
     _depth: int = field(default=0, init=False)

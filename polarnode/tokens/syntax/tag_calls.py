@@ -1,34 +1,18 @@
-"""Calls as tags, each parameter between tags of its own, its value bare text: what two syntaxes share but for
-the tags.
+"""Calls written as tags: names and parameters between tags, values as bare text.
 
-The rule for whoever edits it: every tag is closed by its own, nothing but blanks stands between them, and a
-value ends at the first tag that closes it, because the models' templates escape nothing. An opening tag
-inside a value is one that was left unclosed before it.
+Every tag is closed by its own, only blanks stand between tags, and a value ends at the first tag that closes
+it, because the templates escape nothing. An opening tag inside a value means that the tag before it was left
+unclosed.
 
-GLM 4.5's and 4.6's calls: the name, then <arg_key> and <arg_value> in turns, with or without newlines between
-them.
-
-The rule for whoever edits it: these tags are control tokens of GLM's tokenizers, so one that a value spells
-is text.
-
-Qwen3-Coder's, Qwen3.5's and Qwen3.6's calls: <function=name> with each parameter between <parameter=key> and
-</parameter>.
-
-The rule for whoever edits it: the template writes one newline on either side of a value, and only that one is
-no part of it.
-
-MiniMax M2's calls: one pair of marks around any number of <invoke name="...">, each parameter in <parameter
-name="...">.
-
-The rule for whoever edits it: a value is all of the text between its tags, because the template writes
-nothing around it.
-
-Gemma 4's calls: call:name{key:value}, with strings between marks of their own and everything else as JSON has
-it.
-
-The rule for whoever edits it: the quote is a control token of Gemma's tokenizers and nothing in a string is
-escaped, so a string ends at the next quote that was sampled as one. Whole arguments are written anew as JSON,
-in the model's order and with its own numbers.
+- `arg_xml` (GLM 4.5, 4.6): the name, then <arg_key> and <arg_value> in turns. The tags are control tokens of
+  GLM's tokenizers, so a tag that a value spells is text.
+- `function_xml` (Qwen3-Coder, Qwen3.5, Qwen3.6): <function=name>, each parameter between <parameter=key> and
+  </parameter>. The template writes one newline on either side of a value; only that one is dropped.
+- `invoke_xml` (MiniMax M2): one pair of marks around any number of <invoke name="...">, each parameter in
+  <parameter name="...">. A value is all of the text between its tags.
+- `braces` (Gemma 4): call:name{key:value}, strings between quote tokens, everything else as in JSON. A string
+  ends at the next quote that was sampled as a control token. Arguments are written as JSON again, in the
+  model's order and with its own numbers.
 """
 
 import json
@@ -42,7 +26,7 @@ from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.syntax.values import arguments_json
 from polarnode.tokens.tool_calls import SPACE, ReadCall, read_value
 
-# ── tagged ────────────────────────────────────────────────────────────
+# ── shared by tag syntaxes ────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -101,7 +85,7 @@ def is_name(text: str) -> bool:
     return bool(text) and text == text.strip() and not any(letter in text for letter in '<>"\n')
 
 
-# ── arg xml ────────────────────────────────────────────────────────────
+# ── arg xml ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -132,7 +116,7 @@ def _pair(cursor: Cursor) -> tuple[str, str] | None:
     return key.strip(SPACE), value
 
 
-# ── function xml ────────────────────────────────────────────────────────────
+# ── function xml ──────────────────────────────────────────────────────────────────────────────────
 
 _FUNCTION_TAGS: Final = Tags(
     call=("<function=", ">", "</function>"),
@@ -146,7 +130,7 @@ def read_function_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, 
     return read_tagged(body, tools, _FUNCTION_TAGS)
 
 
-# ── invoke xml ────────────────────────────────────────────────────────────
+# ── invoke xml ────────────────────────────────────────────────────────────────────────────────────
 
 _INVOKE_TAGS: Final = Tags(
     call=('<invoke name="', '">', "</invoke>"),
@@ -160,7 +144,7 @@ def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ..
     return read_tagged(body, tools, _INVOKE_TAGS)
 
 
-# ── braces ────────────────────────────────────────────────────────────
+# ── braces ────────────────────────────────────────────────────────────────────────────────────────
 
 QUOTE: Final = '<|"|>'
 # None: Gemma 4's first templates write Python's

@@ -1,8 +1,7 @@
-"""A value that a model wrote as bare text between tags, as JSON: what it is, a tool's JSON Schema says.
+"""Parameter values that a model wrote as bare text, as JSON of the type that the tool's JSON Schema names.
 
-The rule for whoever edits it: a string stays letter for letter, anything else is JSON as strict as a whole
-call's, in the model's own spelling. Text that is not what its schema asks for stays a string: the call was
-made, and it is the harness that answers a wrong argument.
+A string stays verbatim; any other value is strict JSON in the model's own spelling. Text that does not fit
+its schema stays a string: the call was made, and it is the harness that answers a wrong argument.
 """
 
 import json
