@@ -1,9 +1,5 @@
-"""The command line: `polarnode --gpus 0-7` serves; `run`, `submit`, `watch`, `export`, `inspect`, `doctor`,
-`gym-agent` are among its verbs.
-"""
+"""The command line: `polarnode --gpus 0-7` serves a node; `polarnode --help` lists the commands."""
 
-from polarnode.cli.main import gym_agent, main
-
-main.add_command(gym_agent)
+from polarnode.cli.main import main
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""`python -m polarnode.cli`: the command where no script of it is installed."""
+"""`python -m polarnode.cli`: the command line without an installed script."""
 
 from polarnode.cli.main import main
 

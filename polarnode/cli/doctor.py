@@ -1,14 +1,8 @@
-"""What a model speaks, as a table for people: its ids, how its turns end, how it calls and thinks, and what
-its template can not be asked.
+"""`polarnode doctor`: check whether a node can start on this machine, and describe the model it would serve.
 
-Pure: a loaded model in, rich renderables out. Whoever adds a call syntax adds its words to `_SYNTAXES`; a row
-says nothing that a model does not do.
-
-`polarnode doctor`: what this machine has for a node, what it lacks, and what to do. Starts no engine and no
-container; asks each judge one word.
-
-The rule for whoever edits it: a finding is not ok only where a node would not start with these settings; what
-only costs speed is ok and says so.
+It starts no engine and no container, and asks each configured judge one short question. Invariant: a finding
+is not ok only if a node would not start with these settings; what only costs speed is ok, with a remedy. Each
+new tool-call syntax needs a description in `_SYNTAXES`.
 """
 
 import importlib.metadata
@@ -40,35 +34,35 @@ from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
 from polarnode.tokens.template import LoadedModel, load_model
 
-# ── language ────────────────────────────────────────────────────────────
+# ── model ─────────────────────────────────────────────────────────────────────
 
 _SYNTAXES: Final[Mapping[CallSyntax, str]] = {
-    "none": "none: it has no way to call tools",
+    "none": "none: the model cannot call tools",
     "json": 'JSON, {"name": …, "arguments": {…}}',
     "bare_json": 'the whole answer is JSON, {"name": …, "parameters": {…}}',
     "function_xml": "XML, <function=name><parameter=key>value</parameter></function>",
     "invoke_xml": 'XML, <invoke name="name"><parameter name="key">value</parameter></invoke>',
     "arg_xml": "name<arg_key>key</arg_key><arg_value>value</arg_value>",
-    "fenced": "function, its name, and the arguments in a fence of JSON",
-    "separated": "its name, a separator and JSON arguments",
+    "fenced": "the word function, the name, and the arguments in a JSON code block",
+    "separated": "the name, a separator and JSON arguments",
     "numbered": "functions.name:0 and JSON arguments",
     "braces": "call:name{key:value}",
-    "harmony": "a message to functions.name, whose text is JSON arguments",
+    "harmony": "a message to functions.name with JSON arguments",
 }
-_ASKED: Final = {True: "with thinking on", False: "with thinking off"}
+_THINKING: Final = {True: "with thinking on", False: "with thinking off"}
 _NEW: Final = {"user": Message(role="user", text="x"), "tool": Message(role="tool", text="x", call_id="c")}
 _REFUSED: Final[Mapping[str, str]] = {
     "tools": "tools",
-    "calls": "calls of tools",
-    "tool": "results of tools",
-    "late system": "system messages after the head",
-    "two systems": "two system messages at the head",
-    "several results": "results of several calls of one turn",
+    "calls": "tool calls",
+    "tool": "tool results",
+    "late system": "system messages after the first user message",
+    "two systems": "two system messages at the start",
+    "several results": "results of several calls in one turn",
 }
 
 
 def language(model: LoadedModel) -> Table:
-    """The table."""
+    """What the model's template and vocabulary can express, as a table."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -78,7 +72,7 @@ def language(model: LoadedModel) -> Table:
 
 
 def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
-    """Each line of it: what it is about, and what is so."""
+    """The rows of the table: a property of the model and its value."""
     family, names = model.family, {number: text for text, number in model.tokenizer.control.items()}
     yield "family", family.name
     yield (
@@ -87,7 +81,7 @@ def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
     )
     yield "ends a turn", ", ".join(f"{names[token]} ({token})" for token in family.stop_ids)
     if family.turn_end is None:
-        yield "", "no mark of its own: the next header ends a turn, and a sample that was cut"
+        yield "", "no token of its own: the next header ends a turn, also one that was cut"
     yield "calls", _calls(family, names)
     yield "thinking", _thinking(model, names)
     if family.harmony is not None or family.think_open is not None:
@@ -98,7 +92,7 @@ def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
         for kind in dict.fromkeys((*limits.sentences, *family.refuses))
         if kind not in limits.otherwise
     ]
-    yield "refuses", ", ".join(refused) or "nothing: every role and tools are taken"
+    yield "refuses", ", ".join(refused) or "nothing: it takes tools and every role"
 
 
 def _calls(family: Family, names: Mapping[int, str]) -> str:
@@ -110,17 +104,17 @@ def _calls(family: Family, names: Mapping[int, str]) -> str:
 def _thinking(model: LoadedModel, names: Mapping[int, str]) -> str:
     family = model.family
     if family.harmony is not None:
-        return "messages of the channel analysis"
+        return "messages in the analysis channel"
     if family.think_open is None or family.think_close is None:
-        return "none: it has no marks for thoughts"
-    told = {asked: _opened(model, asked) for asked in (None, True, False)}
-    said = ["the prompt opens it" if told[None] else "the model opens it"]
-    said += [
-        f"{words} {'the prompt opens it' if told[asked] else 'it does not'}"
-        for asked, words in _ASKED.items()
-        if told[asked] != told[None]
+        return "none: it has no thinking tokens"
+    opened = {thinking: _opened(model, thinking) for thinking in (None, True, False)}
+    parts = ["the prompt opens it" if opened[None] else "the model opens it"]
+    parts += [
+        f"{words} {'the prompt opens it' if opened[thinking] else 'it does not'}"
+        for thinking, words in _THINKING.items()
+        if opened[thinking] != opened[None]
     ]
-    return f"{names[family.think_open]} to {names[family.think_close]}; {', '.join(said)}"
+    return f"{names[family.think_open]} to {names[family.think_close]}; {', '.join(parts)}"
 
 
 def _opened(model: LoadedModel, thinking: bool | None) -> bool:
@@ -130,20 +124,19 @@ def _opened(model: LoadedModel, thinking: bool | None) -> bool:
 
 
 def _earlier(model: LoadedModel) -> str:
-    """What the template does with thoughts of earlier turns when a user or a tool speaks."""
+    """What the template does with the thinking of earlier turns before a user or tool message."""
     after = [role for role, new in _NEW.items() if model.template.drops_thinking_before((new,))]
-    left_out = (
-        f"left out by the template before {' and '.join(f'{role} messages' for role in after)}"
+    dropped = (
+        f"dropped by the template before {' and '.join(f'{role} messages' for role in after)}"
         if after
         else "kept by the template"
     )
-    return f'{left_out}; sampled thoughts are kept in any case, unless a task says thinking = "template"'
+    return f'{dropped}; sampled thinking is kept anyway, unless the task sets thinking = "template"'
 
 
-# ── doctor ────────────────────────────────────────────────────────────
+# ── machine ───────────────────────────────────────────────────────────────────
 
-# seconds for a judge's answer to a question of one word; a server that loads its model takes longer, and is
-# not ready
+# seconds for a judge's answer to the probe; a server that is still loading its model takes longer
 JUDGE_S = 30.0
 PROBE = Question(
     messages=({"role": "user", "content": 'Answer with the JSON object {"ready": true} and nothing else.'},),
@@ -154,12 +147,12 @@ PROBE = Question(
         "additionalProperties": False,
     },
 )
-NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs where a driver is broken
+NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs with a broken driver
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
 
 def examine(config: NodeConfig) -> int:
-    """Print every finding as it is made; returns 0 when a node would start here."""
+    """Print each finding as it is made; returns the exit code, 0 if a node can start here."""
     console, faults = open_console(), 0
     for finding in findings(config):
         if isinstance(finding, Table):
@@ -169,12 +162,13 @@ def examine(config: NodeConfig) -> int:
         faults += not finding.ok
     if faults:
         console.print(
-            f"\n{faults} of these in the way (✗): do what the arrows say, then run polarnode doctor again",
+            f"\n{faults} checks failed (✗): follow the arrows, then run polarnode doctor again",
             style="red",
         )
     else:
         console.print(
-            f"\na node starts here; try: polarnode run {_where(config)} examples/demo/pi.toml", style="green"
+            f"\na node can start here; try: polarnode run {_where(config)} examples/demo/pi.toml",
+            style="green",
         )
     return int(faults > 0)
 
@@ -184,8 +178,8 @@ def _where(config: NodeConfig) -> str:
 
 
 def findings(config: NodeConfig) -> Iterator[Finding | Table]:
-    """Everything, the quick first. The model takes seconds: its tokenizer is loaded and its template audited,
-    and a table says what it speaks.
+    """All findings, quick ones first. The model takes seconds: its tokenizer is loaded, its template audited,
+    and a table describes it.
     """
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
     yield from trio.run(probe, state_dir).findings
@@ -201,7 +195,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
 
 
 def show(console: Console, finding: Finding) -> None:
-    """A finding in one line, and what to do in another."""
+    """Print a finding on one line and its remedy, if any, on the next."""
     mark = Text("✓ ", style="green") if finding.ok else Text("✗ ", style="red")
     console.print(mark + Text(harmless(f"{finding.name}: {finding.what}")))
     if finding.remedy:
@@ -209,7 +203,7 @@ def show(console: Console, finding: Finding) -> None:
 
 
 def sglang(config: NodeConfig) -> Finding:
-    """The engine's package, looked up without importing it: the node's process never does."""
+    """The engine's package. It is looked up but not imported, as in the node's process."""
     if importlib.util.find_spec("sglang") is None:
         return Finding(
             name="sglang",
@@ -227,18 +221,16 @@ def sglang(config: NodeConfig) -> Finding:
 
 
 def simulated(config: NodeConfig) -> Finding:
-    """That answers will be random is said first of all; nothing of the machine can stand in the way of it."""
-    hosts, told = max(1, len(config.gpus) // config.tp), config.simulated
-    speed = f"{hosts} × {told.max_running} requests of {told.tokens_per_s:g} tokens/s"
+    """The simulated engine: it starts on any machine, and its answers are random."""
+    hosts, settings = max(1, len(config.gpus) // config.tp), config.simulated
+    speed = f"{hosts} × {settings.max_running} requests at {settings.tokens_per_s:g} tokens/s"
     return Finding(
         name="engine", ok=True, what=f"simulated: EVERY ANSWER IS RANDOM, no model is loaded; {speed}"
     )
 
 
 def gpus(config: NodeConfig) -> Finding:
-    """The GPUs nvidia-smi lists, against those the node is to use. None is no fault where none is
-    asked for.
-    """
+    """The GPUs that nvidia-smi lists and those the config names. Having none is ok if none are named."""
     if shutil.which("nvidia-smi") is None:
         return _gpus(config, 0)
     try:
@@ -250,7 +242,7 @@ def gpus(config: NodeConfig) -> Finding:
             name="gpus",
             ok=False,
             what="nvidia-smi does not answer",
-            remedy="look at the driver: dmesg | grep -i nvrm",
+            remedy="check the driver: dmesg | grep -i nvrm",
         )
     return _gpus(config, sum(line.startswith("GPU ") for line in listed.splitlines()))
 
@@ -262,22 +254,22 @@ def _gpus(config: NodeConfig, count: int) -> Finding:
         remedy = (
             f"use --gpus 0-{count - 1}"
             if count
-            else "use --cpu, or look for the driver: nvidia-smi -L should list them"
+            else "use --cpu, or install the driver: nvidia-smi -L must list the GPUs"
         )
-        return Finding(name="gpus", ok=False, what=f"{count} are there, and not {named}", remedy=remedy)
+        return Finding(name="gpus", ok=False, what=f"{count} found, but not GPU {named}", remedy=remedy)
     return Finding(
         name="gpus", ok=True, what=f"{count}: use --gpus 0-{count - 1}" if count else "none: use --cpu"
     )
 
 
 def disk(state_dir: Path) -> Finding:
-    """Room for images where Podman keeps them."""
+    """Free space where Podman keeps images."""
     place = next(folder for folder in (state_dir, *state_dir.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     remedy = (
         ""
         if free >= ENOUGH_DISK
-        else "free some, or set POLARNODE_PODMAN_DIR to a folder on a larger disk (images take about 4 GB)"
+        else "free space, or set POLARNODE_PODMAN_DIR to a folder on a larger disk (images take about 4 GB)"
     )
     return Finding(
         name="disk",
@@ -288,7 +280,7 @@ def disk(state_dir: Path) -> Finding:
 
 
 def recipes(config: NodeConfig) -> Finding:
-    """The runtimes a harness can run in."""
+    """The recipes of runtimes that harnesses run in."""
     try:
         folder = Path(config.runtimes_dir) if config.runtimes_dir else default_runtimes_dir()
         return Finding(
@@ -301,12 +293,12 @@ def recipes(config: NodeConfig) -> Finding:
             name="runtimes",
             ok=False,
             what=str(error),
-            remedy="set POLARNODE_RUNTIMES_DIR to the folder runtimes/ of a checkout",
+            remedy="set POLARNODE_RUNTIMES_DIR to the runtimes/ folder of a checkout",
         )
 
 
 def _carried(found: Recipes) -> str:
-    """`base, pi (for pi)`: each recipe, and the harnesses it carries."""
+    """Each recipe and its harnesses: `base, pi (for pi)`."""
     return ", ".join(
         recipe.name + (f" (for {', '.join(recipe.config.harnesses)})" if recipe.config.harnesses else "")
         for recipe in found.by_name.values()
@@ -314,36 +306,39 @@ def _carried(found: Recipes) -> str:
 
 
 def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Each judge, asked one small question in the form it is asked for verdicts. One that is silent keeps no
-    node from starting.
-    """
-    for name, told in config.judges.items():
-        yield trio.run(judge, name, told, environment)
+    """Each judge, asked one short question in the form used for verdicts. A node starts without an answer."""
+    for name, settings in config.judges.items():
+        yield trio.run(judge, name, settings, environment)
 
 
-async def judge(name: str, told: JudgeConfig, environment: Mapping[str, str]) -> Finding:
-    """Whether it answers, in its form."""
-    here, once = f"judge {name}", evolve(told, attempts=1, answer_s=min(told.answer_s, JUDGE_S))
+async def judge(name: str, settings: JudgeConfig, environment: Mapping[str, str]) -> Finding:
+    """Whether a judge answers in the form it is asked for."""
+    label, once = f"judge {name}", evolve(settings, attempts=1, answer_s=min(settings.answer_s, JUDGE_S))
     try:
         async with open_judges({name: once}, environment) as opened:
             answer = await opened(name).ask(PROBE)
             codec.structure(json_of(answer), dict[str, bool])
     except ConfigError as error:
         return Finding(
-            name=here, ok=False, what=str(error), remedy=f"export {told.key_env}=… before the node starts"
+            name=label,
+            ok=False,
+            what=str(error),
+            remedy=f"export {settings.key_env}=… before the node starts",
         )
     except (EvaluatorError, Refused) as error:
         remedy = (
-            f"sessions whose evaluator asks it will end without a reward: look at {told.base_url}, its key,"
+            f"sessions whose evaluator asks it will end without a reward: check {settings.base_url}, its key,"
             " its model and `structured`"
         )
-        return Finding(name=here, ok=True, what=f"gives no answer in its form: {error}", remedy=remedy)
-    return Finding(name=here, ok=True, what=f"{told.model} at {told.base_url} answers")
+        return Finding(
+            name=label, ok=True, what=f"gives no answer in the requested form: {error}", remedy=remedy
+        )
+    return Finding(name=label, ok=True, what=f"{settings.model} at {settings.base_url} answers")
 
 
 def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:
-    """Whether the checkpoint's tokenizer and template can be served token-faithfully, what it speaks, and
-    what the audit found worth knowing.
+    """Whether the checkpoint's tokenizer and template keep tokens exact, a table that describes them, and
+    the notes of the audit.
     """
     try:
         loaded = load_model(path)
@@ -354,15 +349,15 @@ def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:
             name="model",
             ok=False,
             what=str(error),
-            remedy="give --model another folder, or leave it out for the embedded model",
+            remedy="give --model another folder, or omit it for the embedded model",
         )
         return
-    known = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
+    label = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
     size = loaded.tokenizer.vocab_size
     yield Finding(
         name="model",
         ok=True,
-        what=f"{known}: family {loaded.family.name}, {size} ids; the template audit passes",
+        what=f"{label}: family {loaded.family.name}, {size} ids; the template audit passes",
     )
     yield language(loaded)
     for note in loaded.notes:

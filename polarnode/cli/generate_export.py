@@ -1,17 +1,11 @@
-"""How the conversations of a generation compare with the tokens they were: rendered by transformers, as an
-SFT trainer will render them.
+"""The files that `polarnode generate` writes, and the table it prints.
 
-The rule for whoever edits it: it reports and changes nothing. A template that refuses a line, or a checkpoint
-that can not be loaded, is said and not raised: the data is there all the same.
+Trajectories are read from the journal one at a time. Invariant: memory is bounded by one row group and one
+session; each file is replaced atomically, so that an earlier run's file stays until the new one is complete.
 
-What a generation leaves in its folder: conversations, rows of tokens, what was accepted and what was not, and
-the table.
-
-Read from the journal, one trajectory at a time. The rule for whoever edits it: memory is bounded by a row
-group and one session, however many there are; a file takes its name when it is whole, so that what an earlier
-run wrote stays until then.
-
-The table of a generation, for a person. Pure: what was exported in, rich renderables out.
+Conversations are also rendered with transformers, as an SFT trainer renders them, and compared with the
+tokens the model saw. The comparison only reports: a template that refuses a line, or a checkpoint that cannot
+be loaded, never fails the export.
 """
 
 from collections import Counter
@@ -25,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.cli.generate_run import Made, duration
+from polarnode.cli.generate_run import GenerationRun, duration
 from polarnode.cli.output import fitted, harmless
 from polarnode.cli.sources import written_whole
 from polarnode.core import codec
@@ -38,16 +32,17 @@ from polarnode.offline.generation import ALL, GenerationTable, Slot, Split, Tabl
 from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
 from polarnode.offline.sft import Found, SftLine, compared, sft_lines
 
-# ── words ────────────────────────────────────────────────────────────
+# ── template comparison ───────────────────────────────────────────────────────
 
-MOST: Final = 100  # lines that are rendered: 60 ms for each 100 KB, and the share is known long before
+MOST: Final = 100  # conversations to render: 60 ms for each 100 KB, and enough to estimate the share
 Render = Callable[[SftLine], "list[int]"]
 
 
 @define(eq=False)
-class Words:
-    """What was compared: of `seen` lines, `counts` by what was found. `why` is why nothing could be compared,
-    or what refused a line.
+class TemplateComparison:
+    """How rendered conversations compare with the sampled tokens: of `seen` lines, `counts` by result.
+
+    `why`: why nothing could be compared, or why the template refused a line.
     """
 
     render: Render | None
@@ -56,13 +51,13 @@ class Words:
     why: str | None = None
 
     def compare(self, line: SftLine) -> None:
-        """Render a line and count what came of it, as long as there are few."""
+        """Render a line and count the result, up to MOST lines."""
         if self.render is None or self.seen >= MOST:
             return
         self.seen += 1
         try:
-            # a template is a checkpoint's own code, and raises what it likes
-            with boundary(ModelError, "it can not be rendered"):
+            # a template is the checkpoint's code and may raise anything
+            with boundary(ModelError, "it cannot be rendered"):
                 rendered = self.render(line)
         except ModelError as error:
             self.counts["refused"] += 1
@@ -71,19 +66,19 @@ class Words:
         self.counts[compared(line.token_ids, rendered).found] += 1
 
     def sentence(self) -> str | None:
-        """For a person; None where nothing was compared."""
+        """The result as a sentence to print; None where nothing was compared."""
         if not self.seen:
             return self.why
-        said = (
-            f"of {self.seen} conversations, the chat template renders {self.counts['equal']} to the very"
-            " tokens the model had"
+        text = (
+            f"of {self.seen} conversations, the chat template renders {self.counts['equal']} to exactly the"
+            f" model's tokens, {self.counts['differs']} to others"
         )
-        return f"{said}, {self.counts['differs']} otherwise" + (
+        return text + (
             f", and refuses {self.counts['refused']}: {self.why}" if self.counts["refused"] else ""
         )
 
     def json(self) -> dict[str, Json]:
-        """As JSON."""
+        """The result as it stands in table.json."""
         return {
             "compared": self.seen,
             **{found: self.counts[found] for found in ("equal", "differs", "refused")},
@@ -91,8 +86,8 @@ class Words:
         }
 
 
-def open_words(model: Path) -> Words:
-    """Ready to compare with this checkpoint's template. It is loaded when the first line comes."""
+def open_comparison(model: Path) -> TemplateComparison:
+    """A comparison with this checkpoint's template, which is loaded at the first line."""
     loaded: list[Any] = []
 
     def render(line: SftLine) -> list[int]:
@@ -102,27 +97,25 @@ def open_words(model: Path) -> Words:
             loaded.append(AutoTokenizer.from_pretrained(str(model)))
         options = {} if line.thinking is None else {"enable_thinking": line.thinking}
         tools = line.body["tools"] or None
-        found = loaded[0].apply_chat_template(
+        rendered = loaded[0].apply_chat_template(
             line.body["messages"], tools=tools, tokenize=True, return_dict=False, **options
         )
-        return list(found)
+        return list(rendered)
 
-    return Words(render=render)
+    return TemplateComparison(render=render)
 
 
-# ── export ────────────────────────────────────────────────────────────
+# ── export ────────────────────────────────────────────────────────────────────
 
 Rows = Literal["accepted", "all", "none"]
 Side = Literal["", ".held-out"]
 SIDES: Final[tuple[Side, Side]] = ("", ".held-out")
-LISTED: Final = 20  # notes shown; the rest is a count
+LISTED: Final = 20  # notes to print; the rest is a count
 
 
 @frozen(kw_only=True)
-class Wanted:
-    """Which rows are written, by which metadata key the table is grouped (None: the first that is known), and
-    what is held out.
-    """
+class ExportOptions:
+    """Which rows to write, the metadata key to group the table by (None: detected), and what to hold out."""
 
     rows: Rows = "accepted"
     by: str | None = None
@@ -132,27 +125,31 @@ class Wanted:
 
 @frozen(kw_only=True)
 class Exported:
-    """What was written. `files` by name with their rows; `words` is how the conversations compare with the
-    tokens.
-    """
+    """What was written: `files` maps a name to its rows; `words` compares conversations with tokens."""
 
     tally: GenerationTable
     files: dict[str, int]
-    words: Words
+    words: TemplateComparison
     split: Split
     notes: tuple[str, ...]
 
 
 async def export(
-    journal: Journal, slots: Sequence[Slot], *, acceptance: Acceptance, wanted: Wanted, out: Path, model: Path
+    journal: Journal,
+    slots: Sequence[Slot],
+    *,
+    acceptance: Acceptance,
+    options: ExportOptions,
+    out: Path,
+    model: Path,
 ) -> Exported:
-    """Write everything anew from what the journal holds."""
+    """Write every file from the journal."""
     metadata = [slot.spec.metadata for slot in slots]
-    split = split_of(metadata, by=wanted.held_out_by, share=wanted.held_out)
-    tally = GenerationTable(by=wanted.by or grouping_of(metadata))
-    words = open_words(model)
+    split = split_of(metadata, by=options.held_out_by, share=options.held_out)
+    tally = GenerationTable(by=options.by or grouping_of(metadata))
+    words = open_comparison(model)
     with ExitStack() as stack:
-        files = Files(out=out, wanted=wanted, split=split, words=words, stack=stack)
+        files = DatasetFiles(out=out, options=options, split=split, words=words, stack=stack)
         for slot in slots:
             trajectory = await _last(journal, slot)
             if trajectory is not None:
@@ -160,7 +157,7 @@ async def export(
                 tally.add(trajectory, judged)
                 files.write(trajectory, judged)
         files.flush()
-        files.tell(tally, acceptance)
+        files.write_table(tally, acceptance)
     notes = files.notes[:LISTED] + (
         [f"… and {len(files.notes) - LISTED} more"] if len(files.notes) > LISTED else []
     )
@@ -168,26 +165,26 @@ async def export(
 
 
 async def _last(journal: Journal, slot: Slot) -> Trajectory | None:
-    """The last attempt at a slot that ended, as the sample of its task that it is."""
-    number, found = 0, None
+    """The last ended attempt at a slot, with the ids of the task and sample it stands for."""
+    number, ended = 0, None
     while (record := await journal.task(slot.named(number))) is not None:
         number += 1
         if record.sessions[0].outcome is not None:
-            found = record.sessions[0].session_id
-    trajectory = await journal.trajectory(found) if found is not None else None
+            ended = record.sessions[0].session_id
+    trajectory = await journal.trajectory(ended) if ended is not None else None
     if trajectory is None:
         return None
     return evolve(trajectory, task_id=slot.task, group_id=slot.group, sample_index=slot.sample)
 
 
 @define(eq=False)
-class Files:
-    """The files that are being written; each takes its name when the stack is left."""
+class DatasetFiles:
+    """The files being written; each replaces its old version when `stack` closes."""
 
     out: Path
-    wanted: Wanted
+    options: ExportOptions
     split: Split
-    words: Words
+    words: TemplateComparison
     stack: ExitStack
     counts: dict[str, int] = field(factory=dict)
     notes: list[str] = field(factory=list)
@@ -196,18 +193,18 @@ class Files:
     _waiting: dict[Side, list[ParquetRow]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        """All files exist, empty ones too: one that an earlier run left must not seem to be of this."""
+        """Open every file, also those that stay empty, so that no file of an earlier run remains."""
         self._file("accepted.jsonl")
         self._file("rejected.jsonl")
         for side in SIDES[: 2 if self.split.by else 1]:
             self._file(f"sft{side}.jsonl")
-            if self.wanted.rows != "none":
+            if self.options.rows != "none":
                 file = self._file(f"rows{side}.parquet")
                 self._parquet[side] = self.stack.enter_context(_parquet(file))
                 self._waiting[side] = []
 
     def write(self, trajectory: Trajectory, judged: AcceptanceResult) -> None:
-        """One session: a line in a listing, and if it is data, its conversations and rows."""
+        """Write one session: its line in a listing and, if it is data, its conversations and rows."""
         held_out = self.split.held_out(trajectory.metadata)
         side: Side = ".held-out" if held_out else ""
         self._line(
@@ -215,16 +212,13 @@ class Files:
             _listed(trajectory, judged, held_out=held_out),
         )
         if judged.accepted:
-            self._say(trajectory, side)
-        if self.wanted.rows == "all" or (judged.accepted and self.wanted.rows == "accepted"):
+            lines, missing = sft_lines(trajectory)
+            self.notes += missing
+            for line in lines:
+                self.words.compare(line)
+                self._line(f"sft{side}.jsonl", line.body)
+        if self.options.rows == "all" or (judged.accepted and self.options.rows == "accepted"):
             self._keep(rows_of(trajectory, accepted=judged.accepted, held_out=held_out), side)
-
-    def _say(self, trajectory: Trajectory, side: Side) -> None:
-        lines, missing = sft_lines(trajectory)
-        self.notes += missing
-        for line in lines:
-            self.words.compare(line)
-            self._line(f"sft{side}.jsonl", line.body)
 
     def _keep(self, rows: list[ParquetRow], side: Side) -> None:
         waiting = self._waiting[side]
@@ -234,7 +228,7 @@ class Files:
                 self._flush(side)
 
     def flush(self) -> None:
-        """Write the rows that wait for a full group."""
+        """Write the rows that wait for a full row group."""
         for side in self._waiting:
             self._flush(side)
 
@@ -245,18 +239,18 @@ class Files:
             self.counts[f"rows{side}.parquet"] += len(waiting)
             waiting.clear()
 
-    def tell(self, tally: GenerationTable, acceptance: Acceptance) -> None:
-        """The table, for programs."""
+    def write_table(self, tally: GenerationTable, acceptance: Acceptance) -> None:
+        """Write the table as table.json."""
         held_out: Json = {"by": self.split.by, "values": list[Json](sorted(self.split.values))}
         files: dict[str, Json] = dict(self.counts)
-        said: Json = {
+        body: Json = {
             "accept": acceptance.text,
             **tally.json(),
             "held_out": held_out,
             "files": files,
             "words": self.words.json(),
         }
-        self._file("table.json").write(codec.dump_json(said) + b"\n")
+        self._file("table.json").write(codec.dump_json(body) + b"\n")
 
     def _line(self, name: str, body: dict[str, Json]) -> None:
         self._open[name].write(codec.dump_json(body) + b"\n")
@@ -276,7 +270,7 @@ def _parquet(file: BinaryIO) -> Any:
 
 
 def _listed(trajectory: Trajectory, judged: AcceptanceResult, *, held_out: bool) -> dict[str, Json]:
-    said: dict[str, Json] = {
+    return {
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
         "sample_index": trajectory.sample_index,
@@ -292,16 +286,15 @@ def _listed(trajectory: Trajectory, judged: AcceptanceResult, *, held_out: bool)
         "held_out": held_out,
         "metadata": codec.plain(trajectory.metadata),
     }
-    return said
 
 
-# ── table ────────────────────────────────────────────────────────────
+# ── table ─────────────────────────────────────────────────────────────────────
 
 
 def shown(
-    exported: Exported, made: Made, acceptance: Acceptance, console: Console
+    exported: Exported, result: GenerationRun, acceptance: Acceptance, console: Console
 ) -> Iterator[RenderableType]:
-    """The table and a line for each thing beside it."""
+    """The table, the totals and the files, to print."""
     tally, total = exported.tally, exported.tally.total
     yield fitted(console, lambda narrow: acceptance_table(tally, narrow=narrow))
     yield Text("")
@@ -309,8 +302,8 @@ def shown(
         f"accepted by {acceptance.text}: {total.accepted} of {total.attempts} sessions ({percent(total)} %)"
     )
     yield Text(
-        f"{total.turns} turns, {total.sampled_tokens} sampled tokens; harnesses ran {duration(total.run_s)},"
-        f" this run took {duration(made.wall_s)}"
+        f"{total.turns} turns, {total.sampled_tokens} sampled tokens; harness time {duration(total.run_s)},"
+        f" this run took {duration(result.wall_s)}"
     )
     if exported.split.by is not None:
         yield Text(f"held out by {exported.split.by}: {harmless(', '.join(sorted(exported.split.values)))}")
@@ -323,7 +316,7 @@ def shown(
 
 
 def acceptance_table(tally: GenerationTable, *, narrow: bool = False) -> Table:
-    """Attempts, accepted and why not, a row a group and one for all."""
+    """Attempts, acceptances and reasons of rejection: one row for each group and one for all."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     table.add_column(tally.by or "", overflow="fold")
     reasons = tally.seen()
@@ -344,5 +337,5 @@ def acceptance_table(tally: GenerationTable, *, narrow: bool = False) -> Table:
 
 
 def percent(group: TableRow) -> str:
-    """The accepted share, with one digit as in the literature."""
+    """The accepted share in percent, with one decimal."""
     return f"{100 * group.share:.1f}"

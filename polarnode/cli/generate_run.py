@@ -1,9 +1,8 @@
-"""The sessions of a generation: what the journal knows of them, which run now, and what comes of each as it
-ends.
+"""The sessions of a generation: what the journal holds of them, and running the missing ones.
 
-The rule for whoever edits it: as many tasks are submitted as the node can have on their way, and no more, so
-that ten thousand sessions cost what a hundred do; a session's end is heard of as an event, by its task's
-name, and read from the journal, so that what was seen live is what the next start will see.
+Only as many tasks are submitted as the node can process at once, so that ten thousand sessions need no more
+memory than a hundred. Invariant: the end of a session arrives as an event and its result is read from the
+journal, so that a live run and a resumed one see the same.
 """
 
 from collections import deque
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from polarnode.cli import output
 from polarnode.cli.run import FRAME_ROWS, PLAIN_REFRESH_S, REFRESH_S, on_own_node
-from polarnode.cli.serve import Stop
+from polarnode.cli.serve import StopRequest
 from polarnode.core import codec
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import Filters, StoredEvent, TaskRecord
@@ -30,10 +29,8 @@ ENDS = Filters(kinds=("task",))
 
 
 @frozen(kw_only=True)
-class Work:
-    """The slots that are still to run, what is asked of them, and how many there were before: done, and
-    accepted of those.
-    """
+class PendingWork:
+    """The slots that are still to run, and how many earlier runs finished (`done`) and accepted."""
 
     slots: Sequence[Slot]
     acceptance: Acceptance
@@ -43,15 +40,15 @@ class Work:
 
 
 @frozen(kw_only=True)
-class Made:
-    """What this run came to."""
+class GenerationRun:
+    """What one run of the command did: seconds, whether it was stopped, sessions that ended."""
 
     wall_s: float
     stopped: bool
     ended: int = 0
 
 
-# ── what the journal knows ────────────────────────────────────────────────────
+# ── attempts in the journal ───────────────────────────────────────────────────
 
 
 async def survey(
@@ -78,9 +75,7 @@ async def latest(journal: Journal, slot: Slot) -> TaskRecord | None:
 
 
 async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance) -> Attempt:
-    """What became of a task's one session. Of one that spoke at all only its trajectory says whether it said
-    something.
-    """
+    """The attempt of a task, which has one session. Whether an answer is empty is in its trajectory."""
     session = record.sessions[0]
     if session.outcome is None:
         return Attempt(session_id=session.session_id, status="interrupted", empty=False)
@@ -101,51 +96,48 @@ async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance)
 # ── running ───────────────────────────────────────────────────────────────────
 
 
-async def run_work(config: NodeConfig, work: Work, console: Console) -> Made | None:
-    """Run what is still to run, to its end or until it is stopped. None when it was stopped before the node
-    was there.
-    """
-    return await on_own_node(config, console, lambda node, stop: _made(node, work, stop, console))
+async def run_work(config: NodeConfig, work: PendingWork, console: Console) -> GenerationRun | None:
+    """Run the pending slots to their end or until stopped; None when stopped before the node was open."""
+    return await on_own_node(config, console, lambda node, stop: _run(node, work, stop, console))
 
 
-async def _made(node: Node, work: Work, stop: Stop, console: Console) -> Made:
+async def _run(node: Node, work: PendingWork, stop: StopRequest, console: Console) -> GenerationRun:
     started = trio.current_time()
-    under_way = UnderWay(node=node, work=work, started=started, most=_on_their_way(node.config))
+    running = RunningWork(node=node, work=work, started=started, most=_submit_limit(node.config))
 
     def end() -> None:
         console.print(
-            "· stopping: sessions end with what they have, and are run again next time; once more to leave at"
-            " once",
+            "· stopping: sessions are ended and run again next time; press Ctrl-C again to exit at once",
             style="dim",
         )
-        under_way.stop()
+        running.stop()
 
     stop.act = end
-    if stop.asked:
-        under_way.stop()
+    if stop.requested:
+        running.stop()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_watch, under_way, console)
-        await under_way.run()
+        nursery.start_soon(_watch, running, console)
+        await running.run()
         nursery.cancel_scope.cancel()
     await node.journal.flushed()
-    return Made(wall_s=trio.current_time() - started, stopped=under_way.stopped, ended=under_way.ended)
+    return GenerationRun(wall_s=trio.current_time() - started, stopped=running.stopped, ended=running.ended)
 
 
-def _on_their_way(config: NodeConfig) -> int:
-    """Sessions the node can have in all its stages at once, and as many again in line, so that no stage waits
-    for this loop.
+def _submit_limit(config: NodeConfig) -> int:
+    """Sessions to keep submitted: twice what all stages of the node hold, so that no stage waits for this
+    loop.
     """
     return 2 * (config.init_limit + config.ready_limit + config.run_limit + config.post_limit)
 
 
 @define(eq=False)
-class UnderWay:
-    """The slots that run and those in line. `run` ends when there is none of either, or when the last has
-    ended after `stop`.
+class RunningWork:
+    """The running and the queued slots. `run` ends when there are none, or after `stop`, when the running
+    ones have ended.
     """
 
     node: Node
-    work: Work
+    work: PendingWork
     started: float
     most: int
     stopped: bool = False
@@ -153,7 +145,7 @@ class UnderWay:
     accepted: int = field(init=False)
     ended: int = 0  # sessions that ended in this run
     _attempts: dict[Slot, list[Attempt]] = field(factory=dict)
-    _line: deque[Slot] = field(factory=deque)
+    _queue: deque[Slot] = field(factory=deque)
     _running: dict[str, Slot] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -168,30 +160,32 @@ class UnderWay:
         return len(self._running)
 
     def stop(self) -> None:
-        """Begin no more, and end what runs with what it has."""
+        """Start no more sessions and end the running ones."""
         self.stopped = True
         self.node.cancel_all()
 
     async def run(self) -> None:
-        """Everything, to its end."""
+        """Run every slot to its end."""
         journal = self.node.journal
-        seen = journal.last_seq  # before the survey: what ends meanwhile is heard of twice, and not missed
-        await self._take_up()
+        seen = (
+            journal.last_seq
+        )  # taken before the journal is read: an end in between is seen twice rather than missed
+        await self._resume()
         await self._fill()
         while self._running:
             await journal.wait_after(seen)
             page = await journal.events(seen, filters=ENDS)
             seen = page.seen
             for event in page.events:
-                await self._heard(event)
+                await self._task_ended(event)
             await self._fill()
 
-    async def _take_up(self) -> None:
-        """Where earlier runs left each slot: done, in line, or given a fresh session by the node's own
+    async def _resume(self) -> None:
+        """Sort the slots by what earlier runs left: finished, queued, or already restarted by the node's
         recovery.
         """
         for slot in self.work.slots:
-            # before it is looked at: one that ends in between is heard of
+            # read before the attempts: an end in between then arrives as an event
             record = await latest(self.node.journal, slot)
             self._attempts[slot] = await self._look(slot)
             if record is not None and not record.finished:
@@ -203,25 +197,25 @@ class UnderWay:
         return await attempts_at(self.node.journal, slot, self.work.acceptance)
 
     def _settle(self, slot: Slot) -> None:
-        """A slot of which nothing runs is done, or goes in line."""
+        """Count a slot that does not run as done, or queue it."""
         found = self._attempts[slot]
         if finished(found, retry_empty=self.work.retry_empty):
             self.done += 1
             self.accepted += found[-1].accepted
         else:
-            self._line.append(slot)
+            self._queue.append(slot)
 
     async def _fill(self) -> None:
-        while self._line and not self.stopped and len(self._running) < self.most:
-            slot = self._line.popleft()
+        while self._queue and not self.stopped and len(self._running) < self.most:
+            slot = self._queue.popleft()
             order = slot.order(next_attempt(self._attempts[slot]))
             self._running[slot.named(next_attempt(self._attempts[slot]))] = slot
             await self.node.submit(order, idempotency_key=None)
         if self.stopped:
-            self.node.cancel_all()  # one that was submitted while the stop came
+            self.node.cancel_all()  # also the one submitted while the stop arrived
 
-    async def _heard(self, event: StoredEvent) -> None:
-        """A task is over: its slot is done, or goes in line again."""
+    async def _task_ended(self, event: StoredEvent) -> None:
+        """A task ended: its slot is done, or queued again."""
         body = codec.read_json(event.body)
         slot = self._running.pop(str(body.get("task_id")), None) if isinstance(body, dict) else None
         if slot is None:
@@ -231,40 +225,40 @@ class UnderWay:
         self._settle(slot)
 
 
-# ── while they run ────────────────────────────────────────────────────────────
+# ── progress ──────────────────────────────────────────────────────────────────
 
 
-def progress(under_way: UnderWay, now: float) -> str:
-    """A line of how far it is: `12 of 40 sessions done, 5 accepted (42 %), 8 under way, 3.1 a minute, about 9
-    min left`.
+def progress(running: RunningWork, now: float) -> str:
+    """A progress line: `12 of 40 sessions done, 5 accepted (42 %), 8 running, 3.1 a minute, about 9 min
+    left`.
     """
-    done, spent = under_way.done, now - under_way.started
-    said = [f"{done} of {under_way.total} sessions done"]
+    done, spent = running.done, now - running.started
+    parts = [f"{done} of {running.total} sessions done"]
     if done:
-        said.append(f"{under_way.accepted} accepted ({100 * under_way.accepted / done:.0f} %)")
-    said.append(f"{under_way.running} under way")
-    if under_way.ended and spent > 0:
-        rate = under_way.ended / spent
-        said += [f"{60 * rate:.1f} a minute", f"about {duration((under_way.total - done) / rate)} left"]
-    return ", ".join(said)
+        parts.append(f"{running.accepted} accepted ({100 * running.accepted / done:.0f} %)")
+    parts.append(f"{running.running} running")
+    if running.ended and spent > 0:
+        rate = running.ended / spent
+        parts += [f"{60 * rate:.1f} a minute", f"about {duration((running.total - done) / rate)} left"]
+    return ", ".join(parts)
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """A time in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-async def _watch(under_way: UnderWay, console: Console) -> None:
-    """Show how far it is until it is cancelled: a live table on a terminal, a line now and then elsewhere."""
+async def _watch(running: RunningWork, console: Console) -> None:
+    """Show the progress until cancelled: a live table on a terminal, else a line from time to time."""
     if not console.is_terminal:
         while True:
             await trio.sleep(PLAIN_REFRESH_S)
-            console.print(f"· {progress(under_way, trio.current_time())}")
+            console.print(f"· {progress(running, trio.current_time())}")
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
-            alive = [status for status in under_way.node.scheduler.sessions() if status.outcome is None]
+            alive = [status for status in running.node.scheduler.sessions() if status.outcome is None]
             table = output.live_table(alive, rows=max(1, console.height - FRAME_ROWS - 1))
-            live.update(Group(Text(progress(under_way, trio.current_time())), table))
+            live.update(Group(Text(progress(running, trio.current_time())), table))
             await trio.sleep(REFRESH_S)

@@ -1,4 +1,4 @@
-"""`polarnode gym-agent`: a NeMo Gym agent server in front of a node that serves."""
+"""`polarnode gym-agent`: a NeMo Gym agent server in front of a running node."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import trio
 from rich.console import Console
 
 from polarnode.cli.output import open_console
-from polarnode.cli.serve import Stop, stop_on_signals
+from polarnode.cli.serve import StopRequest, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
@@ -15,23 +15,23 @@ from polarnode.sources.reading import task_value
 
 
 def serve_agent(template: Path, *, url: str, token: str | None, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM. Refused when the template can not be a task's, Unreachable when the node
-    gives no answer.
+    """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
+    answer.
     """
-    read = Template(value=task_value(template))
+    parsed = Template(value=task_value(template))
     trio.run(
-        _serve, read, AsyncPolarnodeClient(url, token=token), Address(host=host, port=port), open_console()
+        _serve, parsed, AsyncPolarnodeClient(url, token=token), Address(host=host, port=port), open_console()
     )
 
 
 async def _serve(template: Template, client: AsyncPolarnodeClient, where: Address, console: Console) -> None:
     async with trio.open_nursery() as nursery, client:
-        stop = Stop(nursery.cancel_scope.cancel)
+        stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
         rollouts = Rollouts(client)
         await nursery.start(rollouts.follow)
         async with open_server(create_gym_app(rollouts, template), where) as address:
             console.print(
-                f"Gym's /run is served on http://{address.host}:{address.port} · node {client.base_url}"
+                f"serving NeMo Gym's /run on http://{address.host}:{address.port} · node {client.base_url}"
             )
             await trio.sleep_forever()

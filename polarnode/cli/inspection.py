@@ -1,13 +1,8 @@
-"""What sessions' lineages came to, as `inspect` prints it: one session's figures in words, or a table of many
-with their sums.
+"""`polarnode inspect`: a session's turns, lineages and traces, with the trainable tokens marked.
 
-The rule for whoever edits it: figures come from `metrics.lineage` of a trajectory and are worked out nowhere
-else; a trajectory of before there were any shows none.
-
-`polarnode inspect`: one session's turns, lineages and traces, with the tokens that carry loss marked.
-
-A reader sees at a glance what a trainer will train on: green is trainable, plain is context, and a turn left
-out says why. Where there is no colour the trainable stretches stand between « and ».
+It shows what a trainer trains on: green is trainable, dim is context, and a turn that is left out has its
+reason. Without colour, trainable tokens stand between « and ». Lineage figures are read from
+`metrics.lineage` of a trajectory, never computed here; a trajectory written before they existed shows none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.output import fitted, harmless, open_console
-from polarnode.cli.remote import Where
+from polarnode.cli.remote import RemoteNode
 from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
@@ -30,7 +25,7 @@ from polarnode.merge.figures import summed, word_of
 from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.tokenizer import load_tokenizer
 
-# ── lineages ────────────────────────────────────────────────────────────
+# ── lineage figures ───────────────────────────────────────────────────────────
 
 NAMES = ("session", "thinking")
 COUNTS = ("turns", "lineages", "leaves", "tokens_in")
@@ -38,26 +33,26 @@ SUMS = ("reused", "edited", "left out")
 
 
 @frozen
-class Counted:
-    """A session and its figures."""
+class SessionFigures:
+    """A session and its lineage figures."""
 
     session_id: str
     figures: Mapping[str, Any]
 
 
 def figures_of(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`metrics.lineage` of a trajectory as JSON; None where there is none."""
+    """`metrics.lineage` of a trajectory in JSON form; None where there is none."""
     metrics = value.get("metrics")
     found = metrics.get("lineage") if isinstance(metrics, dict) else None
     return found if isinstance(found, dict) else None
 
 
 def lineage_text(figures: Mapping[str, Any]) -> Text:
-    """The figures of a session, or of many, in a few lines."""
+    """The figures of one session, or of many summed, as a few lines."""
     lines = [
         (
             f"lineage: {figures['turns']} turns in {figures['lineages']} lineages with {figures['leaves']}"
-            f" ends, thinking {figures['thinking']}"
+            f" leaves, thinking {figures['thinking']}"
         ),
         (
             f"  prompts: {figures['tokens_in']} tokens, {_reused(figures)} of them reused from the turn"
@@ -76,15 +71,17 @@ def lineage_text(figures: Mapping[str, Any]) -> Text:
 
 
 def note_lines(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """What turns' notes say of their lineage."""
-    said = [
-        (row["index"], note) for row in rows for note in row.get("notes", ()) if word_of(note) is not None
+    """The notes of turns that concern their lineage."""
+    return [
+        Text(f"turn {row['index']}: {harmless(note)}", style="dim")
+        for row in rows
+        for note in row.get("notes", ())
+        if word_of(note) is not None
     ]
-    return [Text(f"turn {index}: {harmless(note)}", style="dim") for index, note in said]
 
 
 def turn_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """By turn, the reward of its own that it has in a trace."""
+    """The turns that have a reward of their own in a trace, with that reward."""
     return {
         span.turn: span.reward
         for trace in trajectory.traces
@@ -93,8 +90,8 @@ def turn_rewards(trajectory: Trajectory) -> dict[int, float]:
     }
 
 
-def totals(counted: Sequence[Counted], *, narrow: bool = False) -> Table:
-    """One row a session."""
+def totals(counted: Sequence[SessionFigures], *, narrow: bool = False) -> Table:
+    """One row for each session."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     for name in (*NAMES, *COUNTS, *SUMS):
         table.add_column(
@@ -105,8 +102,8 @@ def totals(counted: Sequence[Counted], *, narrow: bool = False) -> Table:
         )
     for one in counted:
         figures = one.figures
-        notes, left = figures.get("notes", {}), figures.get("left_out", {})
-        sums = (_reused(figures), str(notes.get("edited", 0)), str(sum(left.values())))
+        notes, left_out = figures.get("notes", {}), figures.get("left_out", {})
+        sums = (_reused(figures), str(notes.get("edited", 0)), str(sum(left_out.values())))
         table.add_row(
             harmless(one.session_id),
             str(figures.get("thinking")),
@@ -116,8 +113,8 @@ def totals(counted: Sequence[Counted], *, narrow: bool = False) -> Table:
     return table
 
 
-def summary(counted: Sequence[Counted], table: RenderableType) -> RenderableType:
-    """The table, and the sums under it."""
+def summary(counted: Sequence[SessionFigures], table: RenderableType) -> RenderableType:
+    """The table and the sums below it."""
     return Group(
         table,
         Text(f"\n{len(counted)} sessions", style="bold"),
@@ -137,7 +134,7 @@ def _counts(counts: Any) -> str:
     )
 
 
-# ── inspection ────────────────────────────────────────────────────────────
+# ── sessions ──────────────────────────────────────────────────────────────────
 
 TRAINABLE = "black on green"
 CONTEXT = "dim"
@@ -158,16 +155,16 @@ COLUMNS = (
     "left out",
 )
 
-Row = dict[str, Any]  # a row of the turns table, as JSON
+TurnRow = dict[str, Any]  # a row of the turns table, as JSON
 
 
 def summarise(file: Path) -> None:
-    """Print what the lineages of a file's sessions came to, and their sums."""
+    """Print the lineage figures of each session in a file, and their sums."""
     found = [(str(value.get("session_id")), figures_of(value)) for value in _lines(file)]
-    counted = [Counted(session, figures) for session, figures in found if figures is not None]
+    counted = [SessionFigures(session, figures) for session, figures in found if figures is not None]
     if not counted:
         raise Refused(
-            f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION of it"
+            f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION to show"
         )
     console = open_console()
     console.print(
@@ -176,15 +173,14 @@ def summarise(file: Path) -> None:
     )
     if len(counted) < len(found):
         console.print(
-            f"{len(found) - len(counted)} more have no lineage figures: they were written before there"
-            " were any"
+            f"{len(found) - len(counted)} more sessions have no lineage figures: written by an older node"
         )
 
 
-def inspect(session: str, source: Path | Where, model: Path | None, *, plain: bool) -> None:
+def inspect(session: str, source: Path | RemoteNode, model: Path | None, *, plain: bool) -> None:
     """Print one session, from a file or from a node."""
     trajectory, rows = (
-        _from_node(session, source) if isinstance(source, Where) else _from_file(source, session)
+        _from_node(session, source) if isinstance(source, RemoteNode) else _from_file(source, session)
     )
     console = open_console()
     tokenizer = load_tokenizer(model or TINY_MODEL) if model or trajectory.model == TINY_MODEL.name else None
@@ -194,37 +190,42 @@ def inspect(session: str, source: Path | Where, model: Path | None, *, plain: bo
     )
 
 
-def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[Row]]:
+def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[TurnRow]]:
     found = [value for value in _lines(file) if str(value.get("session_id")).startswith(session)]
     if len(found) != 1:
         raise Refused(
             f"{len(found)} sessions in {file} begin with {session}: give "
-            + ("one whole id" if found else "an id that is in it")
+            + ("a longer prefix or the full id" if found else "the id of a session in it")
         )
     return codec.read_trajectory(found[0]), found[0].get("turns", [])
 
 
-def _lines(file: Path) -> Iterator[Row]:
+def _lines(file: Path) -> Iterator[TurnRow]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             value = codec.read_json(line)
         except Refused as refused:
             raise Refused(f"line {number} of {file}: {refused}") from refused
         if not isinstance(value, dict):
-            raise Refused(f"line {number} of {file} is no trajectory: name a trajectories.jsonl")
+            raise Refused(f"line {number} of {file} is no trajectory: give a trajectories.jsonl")
         yield value
 
 
-def _from_node(session: str, node: Where) -> tuple[Trajectory, Sequence[Row]]:
+def _from_node(session: str, node: RemoteNode) -> tuple[Trajectory, Sequence[TurnRow]]:
     trajectory = node.client().trajectory(session, turns="full")
     rows: list[Any] = codec.turns_json(trajectory.turns, left_out=trajectory.left_out)
     return trajectory, rows
 
 
 def shown(
-    trajectory: Trajectory, rows: Sequence[Row], tokenizer: Tokenizer | None, *, console: Console, plain: bool
+    trajectory: Trajectory,
+    rows: Sequence[TurnRow],
+    tokenizer: Tokenizer | None,
+    *,
+    console: Console,
+    plain: bool,
 ) -> RenderableType:
-    """A session as rich text; without a tokenizer the traces show ids instead of words."""
+    """A session as rich text; without a tokenizer the traces show token ids."""
     rewards = turn_rewards(trajectory)
     parts: list[RenderableType] = [
         _head(trajectory),
@@ -232,8 +233,8 @@ def shown(
     ]
     parts += note_lines(rows)
     parts += [
-        Text(f"turn {left.turn} is left out: {harmless(left.reason)}", style="yellow")
-        for left in trajectory.left_out
+        Text(f"turn {omitted.turn} is left out: {harmless(omitted.reason)}", style="yellow")
+        for omitted in trajectory.left_out
     ]
     figures = figures_of({"metrics": dict(trajectory.metrics)})
     parts += [] if figures is None else [Text(""), lineage_text(figures)]
@@ -255,18 +256,16 @@ def _facts(trace: Trace, session_reward: float | None) -> Iterator[str]:
     if trace.parts > 1:
         yield f"part {trace.part + 1} of {trace.parts}"
     if trace.offset:
-        yield f"behind {trace.offset} tokens not shown here"
+        yield f"preceded by {trace.offset} tokens that are not shown"
     if trace.over_long:
         yield "longer than its task's max_row_tokens"
     yield from map(harmless, trace.lacks)
 
 
 def _head(trajectory: Trajectory) -> Text:
-    outcome, named = (
-        trajectory.outcome,
-        harmless(f"{trajectory.harness} {trajectory.harness_version or ''}".strip()),
-    )
-    head = Text(f"session {trajectory.session_id}  {named}  {outcome.status}", style="bold")
+    outcome = trajectory.outcome
+    harness = harmless(f"{trajectory.harness} {trajectory.harness_version or ''}".strip())
+    head = Text(f"session {trajectory.session_id}  {harness}  {outcome.status}", style="bold")
     if outcome.reason:
         head.append(f"  {harmless(outcome.reason)}", style="yellow")
     if trajectory.reward is not None:
@@ -275,21 +274,15 @@ def _head(trajectory: Trajectory) -> Text:
 
 
 def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
-    mark = "«between these»" if plain else "green"
-    how = (
-        ""
-        if tokenizer is not None
-        else "; tokens are shown as ids: give --model, the checkpoint's folder, to read them"
-    )
-    return f"\ntrainable tokens are {mark}{how}"
+    mark = "between « and »" if plain else "green"
+    hint = "" if tokenizer is not None else "; tokens are shown as ids: give --model FOLDER to decode them"
+    return f"\ntrainable tokens are {mark}{hint}"
 
 
 def turn_table(
-    rows: Sequence[Row], *, narrow: bool = False, rewards: Mapping[int, float] | None = None
+    rows: Sequence[TurnRow], *, narrow: bool = False, rewards: Mapping[int, float] | None = None
 ) -> Table:
-    """The turns: which extends which, why, and what became of it; with `rewards`, what those have that have
-    one of their own.
-    """
+    """The turns: which turn each extends, why, and how it ended. `rewards`, if any, adds a column."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     for name in (*COLUMNS, "reward") if rewards else COLUMNS:
         table.add_column(
@@ -309,9 +302,9 @@ def _reward(reward: float | None) -> str:
     return "–" if reward is None else f"{reward:g}"
 
 
-def _cells(row: Row, *, before: int) -> tuple[str, ...]:
-    """A row's cells; `before` are the tokens of its prompt that its parent already had. `matched`: of the
-    request's messages.
+def _cells(row: TurnRow, *, before: int) -> tuple[str, ...]:
+    """The cells of a row. `before`: tokens of its prompt that its parent has too. `matched` counts messages
+    of the request.
     """
     parent = "–" if row["parent"] is None else str(row["parent"])
     words = tuple(str(row[name]) for name in ("kind", "reason", "role", "state"))
@@ -330,9 +323,9 @@ def _cells(row: Row, *, before: int) -> tuple[str, ...]:
 
 
 def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Text:
-    """A trace's tokens in order, the trainable ones coloured, or between « and ».
+    """The tokens of a trace in order, trainable ones coloured, or between « and ».
 
-    Words of a plain text come as they are: its marks can be told from a « in the text only by the ids.
+    Text is not escaped: only the ids distinguish a mark from a « in the text itself.
     """
     text = Text()
     for trainable, words in _runs(trace, tokenizer):
@@ -342,7 +335,7 @@ def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Tex
 
 
 def _runs(trace: Trace, tokenizer: Tokenizer | None) -> Iterator[tuple[bool, str]]:
-    """Stretches of tokens with the same mask, as words, or as ids where there is no tokenizer."""
+    """Runs of tokens with the same mask, decoded, or as ids without a tokenizer."""
     for mask, run in groupby(zip(trace.loss_mask, trace.token_ids, strict=True), key=lambda pair: pair[0]):
         yield bool(mask), _words([token for _, token in run], tokenizer)
 

@@ -1,11 +1,7 @@
-"""The options several verbs share, and the node's config as they, the environment and the file say it.
+"""The options that several commands share, the node's config made from them, and the exit of a command.
 
-What went wrong, for the person at the terminal: expected faults as sentences, a leaving by force as such, and
-a bug as it is.
-
-Nurseries hand errors on in groups, so a fault that is one sentence arrives as a tree. The rule for whoever
-edits it: a tree that holds anything but what this house raises on purpose is a bug, and its traceback is the
-report.
+Nurseries raise errors in groups, so one expected fault may arrive as a tree. Invariant: a tree that holds
+anything but expected errors is a bug, and its traceback is shown.
 """
 
 import os
@@ -22,78 +18,98 @@ from polarnode.core.errors import ConfigError, PolarnodeError, Refused, boundary
 from polarnode.node.config import NodeConfig, parse_gpus, read_config
 from polarnode.sources.values import KINDS, Overrides
 
-# ── options ────────────────────────────────────────────────────────────
-
 if TYPE_CHECKING:
-    from polarnode.cli.sources import Sources
+    from polarnode.cli.sources import SourceSelection
+
+# ── options ───────────────────────────────────────────────────────────────────
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_URL = "http://127.0.0.1:8080"
-SAMPLES = click.IntRange(min=1, max=4096)  # the task's own law (wire/laws.py)
+SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
-NOT_SETTINGS = ("config_file", "gpus", "import_paths")  # said in another form than the config's own
+CONVERTED = ("config_file", "gpus", "import_paths")  # flags whose form differs from the config's field
 
 
-def task_file() -> click.Path:
-    """A file that is there."""
+def existing_file() -> click.Path:
+    """The type of an existing file."""
     return click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def source_path() -> click.Path:
-    """A file or a folder that is there."""
+def existing_path() -> click.Path:
+    """The type of an existing file or folder."""
     return click.Path(exists=True, path_type=Path)
 
 
+def renamed(old: str, new: str, **attributes: Any) -> Callable[[Command], Command]:
+    """An option that was renamed: using `old` is refused with a sentence that names `new`."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        if value not in (None, False):
+            raise click.UsageError(f"{old} is called {new} now", ctx)
+
+    return click.option(
+        old,
+        f"renamed_{old.strip('-').replace('-', '_')}",
+        hidden=True,
+        expose_value=False,
+        callback=refuse,
+        help=f"Renamed to {new}.",
+        **attributes,
+    )
+
+
 def node_options(command: Command) -> Command:
-    """The settings of a node that can be given as flags; all of them can stand in the file or the environment
-    as well.
-    """
+    """The node's settings that have a flag. The config file and the environment take these and all others."""
     options = [
         click.option(
-            "--config", "config_file", type=task_file(), help="Settings as TOML; docs/api.md lists them all."
+            "--config",
+            "config_file",
+            type=existing_file(),
+            help="TOML file with settings; docs/api.md lists them.",
         ),
-        click.option("--gpus", help="GPUs to use: 0-7, 0, 0,2. One engine per GPU, or per --tp of them."),
+        click.option(
+            "--gpus", help="GPUs to use, such as 0-7, 0 or 0,2. One engine per GPU, or per --tp GPUs."
+        ),
         click.option(
             "--cpu",
             is_flag=True,
             default=None,
-            help="Run the engine on the CPU (for the embedded tiny model, demos and tests).",
+            help="Run the engine on the CPU, for tests and the embedded tiny model.",
         ),
         click.option(
             "--engine",
             type=click.Choice(["sglang", "simulated"]),
-            help=(
-                "simulated: RANDOM answers, to size a node for GPUs that need not be there. [default: sglang]"
-            ),
+            help="simulated: RANDOM answers at a set speed, to size a node without GPUs. [default: sglang]",
         ),
         click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
         click.option(
             "--context-length",
             type=int,
-            help="Tokens a prompt and its answer may have. [default: the checkpoint's]",
+            help="Most tokens of a prompt and its answer together. [default: the checkpoint's]",
         ),
         click.option(
             "--routed-experts",
             is_flag=True,
             default=None,
-            help="Remember which experts read each token, for tasks that carry them.",
+            help="Record the routed experts of each token, for tasks that ask for them.",
         ),
-        click.option("--run-limit", type=int, help="Harnesses running at once. [default: 64]"),
+        click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
         click.option(
             "--record-requests",
             metavar="FOLDER",
-            help="Write every request of a harness as it came, for polarnode replay.",
+            help="Write every request of a harness to FOLDER, for `polarnode replay`.",
         ),
         click.option(
             "--base-image",
-            help="Public Debian image to build runtimes on. [default: one that can be had, else built here]",
+            help="Debian image to build runtimes on. [default: a public one, else built here]",
         ),
         click.option(
             "--allow-import",
             "import_paths",
+            metavar="PREFIX",
             multiple=True,
-            help="Module prefix tasks may name code from; repeatable.",
+            help="Module prefix that tasks may import code from; repeatable.",
         ),
     ]
     for option in reversed(options):
@@ -102,27 +118,26 @@ def node_options(command: Command) -> Command:
 
 
 def source_options(command: Command) -> Command:
-    """What the verbs that read tasks lay over each of them."""
+    """The options of the commands that read tasks: which tasks, and what to change in each."""
     options = [
+        click.option("--kind", type=click.Choice(KINDS), help="Format of the sources. [default: detected]"),
         click.option(
-            "--kind", type=click.Choice(KINDS), help="What the sources are, where their names do not say it."
+            "--harness", help="Harness to run each task with, such as pi; required if the source names none."
         ),
+        click.option("--samples", type=SAMPLES, help="Sessions per task, instead of the source's number."),
         click.option(
-            "--harness", help="Harness to run each task with, such as pi; needed where a source names none."
-        ),
-        click.option("--samples", type=SAMPLES, help="Sessions per task, instead of what the source says."),
-        click.option(
-            "--with",
+            "--override",
             "over",
-            type=task_file(),
-            help="TOML with a part of a task (budgets, runtime, sampling), laid over each.",
+            type=existing_file(),
+            help="TOML file with part of a task (budgets, runtime, sampling), merged over each task.",
         ),
-        click.option("--only", metavar="PATTERN", help="Only tasks of such a name, as in django__*."),
-        click.option("--limit", type=click.IntRange(min=1), help="At most so many tasks of each source."),
-        click.option("--split", help="Which split of a dataset that has several."),
+        renamed("--with", "--override"),
+        click.option("--only", metavar="PATTERN", help="Only tasks whose name matches, such as 'django__*'."),
+        click.option("--limit", type=click.IntRange(min=1), help="Most tasks to take from each source."),
+        click.option("--split", help="Split to read from a dataset that has several."),
         click.option(
             "--image-template",
-            help="Image of a dataset's rows, such as 'mine/{id}:latest'; docs/tasks.md lists the names.",
+            help="Image of a dataset row, such as 'mine/{id}:latest'; docs/tasks.md lists the fields.",
         ),
     ]
     for option in reversed(options):
@@ -130,42 +145,44 @@ def source_options(command: Command) -> Command:
     return command
 
 
-def take_sources(paths: tuple[Path, ...], given: dict[str, Any]) -> "Sources":
-    """The sources a verb was given; their options are taken out of `given`, whose rest is the node's."""
-    from polarnode.cli.sources import Sources
+def take_sources(paths: tuple[Path, ...], params: dict[str, Any]) -> "SourceSelection":
+    """The sources of a command. Removes their options from `params`; the rest are the node's settings."""
+    from polarnode.cli.sources import SourceSelection
     from polarnode.sources.reading import task_value
 
-    said = {name: given.pop(name, None) for name in SOURCE_OPTIONS}
-    over = said.pop("over")
-    kind = said.pop("kind")
-    return Sources(
-        paths=paths, kind=kind, overrides=Overrides(over={} if over is None else task_value(over), **said)
-    )
+    options = {name: params.pop(name, None) for name in SOURCE_OPTIONS}
+    over = options.pop("over")
+    kind = options.pop("kind")
+    overrides = Overrides(over={} if over is None else task_value(over), **options)
+    return SourceSelection(paths=paths, kind=kind, overrides=overrides)
 
 
 def export_options(command: Command) -> Command:
-    """What of a node is exported, and in which shape: the parameters of GET /v1/export."""
+    """Which trajectories to export and in which format: the parameters of GET /v1/export."""
     options = [
         click.option("--task", "task_id", help="Only this task."),
         click.option("--group", "group_id", help="Only this group."),
         click.option(
             "--outcome",
-            help="Only sessions that ended so: completed, timeout, failed, error, cancelled or interrupted.",
+            help="Only this outcome: completed, timeout, failed, error, cancelled or interrupted.",
         ),
-        click.option("--min-reward", type=float, help="Only sessions with this reward or more."),
+        click.option("--min-reward", type=float, help="Only sessions with at least this reward."),
         click.option(
             "--turns",
             type=click.Choice(["table", "full"]),
             default="table",
             show_default=True,
-            help="full: each turn's own tokens as well.",
+            help="full: include each turn's own tokens.",
         ),
         click.option(
             "--format",
-            help="A trainer's: verl, slime, trl …, a line each session; or parquet, of the rows' tokens.",
+            help="A trainer's format, one session per line (verl, slime, trl …), or parquet for token rows."
+            " [default: polarnode's JSON]",
         ),
         click.option(
-            "--kind", type=click.Choice(["trajectories", "sft"]), help="sft: conversations, a line each."
+            "--kind",
+            type=click.Choice(["trajectories", "sft"]),
+            help="sft: conversations for supervised fine-tuning, one per line.",
         ),
         click.option(
             "--output",
@@ -180,71 +197,66 @@ def export_options(command: Command) -> Command:
 
 
 def node_address(command: Command) -> Command:
-    """How a verb finds a node that serves."""
+    """The URL and token of a running node."""
     url = click.option(
         "--url",
         default=DEFAULT_URL,
         envvar="POLARNODE_URL",
         show_default=True,
         show_envvar=True,
-        help="The node's control plane.",
+        help="URL of the node.",
     )
     token = click.option("--token", envvar="POLARNODE_TOKEN", show_envvar=True, help="Bearer token.")
     return url(token(command))
 
 
-def given_settings(ctx: click.Context, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A verb's settings over those said before the verb: `polarnode --cpu run task.toml` means what it looks
-    like.
-    """
-    before = ctx.parent
-    said = (
-        {}
-        if before is None
-        else {name: value for name, value in before.params.items() if _was_given(before, name)}
-    )
-    return {**said, **{name: value for name, value in given.items() if value not in (None, ())}}
+# ── config ────────────────────────────────────────────────────────────────────
 
 
-def _was_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def config_of(given: Mapping[str, Any]) -> NodeConfig:
-    """The node's config from flags, POLARNODE_* variables and the file, in that order of weight."""
-    flags: dict[str, Json] = {
-        name: value for name, value in given.items() if name not in NOT_SETTINGS and value is not None
+def merged_settings(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a command merged over those before its name: `polarnode --cpu run task.toml` works too."""
+    group = ctx.parent
+    before = {
+        name: value
+        for name, value in (group.params.items() if group is not None else ())
+        if group is not None and group.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    if given.get("gpus") is not None:
-        # each of the two takes back the other of a weaker source
-        flags = {"cpu": False, **flags, "gpus": parse_gpus(given["gpus"])}
-    elif given.get("cpu"):
+    return {**before, **{name: value for name, value in params.items() if value not in (None, ())}}
+
+
+def config_of(params: Mapping[str, Any]) -> NodeConfig:
+    """The node's config: flags over POLARNODE_* variables over the file."""
+    flags: dict[str, Json] = {
+        name: value for name, value in params.items() if name not in CONVERTED and value is not None
+    }
+    if params.get("gpus") is not None:
+        # --gpus and --cpu exclude each other: a flag also resets the other one where the file sets it
+        flags = {"cpu": False, **flags, "gpus": parse_gpus(params["gpus"])}
+    elif params.get("cpu"):
         flags["gpus"] = []
-    if given.get("import_paths"):
-        flags["import_paths"] = list(given["import_paths"])
-    return read_config(toml=_toml(given.get("config_file")), environment=os.environ, flags=flags)
+    if params.get("import_paths"):
+        flags["import_paths"] = list(params["import_paths"])
+    file: Path | None = params.get("config_file")
+    with boundary(ConfigError, f"--config {file} cannot be read"):
+        toml = None if file is None else file.read_text()
+    return read_config(toml=toml, environment=os.environ, flags=flags)
 
 
-def _toml(file: Path | None) -> str | None:
-    with boundary(ConfigError, f"{file} can not be read"):
-        return None if file is None else file.read_text()
-
-
-def node_serving(given: Mapping[str, Any], *, hint: str) -> NodeConfig:
-    """The config of a node that is to start: it must say where the model runs."""
-    config = config_of(given)
+def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
+    """The config of a node that is about to start. Refused unless it names where the model runs."""
+    config = config_of(params)
     if not config.cpu and not config.gpus and config.engine != "simulated":
-        raise click.UsageError(f"say where the model runs: --gpus 0-7, --gpus 0, or --cpu, such as: {hint}")
+        raise click.UsageError(f"choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: {hint}")
     return config
 
 
-# ── faults ────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────
 
-LEFT_BY_FORCE = 130  # what a shell says of a program that SIGINT ended
+EXIT_INTERRUPTED = 130  # the exit code a shell gives a program that SIGINT ended
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors a group holds, however deep; a plain error is its own leaf."""
+    """The errors of a group at any depth; a plain error is its own leaf."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
             yield from leaves(each)
@@ -253,27 +265,27 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether something is in it that nobody raised on purpose."""
+    """Whether it holds an error that is not an expected one."""
     return any(not isinstance(leaf, PolarnodeError | KeyboardInterrupt) for leaf in leaves(error))
 
 
-def left_by_force(error: BaseException) -> bool:
-    """Whether the person interrupted, and nothing else is the matter."""
+def interrupted(error: BaseException) -> bool:
+    """Whether the user interrupted, and no bug is among the errors."""
     return not is_bug(error) and any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error))
 
 
 def sentence(error: PolarnodeError) -> str:
-    """What an error says, with the field's path where it names one."""
+    """The message of an error, with the path of the field it names, if any."""
     return f"{error} (at {error.path})" if isinstance(error, Refused) and error.path else str(error)
 
 
 def as_exit(error: BaseException) -> click.ClickException | Exit | None:
-    """How the program ends over it: 130 when it was interrupted, 1 with each sentence once; None for
-    a bug.
+    """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence; None for a
+    bug.
     """
     if is_bug(error):
         return None
-    if left_by_force(error):
-        return Exit(LEFT_BY_FORCE)
-    said = dict.fromkeys(sentence(leaf) for leaf in leaves(error) if isinstance(leaf, PolarnodeError))
-    return click.ClickException("\n".join(said))
+    if interrupted(error):
+        return Exit(EXIT_INTERRUPTED)
+    sentences = dict.fromkeys(sentence(leaf) for leaf in leaves(error) if isinstance(leaf, PolarnodeError))
+    return click.ClickException("\n".join(sentences))

@@ -1,14 +1,8 @@
-"""How the verbs print: a console as wide as its reader, tables that give way before their figures do, and
-foreign text made harmless.
+"""What the commands print: consoles, escaped text, and the tables of sessions and trajectories.
 
-The rule for whoever edits it: what is printed may hold anything a model or a harness wrote, so nothing is
-read as markup, and no control character reaches the terminal.
-
-Tables and colours: sessions as they run, trajectories when they are done. Pure: values in, rich renderables
-out.
-
-The rule for whoever edits it: figures are never folded or cut. Where a table is too wide for its terminal,
-ids become short and names fold.
+Output may hold anything a model or a harness wrote. Invariant: nothing is read as markup, and no control
+character reaches the terminal. Numbers are never folded or cut: where a table is too wide for its terminal,
+ids are shortened and names fold.
 """
 
 import re
@@ -23,17 +17,16 @@ from rich.text import Text
 from polarnode.core.trajectory import Trajectory
 from polarnode.rollouts.scheduler import LiveSessionStatus
 
-# ── printing ────────────────────────────────────────────────────────────
+# ── console ───────────────────────────────────────────────────────────────────
 
-# columns where there is no terminal: nothing is folded, so that a log is searched line by line and a table
-# cut by column
+# columns where stdout is no terminal: no line is folded, so that grep and cut work on the output
 PLAIN_WIDTH = 4096
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # all but tab and line feed
 CONTROLS_8_BIT = re.compile(r"[\x80-\x9f]")
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """A console on the stream as it is now: coloured and fitted on a terminal, plain and wide elsewhere."""
+    """A console on stdout or stderr: coloured and as wide as the terminal, or plain and wide without one."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(
         stderr=stderr,
@@ -45,18 +38,16 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def fitted(console: Console, make: Callable[[bool], Table]) -> Table:
-    """`make(False)`, the whole table; `make(True)`, the narrow one, where the console has no room for the
-    whole.
-    """
+    """The table `make(narrow=False)` if the console is wide enough for it, else `make(narrow=True)`."""
     whole = make(False)
-    # measured at its own width it is never too wide
-    asked = console.measure(whole, options=console.options.update_width(PLAIN_WIDTH)).maximum
-    return whole if asked <= console.width else make(True)
+    # measured without the limit of the console's own width
+    needed = console.measure(whole, options=console.options.update_width(PLAIN_WIDTH)).maximum
+    return whole if needed <= console.width else make(True)
 
 
 def harmless(text: str) -> str:
-    """`text` with its control characters shown as signs: a tool's output must not move the reader's cursor or
-    set a title.
+    """`text` with its control characters replaced by visible symbols, so that it cannot control the
+    terminal.
     """
     shown = CONTROLS.sub(lambda found: "␡" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
     return CONTROLS_8_BIT.sub("\ufffd", shown)
@@ -72,13 +63,13 @@ OUTCOME_STYLE = {
     "interrupted": "yellow",
     "error": "red",
 }
-SHORT_ID = 8  # characters of an id on a narrow terminal, or more where two sessions share them
+SHORT_ID = 8  # characters of an id on a narrow terminal; more where two sessions share them
 NAMES = ("session", "harness", "outcome")
 FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
 
 
 def live_table(sessions: Sequence[LiveSessionStatus], *, rows: int) -> Table:
-    """Sessions on their way, at most `rows` of them, those that run first; the rest as a count."""
+    """The first `rows` live sessions, running ones first, and the number of the others."""
     table = _table(("session", "harness", "phase"), ("turns", "tokens", "reward"), narrow=False)
     ordered = sorted(sessions, key=lambda status: (status.outcome is not None, status.phase != "run"))
     for status in ordered[:rows]:
@@ -98,13 +89,13 @@ def live_table(sessions: Sequence[LiveSessionStatus], *, rows: int) -> Table:
     if len(ordered) > rows:
         over = sum(status.outcome is not None for status in ordered)
         table.add_row(
-            f"… {len(ordered) - rows} more", "", f"{over} of {len(ordered)} over", "", "", "", style="dim"
+            f"… {len(ordered) - rows} more", "", f"{over} of {len(ordered)} done", "", "", "", style="dim"
         )
     return table
 
 
 def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) -> Table:
-    """What came out, one row a session."""
+    """One row for each trajectory."""
     table = _table(NAMES, FIGURES, narrow=narrow)
     length = _distinct([each.session_id for each in trajectories]) if narrow else None
     for trajectory in trajectories:
@@ -123,32 +114,28 @@ def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) ->
 
 
 def outcome_text(status: str) -> Text:
-    """An outcome in its colour."""
+    """An outcome status in its colour."""
     return Text(status, style=OUTCOME_STYLE.get(status, ""))
 
 
 def reward_text(reward: float | None, none: str = "–") -> str:
-    """A reward in few digits."""
+    """A reward in up to six digits; `none` where there is none."""
     return none if reward is None else f"{reward:g}"
 
 
 def merged_ratio(trajectory: Trajectory) -> str:
-    """Turns per training sequence: 1 is no merging, more is fewer and longer rows."""
+    """Turns per training sequence: 1.0× is no merging; a higher ratio means fewer, longer rows."""
     turns = len({span.turn for trace in trajectory.traces for span in trace.turn_spans})
     return f"{turns / len(trajectory.traces):.1f}×" if trajectory.traces else "–"
 
 
 def summary(trajectories: Sequence[Trajectory]) -> str:
-    """One line for a group of sessions."""
+    """One line with the sums over these trajectories."""
     rewarded = sum((trajectory.reward or 0) > 0 for trajectory in trajectories)
-    sampled, trainable = (
-        sum(each.sampled_tokens for each in trajectories),
-        sum(each.trainable_tokens for each in trajectories),
-    )
-    rows, turns = (
-        sum(len(each.traces) for each in trajectories),
-        sum(len(each.turns) for each in trajectories),
-    )
+    sampled = sum(each.sampled_tokens for each in trajectories)
+    trainable = sum(each.trainable_tokens for each in trajectories)
+    rows = sum(len(each.traces) for each in trajectories)
+    turns = sum(len(each.turns) for each in trajectories)
     return (
         f"{len(trajectories)} sessions, {rewarded} rewarded; {turns} turns in {rows} training sequences;"
         f" {trainable} of {sampled} sampled tokens trainable"
@@ -156,8 +143,8 @@ def summary(trajectories: Sequence[Trajectory]) -> str:
 
 
 def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
-    """Why sessions did not complete: each reason once, with how many it ended and, for one that failed, the
-    harness's last line.
+    """Why sessions did not complete: each reason once, with its count and, for a failed session, the last
+    line of the harness's log.
     """
     counted = Counter(
         (each.outcome.status, _why(each)) for each in trajectories if each.outcome.status != "completed"
@@ -170,18 +157,18 @@ def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
 
 def _why(trajectory: Trajectory) -> str:
     outcome = trajectory.outcome
-    whose = outcome.boundary or outcome.clock
-    last_words = (outcome.log_tail or "").strip().rpartition("\n")[2] if outcome.status == "failed" else ""
-    said = [
-        f"({whose})" if whose else "",
+    origin = outcome.boundary or outcome.clock
+    last_line = (outcome.log_tail or "").strip().rpartition("\n")[2] if outcome.status == "failed" else ""
+    parts = [
+        f"({origin})" if origin else "",
         outcome.reason or "no reason was given",
-        f"· its last line: {last_words}" if last_words else "",
+        f"· last log line: {last_line}" if last_line else "",
     ]
-    return harmless(" ".join(filter(None, said)))
+    return harmless(" ".join(filter(None, parts)))
 
 
 def _distinct(ids: Sequence[str]) -> int:
-    """How many characters tell these ids apart."""
+    """The length of the shortest prefix by which these ids differ."""
     longest = max(map(len, ids), default=SHORT_ID)
     return next(
         (
@@ -194,8 +181,8 @@ def _distinct(ids: Sequence[str]) -> int:
 
 
 def _table(names: Sequence[str], figures: Sequence[str], *, narrow: bool) -> Table:
-    """Names to the left, figures to the right. The narrow one has headers of two lines, one blank between
-    columns, and folds names.
+    """An empty table: names aligned left, figures right. The narrow form has two-line headers and folds
+    names.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     for name in names:

@@ -1,15 +1,8 @@
-"""`polarnode merge`: model calls recorded elsewhere, merged into rows by tokens alone; rows to a file or
-stdout, the rest to stderr.
+"""`polarnode merge` and `polarnode replay`: recorded calls as training rows, recorded requests as turns.
 
-The rule for whoever edits it: stdout carries rows and nothing else, and every bad line is told where it is
-met, so that a long run says early what is wrong.
-
-`polarnode replay`: recorded requests of a harness, planned as a live session would be; a line for each, and
-what they add up to.
-
-A folder with recorded requests is a session, wherever it lies under the one that was named. The rule for
-whoever edits it: with `--json` nothing but one object a request goes to stdout, and a session is printed when
-it is done, so that thousands need no more memory than one.
+`merge` writes rows to a file or stdout, and each bad line to stderr where it is read. `replay` plans each
+request as a live session would; every folder with requests is one session. Invariant: stdout carries nothing
+but rows (`merge`) or JSON objects (`replay --json`). Sessions are printed one at a time to bound memory.
 """
 
 import re
@@ -38,11 +31,11 @@ from polarnode.tokens.families import family_of
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import load_tokenizer
 
-# ── merge ────────────────────────────────────────────────────────────
+# ── merge ─────────────────────────────────────────────────────────────────────
 
 
 def merge(file: Path, output: Path | None) -> int:
-    """Merge a file of calls (`-`: stdin). 1 when a line was bad, else 0."""
+    """Merge a file of calls (`-`: stdin); returns the exit code, 1 when a line is bad."""
     sessions = Sessions()
     with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
@@ -62,7 +55,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as lines:
             yield lines
     except OSError as error:
-        raise Refused(f"{file} can not be read: {error.strerror}") from error
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _merge_summary(counts: Counts) -> str:
@@ -73,7 +66,7 @@ def _merge_summary(counts: Counts) -> str:
     )
 
 
-# ── replay ────────────────────────────────────────────────────────────
+# ── replay ────────────────────────────────────────────────────────────────────
 
 _REQUEST: Final = re.compile(r"(?P<name>.*)request\.json", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"(\d+)")
@@ -82,12 +75,12 @@ COLUMNS: Final = ("file", "provider", "kind", "parent", "lineage", "reason", "ro
 
 
 def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
-    """Print what became of every recorded request under a folder. 1 when one of them was refused, else 0."""
+    """Print each recorded request under a folder; returns the exit code, 1 when one is refused."""
     sessions = _sessions(folder)
     if not sessions:
         raise Refused(
-            f"there are no recorded requests in {folder}: name a folder with NN-request.json files in it, or"
-            " in its sub-folders"
+            f"no recorded requests in {folder}: name a folder with NN-request.json files, directly or in"
+            " sub-folders"
         )
     template = _template(tokenizer or TINY_MODEL)
     console = open_console(stderr=as_json)
@@ -106,30 +99,20 @@ def _template(path: Path) -> Template:
     return Template(tokenizer, family_of(tokenizer))
 
 
-# ── files ─────────────────────────────────────────────────────────────────────
-
-
 def _sessions(folder: Path) -> list[tuple[str, list[Path]]]:
-    """The folders with requests in them, and those requests, both in the order a person counts in."""
+    """Each folder that holds requests, with those requests; both in natural order."""
     found = []
     for place, _, names in walk(folder, followlinks=False):
         files = sorted((Path(place) / name for name in names if _REQUEST.fullmatch(name)), key=_natural)
         if files:
-            found.append(
-                (
-                    (
-                        folder.resolve().name
-                        if Path(place) == folder
-                        else Path(place).relative_to(folder).as_posix()
-                    ),
-                    files,
-                )
-            )
+            at_top = Path(place) == folder
+            name = folder.resolve().name if at_top else Path(place).relative_to(folder).as_posix()
+            found.append((name, files))
     return sorted(found, key=lambda session: _natural(Path(session[0])))
 
 
 def _natural(path: Path) -> list[tuple[bool, int, str]]:
-    """`9-request.json` comes before `10-request.json`."""
+    """A sort key by which `9-request.json` comes before `10-request.json`."""
     parts = _NUMBER.split(path.as_posix())
     return [(bool(place % 2), int(part) if place % 2 else 0, part) for place, part in enumerate(parts)]
 
@@ -147,16 +130,13 @@ def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise Refused(f"{file} can not be read: {error.strerror}") from error
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _response(file: Path) -> bytes | None:
     found = _REQUEST.fullmatch(file.name)
     beside = file.with_name(f"{found['name']}response.txt") if found else file
     return _content(beside) if beside != file and beside.is_file() else None
-
-
-# ── what is printed ───────────────────────────────────────────────────────────
 
 
 def _print_json(lines: Sequence[Line]) -> None:
@@ -202,7 +182,7 @@ def _cells(line: Line) -> Iterator[str]:
 
 
 def _short(file: str) -> str:
-    """What tells a session's files apart."""
+    """The part of a file's name that differs within a session."""
     found = _REQUEST.fullmatch(Path(file).name)
     return (found["name"] if found else "").rstrip("-_.") or Path(file).name
 

@@ -1,7 +1,7 @@
-"""The verbs that speak to a node which serves: submit, watch, export.
+"""The commands that use a running node: `submit`, `watch` and `export`.
 
-The rule for whoever edits it: the first word to a node is said without patience, so that a wrong address is
-one sentence at once; only what follows waits for a node that restarts.
+The first request to a node is not retried, so that a wrong address is reported at once. Only later requests
+wait for a node that restarts.
 """
 
 import sys
@@ -16,7 +16,7 @@ from attrs import frozen
 
 from polarnode.cli import output
 from polarnode.cli.output import harmless, open_console
-from polarnode.cli.sources import Sources, build_images, note_lines, written_whole
+from polarnode.cli.sources import SourceSelection, build_images, note_lines, written_whole
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import Event, Submitted
 from polarnode.node.config import NodeConfig
@@ -27,14 +27,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @frozen(kw_only=True)
-class Where:
-    """A node that serves."""
+class RemoteNode:
+    """The address of a running node."""
 
     url: str
     token: str | None
 
     @property
-    def here(self) -> bool:
+    def local(self) -> bool:
         """Whether the node is on this machine."""
         return (urlsplit(self.url).hostname or "") in LOOPBACK
 
@@ -42,54 +42,52 @@ class Where:
         return PolarnodeClient(self.url, token=self.token, patience_s=patience_s)
 
 
-def submit(sources: Sources, node: Where, config: NodeConfig) -> None:
-    """Submit the tasks of sources; the task ids on stdout, the rest on stderr, so that scripts can use them.
+def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> None:
+    """Submit the tasks of sources. Task ids go to stdout for scripts, everything else to stderr.
 
-    An image that a task's folder is to be built into is built where the node is, which is here when its
-    address is this machine's own.
+    Images that tasks need are built here when the node is on this machine; otherwise the user is told which
+    images to build there.
     """
     tasks = sources.tasks()
     node.client().status()
     for note in note_lines(tasks):
         click.echo(f"· {harmless(note)}", err=True)
-    if node.here:
-        build_images(tasks, config, say=lambda text: click.echo(f"· {text}", err=True))
+    if node.local:
+        build_images(tasks, config, report=lambda text: click.echo(f"· {text}", err=True))
     else:
-        _tell_images(tasks)
+        _list_images(tasks)
     submitted = [_submitted(task, node) for task in tasks]
-    sessions, known = (
-        sum(len(each.session_ids) for each in submitted),
-        sum(not each.created for each in submitted),
-    )
+    sessions = sum(len(each.session_ids) for each in submitted)
+    existing = sum(not each.created for each in submitted)
     was = (
         ""
-        if not known
-        else " (it was there before)"
+        if not existing
+        else " (submitted before)"
         if len(submitted) == 1
-        else f" ({known} tasks were there before)"
+        else f" ({existing} tasks were submitted before)"
     )
     which = f" --task {submitted[0].task_id}" if len(submitted) == 1 else ""
     count = "" if len(submitted) == 1 else f"{len(submitted)} tasks, "
     click.echo(f"{count}{sessions} sessions{was}; follow them with: polarnode watch{which}", err=True)
 
 
-def _submitted(task: SourcedTask, node: Where) -> Submitted:
+def _submitted(task: SourcedTask, node: RemoteNode) -> Submitted:
     submitted = node.client().submit(task.spec)
     click.echo(submitted.task_id)
     return submitted
 
 
-def _tell_images(tasks: Sequence[SourcedTask]) -> None:
+def _list_images(tasks: Sequence[SourcedTask]) -> None:
     for build in {task.build.image: task.build for task in tasks if task.build is not None}.values():
-        how = "polarnode convert --build there, on the same folder"
         click.echo(
-            f"· the node's machine must have {build.image}, built from {harmless(str(build.folder))}: {how}",
+            f"· the node's machine needs the image {build.image}, built from {harmless(str(build.folder))}:"
+            " run `polarnode convert --build` on the same tasks there",
             err=True,
         )
 
 
-def watch(task_id: str | None, consumer: str | None, node: Where) -> None:
-    """One line a trajectory as it comes; with a task, until that task is done."""
+def watch(task_id: str | None, consumer: str | None, node: RemoteNode) -> None:
+    """Print a line for each event as it arrives; with `task_id`, until that task is done."""
     node.client().status() if task_id is None else node.client().task(task_id)
     console = open_console()
     for event in node.client(patience_s=600.0).trajectories(
@@ -99,7 +97,7 @@ def watch(task_id: str | None, consumer: str | None, node: Where) -> None:
 
 
 def line(event: Event) -> str:
-    """An event in one line."""
+    """An event as one line of text."""
     match event.kind:
         case "trajectory":
             return _trajectory_line(event)
@@ -107,17 +105,16 @@ def line(event: Event) -> str:
             return _group_line(event.data)
         case "task":
             counts = ", ".join(f"{count} {status}" for status, count in event.data["counts"].items())
-            return f"task {event.data['task_id']} is over: {counts}"
+            return f"task {event.data['task_id']} is done: {counts}"
         case "gap":
             return (
-                f"what lay between {event.data['after']} and {event.data['oldest']} is no longer kept: read"
-                " more often, or acknowledge later"
+                f"events {event.data['after']} to {event.data['oldest']} are no longer kept: read more often"
             )
-    return f"{event.kind}: this polarnode is older than the node and does not know such events"
+    return f"{event.kind}: unknown event, this polarnode is older than the node"
 
 
 def _group_line(data: Mapping[str, Any]) -> str:
-    """A node older than this polarnode says no state."""
+    """A group's line; an older node sends no state."""
     rewards = " ".join(output.reward_text(reward) for reward in data["rewards"])
     state, reason = data.get("state"), data.get("reason")
     why = (
@@ -127,7 +124,7 @@ def _group_line(data: Mapping[str, Any]) -> str:
         if reason is None
         else f", {harmless(state)} ({harmless(reason)})"
     )
-    return f"group {data['group_id']} is over{why}: rewards {rewards}"
+    return f"group {data['group_id']} is done{why}: rewards {rewards}"
 
 
 def _trajectory_line(event: Event) -> str:
@@ -140,11 +137,11 @@ def _trajectory_line(event: Event) -> str:
     return f"{head} turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
 
 
-def export(query: Query, output: Path | None, node: Where) -> None:
-    """What is over as the node sends it; a file appears when it is whole."""
+def export(query: Query, output: Path | None, node: RemoteNode) -> None:
+    """Write the finished trajectories as the node sends them; a file is replaced when it is complete."""
     lines = 0
     pieces = node.client().export_bytes(**query)
-    next(pieces)  # it is there: a refusal leaves an older file as it was, and says why
+    next(pieces)  # the node accepted the request; if it refuses, an existing file stays as it is
     with written_whole(output) if output is not None else nullcontext[BinaryIO](sys.stdout.buffer) as out:
         for piece in pieces:
             out.write(piece)

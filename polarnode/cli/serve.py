@@ -1,7 +1,6 @@
-"""SIGINT and SIGTERM as an ordinary request to stop: the first ends sessions with what they have, the second
-leaves at once.
+"""`polarnode --gpus 0-7`: open a node, serve its control plane, and stop in order on a signal.
 
-`polarnode --gpus 0-7`: open a node, serve its control plane, and stop in order when asked.
+The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; the second exits at once.
 """
 
 import logging
@@ -20,20 +19,20 @@ from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
 
-# ── signals ────────────────────────────────────────────────────────────
+# ── signals ───────────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
-class Stop:
-    """What the first signal does: `act`, which is to give up while nothing runs yet, and to end sessions once
-    they do.
+class StopRequest:
+    """A request to stop. The first signal calls `act`: it cancels the start while nothing runs, and ends the
+    sessions once they run.
     """
 
     act: Callable[[], None]
-    asked: bool = field(default=False, init=False)
+    requested: bool = field(default=False, init=False)
 
     def __call__(self) -> None:
-        self.asked = True
+        self.requested = True
         self.act()
 
 
@@ -49,14 +48,14 @@ async def stop_on_signals(
         raise KeyboardInterrupt
 
 
-# ── serve ────────────────────────────────────────────────────────────
+# ── serve ─────────────────────────────────────────────────────────────────────
 
 
 def serve(config: NodeConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
-    with boundary(ConfigError, f"--state-dir {config.state_dir} can not be written"):
+    with boundary(ConfigError, f"--state-dir {config.state_dir} cannot be written"):
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
-    # a port that is taken is said now, not after the engine has started
+    # reports a taken port now, not after the engine has started
     listening_socket(Address(host=config.host, port=config.port)).close()
     log = Path(config.state_dir) / "node.log"
     logging.basicConfig(
@@ -68,7 +67,7 @@ def serve(config: NodeConfig) -> int:
 
 async def _serve(config: NodeConfig, console: Console) -> None:
     async with trio.open_nursery() as nursery:
-        stop = Stop(nursery.cancel_scope.cancel)
+        stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
         async with (
             open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node,
@@ -78,24 +77,24 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(
-                    "· the engine is simulated: every answer is random, nothing here is a model's",
+                    "· the engine is simulated: every answer is random, no model is loaded",
                     style="bold yellow",
                 )
             console.print(
-                f"· submit to it with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
+                f"· submit tasks with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
             )
-            await _asked(stop)
+            await _requested(stop)
             await _end(node, console)
         nursery.cancel_scope.cancel()
 
 
-async def _asked(stop: Stop) -> None:
-    """Return at the first signal. One that came while the node started has already cancelled all this."""
-    asked = trio.Event()
-    stop.act = asked.set
-    await asked.wait()
+async def _requested(stop: StopRequest) -> None:
+    """Wait for the first signal. A signal during the start has already cancelled this task."""
+    requested = trio.Event()
+    stop.act = requested.set
+    await requested.wait()
 
 
 async def _end(node: Node, console: Console) -> None:
-    console.print("· stopping: sessions end with what they have; once more to leave at once", style="dim")
+    console.print("· stopping: sessions are ended and saved; press Ctrl-C again to exit at once", style="dim")
     await node.stop(cancel=True)

@@ -1,10 +1,6 @@
-"""Files of the verbs: tasks that are read from sources, images that are built for them, results that are
-written whole or not at all.
+"""Tasks from sources, the images they need, atomic output files, and `polarnode convert`.
 
-`polarnode convert`: what a source becomes, as a table or as TaskSpecs in JSONL.
-
-The rule for whoever edits it: a task is shown as it would be submitted, with everything that `run` would
-refuse refused here too.
+`convert` shows a task as it would be submitted. Invariant: what `run` refuses, `convert` refuses too.
 """
 
 import os
@@ -29,26 +25,26 @@ from polarnode.rollouts.admission import admitted
 from polarnode.sources.source import read_source
 from polarnode.sources.values import Kind, Overrides, SourcedTask, Unread
 
-# ── files ────────────────────────────────────────────────────────────
+# ── tasks and files ───────────────────────────────────────────────────────────
 
-ANY_CONTEXT = 32_768  # tokens; a launch that is only tried writes the number down and nothing more
+ANY_CONTEXT = 32_768  # tokens; stands in for an unknown context length while a task is checked
 
 
 @frozen(kw_only=True)
-class Sources:
-    """What a verb was given to read tasks from."""
+class SourceSelection:
+    """The sources of a command: paths, their format, and what to change in each task."""
 
     paths: tuple[Path, ...]
     kind: Kind | None = None
     overrides: Overrides = field(factory=Overrides)
 
     def items(self) -> Iterator[SourcedTask | Unread]:
-        """Every task of every path."""
+        """Every task of every path; one that cannot be read is an `Unread`."""
         for path in self.paths:
             yield from read_source(path, kind=self.kind, overrides=self.overrides).items()
 
     def tasks(self) -> list[SourcedTask]:
-        """As `items`; the first that can not be read, and a path without any, is a refusal."""
+        """Every task of the paths. Refused at the first that cannot be read, or for a path without tasks."""
         return [
             task
             for path in self.paths
@@ -57,9 +53,9 @@ class Sources:
 
 
 def checked(task: SourcedTask, *, config: NodeConfig, here: bool) -> SourcedTask:
-    """A task, with all that can be refused now refused now, and not after the engine has started.
+    """Check a task before anything starts and return it; Refused when a node would refuse it.
 
-    `here`: it is to run on a node of this config; else what depends on the node's own settings (judges,
+    `here`: it will run on a node of this config. Otherwise what depends on the node's settings (judges,
     volumes, egress) is left to that node.
     """
     try:
@@ -78,7 +74,7 @@ def checked(task: SourcedTask, *, config: NodeConfig, here: bool) -> SourcedTask
 
 
 def note_lines(tasks: Sequence[SourcedTask]) -> list[str]:
-    """What could not be said of these tasks, each thing once, with how many tasks it is true of."""
+    """The notes of these tasks, each once, with the number of tasks it applies to."""
     counts = Counter(note for task in tasks for note in task.notes)
     return [
         note if count == len(tasks) else f"{note} ({count} of {len(tasks)} tasks)"
@@ -86,26 +82,26 @@ def note_lines(tasks: Sequence[SourcedTask]) -> list[str]:
     ]
 
 
-def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, say: Callable[[str], None]) -> None:
-    """Build, on this machine, the images of tasks that come with a folder to build one from."""
+def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Callable[[str], None]) -> None:
+    """Build, on this machine, the images of tasks that come with a build folder."""
     builds = [task.build for task in tasks if task.build is not None]
     if not builds:
         return
     from polarnode.containers.images import build_task_images
-    from polarnode.node.opening import runtimes_settings  # only where something is built
+    from polarnode.node.opening import runtimes_settings  # heavy, so imported only to build
 
     settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
 
     async def build() -> None:
-        await build_task_images(settings, builds, log=log, report=say)
+        await build_task_images(settings, builds, log=log, report=report)
 
     trio.run(build)
 
 
 @contextmanager
 def written_whole(file: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when the block is through; until then, and after an error, what had that
-    name stays.
+    """Write a file atomically: it replaces `file` when the block ends without an error. Refused, with the
+    reason, when it cannot be written.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
@@ -113,37 +109,39 @@ def written_whole(file: Path) -> Iterator[BinaryIO]:
             yield out
         part.replace(file)
     except OSError as error:
-        raise Refused(f"{file} can not be written: {error.strerror}") from error
+        raise Refused(f"{file} cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-# ── convert ────────────────────────────────────────────────────────────
+# ── convert ───────────────────────────────────────────────────────────────────
 
-NARROW_NAME = 24  # characters of a name where the whole table has no room
+NARROW_NAME = 24  # characters of a task's name in the narrow table
 
 
-def convert(sources: Sources, config: NodeConfig, *, out: Path | None, skip: bool, build: bool) -> int:
-    """Show or write what `sources` become; returns the exit code: 1 when a task can not be had."""
-    # as `run`: whoever typed the command names the code
+def convert(
+    sources: SourceSelection, config: NodeConfig, *, out: Path | None, skip: bool, build: bool
+) -> int:
+    """Show the tasks of `sources` or write them; returns the exit code, 1 if one cannot be converted."""
+    # as in `run`: the user may import any code unless the config limits it
     own = evolve(config, import_paths=config.import_paths or ("*",))
     tasks, refused = _converted(sources, own)
     for each in refused:
         click.echo(f"Error: {harmless(str(each))}", err=True)
     if refused and not skip:
         click.echo(
-            f"{len(refused)} of {len(tasks) + len(refused)} tasks can not be converted; --skip goes on"
-            " without them",
+            f"{len(refused)} of {len(tasks) + len(refused)} tasks cannot be converted; --skip-invalid"
+            " continues without them",
             err=True,
         )
         return 1
     if build:
-        build_images(tasks, own, say=lambda text: click.echo(f"· {text}", err=True))
+        build_images(tasks, own, report=lambda text: click.echo(f"· {text}", err=True))
     _show(tasks) if out is None else _write(tasks, out)
     return int(bool(refused))
 
 
-def _converted(sources: Sources, config: NodeConfig) -> tuple[list[SourcedTask], list[Refused]]:
+def _converted(sources: SourceSelection, config: NodeConfig) -> tuple[list[SourcedTask], list[Refused]]:
     tasks: list[SourcedTask] = []
     refused: list[Refused] = []
     for item in sources.items():
@@ -155,7 +153,7 @@ def _converted(sources: Sources, config: NodeConfig) -> tuple[list[SourcedTask],
             refused.append(error)
     if not tasks and not refused:
         raise Refused(
-            f"{', '.join(map(str, sources.paths))}: no task was found, or none that --only lets through"
+            f"{', '.join(map(str, sources.paths))}: no task found, or none whose name matches --only"
         )
     return tasks, refused
 
@@ -173,14 +171,14 @@ def _write(tasks: Sequence[SourcedTask], out: Path) -> None:
 def _show(tasks: Sequence[SourcedTask]) -> None:
     console = open_console()
     console.print(fitted(console, lambda narrow: _table(tasks, narrow=narrow)))
-    for number, line in enumerate(_notes(tasks), start=1):
+    for number, line in enumerate(_distinct_notes(tasks), start=1):
         console.print(f"note {number}: {harmless(line)}")
     for task in tasks:
         if task.build is not None:
-            console.print(f"{task.name}: its image is built from {harmless(str(task.build.folder))}")
+            console.print(f"{task.name}: image is built from {harmless(str(task.build.folder))}")
 
 
-def _notes(tasks: Sequence[SourcedTask]) -> list[str]:
+def _distinct_notes(tasks: Sequence[SourcedTask]) -> list[str]:
     return list(dict.fromkeys(note for task in tasks for note in task.notes))
 
 
@@ -188,21 +186,21 @@ def _table(tasks: Sequence[SourcedTask], *, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("task", "harness", "image", "evaluator", "run", "post", "samples", "notes"):
         table.add_column(name, overflow="fold", no_wrap=name in ("run", "post", "samples"))
-    known = _notes(tasks)
+    notes = _distinct_notes(tasks)
     for task in tasks:
         name = task.name[:NARROW_NAME] if narrow else task.name
-        numbers = " ".join(str(known.index(note) + 1) for note in task.notes)
+        numbers = " ".join(str(notes.index(note) + 1) for note in task.notes)
         table.add_row(*map(harmless, (name, *_cells(task.spec), numbers)))
     return table
 
 
 def _cells(spec: TaskSpec) -> tuple[str, ...]:
     runtime, evaluator = spec.runtime, spec.evaluator
-    judged = (
+    evaluators = (
         " + ".join(part.import_path or part.name for part in evaluator.parts)
         or evaluator.import_path
         or evaluator.name
     )
     image = f"{runtime.image} + harness" if runtime.add_harness else runtime.image
     seconds = (f"{spec.budgets.run_s:g} s", f"{spec.budgets.post_s:g} s")
-    return (spec.harness.import_path or spec.harness.name, image, judged, *seconds, str(spec.num_samples))
+    return (spec.harness.import_path or spec.harness.name, image, evaluators, *seconds, str(spec.num_samples))

@@ -10,7 +10,7 @@ from sources_kit import DATA, task
 
 from polarnode.cli import sources
 from polarnode.cli.main import main as command
-from polarnode.cli.sources import Sources, note_lines
+from polarnode.cli.sources import SourceSelection, note_lines
 from polarnode.core import codec
 from polarnode.node.config import NodeConfig
 from polarnode.sources import Overrides, read_source
@@ -46,7 +46,7 @@ def test_a_source_is_shown_with_what_could_not_be_said() -> None:
     assert lines[2].startswith("many   codex    quay.example/many:2 + harness")
     assert lines[2].rstrip().endswith("1 2 3 4")
     assert lines[3].startswith("note 1: environment.allowed_hosts: 192.0.2.1 is an address")
-    assert lines[-1] == f"hello: its image is built from {DATA / 'harbor' / 'hello' / 'environment'}"
+    assert lines[-1] == f"hello: image is built from {DATA / 'harbor' / 'hello' / 'environment'}"
 
 
 def test_jsonl_is_a_source_of_the_same_tasks(tmp_path: Path) -> None:
@@ -73,12 +73,12 @@ def test_each_task_that_can_not_be_had_is_a_sentence(mixed: Path, tmp_path: Path
     assert said[0].startswith(f"Error: {mixed} line 2: the line is not JSON")
     assert said[1].startswith(f"Error: {mixed} line 3: ")
     assert "needs either argv or script" in said[1]
-    assert said[2] == "2 of 4 tasks can not be converted; --skip goes on without them"
+    assert said[2] == "2 of 4 tasks cannot be converted; --skip-invalid continues without them"
 
 
 def test_the_others_are_written_when_it_is_asked_for(mixed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    result = invoke("--skip", "--out", out, mixed)
+    result = invoke("--skip-invalid", "--out", out, mixed)
     assert result.exit_code == 1, "a script is told that some are missing"
     assert [json.loads(line)["task_id"] for line in out.read_text().splitlines()] == ["one", "two"]
     assert len([line for line in result.stderr.splitlines() if line.startswith("Error: ")]) == 2
@@ -91,13 +91,13 @@ def test_only_and_limit_choose(mixed: Path) -> None:
     assert invoke("--limit", "1", "--out", "-", mixed).exit_code == 0
     none = invoke("--only", "zz", mixed)
     assert none.exit_code == 1
-    assert "no task was found, or none that --only lets through" in none.output
+    assert "no task found, or none whose name matches --only" in none.output
 
 
 def test_several_sources_and_a_file_laid_over(mixed: Path, tmp_path: Path) -> None:
     (tmp_path / "with.toml").write_text("[budgets]\nrun_s = 11\n")
     result = invoke(
-        "--with",
+        "--override",
         tmp_path / "with.toml",
         "--only",
         "calc-7",
@@ -130,7 +130,11 @@ def test_a_terminal_that_is_narrow_cuts_names_and_no_figures(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     code = sources.convert(
-        Sources(paths=(mixed,), overrides=Overrides(limit=1)), NodeConfig(), out=None, skip=False, build=False
+        SourceSelection(paths=(mixed,), overrides=Overrides(limit=1)),
+        NodeConfig(),
+        out=None,
+        skip=False,
+        build=False,
     )
     shown = capsys.readouterr().out
     assert code == 0

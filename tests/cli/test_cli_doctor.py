@@ -60,7 +60,7 @@ def test_a_machine_without_podman_is_told_which_packages_to_install(
     assert code == 1
     for package in ("podman", "runc", "catatonit", "mmdebstrap"):
         assert any(line.startswith("  → apt-get install") and package in line for line in lines), package
-    assert "in the way" in lines[-1]
+    assert "checks failed" in lines[-1]
 
 
 def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fine = CliRunner().invoke(command, ["doctor", "--cpu"])
     assert fine.exit_code == 0
     assert fine.output.startswith("✓ f0: x [/y]\n  → do it\n✓ f1")
-    assert "a node starts here; try: polarnode run --cpu" in fine.output
+    assert "a node can start here; try: polarnode run --cpu" in fine.output
     monkeypatch.setattr(doctor, "findings", found(True, False, False))
     poor = CliRunner().invoke(command, ["doctor"])
     assert poor.exit_code == 1
     assert "✗ f1: x [/y]\n  → do it" in poor.output
-    assert "2 of these in the way" in poor.output
+    assert "2 checks failed" in poor.output
 
 
 # ── one thing at a time ───────────────────────────────────────────────────────
@@ -116,7 +116,7 @@ def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
     finding = doctor.gpus(NodeConfig(gpus=(1, 2, 3)))
     assert (finding.ok, finding.what, finding.remedy) == (
         False,
-        "2 are there, and not 2, 3",
+        "2 found, but not GPU 2, 3",
         "use --gpus 0-1",
     )
 
@@ -157,7 +157,7 @@ async def test_a_judge_is_asked_one_word_in_its_form() -> None:
         told = JudgeConfig(base_url=url, model="strict", key_env="JUDGE_KEY")
         found = [await doctor.judge("j", told, {"JUDGE_KEY": "sk-123"}) for _ in range(3)]
     assert found[0] == Finding(name="judge j", ok=True, what=f"strict at {url} answers")
-    assert found[1].what.startswith("gives no answer in its form: the body is not JSON")
+    assert found[1].what.startswith("gives no answer in the requested form: the body is not JSON")
     assert found[2].what.endswith("judge j refused the question: HTTP 401: wrong key")
     assert [each.ok for each in found] == [True] * 3, "a node starts without an answer of its judges"
     assert "`structured`" in found[1].remedy

@@ -21,8 +21,15 @@ from attrs import evolve
 from journal_samples import make_trajectory
 from rich.console import Console
 
-from polarnode.cli.generate_export import MOST, Exported, Words, acceptance_table, open_words, shown
-from polarnode.cli.generate_run import Made, duration, progress
+from polarnode.cli.generate_export import (
+    MOST,
+    Exported,
+    TemplateComparison,
+    acceptance_table,
+    open_comparison,
+    shown,
+)
+from polarnode.cli.generate_run import GenerationRun, duration, progress
 from polarnode.node.config import TINY_MODEL
 from polarnode.offline import GenerationTable, Split, judge, parse_acceptance
 from polarnode.offline.sft import SftLine
@@ -43,7 +50,7 @@ def tallied() -> GenerationTable:
 
 def test_the_table_is_the_literatures() -> None:
     console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
-    words = Words(render=None, seen=3)
+    words = TemplateComparison(render=None, seen=3)
     words.counts.update({"equal": 2, "differs": 1})
     exported = Exported(
         tally=tallied(),
@@ -52,7 +59,9 @@ def test_the_table_is_the_literatures() -> None:
         split=Split(by="repo", values=frozenset(["x"])),
         notes=(),
     )
-    for line in shown(exported, Made(wall_s=100, stopped=False), parse_acceptance("reward >= 1"), console):
+    for line in shown(
+        exported, GenerationRun(wall_s=100, stopped=False), parse_acceptance("reward >= 1"), console
+    ):
         console.print(line)
     text = console.file
     assert isinstance(text, io.StringIO)
@@ -62,7 +71,7 @@ def test_the_table_is_the_literatures() -> None:
     assert said[3] == ["all", "5", "3", "60.0", "2", "5", "15"]
     assert "accepted by reward >= 1: 3 of 5 sessions (60.0 %)" in text.getvalue()
     assert (
-        "of 3 conversations, the chat template renders 2 to the very tokens the model had, 1 otherwise"
+        "of 3 conversations, the chat template renders 2 to exactly the model's tokens, 1 to others"
         in text.getvalue()
     )
     assert "\x1b" not in text.getvalue()
@@ -76,13 +85,13 @@ class Sized:
 
 
 def test_progress_is_one_line_with_what_is_left() -> None:
-    under_way: Any = Sized()
+    running: Any = Sized()
     assert (
-        progress(under_way, 220.0)
-        == "12 of 40 sessions done, 5 accepted (42 %), 8 under way, 3.0 a minute, about 9 min left"
+        progress(running, 220.0)
+        == "12 of 40 sessions done, 5 accepted (42 %), 8 running, 3.0 a minute, about 9 min left"
     )
-    under_way.done = under_way.ended = 0
-    assert progress(under_way, 220.0) == "0 of 40 sessions done, 8 under way"
+    running.done = running.ended = 0
+    assert progress(running, 220.0) == "0 of 40 sessions done, 8 running"
     assert [duration(seconds) for seconds in (89, 600, 9000)] == ["89 s", "10 min", "2.5 h"]
 
 
@@ -95,14 +104,14 @@ def line(*messages: Mapping[str, Any]) -> SftLine:
 
 
 def test_what_a_template_refuses_is_said_and_no_error() -> None:
-    words = open_words(TINY_MODEL)
+    words = open_comparison(TINY_MODEL)
     words.compare(line({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
     assert (words.counts["differs"], words.why) == (1, None)
 
     def refuses(_: SftLine) -> list[int]:
         raise TypeError("no such role")
 
-    refusing = Words(render=refuses)
+    refusing = TemplateComparison(render=refuses)
     for _ in range(MOST + 5):
         refusing.compare(line())
     assert (refusing.seen, refusing.counts["refused"]) == (MOST, MOST)
@@ -219,7 +228,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "accepted.jsonl").exists()
 
     said = ran(tmp_path, "--held-out-by", "repo")
-    assert f"9 sessions, {len(before)} of them done before" in said
+    assert f"9 sessions, {len(before)} of them already done" in said
     rows = listed(tmp_path)
     assert {(each["task_id"], each["sample_index"]) for each in rows} == {
         (f"demo__{task}", sample) for task in range(3) for sample in range(3)
@@ -290,7 +299,7 @@ def test_one_interrupt_ends_it_with_what_there_is_and_the_rest_is_run_next_time(
         child.send_signal(signal.SIGINT)
         said = child.communicate()[0]
     assert child.returncode == 1, said
-    assert "the same command goes on where it was" in said
+    assert "run the same command again to resume" in said
     assert all(each["reason"] == "cancelled" for each in listed(tmp_path))
 
 

@@ -92,7 +92,7 @@ def test_without_colour_what_is_trained_stands_between_marks(
 ) -> None:
     said = printed(session, tokenizer, plain=True)
     assert "Read it.\n«I read\n»a file␛[31m\n«Done.»" in said
-    assert "trainable tokens are «between these»" in said
+    assert "trainable tokens are between « and »" in said
     assert "\x1b" not in said
 
 
@@ -102,7 +102,7 @@ def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer:
     sliced = evolve(trace, part=1, parts=3, offset=40, over_long=True, lacks=lacks)
     said = printed(evolve(session, traces=(sliced,)), tokenizer, plain=True)
     assert (
-        "part 2 of 3, behind 40 tokens not shown here, longer than its task's max_row_tokens, routed_experts:"
+        "part 2 of 3, preceded by 40 tokens that are not shown, longer than its task's max_row_tokens, routed_experts:"
         " turn 1 has none" in said
     )
     assert "part" not in printed(session, tokenizer, plain=True)
@@ -180,7 +180,7 @@ def test_without_a_tokenizer_there_are_ids(session: Trajectory) -> None:
     said = printed(session, None, plain=True)
     sampled = " ".join(map(str, session.turns[0].sampled))
     assert f"«{sampled}» " in said
-    assert "give --model, the checkpoint's folder, to read them" in said
+    assert "give --model FOLDER to decode them" in said
 
 
 # ── from a file ───────────────────────────────────────────────────────────────
@@ -216,10 +216,11 @@ def test_an_id_that_is_of_none_or_of_many_is_refused(tmp_path: Path, session: Tr
         )
     )
     assert (
-        f"2 sessions in {file} begin with 4f: give one whole id" in inspect("4f", "--from", str(file)).output
+        f"2 sessions in {file} begin with 4f: give a longer prefix or the full id"
+        in inspect("4f", "--from", str(file)).output
     )
     assert (
-        f"0 sessions in {file} begin with 5: give an id that is in it"
+        f"0 sessions in {file} begin with 5: give the id of a session in it"
         in inspect("5", "--from", str(file)).output
     )
 

@@ -36,7 +36,7 @@ def test_a_model_that_takes_everything() -> None:
     assert said["calls"] == 'JSON, {"name": …, "arguments": {…}}, after <tool_call>'
     assert said["thinking"] == "<think> to </think>; the model opens it"
     assert said["earlier thinking"].startswith(
-        "left out by the template before user messages; sampled thoughts are kept"
+        "dropped by the template before user messages; sampled thinking is kept"
     )
     assert said["refuses"].startswith("nothing")
 
@@ -54,13 +54,13 @@ def test_a_turn_without_a_mark_of_its_own_and_calls_of_several_marks() -> None:
 
 
 def test_what_a_template_can_not_be_asked() -> None:
-    assert told("gptoss")["refuses"] == "results of several calls of one turn"
-    assert "system messages after the head" in told("gemma3")["refuses"]
+    assert told("gptoss")["refuses"] == "results of several calls in one turn"
+    assert "system messages after the first user message" in told("gemma3")["refuses"]
     plain = told("llama3")
-    assert plain["calls"] == "none: it has no way to call tools"
-    assert plain["thinking"] == "none: it has no marks for thoughts"
+    assert plain["calls"] == "none: the model cannot call tools"
+    assert plain["thinking"] == "none: it has no thinking tokens"
     assert "earlier thinking" not in plain
-    assert plain["refuses"].startswith("tools, calls of tools")
+    assert plain["refuses"].startswith("tools, tool calls")
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in ("gemma4", "deepseek_v3")])

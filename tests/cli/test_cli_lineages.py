@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from merge_toys import Session, ask, system, told, user
 from rich.console import Console
 
-from polarnode.cli.inspection import Counted, figures_of, lineage_text, note_lines, summary, totals
+from polarnode.cli.inspection import SessionFigures, figures_of, lineage_text, note_lines, summary, totals
 from polarnode.cli.main import main as command
 from polarnode.core import codec
 from polarnode.core.task import HarnessSpec, TaskSpec
@@ -54,7 +54,7 @@ def test_one_sessions_figures_are_said_in_words() -> None:
     figures = figures_of(codec.trajectory_json(trajectory()))
     assert figures is not None
     said = text_of(lineage_text(figures))
-    assert "lineage: 3 turns in 1 lineages with 1 ends, thinking keep" in said
+    assert "lineage: 3 turns in 1 lineages with 1 leaves, thinking keep" in said
     assert f"{100 * figures['prefix_hit_rate']:.1f} % of them reused" in said
     assert "kinds: extend 2, root 1" in said
     assert "reasons: appended 2, first 1" in said
@@ -69,7 +69,7 @@ def test_notes_of_lineages_are_shown_with_their_turn() -> None:
 
 def test_many_sessions_are_a_table_and_their_sums() -> None:
     counted = [
-        Counted(name, figures_of(codec.trajectory_json(trajectory(name, turns=turns))) or {})
+        SessionFigures(name, figures_of(codec.trajectory_json(trajectory(name, turns=turns))) or {})
         for name, turns in (("a", 3), ("b", 5))
     ]
     said = text_of(summary(counted, totals(counted)))
@@ -77,7 +77,7 @@ def test_many_sessions_are_a_table_and_their_sums() -> None:
     assert lines[1].split()[:5] == ["a", "keep", "3", "1", "1"]
     assert lines[2].split()[:5] == ["b", "keep", "5", "1", "1"]
     assert "2 sessions" in said
-    assert "lineage: 8 turns in 2 lineages with 2 ends" in said
+    assert "lineage: 8 turns in 2 lineages with 2 leaves" in said
 
 
 @pytest.mark.parametrize("value", [{}, {"metrics": None}, {"metrics": {"lineage": 3}}])
@@ -97,7 +97,7 @@ def test_a_file_without_a_session_named_is_summed(tmp_path: Path) -> None:
     result = inspect("--from", str(file))
     assert result.exit_code == 0, result.output
     assert "lineage: 6 turns" in result.output
-    assert "1 more have no lineage figures" in result.output
+    assert "1 more sessions have no lineage figures" in result.output
     one = inspect("a", "--from", str(file))
     assert "lineage: 3 turns" in one.output
     assert (
@@ -110,4 +110,4 @@ def test_what_can_not_be_summed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"session_id": "x"}))
     assert "none of the 1 trajectories" in inspect("--from", str(file)).output
-    assert "say which SESSION" in inspect().output
+    assert "name a SESSION" in inspect().output

@@ -14,7 +14,7 @@ from click.exceptions import Exit
 from click.testing import CliRunner, Result
 
 from polarnode.cli import options
-from polarnode.cli.main import Verbs
+from polarnode.cli.main import CommandGroup
 from polarnode.cli.main import main as command
 from polarnode.core.errors import ConfigError, EngineError, PolarnodeError, Refused, RuntimeFault
 from polarnode.node.config import NodeConfig
@@ -42,6 +42,7 @@ HEAVY = (
     "hypercorn",
     "podman",
     "rich",
+    "polarnode.node.node",
     "polarnode.node.opening",
 )
 
@@ -145,7 +146,7 @@ def test_settings_before_the_verb_count_and_the_verbs_own_win() -> None:
     @options.node_options
     @click.pass_context
     def verb(ctx: click.Context, /, **given: Any) -> None:
-        found.update(options.given_settings(ctx, given))
+        found.update(options.merged_settings(ctx, given))
 
     CliRunner().invoke(
         group, ["--cpu", "--run-limit", "2", "verb", "--run-limit", "3"], catch_exceptions=False
@@ -156,8 +157,8 @@ def test_settings_before_the_verb_count_and_the_verbs_own_win() -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "sentence"),
     [
-        ((), 2, "say where the model runs: --gpus 0-7, --gpus 0, or --cpu, such as: polarnode --cpu"),
-        (("run", "FILE"), 2, "say where the model runs"),
+        ((), 2, "choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: polarnode --cpu"),
+        (("run", "FILE"), 2, "choose where the model runs"),
         (("run", "--cpu"), 2, "Missing argument 'SOURCES...'"),
         (("run", "--cpu", "--samples", "0", "FILE"), 2, "0 is not in the range"),
         (("run", "--cpu", "FILE"), 1, "no harness is called po; there are: claude_code"),
@@ -224,7 +225,7 @@ def test_what_nurseries_hand_on_is_told_as_what_it_is(
 
 @pytest.mark.parametrize(("error", "code", "said"), list(groups()), ids=lambda value: "")
 def test_the_command_ends_so(error: BaseException, code: int | None, said: str) -> None:
-    @click.group(cls=Verbs)
+    @click.group(cls=CommandGroup)
     def group() -> None: ...
 
     @group.command()
@@ -244,5 +245,5 @@ def test_the_command_ends_so(error: BaseException, code: int | None, said: str) 
 def test_a_config_that_can_not_be_read_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_bytes(b"\xff")
-    with pytest.raises(PolarnodeError, match=r"node.toml can not be read"):
+    with pytest.raises(PolarnodeError, match=r"node.toml cannot be read"):
         options.config_of({"config_file": file})

@@ -88,7 +88,7 @@ def test_an_empty_file_is_no_fault(tmp_path: Path) -> None:
 def test_a_place_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
     result = invoked(str(written(tmp_path / "c", line(1, [1], [2]))), "-o", str(tmp_path / "gone" / "rows"))
     assert result.exit_code == 1
-    assert "can not be written" in result.stderr
+    assert "cannot be written" in result.stderr
     assert "Traceback" not in result.output
 
 

@@ -55,7 +55,7 @@ async def test_submit_prints_the_id_for_scripts_and_the_rest_aside(tmp_path: Pat
     assert (first.stdout, first.exit_code) == ("mine\n", 0)
     assert first.stderr == "3 sessions; follow them with: polarnode watch --task mine\n"
     assert again.stdout == "mine\n"
-    assert "(it was there before)" in again.stderr
+    assert "(submitted before)" in again.stderr
     assert known is not None
     assert known.spec.num_samples == 3
     assert other.exit_code == 1
@@ -104,10 +104,10 @@ async def test_watching_a_task_ends_with_it(tmp_path: Path) -> None:
         "t-0 pi completed reward 1 turns 2 traces 1 trainable 3",
         "t-1 pi completed reward – turns 2 traces 1 trainable 3",
         (
-            f"group {make_spec().group_id or 't'} is over, partial (some are missing: 1 of 2 sessions are"
+            f"group {make_spec().group_id or 't'} is done, partial (some are missing: 1 of 2 sessions are"
             " usable (1 no reward)): rewards 1 –"
         ),
-        "task t is over: 2 completed",
+        "task t is done: 2 completed",
     ]
 
 
@@ -130,10 +130,7 @@ async def test_watching_an_unknown_task_says_so(tmp_path: Path) -> None:
 
 def test_every_kind_of_event_is_one_line() -> None:
     gap = Event(seq=4, kind="gap", key="gap", data={"after": 0, "oldest": 5})
-    assert (
-        remote.line(gap)
-        == "what lay between 0 and 5 is no longer kept: read more often, or acknowledge later"
-    )
+    assert remote.line(gap) == "events 0 to 5 are no longer kept: read more often"
     assert "older than the node" in remote.line(Event(seq=4, kind="weights", key="w", data={}))
 
 
@@ -219,7 +216,8 @@ async def test_a_source_of_several_tasks_is_submitted_whole_or_not_at_all(tmp_pa
     assert done.stdout == "t-1\nt-2\n"
     assert done.stderr == "2 tasks, 4 sessions; follow them with: polarnode watch\n"
     assert (
-        again.stderr == "3 tasks, 6 sessions (2 tasks were there before); follow them with: polarnode watch\n"
+        again.stderr
+        == "3 tasks, 6 sessions (2 tasks were submitted before); follow them with: polarnode watch\n"
     )
     assert torn.exit_code == 1
     assert torn.stdout == ""
@@ -228,7 +226,7 @@ async def test_a_source_of_several_tasks_is_submitted_whole_or_not_at_all(tmp_pa
 
 async def test_a_source_is_submitted_for_a_harness_with_what_is_laid_over(tmp_path: Path) -> None:
     (tmp_path / "with.toml").write_text("[budgets]\nrun_s = 33\n")
-    over = ("--harness", "codex", "--with", str(tmp_path / "with.toml"))
+    over = ("--harness", "codex", "--override", str(tmp_path / "with.toml"))
     async with open_plane(tmp_path / "journal") as plane:
         done = await invoke(plane, "submit", *over, "--only", "many", str(DATA / "harbor"))
         known = await plane.journal.task(done.stdout.strip())
@@ -245,11 +243,11 @@ async def test_a_source_is_submitted_for_a_harness_with_what_is_laid_over(tmp_pa
 def test_a_node_elsewhere_is_told_which_image_it_must_have(capsys: pytest.CaptureFixture[str]) -> None:
     found = task(DATA / "harbor" / "hello", harness="pi")
     assert found.build is not None
-    remote._tell_images([found, found, task(DATA / "harbor" / "many", harness="pi")])
+    remote._list_images([found, found, task(DATA / "harbor" / "many", harness="pi")])
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        f"· the node's machine must have {found.build.image}, built from {found.build.folder}: polarnode"
-        " convert --build there"
+        f"· the node's machine needs the image {found.build.image}, built from {found.build.folder}:"
+        " run `polarnode convert --build`"
     )
-    assert remote.Where(url="http://127.0.0.1:8080", token=None).here
-    assert not remote.Where(url="http://gpu-7:8080", token=None).here
+    assert remote.RemoteNode(url="http://127.0.0.1:8080", token=None).local
+    assert not remote.RemoteNode(url="http://gpu-7:8080", token=None).local

@@ -19,7 +19,7 @@ from rich.console import Console
 from sources_kit import DATA
 
 from polarnode.cli import run as running
-from polarnode.cli.sources import Sources, checked, written_whole
+from polarnode.cli.sources import SourceSelection, checked, written_whole
 from polarnode.core import codec
 from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
@@ -31,12 +31,12 @@ CONFIG = NodeConfig(cpu=True, import_paths=("*",))
 
 
 def only_task(file: Path, samples: int | None = None) -> TaskSpec:
-    [task] = Sources(paths=(file,), overrides=Overrides(samples=samples)).tasks()
+    [task] = SourceSelection(paths=(file,), overrides=Overrides(samples=samples)).tasks()
     return task.spec
 
 
 def checked_file(file: Path) -> TaskSpec:
-    [task] = Sources(paths=(file,)).tasks()
+    [task] = SourceSelection(paths=(file,)).tasks()
     return checked(task, config=CONFIG, here=True).spec
 
 
@@ -84,7 +84,7 @@ def test_a_broken_law_is_one_and_our_bug() -> None:
         ended("error", boundary=InvariantViolated.boundary, reason="law 2: 3 of the 5 sampled tokens")
     )
     assert code == 1
-    assert "a law of tokens was broken: this is a bug of polarnode" in said
+    assert "a token invariant is broken: this is a bug in polarnode" in said
 
 
 def test_no_reward_is_one_only_where_one_was_expected() -> None:
@@ -92,13 +92,13 @@ def test_no_reward_is_one_only_where_one_was_expected() -> None:
     assert report(poor)[0] == 0
     code, said = report(poor, expect_reward=True)
     assert code == 1
-    assert said.rstrip().endswith("no session was rewarded")
+    assert said.rstrip().endswith("no session has a reward above 0 (--expect-reward)")
 
 
 def test_a_session_that_was_stopped_or_lost_is_one() -> None:
     code, said = report(ended("cancelled", reason="cancelled in run"))
     assert code == 1
-    assert "1 sessions were stopped before their end" in said
+    assert "1 sessions were cancelled before they ended" in said
     assert report(make_trajectory("a"), ended("cancelled", reason="early stop in run"))[0] == 0, (
         "their task asked for it"
     )
@@ -108,8 +108,8 @@ def test_a_session_that_was_stopped_or_lost_is_one() -> None:
 
 
 def test_progress_is_one_plain_line() -> None:
-    assert running.progress(3, 8, ["run", "run", "init"]) == "· 3 of 8 sessions over; 2 run, 1 init"
-    assert running.progress(8, 8, []) == "· 8 of 8 sessions over"
+    assert running.progress(3, 8, ["run", "run", "init"]) == "· 3 of 8 sessions done; 2 run, 1 init"
+    assert running.progress(8, 8, []) == "· 8 of 8 sessions done"
 
 
 # ── files ─────────────────────────────────────────────────────────────────────
@@ -139,7 +139,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert file.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
     with (
-        pytest.raises(Refused, match="can not be written: No such file"),
+        pytest.raises(Refused, match="cannot be written: No such file"),
         written_whole(tmp_path / "no" / "file"),
     ):
         pass
@@ -154,7 +154,7 @@ def test_each_run_has_a_state_of_its_own(tmp_path: Path) -> None:
 
 def test_an_out_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PolarnodeError, match=r"--out .*file can not be written"):
+    with pytest.raises(PolarnodeError, match=r"--out .*file cannot be written"):
         running.new_state(tmp_path / "file")
 
 
@@ -325,7 +325,7 @@ def test_a_harbor_directory_is_run_as_it_is(tmp_path: Path, script: str, reward:
         "run",
         "--engine",
         "simulated",
-        "--with",
+        "--override",
         str(tmp_path / "with.toml"),
         "--out",
         str(tmp_path / "out"),

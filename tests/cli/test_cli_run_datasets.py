@@ -121,7 +121,7 @@ def ran(dataset: Path, script: str) -> dict[str, object]:
         "run",
         "--engine",
         "simulated",
-        "--with",
+        "--override",
         str(folder / "with.toml"),
         "--out",
         str(folder / "out"),

@@ -12,7 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from polarnode.cli import serve
-from polarnode.cli.serve import Stop, stop_on_signals
+from polarnode.cli.serve import StopRequest, stop_on_signals
 from polarnode.core.errors import ConfigError
 from polarnode.http.server import Address, listening_socket
 from polarnode.node.config import NodeConfig
@@ -21,34 +21,34 @@ from polarnode.node.config import NodeConfig
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
     asked = trio.Event()
-    stop = Stop(pytest.fail)
+    stop = StopRequest(pytest.fail)
     with pytest.RaisesGroup(KeyboardInterrupt):
         async with trio.open_nursery() as nursery:
             await nursery.start(stop_on_signals, stop)
             stop.act = asked.set
-            assert not stop.asked
+            assert not stop.requested
             os.kill(os.getpid(), number)
             with trio.fail_after(60):
                 await asked.wait()
-            assert stop.asked
+            assert stop.requested
             os.kill(os.getpid(), number)
             await trio.sleep_forever()
 
 
 async def test_before_there_is_a_node_the_first_signal_gives_up() -> None:
     async with trio.open_nursery() as nursery:
-        stop = Stop(nursery.cancel_scope.cancel)
+        stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
         await wait_all_tasks_blocked()
         os.kill(os.getpid(), signal.SIGINT)
         with trio.fail_after(60):
             await trio.sleep_forever()
-    assert stop.asked
+    assert stop.requested
 
 
 def test_a_state_folder_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"--state-dir .* can not be written"):
+    with pytest.raises(ConfigError, match=r"--state-dir .* cannot be written"):
         serve.serve(NodeConfig(cpu=True, state_dir=str(tmp_path / "file" / "state")))
 
 
@@ -78,7 +78,7 @@ def test_a_node_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             child.kill()
     assert (asked.returncode, asked.stderr) == (0, "0 trajectories\n")
     assert child.returncode == 0, said
-    assert "stopping: sessions end with what they have" in said
+    assert "stopping: sessions are ended and saved" in said
 
 
 def address(child: "subprocess.Popen[str]") -> str:

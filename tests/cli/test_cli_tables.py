@@ -117,7 +117,7 @@ def test_each_ending_is_told_once_with_the_last_line_of_a_harness_that_failed() 
     ]
     said = [line.plain for line in output.endings(sessions)]
     assert said == [
-        "3 × failed: the harness ended with exit code 2 · its last line: ␛[31mKeyError: 'x'",
+        "3 × failed: the harness ended with exit code 2 · last log line: ␛[31mKeyError: 'x'",
         "1 × timeout: (turns) its budget is spent",
     ]
 
@@ -145,7 +145,7 @@ def test_the_live_table_shows_those_that_run_first_and_counts_the_rest() -> None
     ]
     lines = printed(output.live_table(sessions, rows=3), 80)
     assert [line.split()[0] for line in lines[1:4]] == ["s2", "s3", "s1"]
-    assert lines[4].split() == ["…", "2", "more", "2", "of", "5", "over"]
+    assert lines[4].split() == ["…", "2", "more", "2", "of", "5", "done"]
     assert len(printed(output.live_table(sessions, rows=5), 80)) == 6
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from polarnode.cli.doctor import examine, findings
 from polarnode.cli.main import main
-from polarnode.cli.options import node_serving
+from polarnode.cli.options import serving_config
 from polarnode.containers.probe import Finding
 from polarnode.core.errors import ConfigError
 from polarnode.engine.protocol import Simulation
@@ -50,7 +50,7 @@ def test_settings_that_can_not_work_are_named(toml: str, sentence: str) -> None:
 
 
 def test_it_needs_no_word_on_where_the_model_runs() -> None:
-    assert node_serving({"engine": "simulated"}, hint="").engine == "simulated"
+    assert serving_config({"engine": "simulated"}, hint="").engine == "simulated"
     assert "RANDOM" in CliRunner().invoke(main, ["--help"]).output
 
 
@@ -74,7 +74,7 @@ def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest
     assert found["engine"].ok
     assert (
         found["engine"].what
-        == "simulated: EVERY ANSWER IS RANDOM, no model is loaded; 2 × 256 requests of 80 tokens/s"
+        == "simulated: EVERY ANSWER IS RANDOM, no model is loaded; 2 × 256 requests at 80 tokens/s"
     )
     assert not {"sglang", "gpus"} & found.keys()
     examine(config)

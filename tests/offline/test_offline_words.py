@@ -13,7 +13,7 @@ from journal_samples import make_trajectory
 from talk_kit import Ask, Asking, Desk
 from tokens_kit import TINY, model
 
-from polarnode.cli.generate_export import open_words
+from polarnode.cli.generate_export import open_comparison
 from polarnode.core.task import BuilderSpec
 from polarnode.merge.builders import build
 from polarnode.offline import sft_lines
@@ -84,7 +84,7 @@ def said(asking: Asking) -> Any:
 def found(folder: Path, *samples: Sequence[str]) -> str:
     line = talked(folder, samples)
     json.dumps(line.body)
-    words = open_words(folder)
+    words = open_comparison(folder)
     words.compare(line)
     assert words.why is None
     return next(name for name, count in words.counts.items() if count)
