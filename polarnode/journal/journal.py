@@ -55,6 +55,8 @@ from polarnode.journal.queries import Recent
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, heard_entry, longest_silent
 from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
+    BACKLOG_BYTES,
+    DISK_FREE_BYTES,
     ConsumerRecord,
     EventKind,
     EventPage,
@@ -73,8 +75,6 @@ from polarnode.journal.writer import Writer
 from polarnode.merge.trajectory import Identity
 
 # ── figures ────────────────────────────────────────────────────────────
-
-BACKLOG_BYTES = 512 << 20  # in memory before new tasks are refused: minutes of a full disk at 64 sessions
 
 
 def statistics(
@@ -132,7 +132,6 @@ T = TypeVar("T")
 # threads and connections for reading: packing JSON holds the interpreter's lock, more of them would only
 # queue there
 READERS = 4
-DISK_FREE_BYTES = 256 << 20  # left for the sessions that run when no new task is taken
 EVENTS_A_PAGE = 64  # group events of small sessions are a kilobyte; large ones are bounded by bytes
 
 

@@ -16,6 +16,16 @@ EventKind = Literal["trajectory", "group", "task", "attempt"]
 # what a reader gets who asks for no kinds: attempts are nobody's data
 USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
 
+# The table of thresholds of a node that is too full. Those named TASK_ decide whether a task is taken
+# (`rollouts.admission`); the others are the journal's last resort, for what is under way then.
+TASK_BACKLOG_BYTES: Final = 64 << 20  # in memory: four commits; more is a disk that does not keep up
+BACKLOG_BYTES: Final = 512 << 20  # minutes of a full disk at 64 sessions
+# free on the journal's disk: the sessions of a full node write some hundred MB yet
+TASK_DISK_FREE_BYTES: Final = 512 << 20
+DISK_FREE_BYTES: Final = 256 << 20  # half of it, for the sessions that run when no new task is taken
+# Share of `Retention.everything` that is not acknowledged: beyond it trajectories would soon be forgotten.
+TASK_UNACKNOWLEDGED: Final = 0.95
+
 
 @frozen(kw_only=True)
 class SessionRecord:

@@ -20,7 +20,7 @@ from polarnode.containers.images import Images
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Busy, ConfigError, Conflict, DiskFull
+from polarnode.core.errors import ConfigError, Conflict
 from polarnode.core.task import TaskSpec
 from polarnode.engine.engines import Engines
 from polarnode.engine.memory import EngineControl
@@ -31,7 +31,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import RETRY_AFTER_S, no_room
+from polarnode.rollouts.admission import check_task
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
@@ -75,17 +75,12 @@ class Node:
             return known if known is not None else await self._taken(spec, idempotency_key)
 
     async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
-        if self.journal.refuses_tasks:
-            raise DiskFull(
-                "the journal's disk is full: free some, then submit again; sessions under way are kept in"
-                " memory meanwhile"
-            )
-        pending = self.scheduler.statistics().live
-        full = no_room(
-            self.journal.statistics(), pending=pending, more=spec.num_samples, limit=self.config.pending_limit
+        check_task(
+            self.journal.statistics(),
+            pending=self.scheduler.statistics().live,
+            more=spec.num_samples,
+            limit=self.config.pending_limit,
         )
-        if full is not None:
-            raise Busy(full, retry_after=RETRY_AFTER_S)
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key)
         await self.journal.flushed()
         return Submitted(task_id=task_id, session_ids=session_ids)

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.core.errors import Busy, Conflict, DiskFull, EvaluatorError, Refused
+from polarnode.core.errors import Conflict, DiskFull, EvaluatorError, Refused
 from polarnode.core.ports import Endpoint, HarnessOrder
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict
@@ -25,6 +25,7 @@ from polarnode.harnesses.shell import endpoint_environment
 from polarnode.journal.journal import Journal
 from polarnode.merge.builders import build
 from polarnode.merge.trajectory import Identity, Result, assemble
+from polarnode.rollouts.admission import check_capture
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
     CancelCause,
@@ -233,7 +234,6 @@ def _verdict(end_spec: CaptureEnd, reward: float) -> Verdict:
 # for a beginning or an end to be on disk before it is answered; a disk that takes longer is full, and that is
 # said
 WRITTEN_S: Final = 30.0
-RETRY_S: Final = 5.0  # when a node is full: captures last minutes, and their ends are spread
 
 
 @define(eq=False, kw_only=True)
@@ -273,7 +273,7 @@ class Captures:
             raise Refused("this node takes no captures: its setting capture_limit is 0")
         if spec.carry.routed_experts and self.services.unrouted is not None:
             raise Refused(
-                f"carry.routed_experts can not be had here: {self.services.unrouted}",
+                f"carry.routed_experts is not available here: {self.services.unrouted}",
                 path="$.carry.routed_experts",
             )
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
@@ -297,11 +297,11 @@ class Captures:
                 " another sample_index or task_id"
             )
         if self.registry.get(Capture, place.session_id) is None:
-            self._check_room()
+            self._check_capacity()
         return self._identity(place.session_id, record.task_id, spec)
 
     def _taken(self, spec: CaptureSpec) -> Identity:
-        self._check_room()
+        self._check_capacity()
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
         session_ids = tuple(new_session_id() for _ in range(spec.num_samples))
         self.journal.task_submitted(
@@ -309,19 +309,10 @@ class Captures:
         )
         return self._identity(session_ids[spec.sample_index], task_id, spec)
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         if self.registry.stopping:
             raise Refused("this node is stopping and takes no new captures: ask another, or again later")
-        if self.journal.refuses_tasks:
-            raise DiskFull(
-                "the journal's disk is full: free some, then ask again; captures that are open are kept in"
-                " memory meanwhile"
-            )
-        if (count := len(self.list())) >= self.limit:
-            raise Busy(
-                f"{count} captures are open, as many as this node holds (capture_limit): end some",
-                retry_after=RETRY_S,
-            )
+        check_capture(self.journal.statistics(), count=len(self.list()), limit=self.limit)
 
     def _identity(self, session_id: str, task_id: str, spec: CaptureSpec) -> Identity:
         return Identity(

@@ -15,7 +15,7 @@ import pytest
 from recovery_kit import SETTINGS, Traces, account, place_at, read_ledger, short_temporary, texts_of, until
 
 from polarnode.client import ClientError
-from polarnode.rollouts.admission import DISK_FREE_BYTES
+from polarnode.journal.values import TASK_DISK_FREE_BYTES
 
 pytestmark = pytest.mark.podman
 
@@ -26,7 +26,7 @@ ROOM = 48 << 20  # beyond what a node wants free: journal, logs, and some for th
 def small_disk(at: Path) -> Iterator[Path]:
     at.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_FREE_BYTES + ROOM}", "tmpfs", str(at)],
+        ["mount", "-t", "tmpfs", "-o", f"size={TASK_DISK_FREE_BYTES + ROOM}", "tmpfs", str(at)],
         capture_output=True,
         text=True,
         check=False,

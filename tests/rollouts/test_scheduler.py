@@ -118,7 +118,7 @@ async def test_experts_are_refused_where_the_engine_can_not_tell_them(
     async with town(tmp_path, PROGRAMS) as place:
         place.change(unrouted="the model tiny is dense; leave it out")
         with pytest.raises(
-            Refused, match="can not be had here: the model tiny is dense; leave it out"
+            Refused, match="is not available here: the model tiny is dense; leave it out"
         ) as caught:
             place.submit(carry=CarrySpec(routed_experts=True))
         assert caught.value.path == "$.carry.routed_experts"

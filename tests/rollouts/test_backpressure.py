@@ -10,10 +10,10 @@ from attrs import evolve
 from polarnode.core import codec
 from polarnode.core.errors import Busy
 from polarnode.journal.journal import open_journal
-from polarnode.journal.values import JournalStatistics
+from polarnode.journal.values import TASK_BACKLOG_BYTES, TASK_DISK_FREE_BYTES, JournalStatistics
 from polarnode.node.config import NodeConfig
 from polarnode.node.opening import open_node
-from polarnode.rollouts.admission import BACKLOG_BYTES, DISK_FREE_BYTES, no_room
+from polarnode.rollouts.admission import backpressure
 
 QUIET: dict[str, Any] = {"pending": 0, "more": 8, "limit": 100}
 
@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = {"pending": 0, "more": 8, "limit": 100}
 async def roomy(tmp_path: Path) -> JournalStatistics:
     plenty = {
         "backlog_bytes": 0,
-        "disk_free": 10 * DISK_FREE_BYTES,
+        "disk_free": 10 * TASK_DISK_FREE_BYTES,
         "free_bytes": 0,
         "unacknowledged_bytes": 0,
         "most_bytes": 1000 << 20,
@@ -33,28 +33,28 @@ async def roomy(tmp_path: Path) -> JournalStatistics:
 
 
 async def test_a_quiet_node_has_room(roomy: JournalStatistics) -> None:
-    assert no_room(roomy, **QUIET) is None
-    assert no_room(roomy, pending=92, more=8, limit=100) is None
+    assert backpressure(roomy, **QUIET) is None
+    assert backpressure(roomy, pending=92, more=8, limit=100) is None
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"backlog_bytes": BACKLOG_BYTES + 1}, "wait for the journal's disk"),
-        ({"disk_free": DISK_FREE_BYTES - 1}, "the journal's disk has 511 MiB left"),
+        ({"backlog_bytes": TASK_BACKLOG_BYTES + 1}, "wait for the journal's disk"),
+        ({"disk_free": TASK_DISK_FREE_BYTES - 1}, "the journal's disk has 511 MiB left"),
         ({"unacknowledged_bytes": 960 << 20}, "960 of 1000 MiB are kept that no consumer has acknowledged"),
     ],
 )
 async def test_each_shortage_is_named(roomy: JournalStatistics, wrong: dict[str, int], words: str) -> None:
-    assert words in (no_room(evolve(roomy, **wrong), **QUIET) or "")
+    assert words in (backpressure(evolve(roomy, **wrong), **QUIET) or "")
 
 
 async def test_without_a_consumer_the_oldest_may_be_forgotten(roomy: JournalStatistics) -> None:
-    assert no_room(evolve(roomy, unacknowledged_bytes=999 << 20, positions={}), **QUIET) is None
+    assert backpressure(evolve(roomy, unacknowledged_bytes=999 << 20, positions={}), **QUIET) is None
 
 
 async def test_a_queue_has_an_end(roomy: JournalStatistics) -> None:
-    assert "over pending_limit (100)" in (no_room(roomy, pending=93, more=8, limit=100) or "")
+    assert "over pending_limit (100)" in (backpressure(roomy, pending=93, more=8, limit=100) or "")
 
 
 @pytest.mark.podman
