@@ -1,14 +1,9 @@
-"""A trajectory in a trainer's format, as JSON: by itself, on a stream, as a line of an export.
+"""Trajectories in trainers' formats, and GET /v1/export: finished sessions as JSON lines, in a trainer's
+format, as conversations, or as rows of tokens in a Parquet file.
 
-The rules for whoever edits it: it is made in a reader's thread, one trajectory at a time. A session that a
-format can not carry is told on a stream and in an export as one that was `refused`, with the reason, and ends
-neither.
-
-GET /v1/export: what is over, as JSON a line, in a trainer's format, as conversations, or as rows of tokens in
-a Parquet file.
-
-The rules for whoever edits it: one trajectory is in memory at a time, and for Parquet a row group beside it;
-nothing is written to a disk. What is made is made in a reader's thread.
+Everything is made in a reader's thread, one trajectory at a time, and nothing is written to a disk; for
+Parquet a row group is in memory besides. A session that a format cannot carry is `refused` on a stream and in
+an export, with the reason, and ends neither.
 """
 
 from base64 import b64encode
@@ -27,7 +22,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal
-from polarnode.journal.values import GONE, KEYS_ALONE, StoredEvent, Telling, as_json
+from polarnode.journal.values import KEYS_ALONE, PRUNED, StoredEvent, TrajectoryEncoder, json_encoder
 from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
 from polarnode.offline.sft import sft_lines
 from polarnode.trainers import FORMATS, project
@@ -36,7 +31,7 @@ from polarnode.trainers import FORMATS, project
 
 
 def check_format(query: Query) -> Query:
-    """The query, for routes whose formats are trainers' alone."""
+    """The query, for routes that only have trainers' formats. Refused for any other."""
     if query.format == PARQUET:
         raise Refused(
             f"format must be one of {', '.join(FORMATS)} here; parquet is a format of GET /v1/export",
@@ -44,13 +39,13 @@ def check_format(query: Query) -> Query:
         )
     if query.format is not None and query.turns == "full":
         raise Refused(
-            "turns=full is of a trajectory's own JSON: leave it out where format= is said", path="?turns"
+            "turns=full is for a trajectory's own JSON: leave it out where format= is given", path="?turns"
         )
     return query
 
 
 def format_json(name: str, trajectory: Trajectory, arrays: Arrays) -> dict[str, Json]:
-    """A trajectory in a trainer's format, and whose it is. Refused where the format can not carry it."""
+    """A trajectory in a trainer's format, with its ids. Refused where the format cannot carry it."""
     return _whose(name, trajectory) | {"value": _plain(project(name, trajectory, arrays="numpy"), arrays)}
 
 
@@ -67,8 +62,8 @@ def _whose(name: str, trajectory: Trajectory) -> dict[str, Json]:
     }
 
 
-def told(name: str, trajectory: Trajectory, arrays: Arrays) -> bytes:
-    """The same as text, where a refusal is told in its place."""
+def format_bytes(name: str, trajectory: Trajectory, arrays: Arrays) -> bytes:
+    """The same as bytes, with `refused` where the format cannot carry it."""
     try:
         return dump_json(format_json(name, trajectory, arrays))
     except Refused as refused:
@@ -76,7 +71,7 @@ def told(name: str, trajectory: Trajectory, arrays: Arrays) -> bytes:
 
 
 def _plain(value: Any, arrays: Arrays) -> Any:
-    """Arrays as lists, or as their bytes in base64 with what it takes to read them; bytes as base64."""
+    """Arrays as lists, or as base64 with dtype and shape; bytes as base64."""
     match value:
         case numpy.ndarray():
             return (
@@ -100,29 +95,31 @@ def _base64(data: bytes) -> str:
 # ── events ────────────────────────────────────────────────────────────────────
 
 
-def telling_of(query: Query) -> Telling:
-    """How the trajectories of a stream or an export are written."""
+def encoder_of(query: Query) -> TrajectoryEncoder:
+    """The encoder of a stream's or an export's trajectories."""
     if query.format is None:
-        return as_json(query.arrays, query.turns)
+        return json_encoder(query.arrays, query.turns)
     name, arrays = query.format, query.arrays
-    return Telling(name=("format", name, arrays), write=lambda whole: told(name, whole, arrays))
+    return TrajectoryEncoder(
+        name=("format", name, arrays), encode=lambda whole: format_bytes(name, whole, arrays)
+    )
 
 
 # ── exports ────────────────────────────────────────────────────────────
 
 
 def export(journal: Journal, query: Query) -> Response:
-    """GET /v1/export, in the shape that was asked for."""
+    """GET /v1/export, in the shape that the query names."""
     if query.kind == "sft":
         return _lines(journal, _alone(query), SFT)
     if query.format == PARQUET:
         _check_arrow()
         return Response(_parquet(journal, query), content_type="application/vnd.apache.parquet")
-    return _lines(journal, check_format(query), telling_of(query))
+    return _lines(journal, check_format(query), encoder_of(query))
 
 
 def _check_arrow() -> None:
-    """Before the first byte: what fails behind it can only break off."""
+    """Check before the first byte: a later failure can only cut the answer."""
     try:
         arrow()
     except ConfigError as error:
@@ -131,8 +128,8 @@ def _check_arrow() -> None:
         ) from error
 
 
-def _lines(journal: Journal, query: Query, telling: Telling) -> Response:
-    return Response(_told_lines(journal, query, telling), content_type="application/x-ndjson")
+def _lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> Response:
+    return Response(_encoded_lines(journal, query, encoder), content_type="application/x-ndjson")
 
 
 def _alone(query: Query) -> Query:
@@ -141,41 +138,37 @@ def _alone(query: Query) -> Query:
     return query
 
 
-async def _finished(journal: Journal, query: Query, telling: Telling) -> AsyncIterator[StoredEvent]:
+async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
     """Every trajectory that is over when this begins, oldest first."""
     seen, last = 0, journal.last_seq
     filters = evolve(query.filters(), kinds=("trajectory",))
     while seen < last:
-        page = await journal.events(seen, filters=filters, telling=telling)
+        page = await journal.events(seen, filters=filters, encoder=encoder)
         for event in page.events:
             if event.seq <= last:
                 yield event
         seen = page.seen
 
 
-async def _told_lines(journal: Journal, query: Query, telling: Telling) -> AsyncIterator[bytes]:
-    """What is told of each; nothing of one that was pruned meanwhile, or of which there is nothing to
-    tell.
-    """
-    async for event in _finished(journal, query, telling):
-        if event.body not in (b"", GONE):
+async def _encoded_lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
+    """A line or more for each; none for one that was pruned meanwhile or that encodes to nothing."""
+    async for event in _finished(journal, query, encoder):
+        if event.body not in (b"", PRUNED):
             yield event.body + b"\n"
 
 
 def _conversations(trajectory: Trajectory) -> bytes:
-    """Messages and tools, a line for each main lineage that has words: those that polarnode 0.1 recorded have
-    none.
-    """
+    """Messages and tools, a line for each main lineage that has them; polarnode 0.1 recorded none."""
     lines, _ = sft_lines(trajectory)
     return b"\n".join(dump_json(line.body) for line in lines)
 
 
-SFT: Final = Telling(name="sft", write=_conversations)
+SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
 async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
-    """The rows of every session as a Parquet file, sent as it is written: a file that breaks off has no end,
-    and no reader takes it.
+    """The rows of every session as a Parquet file, sent as it is written. A file that is cut has no footer,
+    and readers refuse it.
     """
     file = await journal.read(ParquetFile)
     waiting: list[ParquetRow] = []
@@ -190,8 +183,8 @@ async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
 
 @define(eq=False)
 class ParquetFile:
-    """A Parquet file that nobody keeps: what was written since is handed out. It is what pyarrow writes to,
-    too, in order and never back.
+    """A Parquet file in memory, whose bytes are taken as they are written. It is also the file object that
+    pyarrow writes to, in order and without seeking.
     """
 
     closed: bool = False
@@ -205,7 +198,7 @@ class ParquetFile:
         self._writer = pq.ParquetWriter(self, schema(), compression="zstd")
 
     def written(self, rows: Sequence[ParquetRow]) -> bytes:
-        """The bytes of one more row group, behind whatever came before; none of its own for no rows."""
+        """The bytes of one more row group and of what came before it; no row group for no rows."""
         if rows:
             self._writer.write_table(table(rows))
         return self._taken()

@@ -1,9 +1,7 @@
-"""The node's numbers as Prometheus reads them: one family a number, counters from the tally, gauges from what
-the node says of itself.
+"""The node's numbers as Prometheus reads them: one metric family for each number.
 
-The rules for whoever edits it. Nothing here runs on the event loop: it is given values and called in a
-thread. A name, once served, keeps its meaning; every label has a small fixed set of values. Sessions, tasks
-and models are no labels.
+Nothing here runs on the event loop: it gets values and is called in a thread. A name keeps its meaning once
+it is served, and every label has a small fixed set of values; sessions, tasks and models are not labels.
 """
 
 from collections import Counter
@@ -84,7 +82,7 @@ def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
     )
     yield _counter(
         "polarnode_turn_notes",
-        "What turns' notes say: edits kept, ambiguities, rewrites and so on.",
+        "Notes of turns: edits kept, ambiguities, rewrites and so on.",
         "word",
         tally.notes,
     )
@@ -220,7 +218,7 @@ def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
     yield _single("polarnode_callbacks_taken", "Events that callbacks took.", callbacks.taken)
     yield _single(
         "polarnode_callbacks_failed",
-        "Attempts to tell a callback that failed; each is made again.",
+        "Attempts to send a callback that failed; each is made again.",
         callbacks.failed,
     )
     yield _single(
@@ -232,7 +230,7 @@ def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
         "polarnode_callbacks_owed", "Events that callbacks have yet to take.", callbacks.owed
     )
     yield GaugeMetricFamily(
-        "polarnode_callbacks_under_way", "Callbacks that are being told.", callbacks.under_way
+        "polarnode_callbacks_under_way", "Callbacks that are being sent.", callbacks.under_way
     )
 
 
@@ -254,19 +252,21 @@ def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
     )
 
 
-def _counter(name: str, says: str, label: str, counts: "Counter[str]") -> Metric:
-    family = CounterMetricFamily(name, says, labels=[label])
+def _counter(name: str, documentation: str, label: str, counts: "Counter[str]") -> Metric:
+    family = CounterMetricFamily(name, documentation, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family
 
 
-def _single(name: str, says: str, count: int) -> Metric:
-    return CounterMetricFamily(name, says, value=count)
+def _single(name: str, documentation: str, count: int) -> Metric:
+    return CounterMetricFamily(name, documentation, value=count)
 
 
-def _by_host(name: str, says: str, engine: EngineStatistics, of: Callable[[HostStatistics], float]) -> Metric:
-    family = GaugeMetricFamily(name, says, labels=["host"])
+def _by_host(
+    name: str, documentation: str, engine: EngineStatistics, of: Callable[[HostStatistics], float]
+) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=["host"])
     for host in engine.hosts:
         family.add_metric([str(host.index)], of(host))
     return family

@@ -22,7 +22,7 @@ PARQUET: Final = "parquet"
 
 @frozen(kw_only=True)
 class Query:
-    """Everything any route takes; each route says which of it."""
+    """The parameters of all routes; each route allows some of them."""
 
     consumer: str | None = None
     after: int | None = None
@@ -53,12 +53,12 @@ FILTERS = ("task_id", "group_id", "outcome", "min_reward")
 MOST_TASKS = 1000  # a page of records with their sessions: some megabytes
 
 
-def read_query(given: Mapping[str, str], *allowed: str) -> Query:
-    """The parameters `given`, of which only those `allowed` may be there."""
-    for name in given:
+def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
+    """Read a URL's parameters. Raises Refused for one that is not `allowed` or not valid."""
+    for name in parameters:
         if name not in allowed:
             raise _refused(name, f"is not a parameter of this route: it takes {', '.join(allowed) or 'none'}")
-    read: dict[str, Any] = {name: READERS[name](name, text) for name, text in given.items()}
+    read: dict[str, Any] = {name: READERS[name](name, text) for name, text in parameters.items()}
     return Query(**read)
 
 

@@ -1,9 +1,5 @@
-"""The routes themselves, each a few lines: read, ask, answer.
-
-Captures on the control plane: open one, look at it, end it into a trajectory.
-
-The rule for whoever edits it: these routes decide nothing; who may have which place and what stands is the
-room of captures' to say.
+"""The control plane's own routes, each a few lines: read the request, call the service, answer. They decide
+nothing themselves.
 """
 
 from collections.abc import Iterator
@@ -44,7 +40,7 @@ class Ack:
 
 @frozen(kw_only=True)
 class Routes:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
     service: Service
     sessions_dir: Path | None
@@ -52,7 +48,7 @@ class Routes:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     async def submit(self) -> Response:
-        """202 when the task is in the journal: what was answered so is not forgotten."""
+        """202 when the task is in the journal: it survives the node's death."""
         read_query(request.args)
         spec = read_task(await body_json())
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
@@ -66,17 +62,17 @@ class Routes:
 
     async def task(self, task_id: str) -> Response:
         read_query(request.args)
-        found = await self._known_task(task_id)
+        found = await self._existing_task(task_id)
         return json_response(task_record_json(found) | {"spec": task_json(found.spec)})
 
     async def cancel(self, task_id: str) -> Response:
         read_query(request.args)
         cancelled = await self.service.cancel(task_id)
         if not cancelled:
-            await self._known_task(task_id)
+            await self._existing_task(task_id)
         return json_response({"task_id": task_id, "cancelled": cancelled})
 
-    async def _known_task(self, task_id: str) -> TaskRecord:
+    async def _existing_task(self, task_id: str) -> TaskRecord:
         found = await self.service.journal.task(task_id)
         if found is None:
             raise NotFound(f"no task {task_id!r} is in this node's journal: look at GET /v1/tasks")
@@ -105,7 +101,7 @@ class Routes:
         )
 
     async def _position(self, consumer: str) -> int:
-        """Where a consumer is; a new one is made known, so that nothing it has not seen is pruned as
+        """A consumer's position. A new consumer is created, so that nothing it has not seen is pruned as
         acknowledged by all.
         """
         if consumer not in self.service.journal.statistics().positions:
@@ -123,34 +119,34 @@ class Routes:
         return json_response({"consumers": [plain(each) for each in self.service.journal.consumers()]})
 
     async def forget_consumer(self, consumer: str) -> Response:
-        """Nothing is kept for it any more. One that reads now is refused: its next acknowledgement would make
-        it known again, at the beginning.
+        """Keep nothing for it any more. Refused while it reads: its next acknowledgement would create it
+        again, at the beginning.
         """
         read_query(request.args)
         if self.service.journal.streams(consumer):
             raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
         if not await self.service.journal.forget(consumer):
-            raise NotFound(f"no consumer {consumer!r} is known: look at GET /v1/consumers")
+            raise NotFound(f"there is no consumer {consumer!r}: look at GET /v1/consumers")
         return json_response({"consumer": consumer, "forgotten": True})
 
     async def trajectory(self, session_id: str) -> Response:
         query = check_format(read_query(request.args, "arrays", "turns", "format"))
         found = await self.service.journal.trajectory(session_id)
         if found is None:
-            known = await self._known_session(session_id)
+            session = await self._existing_session(session_id)
             raise NotFound(
-                f"session {known.session_id!r} is not over yet: its turns are at GET"
-                f" /v1/sessions/{known.session_id}"
+                f"session {session.session_id!r} is not over yet: its turns are at GET"
+                f" /v1/sessions/{session.session_id}"
             )
         body = await self.service.journal.read(partial(_trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
-        """All of a session that is on disk, over or not: its turns in full, and its trajectory
-        without them.
+        """Everything of a session that is on disk, over or not: its turns in full, and its trajectory without
+        them.
         """
         query = read_query(request.args, "arrays")
-        known = await self._known_session(session_id)
+        record = await self._existing_session(session_id)
         turns, found = (
             await self.service.journal.turns(session_id),
             await self.service.journal.trajectory(session_id),
@@ -160,15 +156,15 @@ class Routes:
             left_out = () if found is None else found.left_out
             rows = turns_json(turns, left_out=left_out, arrays=query.arrays)
             whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
-            return dump_json({"session": session_record_json(known), "turns": rows, "trajectory": whole})
+            return dump_json({"session": session_record_json(record), "turns": rows, "trajectory": whole})
 
         return Response(await self.service.journal.read(body), content_type="application/json")
 
     async def artifacts(self, session_id: str) -> Response:
-        """The tar of what its task wanted kept."""
+        """The tar of the artifacts that its task names."""
         read_query(request.args)
-        known = await self._known_session(session_id)
-        path = artifacts_path(self.sessions_dir or Path(), known.session_id)
+        record = await self._existing_session(session_id)
+        path = artifacts_path(self.sessions_dir or Path(), record.session_id)
         size = await trio.to_thread.run_sync(_size, path) if self.sessions_dir else None
         if size is None:
             raise NotFound(
@@ -178,7 +174,7 @@ class Routes:
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{path.name}"'}
         return Response(file_pieces(path, size), 200, headers, content_type="application/x-tar")
 
-    async def _known_session(self, session_id: str) -> SessionRecord:
+    async def _existing_session(self, session_id: str) -> SessionRecord:
         found = await self.service.journal.session(session_id)
         if found is None:
             raise NotFound(
@@ -248,7 +244,7 @@ def task_record_json(task: TaskRecord) -> dict[str, Json]:
 
 
 def session_record_json(session: SessionRecord) -> dict[str, Json]:
-    """A session at a glance; `status` is pending until it is over."""
+    """A session without its turns; `status` is pending until it is over."""
     status = "pending" if session.outcome is None else session.outcome.status
     record: dict[str, Json] = plain(session)
     return {**record, "status": status}
@@ -259,7 +255,7 @@ def session_record_json(session: SessionRecord) -> dict[str, Json]:
 
 @frozen(kw_only=True)
 class CaptureRoutes:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
     captures: Captures
 
@@ -279,7 +275,7 @@ class CaptureRoutes:
         return json_response(plain(opened), 201 if opened.created else 200)
 
     async def list(self) -> Response:
-        """Those that are open. Their keys are not told."""
+        """Captures that are open, without their keys."""
         read_query(request.args)
         await trio.lowlevel.checkpoint()
         return json_response(
@@ -290,7 +286,7 @@ class CaptureRoutes:
         )
 
     async def look(self, session_id: str) -> Response:
-        """One that is open, or what became of it."""
+        """A capture that is open, or its outcome."""
         read_query(request.args)
         status = self.captures.status(session_id)
         if status is not None:
@@ -298,7 +294,7 @@ class CaptureRoutes:
         return self._ended(session_id, await self.captures.trajectory(session_id))
 
     async def end(self, session_id: str) -> Response:
-        """The answer when the trajectory is on disk."""
+        """Answered when the trajectory is on disk."""
         read_query(request.args)
         return self._ended(
             session_id, await self.captures.end(session_id, read_capture_end(await body_json_or({})))
@@ -314,7 +310,7 @@ class CaptureRoutes:
 
 
 def ended_json(found: Trajectory) -> dict[str, Json]:
-    """What became of a capture, without its tokens."""
+    """How a capture ended, without its tokens."""
     return {
         "session_id": found.session_id,
         "task_id": found.task_id,

@@ -1,9 +1,9 @@
-"""What is long: the stream of events (SSE) and a session's artifacts (tar), read piece by piece as the client
-takes it.
+"""Long answers: the stream of events (SSE) and a session's artifacts (tar), read piece by piece as the client
+takes them.
 
-The rules for whoever edits it. No scope and no nursery around a `yield`. A stream is silent for at most
-KEEP_ALIVE_S. It can be cut at any byte and resumed at its last `id:`, exactly; so a failure is said as an
-`error` event and ends the stream, and the client comes again.
+A stream is silent for at most KEEP_ALIVE_S. It can be cut at any byte and resumed at its last `id:`, exactly;
+so a failure is an `error` event that ends the stream, and the client reconnects. Keep scopes and nurseries
+away from `yield`s.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
@@ -13,7 +13,7 @@ from pathlib import Path
 import trio
 from attrs import define
 
-from polarnode.api.exports import telling_of
+from polarnode.api.exports import encoder_of
 from polarnode.api.query import Query
 from polarnode.api.service import error_json
 from polarnode.core.codec.json import dump_json
@@ -29,7 +29,7 @@ WRITE_BYTES = 256 << 10
 PIECE = 1 << 20
 END = b"\n\n"
 LAST = b"}" + END  # of an event whose body is written by itself
-KEEP_ALIVE_S = 8.0  # the API promises something every 10 s; two for the way
+KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
 
 
 def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[bytes]:
@@ -48,8 +48,8 @@ def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[by
 
 @define(eq=False, kw_only=True)
 class _Attended(AsyncIterator[bytes]):
-    """A consumer's stream, who is waited for from the first piece until Quart closes this, which it does
-    however the client leaves.
+    """A consumer's stream. The journal waits for the consumer from the first piece until Quart closes this,
+    which it does however the client leaves.
     """
 
     journal: Journal
@@ -71,7 +71,7 @@ class _Attended(AsyncIterator[bytes]):
 
 async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[bytes, None]:
     yield b": polarnode\n\n"  # headers leave at once, so that a client knows it is connected
-    seen, spoken = start, trio.current_time()
+    seen, last_write = start, trio.current_time()
     while True:
         last_round = not query.follow and await _nothing_to_come(journal, query.task_id)
         page = await _page(journal, query, seen)
@@ -84,29 +84,29 @@ async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[
             continue
         for piece in _pieces(page.events):
             yield piece
-            spoken = trio.current_time()
+            last_write = trio.current_time()
         seen = page.seen
         if page.events:
             continue
         if last_round:
             return
-        with trio.move_on_at(spoken + KEEP_ALIVE_S):
+        with trio.move_on_at(last_write + KEEP_ALIVE_S):
             await journal.wait_after(seen)
-        if trio.current_time() >= spoken + KEEP_ALIVE_S:
+        if trio.current_time() >= last_write + KEEP_ALIVE_S:
             yield b": keep-alive\n\n"
-            spoken = trio.current_time()
+            last_write = trio.current_time()
 
 
 async def _page(journal: Journal, query: Query, seen: int) -> EventPage | PolarnodeError:
     try:
-        return await journal.events(seen, filters=query.filters(), telling=telling_of(query))
+        return await journal.events(seen, filters=query.filters(), encoder=encoder_of(query))
     except PolarnodeError as error:
         return error
 
 
 async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
-    """Whether what the journal holds now is all; asked before the page is read, so that an end between the
-    two is not missed.
+    """Whether the journal already holds all events. Call it before the page is read, so that an end between
+    the two is not missed.
     """
     if task_id is None:
         return True
@@ -115,8 +115,8 @@ async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
 
 
 def _gap(oldest: int, after: int) -> bytes:
-    """What lies between was pruned; or `after` is of another journal (its file was replaced), and this one is
-    told from its beginning.
+    """The events between were pruned; or `after` belongs to another journal (the file was replaced), and this
+    one is sent from its beginning.
     """
     body: dict[str, Json] = {
         "seq": oldest - 1,

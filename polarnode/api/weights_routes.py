@@ -1,11 +1,9 @@
-"""The trainer's routes to the engine: new weights, which are served, generation held and let go, memory lent.
-
-Rule for whoever edits it: as all of the control plane it reads a request strictly, asks `Weights` or
-`EngineControl`, and answers; it decides nothing.
+"""The trainer's routes to the engine: weights are updated and listed, generation is held and let go, memory
+is lent. They read a request strictly, call `Weights` or `EngineControl`, and answer; they decide nothing.
 """
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from attrs import frozen
 from quart import Response, request
@@ -25,22 +23,11 @@ from polarnode.engine.weight_values import (
     TensorBucket,
     UpdateOrder,
     UpdateReport,
-    WeightsStatus,
 )
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
 
 T = TypeVar("T")
-
-
-class WeightsService(Protocol):
-    """`Weights`, as those see it who only hold generation."""
-
-    async def pause(self, order: PauseOrder) -> WeightsStatus: ...
-
-    async def resume(self) -> WeightsStatus: ...
-
-    def status(self) -> WeightsStatus: ...
 
 
 @frozen(kw_only=True)
@@ -76,7 +63,7 @@ class WeightsRoutes:
 
     async def show(self) -> Response:
         read_query(request.args)
-        history: list[Json] = [_told(each) for each in await self.weights.history()]
+        history: list[Json] = [_served_json(each) for each in await self.weights.history()]
         return json_response({**plain(self.weights.status()), "history": history})
 
     async def begin(self) -> Response:
@@ -97,7 +84,7 @@ class WeightsRoutes:
         return json_response(plain(self.weights.status()))
 
     async def _bucket(self, update_id: str) -> Make:
-        """What the body is depends on how the update was begun."""
+        """The body's shape depends on the source of the update."""
         if self.weights.opened(update_id).order.source.kind == "distributed":
             return self.control.received(update_id, await _body(BroadcastBucket))
         return self.control.mapped(await _body(TensorBucket))
@@ -141,13 +128,13 @@ def _reported(report: UpdateReport) -> Response:
     return json_response(plain(report), 201 if report.created else 200)
 
 
-def _told(served: Served) -> dict[str, Json]:
-    """Without what only the node itself looks at."""
+def _served_json(served: Served) -> dict[str, Json]:
+    """A served version, without the fields that only the node itself reads."""
     return {name: value for name, value in plain(served).items() if name not in ("digest", "model", "files")}
 
 
 async def _body(shape: type[T], *, optional: bool = False) -> T:
-    """The body; none says nothing, where all that a body says may be left out."""
+    """The body as `shape`; with `optional` no body is an empty one."""
     read_query(request.args)
-    said = await (body_json_or({}) if optional else body_json())
-    return structure(said, shape, forbid_extra=True)
+    body = await (body_json_or({}) if optional else body_json())
+    return structure(body, shape, forbid_extra=True)

@@ -1,24 +1,9 @@
-"""The end of a task: its `group` and `task` events, when the last of its places is over.
+"""What is written: entries for the writer's queue, each a function of its connection inside a transaction.
 
-The rule for whoever edits it: both are made of what the tables hold, in the transaction that brings the last
-trajectory, so that no death of the node parts them; and the node's own judgement of a group that is not over
-yet is made of the same facts.
-
-What is written: each entry a function that is given the writer's connection inside a transaction.
-
-The rules for whoever edits it. An entry may be applied twice, after a commit that failed or was only partly
-retried: each is idempotent, and keeps nothing of its own. Values are packed when they are enqueued, so that a
-value that can not be packed fails where it was made.
-
-Tasks that were submitted by one name, one after another.
-
-The rule for whoever edits it: the last that was taken is the one that is meant; those before it may be
-pruned, so that numbers begin anywhere.
-
-The weights a node served, in order: one row a version, its body as JSON.
-
-The rule for whoever edits it: as in `entries`, a row may be written twice and stands once; the first stands,
-for tokens bear its name.
+An entry may be applied twice, after a commit that failed or was partly retried, so each is idempotent and
+keeps no state. Values are packed when they are enqueued, so that a value that cannot be packed fails where it
+was made. The `group` and `task` events of a task are made of what the tables hold, in the transaction of its
+last trajectory, so that no death of the node separates them.
 """
 
 import sqlite3
@@ -39,7 +24,7 @@ from polarnode.journal import pending_callbacks, queries
 from polarnode.journal.values import TaskRecord
 from polarnode.merge.trajectory import Identity
 
-# ── ends ────────────────────────────────────────────────────────────
+# ── the end of a task ────────────────────────────────────────────────────────────
 
 OPEN = "SELECT 1 FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NULL LIMIT 1"
 OVER = """
@@ -48,7 +33,9 @@ FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NOT NULL O
 
 
 def places_over(db: sqlite3.Connection, task_id: str) -> tuple[Facts, ...]:
-    """The sessions that hold the task's places and are over, in order of sample_index."""
+    """The sessions that hold the task's places and are over, in order of sample_index: what a group's judge
+    needs, at its end and before.
+    """
     return tuple(_facts(*row) for row in db.execute(OVER, (task_id,)).fetchall())
 
 
@@ -86,7 +73,7 @@ def end_task(db: sqlite3.Connection, task_id: str, now: float) -> None:
 
 @frozen(kw_only=True)
 class _OfGroup:
-    """What of a task's spec counts here; one that was written before there was a `group` has the defaults."""
+    """The part of a task's spec that counts here. A spec from before there was a `group` has the defaults."""
 
     group: GroupSpec = field(factory=GroupSpec)
 
@@ -101,7 +88,7 @@ def _insert(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float
     pending_callbacks.add_pending(db, kind, str(body["task_id"]))
 
 
-# ── entries ────────────────────────────────────────────────────────────
+# ── the entry ────────────────────────────────────────────────────────────
 
 ROW_BYTES = 256  # what a row costs beside its blob: ids, numbers, two index entries
 
@@ -200,7 +187,7 @@ def _insert_turn(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
 
 @frozen(kw_only=True)
 class _Published:
-    """What the tables need of a trajectory, and its bytes."""
+    """The fields of a trajectory that the tables hold, and its bytes."""
 
     session_id: str
     task_id: str
@@ -227,8 +214,8 @@ def trajectory_entry(trajectory: Trajectory, *, now: float) -> Entry:
 
 
 def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -> Entry:
-    """In one entry, so that no death of the node lies between a session that has lost its place and the one
-    that holds it now.
+    """A session that lost its place and the one that holds it now, in one entry, so that no death of the node
+    lies between the two.
     """
     published, began = _published(trajectory, now), session_entry(successor)
     return Entry(
@@ -303,19 +290,21 @@ def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
     return True
 
 
-# ── runs ────────────────────────────────────────────────────────────
+# ── runs of one name ────────────────────────────────────────────────────────────
 
 RUN: Final = ":run-"  # stands between the name and the number of a task that is not the first
 _AFTER: Final = ":run."  # '.' follows '-': every name with a number lies between the two
 
 
 def latest_run(db: sqlite3.Connection, name: str) -> TaskRecord | None:
-    """The task of this name, or the last of its later ones."""
-    asked = (
+    """The task of this name, or the last of its later runs. Earlier runs may be pruned, so the numbers may
+    begin anywhere.
+    """
+    query = (
         "SELECT task_id FROM tasks WHERE task_id = ? OR (task_id > ? AND task_id < ?) ORDER BY number DESC"
         " LIMIT 1"
     )
-    row = db.execute(asked, (name, name + RUN, name + _AFTER)).fetchone()
+    row = db.execute(query, (name, name + RUN, name + _AFTER)).fetchone()
     return None if row is None else queries.task(db, row[0])
 
 
@@ -326,7 +315,7 @@ COLUMNS = "SELECT version, at, body FROM weights "
 
 @frozen(kw_only=True)
 class WeightsRow:
-    """One version that was served since `at`."""
+    """One version of the weights, served since `at` (seconds since the epoch)."""
 
     version: str
     at: float

@@ -1,20 +1,11 @@
-"""How the journal is, in figures: for its status, for whoever holds tasks back, and for each consumer.
+"""The durable, ordered log of what happened. Writing is synchronous and never waits; reading sees only what
+is on disk.
 
-The rule for whoever edits it: these are made of what the writer knew after its last commit, so that asking
-costs no look at the disk.
-
-The durable, ordered log of what happened. Writing is synchronous and never waits; reading sees only what is
-on disk.
-
-The rules for whoever edits it. What must not be lost is enqueued by a plain call, because a checkpoint
-between "done" and "recorded" can lose a finished rollout. Numbers of events are given in commit order and
-never twice, so that a trainer may resume at any of them. Each reader keeps its own place; nobody's slowness
-holds up a session.
-
-How a journal is opened: its lock, its writer, its end; and what a consumer may be called.
-
-The rule for whoever edits it: one process owns a journal for as long as it lives, and leaving writes what is
-queued, within a bound.
+What must not be lost is enqueued by a plain call, because a checkpoint between "done" and "recorded" can lose
+a finished rollout. Numbers of events are given in commit order and never twice, so a trainer may resume at
+any of them. Each reader keeps its own position, and a slow one holds up no session. Statistics are those of
+the writer's last commit, so they cost no access to the disk. One process owns a journal for as long as it
+lives.
 """
 
 import fcntl
@@ -52,7 +43,7 @@ from polarnode.journal.entries import (
 )
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent
-from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, heard_entry, longest_silent
+from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
 from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
     BACKLOG_BYTES,
@@ -66,15 +57,15 @@ from polarnode.journal.values import (
     Retention,
     SessionRecord,
     TaskRecord,
-    Telling,
+    TrajectoryEncoder,
     UnfinishedSession,
     Waiting,
-    as_json,
+    json_encoder,
 )
 from polarnode.journal.writer import Writer
 from polarnode.merge.trajectory import Identity
 
-# ── figures ────────────────────────────────────────────────────────────
+# ── statistics ────────────────────────────────────────────────────────────
 
 
 def statistics(
@@ -107,7 +98,7 @@ def statistics(
 def consumer_records(
     progress: Progress, waiting: Waiting, streams: Mapping[str, int]
 ) -> tuple[ConsumerRecord, ...]:
-    """Each consumer, in the order of their names; `streams` counts those open by consumer."""
+    """Every consumer, in the order of their names. `streams` counts open streams by consumer."""
     return tuple(
         ConsumerRecord(
             consumer=name,
@@ -116,7 +107,7 @@ def consumer_records(
             behind_bytes=progress.about_bytes(progress.behind(at.seq)),
             missed=max(0, progress.first_seq - 1 - at.seq),
             moved=at.moved,
-            heard=at.heard,
+            heard=at.last_seen,
             connected=streams.get(name, 0),
             holds=waiting.holds(name, at),
         )
@@ -155,7 +146,7 @@ class Journal:
     def task_submitted(
         self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
     ) -> None:
-        """A task was taken; its sessions count as unfinished from here on."""
+        """A task was taken. Its sessions count as unfinished from now on."""
         self._writer.put(
             task_entry(
                 spec,
@@ -168,7 +159,7 @@ class Journal:
         )
 
     def session_started(self, identity: Identity) -> None:
-        """Who a session is; a session without a task (a capture) begins with this."""
+        """The identity of a session. A session without a task begins with this."""
         self._writer.put(session_entry(identity))
 
     def turn(self, turn: Turn) -> None:
@@ -182,13 +173,13 @@ class Journal:
         self._writer.put(trajectory_entry(trajectory, now=self.now()))
 
     def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
-        """A session lost its place in the group to `successor`, which begins: an `attempt` event, and nothing
-        that its group hears of.
+        """A session lost its place in the group to `successor`, which begins: an `attempt` event, which is no
+        part of the group.
         """
         self._writer.put(replaced_entry(trajectory, successor, now=self.now()))
 
     def task_cancelled(self, task_id: str) -> None:
-        """None of the task's places is given to a fresh session any more, in this life or a later one."""
+        """The task was cancelled: no place of it is given to another session, in this or a later life."""
         self._writer.put(cancel_entry(task_id, now=self.now()))
 
     def weights_served(self, version: str, body: dict[str, Json]) -> None:
@@ -200,7 +191,7 @@ class Journal:
         self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
 
     async def flushed(self) -> None:
-        """Return when all that was written before this call is on disk."""
+        """Return when all that was enqueued before this call is on disk."""
         await self._wait_written(self._writer.put_entries)
 
     async def _wait_written(self, number: int) -> None:
@@ -211,46 +202,41 @@ class Journal:
     # ── consumers ─────────────────────────────────────────────────────────────
 
     async def position(self, consumer: str) -> int:
-        """The last event `consumer` acknowledged; 0 for one we never heard of."""
+        """The last event `consumer` acknowledged; 0 for an unknown one."""
         await trio.lowlevel.checkpoint()
         return self._position(consumer)
 
     async def acknowledge(self, consumer: str, seq: int) -> int:
-        """Move a position forward; returns where it is. Never back, never beyond the last event. 0 makes a
-        consumer known.
+        """Move a consumer's position forward, never back and never beyond the last event. Gives it.
 
-        Refused when it is new and too many are waited for.
+        0 creates a consumer. Raises Refused for a new consumer when MOST of them are waited for; else the
+        longest unseen one makes place for it.
         """
-        known = self._progress.consumers
-        if consumer not in known and len(known) >= MOST:
-            self._make_place()
+        consumers = self._progress.consumers
+        if consumer not in consumers and len(consumers) >= MOST:
+            unseen = longest_unseen(consumers, self._writer.waiting())
+            if unseen is None:
+                raise Refused(
+                    f"there are {MOST} consumers: DELETE /v1/consumers/{{name}} those that do not come back",
+                    path="$.consumer",
+                )
+            self._writer.put(forget_entry(unseen))
         await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq, now=self.now())))
         return self._position(consumer)
-
-    def _make_place(self) -> None:
-        found = longest_silent(self._progress.consumers, self._writer.waiting())
-        if found is None:
-            raise Refused(
-                f"{MOST} consumers are known: DELETE /v1/consumers/{{name}} those that do not come back",
-                path="$.consumer",
-            )
-        self._writer.put(forget_entry(found))
 
     def _position(self, consumer: str) -> int:
         found = self._progress.consumers.get(consumer)
         return 0 if found is None else found.seq
 
     async def forget(self, consumer: str) -> bool:
-        """Nothing is kept for `consumer` any more; under its name one begins anew. False when none is
-        known.
-        """
-        known = consumer in self._progress.consumers
+        """Keep nothing for `consumer` any more; the name may be used again. False when there is none."""
+        existed = consumer in self._progress.consumers
         await self._wait_written(self._writer.put(forget_entry(consumer)))
-        return known
+        return existed
 
     @contextmanager
     def reading(self, consumer: str) -> Iterator[None]:
-        """While a stream of a consumer is open it is waited for, however long it says nothing."""
+        """Around an open stream of a consumer, which is waited for however long it acknowledges nothing."""
         self._attend(consumer, 1)
         try:
             yield
@@ -261,14 +247,14 @@ class Journal:
         self._reading[consumer] += change
         self._reading += Counter()  # drops those at 0
         self._writer.present = frozenset(self._reading)
-        self._writer.put(heard_entry(consumer, now=self.now()))
+        self._writer.put(seen_entry(consumer, now=self.now()))
 
     def streams(self, consumer: str) -> int:
-        """How many are open under its name."""
+        """How many streams of a consumer are open."""
         return self._reading[consumer]
 
     def consumers(self) -> tuple[ConsumerRecord, ...]:
-        """Who is known, and how far each is behind."""
+        """Every consumer, and how far it is behind."""
         return consumer_records(self._progress, self._writer.waiting(), self._reading)
 
     # ── reading ───────────────────────────────────────────────────────────────
@@ -277,7 +263,7 @@ class Journal:
         return await self._read(queries.task, task_id)
 
     async def latest_run(self, name: str) -> TaskRecord | None:
-        """The last task that was submitted by a name of Polar's, which may be used again."""
+        """The last task that was submitted under a name that may be used again (`entries.RUN`)."""
         return await self._read(entries.latest_run, name)
 
     async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
@@ -292,7 +278,7 @@ class Journal:
         return await self._read(queries.session, session_id)
 
     async def trajectory(self, session_id: str) -> Trajectory | None:
-        """With all its turns; None when it is not over, not known or pruned."""
+        """The trajectory with all its turns; None when the session is not over, unknown or pruned."""
         return await self._read(queries.trajectory, session_id)
 
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
@@ -306,7 +292,7 @@ class Journal:
         return await self._read(weights_of, version)
 
     async def places_over(self, task_id: str) -> tuple[Facts, ...]:
-        """What a group's judge needs of the task's places that are over."""
+        """What a group's judge needs of the task's sessions that are over."""
         return await self._read(places_over, task_id)
 
     async def unfinished(self) -> tuple[UnfinishedSession, ...]:
@@ -318,14 +304,14 @@ class Journal:
         after: int,
         *,
         filters: Filters | None = None,
-        telling: Telling | None = None,
+        encoder: TrajectoryEncoder | None = None,
         limit: int = EVENTS_A_PAGE,
     ) -> EventPage:
-        """The events after `after`, bounded in number and bytes, as JSON unless told otherwise. Go on from
-        the page's `seen`.
+        """The events after `after`, bounded in number and bytes, with trajectories as JSON unless `encoder`
+        writes them otherwise. Continue from the page's `seen`.
         """
         return await self._read(
-            queries.events, after, limit, filters or Filters(), telling or as_json(), self._recent
+            queries.events, after, limit, filters or Filters(), encoder or json_encoder(), self._recent
         )
 
     async def wait_after(self, seq: int) -> None:
@@ -340,7 +326,7 @@ class Journal:
 
     @property
     def first_seq(self) -> int:
-        """The oldest event that is kept (or the next one to come)."""
+        """The oldest event that is kept, or the next one to come."""
         return self._progress.first_seq
 
     async def read(self, call: Callable[[], T]) -> T:
@@ -357,7 +343,7 @@ class Journal:
     def _read_now(
         self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        with boundary(JournalError, "the journal can not be read"):
+        with boundary(JournalError, "the journal cannot be read"):
             db = self._connections.pop() if self._connections else connect(self.path, read_only=True)
             try:
                 return query(db, *args, **kwargs)
@@ -382,7 +368,7 @@ class Journal:
         """Events that retention pruned while they were pending, since the journal's beginning."""
         return await self._read(pending_callbacks.expired)
 
-    # ── how it is ─────────────────────────────────────────────────────────────
+    # ── condition ─────────────────────────────────────────────────────────────
 
     def statistics(self) -> JournalStatistics:
         return statistics(
@@ -402,9 +388,9 @@ class Journal:
         return self._writer.warning or self._full_sentence()
 
     def _full_sentence(self) -> str | None:
-        # what was pruned is written again first, through a log beside it
-        room = self._progress.disk_free + self._progress.free_bytes
-        if room < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:
+        # free pages of the file are reused first, through a write-ahead log beside it
+        free = self._progress.disk_free + self._progress.free_bytes
+        if free < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:
             return (
                 f"the journal's disk has {self._progress.disk_free >> 20} MiB left: make room, no new task is"
                 " taken"
@@ -479,9 +465,7 @@ async def open_journal(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The journal's own lock file, held for as long as the process lives: two writers would each believe to
-    know the last number.
-    """
+    """Hold the journal's own lock file: two writers would give the same numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(path.name + ".lock").open("w") as lock:
         _lock(lock, path)

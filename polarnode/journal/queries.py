@@ -1,15 +1,8 @@
-"""The JSON of events that was written last, kept for the next reader: sixteen readers of one stream ask for
-the same bytes.
+"""Reads of the journal: plain functions of a read connection, each within one snapshot, which `Journal` runs
+in threads; and the cache of what was encoded last.
 
-The rules for whoever edits it. It is bounded in bytes, whoever reads. It is asked from several threads at
-once: what one makes another waits for, and no two wait for each other. An event never changes, so what is
-kept is never wrong.
-
-What is asked of the journal: plain functions of a read connection, each within one snapshot, run in a thread
-by `Journal`.
-
-The rule for whoever edits it: a page is bounded in bytes, because one trajectory may be tens of megabytes as
-JSON; and a reader whose filters pass over everything must still move on.
+A page of events is bounded in bytes, because one trajectory may be tens of megabytes as JSON. A reader whose
+filters pass over everything must still move on. An event never changes, so what is cached is never wrong.
 """
 
 import sqlite3
@@ -26,19 +19,19 @@ from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.journal.schema import snapshot
 from polarnode.journal.values import (
-    GONE,
+    PRUNED,
     EventPage,
     Filters,
     SessionRecord,
     StoredEvent,
     TaskRecord,
-    Telling,
+    TrajectoryEncoder,
     UnfinishedSession,
 )
 from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.trajectory import Identity
 
-# ── recent ────────────────────────────────────────────────────────────
+# ── cache ────────────────────────────────────────────────────────────
 
 # a few seconds of a busy node, which is how far readers that keep up are apart; or a few of its longest
 # sessions
@@ -47,7 +40,11 @@ KEPT_BYTES = 64 << 20
 
 @define(eq=False)
 class Recent:
-    """Bytes by key, the least lately used dropped first."""
+    """A cache of bytes by key, bounded in bytes, which drops the least recently used first.
+
+    Sixteen readers of one stream need the same bytes. Threads may call it at once: one waits for what
+    another makes, and no two wait for each other.
+    """
 
     limit: int = KEPT_BYTES
     held: int = field(default=0, init=False)
@@ -56,7 +53,7 @@ class Recent:
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def get(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """What is kept under `key`, else what `make` gives, which is called once while several ask."""
+        """The bytes of `key`, made by `make` where they are not cached; one caller at a time makes them."""
         with self._lock:
             if (found := self._found(key)) is not None:
                 return found
@@ -66,7 +63,7 @@ class Recent:
                 return self._found_or_made(key, make)
             finally:
                 with self._lock:
-                    self._making.pop(key, None)  # who waits on this lock holds it himself
+                    self._making.pop(key, None)  # threads that wait on this lock hold a reference
 
     def _found_or_made(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
         with self._lock:
@@ -84,7 +81,7 @@ class Recent:
         return found
 
     def _keep(self, key: Hashable, value: bytes) -> None:
-        """One larger than half of all is not kept: it would push out what others read."""
+        """Keep a value, unless it is larger than half of the cache: it would push out what others read."""
         if len(value) > self.limit // 2 or key in self._kept:
             return
         self._kept[key] = value
@@ -197,12 +194,12 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
 
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
     """Sessions of earlier lives without a trajectory, in the order they were taken."""
-    asked = (
+    query = (
         "SELECT session_id, task_id, sample_index, identity FROM sessions WHERE outcome IS NULL AND life <"
         " (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
     )
     with snapshot(db):
-        return tuple(_unfinished(db, *row) for row in db.execute(asked).fetchall())
+        return tuple(_unfinished(db, *row) for row in db.execute(query).fetchall())
 
 
 def _unfinished(
@@ -211,9 +208,9 @@ def _unfinished(
     row = db.execute("SELECT spec, group_id, cancelled FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
     spec = None if row is None else _spec(row[0])
     if identity is not None:
-        who = structure(read_json(identity), Identity)
+        found = structure(read_json(identity), Identity)
     else:  # killed between taking the task and naming its sessions
-        who = Identity(
+        found = Identity(
             session_id=session_id,
             task_id=task_id,
             group_id=task_id if row is None else row[1],
@@ -224,7 +221,10 @@ def _unfinished(
             node="",
         )
     return UnfinishedSession(
-        identity=who, spec=spec, turns=turns(db, session_id), cancelled=row is not None and row[2] is not None
+        identity=found,
+        spec=spec,
+        turns=turns(db, session_id),
+        cancelled=row is not None and row[2] is not None,
     )
 
 
@@ -232,10 +232,15 @@ def _unfinished(
 
 
 def events(
-    db: sqlite3.Connection, after: int, limit: int, filters: Filters, telling: Telling, recent: Recent
+    db: sqlite3.Connection,
+    after: int,
+    limit: int,
+    filters: Filters,
+    encoder: TrajectoryEncoder,
+    recent: Recent,
 ) -> EventPage:
     """Up to `limit` events after `after`, fewer when they are large; at least one when there is one. `recent`
-    has what was just made.
+    caches their bodies.
     """
     where, values = _where(filters)
     with snapshot(db):
@@ -250,7 +255,7 @@ def events(
         found: list[StoredEvent] = []
         size = 0
         for row in rows:
-            found.append(_event(db, telling, recent, *row))
+            found.append(_event(db, encoder, recent, *row))
             size += len(found[-1].body)
             if size > PAGE_BYTES:
                 break
@@ -266,15 +271,15 @@ def _where(filters: Filters) -> tuple[str, list[object]]:
         ("(outcome IS NULL OR outcome = ?)", filters.outcome),  # groups and tasks have none
         ("(outcome IS NULL OR reward >= ?)", filters.min_reward),
     ]
-    said = [(clause, value) for clause, value in clauses if value is not None]
+    used = [(clause, value) for clause, value in clauses if value is not None]
     kinds = ", ".join("?" * len(filters.kinds))
-    where = " ".join(f"AND {clause}" for clause, _ in said)
-    return f"{where} AND kind IN ({kinds})", [*(value for _, value in said), *filters.kinds]
+    where = " ".join(f"AND {clause}" for clause, _ in used)
+    return f"{where} AND kind IN ({kinds})", [*(value for _, value in used), *filters.kinds]
 
 
 def _event(
     db: sqlite3.Connection,
-    telling: Telling,
+    encoder: TrajectoryEncoder,
     recent: Recent,
     seq: int,
     kind: Any,
@@ -282,17 +287,17 @@ def _event(
     session_id: str | None,
     body: bytes | None,
 ) -> StoredEvent:
-    """A trajectory is stored packed and told when it is read; a group or task is stored as JSON."""
+    """A trajectory is stored packed and encoded when it is read; a group or task is stored as JSON."""
     if body is None:
-        write = telling.write
+        encode = encoder.encode
         body = (
             b""
-            if write is None
-            else recent.get((seq, telling.name), lambda: _trajectory_body(db, write, session_id or ""))
+            if encode is None
+            else recent.get((seq, encoder.name), lambda: _trajectory_body(db, encode, session_id or ""))
         )
     return StoredEvent(seq=seq, kind=kind, key=key, body=body)
 
 
-def _trajectory_body(db: sqlite3.Connection, write: Callable[[Trajectory], bytes], session_id: str) -> bytes:
+def _trajectory_body(db: sqlite3.Connection, encode: Callable[[Trajectory], bytes], session_id: str) -> bytes:
     whole = _trajectory(db, session_id)
-    return GONE if whole is None else write(whole)
+    return PRUNED if whole is None else encode(whole)

@@ -1,16 +1,13 @@
-"""Consumers: readers with a name, each with a position that only moves forward, and which of them the journal
-waits for.
+"""Consumers' positions, and the pruning of what they have all acknowledged.
 
-The rules for whoever edits it. A position is moved by its consumer alone, on disk before it is answered. One
-that is not heard of for too long keeps its position but holds nothing back any more; time in which no node
-ran is nobody's silence, and an open stream is never silent.
+A consumer is a reader with a name; only it moves its position, forward, and the move is on disk before it is
+answered. A consumer that is not seen for too long keeps its position but holds nothing back any more. Time in
+which no node ran does not count, and a consumer with an open stream counts as seen.
 
-What is forgotten when the journal grows beyond its retention: oldest first, a whole session at a time, never
-one that still runs.
-
-The rules for whoever edits it. A number that was pruned is remembered (`meta.pruned`), because a reader who
-asks for it must hear of the gap. Events go in the order of their numbers, so that what is kept has no holes.
-Only the last limit takes what somebody still wants: a consumer, or a task's callback.
+Pruning takes the oldest events first, a whole session at a time, and never one that still runs. Events go in
+the order of their numbers, so that what is kept has no holes, and the last pruned number is remembered
+(`meta.pruned`), because a reader that asks for it must get a gap. Only the limit on everything takes events
+that a consumer or a task's callback still needs.
 """
 
 import sqlite3
@@ -22,34 +19,43 @@ from attrs import frozen
 
 from polarnode.journal import pending_callbacks
 from polarnode.journal.entries import ROW_BYTES, Entry
-from polarnode.journal.values import Position, Retention, Waiting
+from polarnode.journal.values import ConsumerPosition, Retention, Waiting
 
 # ── consumers ────────────────────────────────────────────────────────────
 
-# consumers known at once: they are read at every commit, 3 us each, and a script that makes a name a run must
-# hear of it
+# consumers at once: they are read at every commit, 3 us each, and a script that makes a new name for each run
+# must notice
 MOST = 200
 
 
-def positions(db: sqlite3.Connection) -> dict[str, Position]:
-    """All of them, by name."""
+def positions(db: sqlite3.Connection) -> dict[str, ConsumerPosition]:
+    """All positions, by consumer."""
     rows = db.execute("SELECT consumer, seq, moved, heard FROM positions ORDER BY consumer")
-    return {name: Position(seq=seq, moved=moved, heard=heard) for name, seq, moved, heard in rows}
+    return {
+        name: ConsumerPosition(seq=seq, moved=moved, last_seen=last_seen)
+        for name, seq, moved, last_seen in rows
+    }
 
 
-def acknowledged_seq(known: Mapping[str, Position], waiting: Waiting) -> int:
-    """The last event that all have acknowledged who are waited for; where nobody is, all there are."""
-    held = [position.seq for name, position in known.items() if waiting.holds(name, position)]
-    return min(held or [position.seq for position in known.values()], default=0)
+def acknowledged_seq(consumers: Mapping[str, ConsumerPosition], waiting: Waiting) -> int:
+    """The last event that all consumers that are waited for have acknowledged; where none is waited for, all
+    consumers.
+    """
+    held = [position.seq for name, position in consumers.items() if waiting.holds(name, position)]
+    return min(held or [position.seq for position in consumers.values()], default=0)
 
 
-def longest_silent(known: Mapping[str, Position], waiting: Waiting) -> str | None:
-    """Of those that nobody waits for, the one that was not heard of for longest."""
-    silent = [(position.heard, name) for name, position in known.items() if not waiting.holds(name, position)]
-    return min(silent)[1] if silent else None
+def longest_unseen(consumers: Mapping[str, ConsumerPosition], waiting: Waiting) -> str | None:
+    """Of the consumers that are not waited for, the one that was not seen for longest."""
+    unseen = [
+        (position.last_seen, name)
+        for name, position in consumers.items()
+        if not waiting.holds(name, position)
+    ]
+    return min(unseen)[1] if unseen else None
 
 
-# ── what is written ───────────────────────────────────────────────────────────
+# ── consumers' entries ───────────────────────────────────────────────────────────
 
 
 def acknowledge_entry(consumer: str, seq: int, *, now: float) -> Entry:
@@ -69,8 +75,8 @@ def _acknowledge(db: sqlite3.Connection, *, consumer: str, seq: int, now: float)
     )
 
 
-def heard_entry(consumer: str, *, now: float) -> Entry:
-    """A consumer that was forgotten meanwhile is not made known by it."""
+def seen_entry(consumer: str, *, now: float) -> Entry:
+    """The consumer is there. One that was forgotten meanwhile is not created by it."""
     return Entry(
         ROW_BYTES, partial(_run, sql="UPDATE positions SET heard = ? WHERE consumer = ?", row=(now, consumer))
     )
@@ -87,36 +93,36 @@ def _run(db: sqlite3.Connection, *, sql: str, row: tuple[object, ...]) -> None:
 # ── pruning ────────────────────────────────────────────────────────────
 
 # events a commit besides as many as came with it: some milliseconds of deleting, so that turns do not wait
-# behind it
+# for it
 PRUNED_AT_ONCE = 64
 # between two marks of what all had acknowledged: retention by age is exact to a minute, and 72 hours are 4320
 # rows
 MARK_S = 60.0
 
-# Whether a task's callback is, or may yet be, told of an event: one that is told when its task ends is told
-# of all its sessions.
-OWED = """EXISTS (SELECT 1 FROM callbacks WHERE callbacks.task_id = events.task_id)
+# Whether a task's callback has pending events, or may yet get some: a callback at the task's end sends all
+# its sessions.
+PENDING = """EXISTS (SELECT 1 FROM callbacks WHERE callbacks.task_id = events.task_id)
     OR EXISTS (SELECT 1 FROM callback_urls WHERE callback_urls.task_id = events.task_id)"""
 Row = tuple[int, str, str, str | None]
 
 
 @frozen(kw_only=True)
 class Moment:
-    """What pruning goes by, besides the tables."""
+    """The inputs of pruning, besides the tables."""
 
     now: float
     acknowledged: int  # the last event that all consumers have acknowledged
-    short: bool = False  # the disk is: what is only kept to be read again goes before new tasks are refused
+    short: bool = False  # of disk: events kept only to be read again go before tasks are refused
     came: int = 0  # entries of this commit, each at most three events: pruning keeps up with them
 
 
 def stored_bytes(db: sqlite3.Connection) -> int:
-    """Bytes of pages in use; the file may be larger, its free pages are written again first."""
+    """Bytes of pages in use. The file may be larger; its free pages are reused first."""
     return _pages(db)[0]
 
 
 def free_bytes(db: sqlite3.Connection) -> int:
-    """Bytes of pages of the file that will be written again before it grows."""
+    """Bytes of the file's free pages, which are reused before it grows."""
     return _pages(db)[1]
 
 
@@ -146,7 +152,7 @@ def prune(db: sqlite3.Connection, retention: Retention, moment: Moment) -> bool:
 
 
 def _mark(db: sqlite3.Connection, moment: Moment) -> None:
-    """Remember what all have acknowledged by now; what a new consumer has not is acknowledged no more."""
+    """Remember what all have acknowledged by now. What a new consumer has not is no longer acknowledged."""
     db.execute("DELETE FROM marks WHERE seq > ?", (moment.acknowledged,))
     last = db.execute("SELECT seq, at FROM marks ORDER BY seq DESC LIMIT 1").fetchone()
     (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
@@ -159,7 +165,7 @@ def _mark(db: sqlite3.Connection, moment: Moment) -> None:
 def _droppable(
     db: sqlite3.Connection, retention: Retention, moment: Moment, most: int
 ) -> tuple[list[Row], int]:
-    """The oldest events that may go now, and with how many bytes stored it is enough."""
+    """The oldest events that may go now, and the stored bytes at which pruning may stop."""
     stored = stored_bytes(db)
     if stored > retention.everything:
         return (
@@ -171,7 +177,7 @@ def _droppable(
     large = stored > retention.acknowledged
     upto = moment.acknowledged if large or moment.short else _aged(db, retention, moment)
     rows = db.execute(
-        f"SELECT seq, kind, task_id, session_id, {OWED} FROM events WHERE seq <= ? ORDER BY seq LIMIT ?",
+        f"SELECT seq, kind, task_id, session_id, {PENDING} FROM events WHERE seq <= ? ORDER BY seq LIMIT ?",
         (upto, most),
     )
     return [row[:4] for row in takewhile(lambda row: not row[4], rows)], (
@@ -180,8 +186,8 @@ def _droppable(
 
 
 def _aged(db: sqlite3.Connection, retention: Retention, moment: Moment) -> int:
-    """Up to which event all had been acknowledged so long ago; 0 for none."""
-    # those behind it are younger, and get their turn when it is gone
+    """The last event that all had acknowledged `acknowledged_s` ago; 0 for none."""
+    # later marks are younger, and are looked at when this one is gone
     (oldest,) = db.execute("SELECT coalesce(min(seq), 0) FROM marks").fetchone()
     aged = db.execute(
         "SELECT 1 FROM marks WHERE seq = ? AND at <= ?", (oldest, moment.now - retention.acknowledged_s)
@@ -193,7 +199,7 @@ def _forget(db: sqlite3.Connection, kind: str, task_id: str, session_id: str | N
     if kind in ("trajectory", "attempt"):
         db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
         db.execute("DELETE FROM trajectories WHERE session_id = ?", (session_id,))
-        # A session without a task (a capture) has no event behind this one.
+        # A session without a task (a capture) has no later event.
         db.execute(
             "DELETE FROM sessions WHERE session_id = ? AND NOT EXISTS (SELECT 1 FROM tasks WHERE task_id"
             " = ?)",
@@ -205,8 +211,8 @@ def _forget(db: sqlite3.Connection, kind: str, task_id: str, session_id: str | N
 
 
 def came_at(db: sqlite3.Connection, seq: int) -> float | None:
-    """When the first event from `seq` on came; None where there is none, or it came before that was written
-    down.
+    """When the first event from `seq` on came; None where there is none, or it came before times were
+    recorded.
     """
     found = db.execute("SELECT at FROM events WHERE seq >= ? ORDER BY seq LIMIT 1", (seq,)).fetchone()
     return (found[0] or None) if found else None

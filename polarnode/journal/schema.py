@@ -1,8 +1,8 @@
-"""The tables, and how a connection is opened.
+"""The tables, their migrations, and how a connection is opened.
 
-The rule for whoever edits it: a file that is in use by people is never misread; a change of the tables raises
-VERSION and brings the step from the version before. So does a new field in what is packed into a blob: this
-polarnode reads the old blobs, but the one before can not read the new. `events.seq` is AUTOINCREMENT because
+A change of the tables raises VERSION and brings the step from the version before. So does a new field in what
+is packed into a blob: this polarnode reads old blobs, but the one before cannot read new ones.
+tests/journal/test_journal_versions.py opens a journal of every version. `events.seq` is AUTOINCREMENT because
 a number must never be given twice, even when its row was pruned.
 
 synchronous=FULL: in WAL mode NORMAL loses nothing when the process is killed, but a power cut may roll back
@@ -18,11 +18,10 @@ from pathlib import Path
 from polarnode.core.errors import JournalError
 
 VERSION = 4
-# By version: the statements that make the next of it. 2: turns and traces that carry more than ids and
-# logprobs. 3: sessions in each other's place, tasks whose cancelling outlives the node, turns with what they
-# heard. 4: when events and positions came, the weights that were served, events that a task's callback has
-# not taken, what a group needs to know of its sessions, when a consumer was last heard of, marks of what all
-# consumers had acknowledged.
+# By version, the statements that make the next version. What came with 2: routed experts and alternatives in
+# turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
+# positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
+# consumer was last seen, marks of what all consumers had acknowledged.
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -128,8 +127,8 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def prepare(path: Path) -> sqlite3.Connection:
-    """The writer's connection to the journal at `path`, made when there is none; begins a new life.
-    JournalError when it can not be used.
+    """Open the writer's connection to the journal at `path`, which is created or migrated, and begin a new
+    life. Raises JournalError when it cannot be used.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,8 +138,8 @@ def prepare(path: Path) -> sqlite3.Connection:
             db.execute("UPDATE meta SET value = value + 1 WHERE name = 'life'")
     except (sqlite3.Error, OSError) as error:
         raise JournalError(
-            f"the journal {path} can not be opened ({error}): make room, mend its rights, or move it away to"
-            " begin a new one"
+            f"the journal {path} cannot be opened ({error}): make room, fix its permissions, or move it away"
+            " to start a new one"
         ) from error
     return db
 
@@ -158,8 +157,8 @@ def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
         db.execute(f"PRAGMA user_version = {before + 1}")
     if version > VERSION:
         raise JournalError(
-            f"the journal {path} has version {version} and this polarnode knows {VERSION}: use the polarnode"
-            " that wrote it"
+            f"the journal {path} has version {version} and this polarnode reads up to {VERSION}: use the"
+            " polarnode that wrote it"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the journal answers: frozen values. The rule for whoever edits it: nothing here knows SQL."""
+"""The values that the journal answers with: frozen, and without any SQL."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Final, Literal
@@ -13,7 +13,7 @@ from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.merge.trajectory import Identity
 
 EventKind = Literal["trajectory", "group", "task", "attempt"]
-# what a reader gets who asks for no kinds: attempts are nobody's data
+# what a reader gets that names no kinds: attempts are no training data
 USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
 
 # The table of thresholds of a node that is too full. Those named TASK_ decide whether a task is taken
@@ -29,11 +29,11 @@ TASK_UNACKNOWLEDGED: Final = 0.95
 
 @frozen(kw_only=True)
 class SessionRecord:
-    """A session at a glance. `outcome` is None until its trajectory is published; times are seconds since the
-    epoch.
+    """A session without its turns. `outcome` is None until its trajectory is published; times are seconds
+    since the epoch.
 
-    `attempt` counts the sessions of its place in the group from 0; `retried_as` took its place, where one
-    did.
+    `attempt` counts the sessions of its place in the group from 0; `retried_as` is the session that took its
+    place, if any.
     """
 
     session_id: str
@@ -50,8 +50,8 @@ class SessionRecord:
 
 @frozen(kw_only=True)
 class TaskRecord:
-    """A task, as it was submitted, and the sessions that hold its places in order of sample_index.
-    `cancelled` is when it was, if ever.
+    """A task as it was submitted, and the sessions that hold its places in order of sample_index.
+    `cancelled` is when it was cancelled, if ever, in seconds since the epoch.
     """
 
     task_id: str
@@ -68,35 +68,35 @@ class TaskRecord:
 
 
 @frozen(kw_only=True)
-class Telling:
-    """How a reader wants trajectories written. Equal names write equal bytes, which are kept for whoever
-    reads next; `write` None leaves them out.
+class TrajectoryEncoder:
+    """How a reader gets trajectories. `encode` None leaves them out.
 
-    It is called where the journal's reads run, off the event loop.
+    Encoders of equal `name` give equal bytes, which are cached for the next reader. `encode` runs in a
+    reader's thread, off the event loop.
     """
 
     name: Hashable
-    write: Callable[[Trajectory], bytes] | None = None
+    encode: Callable[[Trajectory], bytes] | None = None
 
 
-KEYS_ALONE: Final = Telling(name="keys alone")
-GONE: Final = b"null"  # in place of a trajectory that was pruned between its event and it
+KEYS_ALONE: Final = TrajectoryEncoder(name="keys alone")
+PRUNED: Final = b"null"  # in place of a trajectory that was pruned while its event was read
 
 
-def as_json(arrays: Arrays = "json", turns: Turns = "table") -> Telling:
-    """A trajectory as the API's own JSON."""
-    return Telling(
+def json_encoder(arrays: Arrays = "json", turns: Turns = "table") -> TrajectoryEncoder:
+    """Encodes trajectories as the API's own JSON."""
+    return TrajectoryEncoder(
         name=("json", arrays, turns),
-        write=lambda whole: dump_json(trajectory_json(whole, arrays=arrays, turns=turns)),
+        encode=lambda whole: dump_json(trajectory_json(whole, arrays=arrays, turns=turns)),
     )
 
 
 @frozen(kw_only=True)
 class StoredEvent:
-    """One event: `key` is the same however often it is delivered.
+    """One event. `key` is the same however often it is delivered.
 
-    `body` is the group or task as JSON, or the trajectory (a replaced one for `attempt`) as its reader wants
-    it told.
+    `body` is the group or task as JSON, or the trajectory (for `attempt` that of a replaced session) as the
+    reader's encoder writes it.
     """
 
     seq: int
@@ -111,14 +111,14 @@ class StoredEvent:
 
     @property
     def before(self) -> bytes:
-        """Its `json` as far as the body."""
+        """Its `json` up to the body."""
         return b'{"seq":%d,"key":%b,"%b":' % (self.seq, dump_json(self.key), self.kind.encode())
 
 
 @frozen(kw_only=True)
 class EventPage:
-    """Some events in order. `seen` is how far the reader now is: the last event's seq, or further when
-    filters passed over the rest.
+    """Some events in order. `seen` is where the reader now is: the last event's seq, or further when filters
+    passed over the rest.
     """
 
     events: tuple[StoredEvent, ...]
@@ -127,15 +127,13 @@ class EventPage:
     last_seq: int  # the newest, when this was read
 
     def follows(self, after: int) -> bool:
-        """Whether `after` is a place in this journal from which nothing is missing; if not, the reader must
-        hear of a gap.
-        """
+        """Whether nothing is missing between `after` and this page; if not, the reader must get a `gap`."""
         return self.first_seq - 1 <= after <= self.last_seq
 
 
 @frozen(kw_only=True)
 class Filters:
-    """Which events a reader wants; `outcome` and `min_reward` only speak of trajectories and attempts, and
+    """Which events a reader gets. `outcome` and `min_reward` apply to trajectories and attempts alone, and
     let groups and tasks pass.
     """
 
@@ -148,10 +146,8 @@ class Filters:
 
 @frozen(kw_only=True)
 class UnfinishedSession:
-    """A session of an earlier life of this node that never got a trajectory; `spec` is None when no task was
-    journaled (a capture).
-
-    `cancelled`: its task was, before the node ended.
+    """A session of an earlier life of this node that never got a trajectory. `spec` is None for one without a
+    task; `cancelled`: its task was, before the node ended.
     """
 
     identity: Identity
@@ -164,10 +160,10 @@ class UnfinishedSession:
 class Retention:
     """How much is kept, in bytes of stored data and in seconds.
 
-    What every consumer has acknowledged goes, oldest first and with its turns, over `acknowledged` bytes or
-    when they all had `acknowledged_s` ago. A consumer that was not heard of for `silence_s` is no longer
-    waited for. Over `everything` the oldest go whoever still wants them, and a reader that comes late is told
-    so by a `gap`.
+    Events that every consumer has acknowledged are pruned, oldest first and with their turns, above
+    `acknowledged` bytes or once they had all acknowledged them `acknowledged_s` ago. A consumer that was not
+    seen for `silence_s` is no longer waited for. Above `everything` bytes the oldest events are pruned
+    whoever still needs them, and a late reader gets a `gap`.
     """
 
     # about a million turns of 1 000 tokens: a day of a busy node, to read again after a trainer's mistake
@@ -180,33 +176,33 @@ class Retention:
 
 
 @frozen(kw_only=True)
-class Position:
-    """How far a consumer has acknowledged; when that moved and when it was last heard of, in seconds since
-    the epoch.
+class ConsumerPosition:
+    """How far a consumer has acknowledged; when that moved and when the consumer was last seen, in seconds
+    since the epoch.
     """
 
     seq: int
     moved: float
-    heard: float
+    last_seen: float
 
 
 @frozen(kw_only=True)
 class Waiting:
-    """Whom the journal waits for: those heard of after `since` (everyone where the node itself began later),
-    and those who read now.
+    """The consumers that the journal waits for: those seen after `since` (all of them where the node itself
+    started later), and those `present`, which read now.
     """
 
     since: float
     present: Collection[str]
 
-    def holds(self, name: str, position: Position) -> bool:
-        """Whether nothing it has not acknowledged may go as acknowledged."""
-        return name in self.present or position.heard > self.since
+    def holds(self, name: str, position: ConsumerPosition) -> bool:
+        """Whether events that the consumer has not acknowledged are kept for it."""
+        return name in self.present or position.last_seen > self.since
 
 
 @frozen(kw_only=True)
 class Progress:
-    """What the writer knows after a commit."""
+    """The journal's state after a commit of the writer."""
 
     entries: int = 0  # written since the journal was opened
     last_seq: int = 0
@@ -214,13 +210,13 @@ class Progress:
     stored_bytes: int = 0
     free_bytes: int = 0  # of the file, to be written again before it grows
     disk_free: int = 0
-    consumers: Mapping[str, Position] = field(factory=dict)
+    consumers: Mapping[str, ConsumerPosition] = field(factory=dict)
     acknowledged_seq: int = 0  # by all consumers that are waited for
     oldest_unacknowledged: float | None = None  # when it came, in seconds since the epoch
 
     def about_bytes(self, events: int) -> int:
-        """What so many events take: their share of all that is stored, as a session's size is not known by
-        its number.
+        """About how many bytes so many events take: their share of all that is stored, because the size of a
+        single session is not recorded.
         """
         kept = self.last_seq - self.first_seq + 1
         return self.stored_bytes * min(events, kept) // kept if kept > 0 else 0
@@ -232,11 +228,11 @@ class Progress:
 
 @frozen(kw_only=True)
 class ConsumerRecord:
-    """A consumer at a glance. `behind_events` counts all kinds after its position, whatever it filters;
-    `behind_bytes` is about what they take.
+    """A consumer and how far it is behind. `behind_events` counts all kinds after its position, whatever it
+    filters; `behind_bytes` is about what they take.
 
-    `missed`: events after its position that were pruned, of which a `gap` will tell it. `moved` is when its
-    position last did, `heard` when it last acknowledged, or opened or closed a stream, in seconds since the
+    `missed` counts events after its position that were pruned; it will get a `gap`. `moved` is when its
+    position last moved, `heard` when it last acknowledged, or opened or closed a stream, in seconds since the
     epoch. `holds`: what it has not acknowledged is kept for it.
     """
 
@@ -253,12 +249,12 @@ class ConsumerRecord:
 
 @frozen(kw_only=True)
 class JournalStatistics:
-    """The journal now. `warning` is a sentence while something is wrong, `refuses_tasks` says that no new
-    task should be taken.
+    """The journal now. `warning` is a sentence while something is wrong; with `refuses_tasks` no new task
+    should be taken.
 
-    `unacknowledged_…` is what some consumer that is waited for has not acknowledged (where there is none:
-    all), about as many bytes of `most_bytes`, beyond which the oldest go all the same; the oldest of it came
-    `oldest_unacknowledged_s` ago.
+    `unacknowledged_…` is what some consumer that is waited for has not acknowledged (all, where there is
+    none), in events and about as many bytes of `most_bytes`, beyond which the oldest are pruned all the same.
+    The oldest of it came `oldest_unacknowledged_s` seconds ago.
     """
 
     first_seq: int

@@ -1,9 +1,9 @@
-"""The one thread that writes: takes all that is queued, commits it at once, says so.
+"""The journal's one writing thread: takes all that is queued, commits it at once, and reports progress.
 
-The rules for whoever edits it. `put` never waits and never fails: the event loop calls it as the last act of
-a session. An entry is forgotten only when its commit is on disk, or when it alone can never be written (a
-bug, logged and counted); a full disk is waited out with the backlog in memory. The thread ends when told to
-and when there is nothing left, or nothing that can be written.
+`put` never waits and never fails, because the event loop calls it as the last act of a session. An entry is
+dropped only when its commit is on disk, or when it alone can never be written (a bug, logged and counted). A
+full disk is waited out with the backlog in memory. The thread ends after `stop`, when the backlog is written
+or cannot be written.
 """
 
 import logging
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 # a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
 BATCH_BYTES = 16 << 20
 LOOK_S = 600.0  # between looks at what has become old while nothing is written: retention is in hours
-# left on the disk, and what is only kept to be read again goes: four times what is left when tasks are
-# refused
+# free on the disk below which events kept only to be read again are pruned: four times the space at which
+# tasks are refused
 SHORT_BYTES = 1 << 30
 RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
 # Errors of the statement, not of the disk: trying again fails again. An error without a code comes from
@@ -81,7 +81,7 @@ class Writer:
         return self.put_entries - self._done_entries
 
     def start(self) -> Progress:
-        """Begin; what the journal holds now."""
+        """Start the thread. Gives what the journal holds now."""
         # a disk that hangs must not keep the process
         self._thread = threading.Thread(target=self._run, name="journal writer", daemon=True)
         self._opened = self.now()
@@ -112,7 +112,7 @@ class Writer:
             self._thread.join(seconds)
 
     def waiting(self) -> Waiting:
-        """Whom the journal waits for now."""
+        """The consumers that the journal waits for now."""
         since = self.now() - self.retention.silence_s
         return Waiting(since=since if self._opened <= since else -inf, present=self.present)
 
@@ -167,7 +167,7 @@ class Writer:
             if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in HOPELESS:
                 return self._written_one_by_one(batch)
             self.warning = (
-                f"the journal can not be written ({error}): make room on its disk; what is running is kept in"
+                f"the journal cannot be written ({error}): make room on its disk; what is running is kept in"
                 " memory"
             )
             return False
@@ -178,7 +178,7 @@ class Writer:
     def _written_one_by_one(self, batch: Sequence[Entry]) -> bool:
         if len(batch) > 1:
             return all(self._written([entry]) for entry in batch)
-        logger.exception("the journal drops an entry that it can not write: this is a bug of polarnode")
+        logger.exception("the journal drops an entry that it cannot write: this is a bug of polarnode")
         self.dropped += 1
         return True
 
@@ -199,7 +199,7 @@ class Writer:
             self._last = self._progress()
         except (sqlite3.Error, OSError) as error:
             # the entries are on disk all the same, and someone may wait for them
-            self.warning = f"the journal can not be measured ({error}): look at its disk"
+            self.warning = f"the journal cannot be measured ({error}): look at its disk"
             self._last = evolve(self._last, entries=self._done_entries)
         self.on_progress(self._last)
 

@@ -20,7 +20,7 @@ from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, check_consumer, open_journal
 from polarnode.journal.schema import VERSION
-from polarnode.journal.values import Filters, Retention, as_json
+from polarnode.journal.values import Filters, Retention, json_encoder
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 
@@ -140,7 +140,7 @@ async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
         record(journal, make_trajectory("a"))
         record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
         await journal.flushed()
-        page = await journal.events(0, telling=as_json("base64"))
+        page = await journal.events(0, encoder=json_encoder("base64"))
         bodies = [orjson.loads(event.json) for event in page.events]
         assert bodies[0] == {
             "seq": 1,
@@ -426,7 +426,7 @@ async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) 
     path = tmp_path / "state" / "journal.sqlite"
     path.parent.mkdir()
     path.write_bytes(b"not a database at all, but long enough to be looked at" * 100)
-    with pytest.raises(JournalError, match="can not be opened"):
+    with pytest.raises(JournalError, match="cannot be opened"):
         async with opened():
             pytest.fail("opened")
     path.unlink()

@@ -17,7 +17,7 @@ from polarnode.core.errors import ConfigError, Refused
 from polarnode.journal import journal, retention, writer
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.queries import Recent
-from polarnode.journal.values import Filters, Retention, as_json
+from polarnode.journal.values import Filters, Retention, json_encoder
 from polarnode.node.config import NodeConfig, read_config
 from polarnode.node.opening import retention_of
 
@@ -410,9 +410,9 @@ async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(
 ) -> None:
     async with opened() as found:
         await publish(found, "a", "b")
-        first = await found.events(0, telling=as_json("base64"))
-        again = await found.events(0, telling=as_json("base64"), filters=Filters(kinds=("trajectory",)))
-        other = await found.events(0, telling=as_json("json"))
+        first = await found.events(0, encoder=json_encoder("base64"))
+        again = await found.events(0, encoder=json_encoder("base64"), filters=Filters(kinds=("trajectory",)))
+        other = await found.events(0, encoder=json_encoder("json"))
         assert again.events[1].body is first.events[3].body
         assert other.events[0].body != first.events[0].body
 
