@@ -93,13 +93,13 @@ def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body:
     pairs: list[Json] = [
         [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
     ]
-    said: dict[str, Json] = {
+    entry: dict[str, Json] = {
         "method": method,
         "target": _masked(target, keys),
         "headers": pairs,
         "body": _body(body),
     }
-    return orjson.dumps(said, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _masked(text: str, keys: tuple[str, ...]) -> str:
@@ -125,7 +125,7 @@ def _write(file: Path, content: bytes) -> None:
 
 # ── model plane ────────────────────────────────────────────────────────────
 
-ANY_DOOR: Final = "any"  # the folder of requests that came through a door of no one session
+ANY_SESSION: Final = "any"  # the folder of requests that came through a door of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
 
@@ -158,7 +158,7 @@ class _Request:
     query: str
     headers: Mapping[str, str]
     body: bytes
-    door: str | None
+    endpoint: str | None
 
 
 @define(eq=False, kw_only=True)
@@ -177,7 +177,7 @@ class ModelPlane:
 
         budget = BodyBudget()
 
-        async def door(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
                 await self._http(
                     scope, receive, Responder(send, token_hex(16), writes_of(scope)), session_id, budget
@@ -185,19 +185,19 @@ class ModelPlane:
             elif scope["type"] == "websocket":
                 await _refuse_upgrade(send)
 
-        return door
+        return endpoint
 
     async def _http(
         self,
         scope: HTTPScope,
         receive: ASGIReceiveCallable,
         responder: Responder,
-        door: str | None,
+        endpoint: str | None,
         budget: BodyBudget,
     ) -> None:
         with budget.reserve() as reservation:
             answer = await self._answer(
-                scope, await read_body(receive, reservation=reservation, limit=BODY_BYTES), door
+                scope, await read_body(receive, reservation=reservation, limit=BODY_BYTES), endpoint
             )
         match answer:
             case ClientDisconnected():
@@ -210,7 +210,7 @@ class ModelPlane:
                 assert_never(answer)
 
     async def _answer(
-        self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, door: str | None
+        self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, endpoint: str | None
     ) -> Reply | Incoming | ClientDisconnected:
         """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was
         read from it.
@@ -221,14 +221,14 @@ class ModelPlane:
         query = scope["query_string"].decode("latin1")
         target = f"{path}?{query}" if query else path
         if self.recordings is not None and isinstance(body, bytes):
-            await self.recordings.keep(door or ANY_DOOR, method, target, scope["headers"], body)
+            await self.recordings.keep(endpoint or ANY_SESSION, method, target, scope["headers"], body)
         found = route(method, path, headers)
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if not isinstance(body, bytes):
             return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _OVERLOADED)
         return await self._routed(
-            _Request(route=found, target=target, query=query, headers=headers, body=body, door=door)
+            _Request(route=found, target=target, query=query, headers=headers, body=body, endpoint=endpoint)
         )
 
     async def _routed(self, request: _Request) -> Reply | Incoming:
@@ -250,11 +250,9 @@ class ModelPlane:
         session = self._session(request)
         if isinstance(session, Fault) and session_keys(request.target, request.headers):
             return dialect.error(session)
-        asked = request.route.model
+        name = request.route.model
         return _json(
-            dialect.models(self.model.served)
-            if asked is None
-            else dialect.model(self.model.served, asked=asked)
+            dialect.models(self.model.served) if name is None else dialect.model(self.model.served, name=name)
         )
 
     async def _counted(self, request: _Request) -> Reply:
@@ -299,10 +297,14 @@ class ModelPlane:
         """
         keys = session_keys(request.target, request.headers)
         for session in filter(None, map(self.sessions.by_key, keys)):
-            if request.door in (None, session.session_id):
+            if request.endpoint in (None, session.session_id):
                 return session
         ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
-        return SESSION_OVER if ended and (request.door is None or request.door in ended) else _UNKNOWN_KEY
+        return (
+            SESSION_OVER
+            if ended and (request.endpoint is None or request.endpoint in ended)
+            else _UNKNOWN_KEY
+        )
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
@@ -324,8 +326,8 @@ def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelR
         memory=session.memory,
     )
     read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
-    asked = held_request(read, headers=model.family.harmony is not None)
-    return asked, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
+    kept = held_request(read, headers=model.family.harmony is not None)
+    return kept, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 
 def _json(body: bytes) -> Reply:
@@ -347,18 +349,18 @@ async def _refuse_upgrade(send: ASGISendCallable) -> None:
 
 # no session's id: whoever has no key may look at what anybody may, and is refused the rest
 NOBODY: Final = ""
-DOORS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made anew
+ENDPOINTS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made anew
 
 
 @define(eq=False)
-class CaptureDoor:
+class CaptureEndpoint:
     """An ASGI app in front of a model plane whose sessions are captures."""
 
     plane: ModelPlane
-    _doors: dict[str, ASGIFramework] = field(factory=dict, init=False)
+    _endpoints: dict[str, ASGIFramework] = field(factory=dict, init=False)
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        await self._door(self._whose(scope))(scope, receive, send)
+        await self._endpoint(self._whose(scope))(scope, receive, send)
 
     def _whose(self, scope: Scope) -> str:
         """The capture whose key a request carries, also one that is over, which its own door says."""
@@ -371,7 +373,7 @@ class CaptureDoor:
             return live.session_id
         return next(filter(None, map(self.plane.sessions.ended_by_key, keys)), NOBODY)
 
-    def _door(self, session_id: str) -> ASGIFramework:
-        door = self._doors.get(session_id) or self.plane.app_for(session_id)
-        remember(self._doors, session_id, door, most=DOORS)
-        return door
+    def _endpoint(self, session_id: str) -> ASGIFramework:
+        endpoint = self._endpoints.get(session_id) or self.plane.app_for(session_id)
+        remember(self._endpoints, session_id, endpoint, most=ENDPOINTS)
+        return endpoint

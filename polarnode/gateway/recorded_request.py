@@ -133,17 +133,17 @@ def _object(content: bytes) -> dict[str, Json]:
     return found
 
 
-def _sent(said: Mapping[str, Json]) -> _Sent:
-    target = next((value for name in _TARGETS if isinstance(value := said.get(name), str)), None)
+def _sent(recorded: Mapping[str, Json]) -> _Sent:
+    target = next((value for name in _TARGETS if isinstance(value := recorded.get(name), str)), None)
     if target is None:
         raise Refused("this file is no recorded request: it names no target")
-    method = next((value for name in _METHODS if isinstance(value := said.get(name), str)), "POST")
+    method = next((value for name in _METHODS if isinstance(value := recorded.get(name), str)), "POST")
     method, target = _request_line(method, target)
     return _Sent(
         method=method.upper(),
         target=_origin_form(target),
-        headers=dict(_headers(said.get("headers"))),
-        body=_body(said),
+        headers=dict(_headers(recorded.get("headers"))),
+        body=_body(recorded),
     )
 
 
@@ -162,16 +162,16 @@ def _origin_form(target: str) -> str:
     return slash + path
 
 
-def _headers(said: Json) -> Iterator[tuple[str, str]]:
+def _headers(headers: Json) -> Iterator[tuple[str, str]]:
     """Headers as an object, a list of pairs, a list of name and value, or lines."""
-    match said:
+    match headers:
         case dict():
-            yield from ((name.lower(), _word(value)) for name, value in said.items())
+            yield from ((name.lower(), _word(value)) for name, value in headers.items())
         case list():
-            for entry in said:
+            for entry in headers:
                 yield from _header(entry)
         case str():
-            yield from (_line(line) for line in said.splitlines() if ":" in line)
+            yield from (_line(line) for line in headers.splitlines() if ":" in line)
         case _:
             return
 
@@ -199,8 +199,8 @@ def _word(value: Json) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
-def _body(said: Mapping[str, Json]) -> bytes:
-    value = next((said[name] for name in _BODIES if said.get(name) is not None), None)
+def _body(recorded: Mapping[str, Json]) -> bytes:
+    value = next((recorded[name] for name in _BODIES if recorded.get(name) is not None), None)
     match value:
         case None:
             return b""

@@ -7,7 +7,7 @@ request that asked for it before it was first shown: those of the same path befo
 would not have been asked again.
 
 A recorded session planned as a live one would be: every request in its order, each answered before the next
-is asked.
+is path.
 
 Whoever edits this decides nothing here: kinds, lineages and roles are `merge`'s, prompts are the template's.
 A sample's ids are the template's spelling of the answer that was shown, since nobody recorded what was
@@ -39,7 +39,7 @@ _NEVER: Final = 1 << 60
 
 
 @frozen(kw_only=True)
-class Found:
+class RecordedEnding:
     """How a request ended: with an answer that was shown, without one (it was asked again), or in a way no
     later request tells.
     """
@@ -49,7 +49,7 @@ class Found:
 
 
 @frozen(kw_only=True)
-class _Asked:
+class _Path:
     """A request's messages and the keys of its path: one more than messages."""
 
     messages: tuple[Message, ...]
@@ -73,25 +73,25 @@ class _Showing:
 class _Shown:
     """Where each path goes on with an assistant message."""
 
-    asked: Sequence[_Asked]
+    paths: Sequence[_Path]
     _after: dict[str, list[_Showing]] = field(factory=dict)
-    _paths: set[str] = field(factory=set)
+    _path_keys: set[str] = field(factory=set)
 
     def __attrs_post_init__(self) -> None:
-        self._paths.update(asked.key for asked in self.asked)
-        for number, asked in enumerate(self.asked):
-            for place, message in enumerate(asked.messages):
+        self._path_keys.update(path.key for path in self.paths)
+        for number, path in enumerate(self.paths):
+            for place, message in enumerate(path.messages):
                 if message.role == "assistant":
-                    showing = _Showing(request=number, key=asked.keys[place + 1], message=message)
-                    self._after.setdefault(asked.keys[place], []).append(showing)
+                    showing = _Showing(request=number, key=path.keys[place + 1], message=message)
+                    self._after.setdefault(path.keys[place], []).append(showing)
 
     def of(self, number: int) -> Iterator[_Showing]:
         """The answers to a request that later requests show, those of its whole path first."""
-        asked = self.asked[number]
-        yield from self._later(number, asked.key)
-        if not asked.messages:
+        path = self.paths[number]
+        yield from self._later(number, path.key)
+        if not path.messages:
             return
-        last, before = asked.messages[-1], asked.keys[-2]
+        last, before = path.messages[-1], path.keys[-2]
         if last.role == "assistant":
             yield from (
                 rest for showing in self._later(number, before) if (rest := _rest(showing, last)) is not None
@@ -107,25 +107,25 @@ class _Shown:
         """Where a later request shows another last user message, which nobody asked with, and then an
         answer.
         """
-        place = len(self.asked[number].messages) - 1
-        for later in range(number + 1, len(self.asked)):
-            asked = self.asked[later]
-            if len(asked.messages) <= place:
+        place = len(self.paths[number].messages) - 1
+        for later in range(number + 1, len(self.paths)):
+            path = self.paths[later]
+            if len(path.messages) <= place:
                 continue
             if (
-                asked.keys[place] == before
-                and len(asked.messages) == place + 1
-                and asked.messages[place].role == "user"
+                path.keys[place] == before
+                and len(path.messages) == place + 1
+                and path.messages[place].role == "user"
             ):
                 return  # it was asked again, in other words: the answer is to those
-            if _goes_on(asked, place, before) and asked.keys[place + 1] not in self._paths:
-                yield _Showing(request=later, key=asked.keys[place + 2], message=asked.messages[place + 1])
+            if _goes_on(path, place, before) and path.keys[place + 1] not in self._path_keys:
+                yield _Showing(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
 
 
-def _goes_on(asked: _Asked, place: int, before: str) -> bool:
+def _goes_on(path: _Path, place: int, before: str) -> bool:
     """Whether a user message stands at this place of this path, and an answer to it."""
-    roles = [message.role for message in asked.messages[place : place + 2]]
-    return asked.keys[place] == before and roles == ["user", "assistant"]
+    roles = [message.role for message in path.messages[place : place + 2]]
+    return path.keys[place] == before and roles == ["user", "assistant"]
 
 
 def _rest(showing: _Showing, begun: Message) -> _Showing | None:
@@ -143,15 +143,15 @@ def _rest(showing: _Showing, begun: Message) -> _Showing | None:
     return _Showing(request=showing.request, key=showing.key, message=rest)
 
 
-def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[Found]:
+def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[RecordedEnding]:
     """How each request of a session ended. `failed`: those whose recorded response says that there was no
     answer.
     """
     memo = Memo()
-    asked = [_path(conversation, memo, number) for number, conversation in enumerate(conversations)]
-    shown = _Shown(asked)
-    found = [Found() for _ in asked]
-    for same in _by_path(asked):
+    paths = [_path(conversation, memo, number) for number, conversation in enumerate(conversations)]
+    shown = _Shown(paths)
+    found = [RecordedEnding() for _ in paths]
+    for same in _by_path(paths):
         claimed: set[str] = set()
         for number, following in pairwise([*same, _NEVER]):
             first = next(
@@ -160,25 +160,25 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
             )
             if first is not None and not (failed[number] and following != _NEVER):
                 claimed.add(first.key)
-                found[number] = Found(answer=_answer(first.message))
+                found[number] = RecordedEnding(answer=_answer(first.message))
             else:
-                found[number] = Found(asked_again=following != _NEVER or failed[number])
+                found[number] = RecordedEnding(asked_again=following != _NEVER or failed[number])
     return found
 
 
-def _path(conversation: Conversation, memo: Memo, number: int) -> _Asked:
+def _path(conversation: Conversation, memo: Memo, number: int) -> _Path:
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
     except Refused:  # whoever plans it is told why; nobody goes on from it
-        return _Asked(messages=(), keys=(f"refused {number}",))
+        return _Path(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
-    return _Asked(messages=conversation.messages, keys=tuple(keys))
+    return _Path(messages=conversation.messages, keys=tuple(keys))
 
 
-def _by_path(asked: Sequence[_Asked]) -> list[list[int]]:
+def _by_path(paths: Sequence[_Path]) -> list[list[int]]:
     grouped: dict[str, list[int]] = {}
-    for number, each in enumerate(asked):
+    for number, each in enumerate(paths):
         grouped.setdefault(each.key, []).append(number)
     return list(grouped.values())
 
@@ -217,11 +217,11 @@ class Line:
 
 def replay_session(recorded: Sequence[Recorded], template: Template) -> list[Line]:
     """One line a request, in their order."""
-    asked = [each for each in recorded if each.request is not None]
-    requests = [each.request for each in asked if each.request is not None]
-    found = find_answers([request.conversation for request in requests], [each.failed for each in asked])
+    requested = [each for each in recorded if each.request is not None]
+    requests = [each.request for each in requested if each.request is not None]
+    found = find_answers([request.conversation for request in requests], [each.failed for each in requested])
     player = _Player(Speaker(template))
-    for each, request, ended in zip(asked, requests, found, strict=True):
+    for each, request, ended in zip(requested, requests, found, strict=True):
         player.play(each, request, ended)
     lines = player.lines()
     return [
@@ -248,12 +248,12 @@ class Speaker:
 
     def sample(self, answer: Answer, conversation: Conversation) -> "array[int]":
         """An answer as the template writes it, its turn end included."""
-        asked = Conversation(messages=(_QUESTION,), thinking=conversation.thinking)
-        before = self.template.root(asked)
+        question = Conversation(messages=(_QUESTION,), thinking=conversation.thinking)
+        before = self.template.root(question)
         both = self.template.root(
             Conversation(messages=(_QUESTION, answer.as_message()), thinking=conversation.thinking)
         )
-        opening = self.template.suffix((), conversation=asked, sampled=ids(self.template.stop_ids[:1])).ids
+        opening = self.template.suffix((), conversation=question, sampled=ids(self.template.stop_ids[:1])).ids
         same = next(
             (place for place, pair in enumerate(zip(before, both, strict=False)) if pair[0] != pair[1]),
             len(before),
@@ -271,7 +271,7 @@ class _Player:
     _files: dict[int, Recorded] = field(factory=dict)
     _errors: list[Line] = field(factory=list)
 
-    def play(self, recorded: Recorded, request: ModelRequest, ended: Found) -> None:
+    def play(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
         """Plan one request, render it, and end it as it ended."""
         try:
             with boundary(Refused, "it can not be planned"):  # one file of thousands must not end the others
@@ -279,7 +279,7 @@ class _Player:
         except PolarnodeError as error:
             self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=sentence(error)))
 
-    def _turn(self, recorded: Recorded, request: ModelRequest, ended: Found) -> None:
+    def _turn(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
         plan = self._lineages.plan(request.conversation, request_key=recorded.key, hints=request.hints)
         try:
             turn = self._ended(plan, request, ended)
@@ -289,7 +289,7 @@ class _Player:
         self._lineages.commit(turn)
         self._turns[turn.index], self._files[turn.index] = turn, recorded
 
-    def _ended(self, plan: Plan, request: ModelRequest, ended: Found) -> Turn:
+    def _ended(self, plan: Plan, request: ModelRequest, ended: RecordedEnding) -> Turn:
         parent = None if plan.parent is None else self._turns[plan.parent]
         delta, close_length = self.speaker.prompt(plan, request.conversation, parent)
         answer = ended.answer

@@ -26,7 +26,7 @@ from polarnode.engine.engines import Engines
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.weights import Weights
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import CaptureDoor, ModelPlane, Recordings
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.journal.journal import Journal
@@ -199,7 +199,7 @@ async def open_captures(
     finds them.
     """
     sessions_by_key = LiveSessions()
-    door = CaptureDoor(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
+    door = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
     try:
         listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
     except ConfigError as error:

@@ -239,9 +239,18 @@ class Dialect(Protocol):
         """The list of the one model."""
         ...
 
-    def model(self, served: ServedModel, *, asked: str) -> bytes:
-        """One model, under the name it was asked by: every name is served by the same model."""
+    def model(self, served: ServedModel, *, name: str) -> bytes:
+        """One model, under the requested name: every name is served by the same model."""
         ...
+
+
+@frozen
+class FaultRow:
+    """How an API reports one kind of fault: HTTP status, its name for the error, OpenAI's `error.code`."""
+
+    status: int
+    type: str
+    code: str | None = None
 
 
 def error_reply(status: int, body: Json, fault: Fault) -> Reply:

@@ -192,9 +192,9 @@ def _speaks_anthropic(headers: Mapping[str, str]) -> bool:
 
 def _speaks_google(path: str, headers: Mapping[str, str]) -> bool:
     method = _METHOD.fullmatch(path)
-    said = "x-goog-api-key" in headers or "x-goog-api-client" in headers
+    named = "x-goog-api-key" in headers or "x-goog-api-client" in headers
     return (
-        said
+        named
         or _GOOGLE.fullmatch(path) is not None
         or (method is not None and _CAMEL.fullmatch(method["method"]) is not None)
     )

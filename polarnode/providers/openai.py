@@ -17,52 +17,42 @@ from collections.abc import Mapping
 from typing import Final, assert_never
 
 import orjson
-from attrs import frozen
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json, Tool
-from polarnode.providers.contract import Fault, FaultKind, Reply, ServedModel, error_reply
+from polarnode.providers.contract import Fault, FaultKind, FaultRow, Reply, ServedModel, error_reply
 from polarnode.providers.shapes import compact, strict_json
 
 # ── openai ────────────────────────────────────────────────────────────
 
 
-@frozen
-class Row:
-    """One row of the table: HTTP status, `error.type`, `error.code`."""
-
-    status: int
-    type: str
-    code: str | None
-
-
-def row(kind: FaultKind) -> Row:
-    """The table. 500, not 503, for a failed engine, and 429 for overload: those were seen to be retried by
-    every harness measured.
+def fault_row(kind: FaultKind) -> FaultRow:
+    """Status, `error.type` and `error.code`. 500, not 503, for a failed engine, and 429 for overload: those
+    were seen to be retried by every harness measured.
     """
     match kind:
         case "bad_request":
-            return Row(400, "invalid_request_error", None)
+            return FaultRow(400, "invalid_request_error", None)
         case "unauthorized":
-            return Row(401, "invalid_request_error", "invalid_api_key")
+            return FaultRow(401, "invalid_request_error", "invalid_api_key")
         case "not_found":
-            return Row(404, "invalid_request_error", "unknown_url")
+            return FaultRow(404, "invalid_request_error", "unknown_url")
         case "method_not_allowed":
-            return Row(405, "invalid_request_error", "method_not_supported")
+            return FaultRow(405, "invalid_request_error", "method_not_supported")
         case "session_over":
-            return Row(410, "invalid_request_error", "session_over")
+            return FaultRow(410, "invalid_request_error", "session_over")
         case "context_too_long":
-            return Row(400, "invalid_request_error", "context_length_exceeded")
+            return FaultRow(400, "invalid_request_error", "context_length_exceeded")
         case "budget_spent":  # a plain 400 is what makes harnesses stop for good; no code they could act on
-            return Row(400, "invalid_request_error", "session_budget_spent")
+            return FaultRow(400, "invalid_request_error", "session_budget_spent")
         case "overloaded":
-            return Row(429, "rate_limit_error", "rate_limit_exceeded")
+            return FaultRow(429, "rate_limit_error", "rate_limit_exceeded")
         case "engine_failed":
-            return Row(500, "server_error", None)
+            return FaultRow(500, "server_error", None)
         case "cancelled":
-            return Row(503, "server_error", "cancelled")
+            return FaultRow(503, "server_error", "cancelled")
         case "too_large":
-            return Row(413, "invalid_request_error", "request_too_large")
+            return FaultRow(413, "invalid_request_error", "request_too_large")
         case _:
             assert_never(kind)
 
@@ -84,7 +74,7 @@ def error(fault: Fault, *, conversation: str) -> Reply:
     """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation`
     names the field that can be too long.
     """
-    found = row(fault.kind)
+    found = fault_row(fault.kind)
     param = conversation if fault.kind == "context_too_long" else fault.path and fault.path.removeprefix("$.")
     body: Json = {
         "error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}
@@ -97,9 +87,9 @@ def models(served: ServedModel) -> bytes:
     return dump_json({"object": "list", "data": [_entry(served, served.id)]})
 
 
-def model(served: ServedModel, *, asked: str) -> bytes:
+def model(served: ServedModel, *, name: str) -> bytes:
     """The model under the name it was asked by."""
-    return dump_json(_entry(served, asked))
+    return dump_json(_entry(served, name))
 
 
 def _entry(served: ServedModel, name: str) -> Json:
@@ -151,8 +141,8 @@ def arguments_of(text: str) -> str:
 
 def text_of(arguments: str) -> str:
     """The text of a call; arguments that are no object with an `input` are handed on as they are."""
-    said = object_of(arguments)
-    text = None if said is None else said.get("input")
+    value = object_of(arguments)
+    text = None if value is None else value.get("input")
     return text if isinstance(text, str) else arguments
 
 
@@ -161,8 +151,8 @@ def object_of(arguments: str) -> dict[str, Json] | None:
     (half a character, 65 bits).
     """
     try:
-        said = strict_json(arguments or "{}")
-        orjson.dumps(said)
+        value = strict_json(arguments or "{}")
+        orjson.dumps(value)
     except (ValueError, RecursionError, orjson.JSONEncodeError):
         return None
-    return said if isinstance(said, dict) else None
+    return value if isinstance(value, dict) else None

@@ -91,8 +91,8 @@ def _deepest(value: Json) -> str:
 
 
 def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
-    known = {field.alias for field in attrs.fields(shape)}
-    return tuple(f"$.{name}" for name, said in value.items() if name not in known and said is not None)
+    names = {field.alias for field in attrs.fields(shape)}
+    return tuple(f"$.{name}" for name, raw in value.items() if name not in names and raw is not None)
 
 
 def within(low: float, high: float) -> Check:

@@ -49,24 +49,24 @@ def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...]
         if any(_MARK in message.text for message in messages if message.role == "system")
         else _but_the_last(messages)
     )
-    asked = [message.text for message in kept if message.role == "user"]
-    if kept == messages or not asked or asked[-1].startswith(_EVENT):
+    user_texts = [message.text for message in kept if message.role == "user"]
+    if kept == messages or not user_texts or user_texts[-1].startswith(_EVENT):
         return messages, False
     return kept, True
 
 
 def _but_the_last(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    return messages if _spoken(messages[-1]) is not None else messages[:-1]
+    return messages if _without_volatile_parts(messages[-1]) is not None else messages[:-1]
 
 
 def _rest(messages: tuple[Message, ...]) -> Iterator[Message]:
     for message in messages:
-        spoken = _spoken(message)
-        if spoken is not None:
-            yield spoken
+        kept_message = _without_volatile_parts(message)
+        if kept_message is not None:
+            yield kept_message
 
 
-def _spoken(message: Message) -> Message | None:
+def _without_volatile_parts(message: Message) -> Message | None:
     """The message without its contexts; None when it was nothing else."""
     if message.role != "user" or _MARK not in message.text or _RESULT in message.text:
         return message

@@ -3,14 +3,14 @@
 from merge_toys import ask, said, system, told, user
 
 from polarnode.core.conversation import Conversation, Message, ToolCall
-from polarnode.gateway.replay import Found, find_answers
+from polarnode.gateway.replay import RecordedEnding, find_answers
 
 CALL = Message(
     role="assistant", text="look", calls=(ToolCall(id="c1", name="bash", arguments='{"b": 1, "a": 2}'),)
 )
 
 
-def found(*conversations: Conversation, failed: tuple[int, ...] = ()) -> list[Found]:
+def found(*conversations: Conversation, failed: tuple[int, ...] = ()) -> list[RecordedEnding]:
     return find_answers(conversations, [number in failed for number in range(len(conversations))])
 
 

@@ -25,7 +25,7 @@ from polarnode.api.app import Extension, create_app
 from polarnode.api.routes import CaptureRoutes
 from polarnode.core.ports import Engine
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import CaptureDoor, ModelPlane
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import open_server
 from polarnode.journal.journal import Journal, open_journal
@@ -82,7 +82,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
     )
     async with (
         open_journal(folder / "journal.sqlite", now=lambda: 1.0) as journal,
-        open_server(CaptureDoor(plane), ANYWHERE) as door,
+        open_server(CaptureEndpoint(plane), ANYWHERE) as door,
     ):
         services = NodeServices(
             identity=NodeIdentity(node="node-0", model="tiny"),

@@ -9,7 +9,7 @@ from attrs import validators
 from polarnode.core.codec import structure
 from polarnode.core.conversation import Message, Tool
 from polarnode.core.errors import Refused
-from polarnode.providers.anthropic.read import read, result_text, textual, told
+from polarnode.providers.anthropic.read import describe_tool, read, result_text, textual
 from polarnode.providers.anthropic.shapes import DocumentBlock, ResultContent, TextualBlock
 
 
@@ -111,4 +111,4 @@ def test_a_tool_is_told_the_same_every_time() -> None:
         name="later", description="Läter.", parameters={"type": "object", "properties": {"z": {}, "a": {}}}
     )
     line = '{"type":"function","function":{"name":"later","description":"Läter.","parameters":{"type":"object","properties":{"z":{},"a":{}}}}}'
-    assert told(tool) == line
+    assert describe_tool(tool) == line

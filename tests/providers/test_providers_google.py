@@ -20,7 +20,7 @@ def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> Non
 
 
 def test_14_16_a_model_is_served_under_the_name_it_was_asked_by() -> None:
-    assert json.loads(GOOGLE.model(SERVED, asked="gemini-9"))["name"] == "models/gemini-9"
+    assert json.loads(GOOGLE.model(SERVED, name="gemini-9"))["name"] == "models/gemini-9"
 
 
 def test_counting() -> None:

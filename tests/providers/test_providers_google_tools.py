@@ -14,13 +14,15 @@ KNOWN = (Tool(name="f"), Tool(name="g"))
 
 
 def declared(**fields: Any) -> Tool:
-    (found,) = tools((shapes.Tool(functionDeclarations=(shapes.Declaration(name="f", **fields),)),))
+    (found,) = tools((shapes.ToolShape(functionDeclarations=(shapes.Declaration(name="f", **fields),)),))
     return found
 
 
 def test_functions_of_all_tools_stand_in_their_order() -> None:
-    one = shapes.Tool(functionDeclarations=(shapes.Declaration(name="a"), shapes.Declaration(name="b")))
-    found = tools((one, shapes.Tool(), shapes.Tool(functionDeclarations=(shapes.Declaration(name="c"),))))
+    one = shapes.ToolShape(functionDeclarations=(shapes.Declaration(name="a"), shapes.Declaration(name="b")))
+    found = tools(
+        (one, shapes.ToolShape(), shapes.ToolShape(functionDeclarations=(shapes.Declaration(name="c"),)))
+    )
     assert [tool.name for tool in found] == ["a", "b", "c"]
 
 

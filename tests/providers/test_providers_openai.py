@@ -65,5 +65,5 @@ def test_the_path_is_param_as_openai_writes_it() -> None:
 def test_the_one_model_is_listed_and_shown_by_any_name() -> None:
     served = ServedModel(id="m", context_length=4096, created=1)
     assert [entry["id"] for entry in json.loads(models(served))["data"]] == ["m"]
-    shown = json.loads(model(served, asked="other"))
+    shown = json.loads(model(served, name="other"))
     assert (shown["id"], shown["max_model_len"], shown["context_length"]) == ("other", 4096, 4096)

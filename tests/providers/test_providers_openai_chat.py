@@ -17,7 +17,7 @@ def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> Non
 
 
 def test_14_16_a_model_is_served_under_the_name_it_was_asked_by() -> None:
-    assert json.loads(OPENAI_CHAT.model(SERVED, asked="gpt-x"))["id"] == "gpt-x"
+    assert json.loads(OPENAI_CHAT.model(SERVED, name="gpt-x"))["id"] == "gpt-x"
 
 
 def test_this_api_counts_nothing_in_advance() -> None:

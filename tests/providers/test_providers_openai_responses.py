@@ -35,7 +35,7 @@ def said(text: str) -> Answer:
 
 def test_14_24_the_models_list_is_the_one_of_the_other_openai_dialect() -> None:
     assert OPENAI_RESPONSES.models(SERVED) == OPENAI_CHAT.models(SERVED)
-    assert OPENAI_RESPONSES.model(SERVED, asked="gpt-x") == OPENAI_CHAT.model(SERVED, asked="gpt-x")
+    assert OPENAI_RESPONSES.model(SERVED, name="gpt-x") == OPENAI_CHAT.model(SERVED, name="gpt-x")
 
 
 def test_tokens_are_counted() -> None:

@@ -12,7 +12,7 @@ from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import REMEMBERED, SessionMemory
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import (
-    Kept,
+    StoredInput,
     keep,
     previous,
     referenced,
@@ -34,7 +34,7 @@ def answer(number: int) -> dict[str, Json]:
     }
 
 
-def kept(memory: SessionMemory, number: int, items: list[Any]) -> Kept:
+def kept(memory: SessionMemory, number: int, items: list[Any]) -> StoredInput:
     """Answer a request with these items, as the reader and the writer do."""
     found = to_keep(memory, items)
     keep(memory, response_id(f"{number:x}"), found.as_json(), [answer(number)])
@@ -96,7 +96,7 @@ def test_a_chain_as_long_as_memory_is_read_without_recursion() -> None:
     assert sys.getrecursionlimit() < REMEMBERED
     for number in range(1, REMEMBERED):
         base = f"resp_{number - 1:x}" if number > 1 else None
-        added = Kept(base=base, added=json.dumps([said(str(number))]), length=number, digest="")
+        added = StoredInput(base=base, added=json.dumps([said(str(number))]), length=number, digest="")
         keep(memory, f"resp_{number:x}", added.as_json(), [answer(number)])
     found = previous(memory, f"resp_{number:x}")
     assert [item["content"] for item in found[:-1]] == [str(number) for number in range(1, REMEMBERED)]

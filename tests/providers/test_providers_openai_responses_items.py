@@ -7,7 +7,7 @@ import pytest
 
 from polarnode.core.conversation import Json, Message, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.providers.openai_responses.history import Sealed, retold, seal
+from polarnode.providers.openai_responses.history import SealedContent, retold, seal
 from polarnode.providers.openai_responses.items import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
 
 
@@ -252,20 +252,20 @@ def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, n
         (
             {
                 "summary": [{"type": "summary_text", "text": "shown"}],
-                "encrypted_content": seal(Sealed(signature="c2ln")),
+                "encrypted_content": seal(SealedContent(signature="c2ln")),
             },
             "shown",
             ("c2ln",),
         ),
         (
-            {"summary": [], "encrypted_content": seal(Sealed(signature="c2ln", thinking="exact\n"))},
+            {"summary": [], "encrypted_content": seal(SealedContent(signature="c2ln", thinking="exact\n"))},
             "exact\n",
             ("c2ln",),
         ),
         (
             {
                 "summary": [{"type": "summary_text", "text": "exact"}],
-                "encrypted_content": seal(Sealed(signature="c2ln", thinking="exact\n")),
+                "encrypted_content": seal(SealedContent(signature="c2ln", thinking="exact\n")),
             },
             "exact\n",
             ("c2ln",),
@@ -487,13 +487,13 @@ def test_our_own_summary_comes_back_as_a_users_message() -> None:
     item = {
         "type": "compaction",
         "id": "cmp_1",
-        "encrypted_content": seal(Sealed(signature="c2ln", summary="We did it.")),
+        "encrypted_content": seal(SealedContent(signature="c2ln", summary="We did it.")),
     }
     assert told(item) == (Message(role="user", text=retold("We did it.")),)
     assert told(item | {"type": "context_compaction"}) == told(item)
 
 
-@pytest.mark.parametrize("sealed", [None, "gAAAA", seal(Sealed(thinking="x"))])
+@pytest.mark.parametrize("sealed", [None, "gAAAA", seal(SealedContent(thinking="x"))])
 def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
     found = heard({"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"})
     assert (len(found.messages), found.ignored) == (1, ["$.input[0]"])

@@ -21,7 +21,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers.contract import ModelCallInfo
-from polarnode.providers.openai_responses.history import Sealed, unseal
+from polarnode.providers.openai_responses.history import SealedContent, unseal
 from polarnode.providers.openai_responses.write import (
     call_json,
     output_json,
@@ -102,7 +102,7 @@ def test_parts_are_items_in_their_order() -> None:
     )
     found = written(output_json(CALL, answer))
     sealed = found[0].pop("encrypted_content")
-    assert unseal(sealed) == Sealed(signature="c2ln")
+    assert unseal(sealed) == SealedContent(signature="c2ln")
     text = {"type": "output_text", "annotations": [], "logprobs": []}
     assert found == [
         {"id": "rs_0f1e_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
@@ -141,7 +141,7 @@ def test_thinking_is_sealed_for_who_asks() -> None:
         a_call(extras={"seals": True}), Answer(parts=(ThinkingPart("hm\n"),), finish_reason="stop")
     )
     assert isinstance(item, dict)
-    assert unseal(str(item["encrypted_content"])) == Sealed(signature="c2ln", thinking="hm\n")
+    assert unseal(str(item["encrypted_content"])) == SealedContent(signature="c2ln", thinking="hm\n")
 
 
 def test_14_20_a_compaction_is_exactly_one_item() -> None:
@@ -151,7 +151,7 @@ def test_14_20_a_compaction_is_exactly_one_item() -> None:
     (item,) = output_json(a_call(extras={"compacts": True}), answer)
     assert isinstance(item, dict)
     assert (item["id"], item["type"]) == ("cmp_0f1e_0", "compaction")
-    assert unseal(str(item["encrypted_content"])) == Sealed(signature="c2ln", summary="We did it.")
+    assert unseal(str(item["encrypted_content"])) == SealedContent(signature="c2ln", summary="We did it.")
 
 
 # ── calls in their tools' own spelling ────────────────────────────────────────

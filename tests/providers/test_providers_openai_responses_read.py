@@ -290,7 +290,7 @@ def test_14_20_a_trigger_asks_for_a_summary_of_what_was_said() -> None:
 def test_14_20_so_does_the_path_for_it() -> None:
     found = asked(input=TALK, instructions="Code.", operation="compact", model=None, stream=True)
     assert found.conversation.messages[-1].text == INSTRUCTION
-    assert (found.stream, found.extras["told"], found.hints["kind"]) == (False, [TALK[0]], "compaction")
+    assert (found.stream, found.extras["sent"], found.hints["kind"]) == (False, [TALK[0]], "compaction")
     both = asked(input=[*TALK, {"type": "compaction_trigger"}], operation="compact")
     assert [message.text for message in both.conversation.messages].count(INSTRUCTION) == 1
 

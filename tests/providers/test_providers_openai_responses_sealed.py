@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.providers.openai_responses.history import Sealed, seal, unseal
+from polarnode.providers.openai_responses.history import SealedContent, seal, unseal
 
 words = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @given(words, words, st.none() | words)
 def test_what_is_sealed_is_opened(signature: str, thinking: str, summary: str | None) -> None:
-    sealed = seal(Sealed(signature=signature, thinking=thinking, summary=summary))
+    sealed = seal(SealedContent(signature=signature, thinking=thinking, summary=summary))
     assert re.fullmatch(r"[A-Za-z0-9_-]+", sealed)
-    assert unseal(sealed) == Sealed(signature=signature, thinking=thinking, summary=summary)
+    assert unseal(sealed) == SealedContent(signature=signature, thinking=thinking, summary=summary)
 
 
 def test_an_empty_summary_is_a_summary() -> None:
-    assert unseal(seal(Sealed(summary=""))) == Sealed(summary="")
+    assert unseal(seal(SealedContent(summary=""))) == SealedContent(summary="")
 
 
 def test_a_seal_is_small() -> None:
-    assert len(seal(Sealed(signature="MDAwMDAxYWJjZGVmMDEyMw=="))) < 96
+    assert len(seal(SealedContent(signature="MDAwMDAxYWJjZGVmMDEyMw=="))) < 96
     thinking = "I should look at the file first. " * 100
-    assert len(seal(Sealed(thinking=thinking))) < len(thinking) / 10
+    assert len(seal(SealedContent(thinking=thinking))) < len(thinking) / 10
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_a_seal_is_small() -> None:
         "pn1_",
         "pn1_!!!",
         "pn1_AAAA",
-        seal(Sealed(thinking="x"))[:-6],
+        seal(SealedContent(thinking="x"))[:-6],
         "pn1_ü",
-        seal(Sealed(thinking="x")).replace("pn1", "pn2"),
+        seal(SealedContent(thinking="x")).replace("pn1", "pn2"),
     ],
 )
 def test_what_is_not_ours_stays_closed(foreign: str) -> None:
@@ -57,7 +57,7 @@ def test_what_was_not_sealed_by_us_is_no_error(data: bytes) -> None:
 
 
 def test_fields_of_the_wrong_kind_are_none() -> None:
-    assert unseal(forged(b'{"s":1,"t":[],"c":{},"new":1}')) == Sealed()
+    assert unseal(forged(b'{"s":1,"t":[],"c":{},"new":1}')) == SealedContent()
 
 
 def test_a_bomb_is_not_unpacked() -> None:

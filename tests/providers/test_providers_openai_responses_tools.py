@@ -6,7 +6,7 @@ import pytest
 
 from polarnode.core.conversation import Tool
 from polarnode.core.errors import Refused
-from polarnode.providers.openai_responses.tools import Toolbox, full_name, told, tool_choice
+from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, tool_choice
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"z": {}, "a": {}}}
 
@@ -151,7 +151,7 @@ def test_a_misfit_is_refused_with_its_path(tool: dict[str, Any], path: str) -> N
 
 
 def test_tools_are_told_one_a_line() -> None:
-    lines = told((Tool(name="a", description="ü", parameters=SCHEMA), Tool(name="b"))).split("\n")
+    lines = describe_tools((Tool(name="a", description="ü", parameters=SCHEMA), Tool(name="b"))).split("\n")
     assert (
         lines[0]
         == '{"type":"function","function":{"name":"a","description":"ü","parameters":{"type":"object","properties":{"z":{},"a":{}}}}}'

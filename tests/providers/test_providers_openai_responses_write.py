@@ -21,7 +21,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers.contract import Envelope, Fault
-from polarnode.providers.openai_responses.history import Sealed, unseal
+from polarnode.providers.openai_responses.history import SealedContent, unseal
 from polarnode.providers.openai_responses.read import read
 from polarnode.providers.openai_responses.write import ResponseStream, whole
 
@@ -246,7 +246,7 @@ def test_14_20_a_streamed_compaction_is_exactly_one_item() -> None:
     assert found[-2]["item"] == item
     assert (item["type"], unseal(item["encrypted_content"])) == (
         "compaction",
-        Sealed(signature="c2ln", summary="We did it."),
+        SealedContent(signature="c2ln", summary="We did it."),
     )
     assert json.loads(whole(COMPACTS, SUMMARY, USAGE)) == found[-1]["response"]
 
@@ -256,7 +256,7 @@ def test_a_compacted_conversation_is_what_the_user_said_and_the_summary() -> Non
         {"role": "user", "content": "hi"},
         {"type": "message", "id": "x", "role": "user", "content": [{"type": "input_text", "text": "on"}]},
     ]
-    body = json.loads(whole(a_call(extras={"compacts": True, "told": told}), SUMMARY, USAGE))
+    body = json.loads(whole(a_call(extras={"compacts": True, "sent": told}), SUMMARY, USAGE))
     assert (body["id"], body["object"], body["created_at"], body["usage"]["total_tokens"]) == (
         "resp_0f1e",
         "response.compaction",
@@ -269,7 +269,7 @@ def test_a_compacted_conversation_is_what_the_user_said_and_the_summary() -> Non
         [{"type": "input_text", "text": "on"}],
     ]
     assert len({each["id"] for each in body["output"]}) == 3
-    assert unseal(item["encrypted_content"]) == Sealed(signature="c2ln", summary="We did it.")
+    assert unseal(item["encrypted_content"]) == SealedContent(signature="c2ln", summary="We did it.")
     again = read(
         json.dumps({"model": "m", "input": body["output"]}).encode(), Envelope()
     ).conversation.messages

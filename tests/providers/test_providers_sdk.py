@@ -78,7 +78,7 @@ class Node:
         if found.operation == "models":
             return _ok(dialect.models(SERVED))
         if found.operation == "model":
-            return _ok(dialect.model(SERVED, asked=found.model or ""))
+            return _ok(dialect.model(SERVED, name=found.model or ""))
         request = dialect.read(body, Envelope(headers=headers, model=found.model, operation=found.operation))
         self.requests.append(request)
         call = ModelCallInfo(request=request, id="0f1e", created=1700000000, signature="c2ln")

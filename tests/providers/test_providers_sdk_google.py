@@ -86,7 +86,7 @@ class Node:
         if found.operation == "models":
             return _ok(dialect.models(SERVED))
         if found.operation == "model":
-            return _ok(dialect.model(SERVED, asked=found.model or ""))
+            return _ok(dialect.model(SERVED, name=found.model or ""))
         query = target.partition("?")[2]
         request = dialect.read(
             body,

@@ -64,8 +64,8 @@ class Anthropic:
             }
         )
 
-    def model(self, served: ServedModel, *, asked: str) -> bytes:
-        return dump_json(_entry(served, asked))
+    def model(self, served: ServedModel, *, name: str) -> bytes:
+        return dump_json(_entry(served, name))
 
 
 def _entry(served: ServedModel, name: str) -> Json:

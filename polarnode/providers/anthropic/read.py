@@ -56,7 +56,7 @@ from polarnode.providers.anthropic.shapes import (
     TextSource,
     TextualBlock,
     ThinkingBlock,
-    ThinkingShape,
+    ThinkingConfigShape,
     ToolReferenceBlock,
     ToolResultBlock,
     ToolShape,
@@ -74,7 +74,7 @@ from polarnode.providers.volatile import without_lines, without_volatile
 NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def told(tool: Tool) -> str:
+def describe_tool(tool: Tool) -> str:
     """A tool as text, as most chat templates write it at the head."""
     return compact(
         {
@@ -222,7 +222,7 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
             case ToolReferenceBlock():
                 texts.append(result_text((block,), later))
             case ToolResultBlock():
-                yield from _told(texts)
+                yield from _flushed(texts)
                 texts = []
                 yield Message(
                     role="tool",
@@ -235,10 +235,10 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
                 pass  # named among what is not used
             case _:
                 assert_never(block)
-    yield from _told(texts)
+    yield from _flushed(texts)
 
 
-def _told(texts: list[str]) -> Iterator[Message]:
+def _flushed(texts: list[str]) -> Iterator[Message]:
     if texts:
         yield Message(role="user", text=paragraphs(texts))
 
@@ -280,9 +280,11 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
 
 
 def _call(block: ToolUseBlock) -> ToolCall:
-    said = {} if block.input is None else block.input
+    arguments = {} if block.input is None else block.input
     return ToolCall(
-        id=inward(block.id or ""), name=block.name, arguments=said if isinstance(said, str) else compact(said)
+        id=inward(block.id or ""),
+        name=block.name,
+        arguments=arguments if isinstance(arguments, str) else compact(arguments),
     )
 
 
@@ -301,11 +303,11 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
     listed = _tools(request)
-    said, dropped = without_volatile(
-        messages(request.system, request.messages, {tool.name: told(tool) for tool in listed.later})
+    kept, dropped = without_volatile(
+        messages(request.system, request.messages, {tool.name: describe_tool(tool) for tool in listed.later})
     )
     conversation = Conversation(
-        messages=said,
+        messages=kept,
         tools=listed.tools,
         tool_choice=_tool_choice(request, listed),
         thinking=_thinking(request.thinking),
@@ -389,7 +391,7 @@ def _tool_choice(request: MessagesRequest, listed: _Listed) -> str:
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
-def _thinking(shape: ThinkingShape | None) -> bool | None:
+def _thinking(shape: ThinkingConfigShape | None) -> bool | None:
     return None if shape is None or shape.type == "adaptive" else shape.type == "enabled"
 
 
@@ -405,10 +407,10 @@ def _sampling(request: MessagesRequest) -> Sampling:
 
 
 def _constraint(request: MessagesRequest) -> Constraint | None:
-    asked: FormatShape | None = (
+    shape: FormatShape | None = (
         request.output_config.format if request.output_config else None
     ) or request.output_format
-    return None if asked is None else Constraint(kind="json_schema", text=compact(asked.schema))
+    return None if shape is None else Constraint(kind="json_schema", text=compact(shape.schema))
 
 
 def _unused(request: MessagesRequest) -> Iterator[str]:

@@ -189,7 +189,7 @@ class NamedChoice:
 
 
 @frozen
-class ThinkingShape:
+class ThinkingConfigShape:
     """`adaptive` lets the model decide, which is what a chat template does by itself. `display`: whether
     thinking is shown to the client.
     """
@@ -225,7 +225,7 @@ class MessagesRequest:
     system: SystemContent = None
     tools: tuple[ToolShape, ...] | None = None
     tool_choice: AnyChoice | NamedChoice | None = None
-    thinking: ThinkingShape | None = None
+    thinking: ThinkingConfigShape | None = None
     output_config: OutputConfig | None = None
     output_format: FormatShape | None = None  # what `output_config.format` was called in its beta
     mcp_servers: tuple[Json, ...] | None = None

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Literal, assert_never, cast
 
 import orjson
-from attrs import define, frozen
+from attrs import define
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import (
@@ -40,6 +40,7 @@ from polarnode.providers.contract import (
     STREAM_TYPE,
     Fault,
     FaultKind,
+    FaultRow,
     ModelCallInfo,
     Reply,
     error_reply,
@@ -66,37 +67,29 @@ def inward(tool_use_id: str) -> str:
 # ── errors ────────────────────────────────────────────────────────────
 
 
-@frozen
-class Row:
-    """One row of the table: HTTP status and `error.type`."""
-
-    status: int
-    type: str
-
-
-def row(kind: FaultKind) -> Row:
-    """The table. 529 is this API's own word for overload; 410 has none, and `not_found_error` is the nearest
-    that no client tries again.
+def fault_row(kind: FaultKind) -> FaultRow:
+    """Status and `error.type`. 529 is this API's own status for overload; 410 has none, and `not_found_error`
+    is the nearest that no client tries again.
     """
     match kind:
         case "bad_request" | "context_too_long" | "budget_spent":
-            return Row(400, "invalid_request_error")
+            return FaultRow(400, "invalid_request_error")
         case "unauthorized":
-            return Row(401, "authentication_error")
+            return FaultRow(401, "authentication_error")
         case "not_found":
-            return Row(404, "not_found_error")
+            return FaultRow(404, "not_found_error")
         case "method_not_allowed":
-            return Row(405, "invalid_request_error")
+            return FaultRow(405, "invalid_request_error")
         case "session_over":
-            return Row(410, "not_found_error")
+            return FaultRow(410, "not_found_error")
         case "overloaded":
-            return Row(529, "overloaded_error")
+            return FaultRow(529, "overloaded_error")
         case "engine_failed":
-            return Row(500, "api_error")
+            return FaultRow(500, "api_error")
         case "cancelled":
-            return Row(503, "api_error")
+            return FaultRow(503, "api_error")
         case "too_large":
-            return Row(413, "request_too_large")
+            return FaultRow(413, "request_too_large")
         case _:
             assert_never(kind)
 
@@ -112,11 +105,11 @@ def message(fault: Fault) -> str:
 
 def error_body(fault: Fault) -> Json:
     """The error object, the same in a reply and in a stream's `error` event."""
-    return {"type": "error", "error": {"type": row(fault.kind).type, "message": message(fault)}}
+    return {"type": "error", "error": {"type": fault_row(fault.kind).type, "message": message(fault)}}
 
 
 def error(fault: Fault) -> Reply:
-    return error_reply(row(fault.kind).status, error_body(fault), fault)
+    return error_reply(fault_row(fault.kind).status, error_body(fault), fault)
 
 
 # ── write ────────────────────────────────────────────────────────────

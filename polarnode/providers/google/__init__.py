@@ -51,8 +51,8 @@ class Google:
     def models(self, served: ServedModel) -> bytes:
         return dump_json({"models": [_entry(served, served.id)]})
 
-    def model(self, served: ServedModel, *, asked: str) -> bytes:
-        return dump_json(_entry(served, asked))
+    def model(self, served: ServedModel, *, name: str) -> bytes:
+        return dump_json(_entry(served, name))
 
 
 def _entry(served: ServedModel, name: str) -> Json:

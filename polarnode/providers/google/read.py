@@ -54,7 +54,7 @@ from polarnode.providers.google.shapes import (
     FunctionResponse,
     GenerateRequest,
     GenerationConfig,
-    Part,
+    PartShape,
     ResponsePart,
     ThinkingConfig,
     camel,
@@ -135,18 +135,18 @@ class _Reader:
 
     def _user(self, content: Content) -> None:
         texts: list[str] = []
-        told = len(self.found)
+        before = len(self.found)
         for part in parts(content.parts):
             if part.functionResponse is None:
                 texts.append(_shown(part))
                 continue
-            self._tell(texts)
+            self._flush(texts)
             texts = []
             self.found.append(self._result(part.functionResponse))
-        if texts or len(self.found) == told:  # one to one, even for nothing
+        if texts or len(self.found) == before:  # one to one, even for nothing
             self.found.append(Message(role="user", text=paragraphs(texts)))
 
-    def _tell(self, texts: list[str]) -> None:
+    def _flush(self, texts: list[str]) -> None:
         if texts:
             self.found.append(Message(role="user", text=paragraphs(texts)))
 
@@ -157,30 +157,30 @@ class _Reader:
         """The id of the call this answers. Some clients leave ids out, of calls as of results; they keep
         names and order.
         """
-        said = inward(response.id or "", response.name)
-        for fits in (lambda call: call.id == said, lambda call: call.name == response.name):
+        call_id = inward(response.id or "", response.name)
+        for fits in (lambda call: call.id == call_id, lambda call: call.name == response.name):
             for call in filter(fits, self.open):
                 self.open.remove(call)
                 return call.id
-        return said or response.name
+        return call_id or response.name
 
     def _model(self, content: Content) -> None:
         before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
-        said = self._said(parts(content.parts), 0 if before is None else len(before.calls))
+        message = self._assistant(parts(content.parts), 0 if before is None else len(before.calls))
         if before is not None:
-            self.found[-1] = before.joined(said)
-            self.open += said.calls
+            self.found[-1] = before.joined(message)
+            self.open += message.calls
         else:
-            self.found.append(said)
-            self.open = list(said.calls)
+            self.found.append(message)
+            self.open = list(message.calls)
 
-    def _said(self, said: tuple[Part, ...], earlier: int) -> Message:
+    def _assistant(self, shown_parts: tuple[PartShape, ...], earlier: int) -> Message:
         """One content as a message; `earlier` calls of the same turn stand before it."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         refs: list[str] = []
-        for part in said:
+        for part in shown_parts:
             if part.functionCall is not None:
                 signed = of_signature(part.thoughtSignature, earlier + len(calls))
                 calls.append(self._call(part.functionCall, signed))
@@ -215,32 +215,32 @@ def result_text(response: FunctionResponse) -> str:
     So the same tool reads the same in every API; an `error` keeps its name, because that name is all that
     says it is one.
     """
-    said = response.response
-    if isinstance(said, dict):
-        said = _output_of(said, response.name)
-    return paragraphs((_plain(said), *map(_beside, response.parts or ())))
+    output = response.response
+    if isinstance(output, dict):
+        output = _output_of(output, response.name)
+    return paragraphs((_plain(output), *map(_beside, response.parts or ())))
 
 
-def _beside(part: Part | ResponsePart) -> str:
+def _beside(part: PartShape | ResponsePart) -> str:
     """What stands beside a result."""
     if part.fileData is not None:
         return unseen("fileData")
-    return part.text or "" if part.inlineData is None else part.inlineData.told()
+    return part.text or "" if part.inlineData is None else part.inlineData.describe()
 
 
-def _output_of(said: dict[str, Json], name: str) -> Json:
-    if len(said) == 1:
-        return next((said[output] for output in _OUTPUTS if output in said), said)
-    if said.keys() == {"name", "content"} and said["name"] == name:
-        return said["content"]  # as the AI SDK (opencode) wraps it
-    return said
+def _output_of(response: dict[str, Json], name: str) -> Json:
+    if len(response) == 1:
+        return next((response[output] for output in _OUTPUTS if output in response), response)
+    if response.keys() == {"name", "content"} and response["name"] == name:
+        return response["content"]  # as the AI SDK (opencode) wraps it
+    return response
 
 
 def _plain(value: Json) -> str:
     return value if isinstance(value, str) else "" if value is None else compact(value)
 
 
-def _shown(part: Part) -> str:
+def _shown(part: PartShape) -> str:
     """A part as text."""
     if part.executableCode is not None:
         return _code(part.executableCode)
@@ -351,11 +351,11 @@ def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
 # ── tools ────────────────────────────────────────────────────────────
 
 
-def tools(said: tuple[shapes.Tool, ...]) -> tuple[Tool, ...]:
+def tools(shown: tuple[shapes.ToolShape, ...]) -> tuple[Tool, ...]:
     """Every function, in order."""
     return tuple(
         _tool(declaration, f"$.tools[{index}].functionDeclarations[{place}]")
-        for index, shape in enumerate(said)
+        for index, shape in enumerate(shown)
         for place, declaration in enumerate(shape.functionDeclarations or ())
     )
 
@@ -374,13 +374,13 @@ def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
     return json_schema(declaration.parameters or {}, f"{path}.parameters")
 
 
-def tool_choice(config: shapes.ToolConfig | None, known: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
+def tool_choice(config: shapes.ToolConfig | None, declared: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
     """What the model must call, in the house's words, and sentences on what of it can not be said there."""
     calling = config.functionCallingConfig if config is not None else None
     if calling is None:
         return "auto", ()
     names = calling.allowedFunctionNames or ()
-    _check(names, known)
+    _check(names, declared)
     subset = (
         (
             f"only {', '.join(names)} may be called, as the request says: the model is shown all tools and"
@@ -401,9 +401,9 @@ def tool_choice(config: shapes.ToolConfig | None, known: tuple[Tool, ...]) -> tu
             raise Refused(f"mode must be one of AUTO, ANY, NONE, VALIDATED, not {other!r}", path=path)
 
 
-def _check(names: tuple[str, ...], known: tuple[Tool, ...]) -> None:
+def _check(names: tuple[str, ...], declared: tuple[Tool, ...]) -> None:
     for index, name in enumerate(names):
-        if all(tool.name != name for tool in known):
+        if all(tool.name != name for tool in declared):
             path = f"$.toolConfig.functionCallingConfig.allowedFunctionNames[{index}]"
             raise Refused(
                 f"allowedFunctionNames has {name!r}, which is not among the functions: declare it", path=path
@@ -421,15 +421,15 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """A generateContent body, or a countTokens body of either form. Refused with the path of the field."""
     request, ignored = _request(body)
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
-    known = tools((request.tools,) if isinstance(request.tools, shapes.Tool) else request.tools or ())
-    choice, notes = tool_choice(request.toolConfig, known)
+    declared = tools((request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ())
+    choice, notes = tool_choice(request.toolConfig, declared)
     config = request.generationConfig or GenerationConfig()
-    said, volatile = without_volatile(messages(request.systemInstruction, contents))
+    kept, volatile = without_volatile(messages(request.systemInstruction, contents))
     return ModelRequest(
         provider="google",
         model=envelope.model or (request.model or "").removeprefix("models/"),
         conversation=Conversation(
-            messages=said, tools=known, tool_choice=choice, thinking=_thinking(config.thinkingConfig)
+            messages=kept, tools=declared, tool_choice=choice, thinking=_thinking(config.thinkingConfig)
         ),
         sampling=_sampling(config),
         stream=bool(envelope.stream),

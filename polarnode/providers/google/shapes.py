@@ -72,16 +72,16 @@ def _value(value: Json, shape: Any, path: str, unknown: dict[str, None]) -> Json
 
 
 def _object(value: dict[str, Json], cls: Any, path: str, unknown: dict[str, None]) -> Json:
-    known = _fields(cls)
+    fields_of = _fields(cls)
     found: dict[str, Json] = {}
-    for name, said in value.items():
-        alias = name if name in known else camel(name)
-        if alias not in known:
-            if said is not None:
+    for name, raw in value.items():
+        alias = name if name in fields_of else camel(name)
+        if alias not in fields_of:
+            if raw is not None:
                 unknown[f"{path}.{alias}"] = None
         elif alias not in found:
-            shape = known[alias]
-            found[alias] = said if shape is None else _value(said, shape, f"{path}.{alias}", unknown)
+            shape = fields_of[alias]
+            found[alias] = raw if shape is None else _value(raw, shape, f"{path}.{alias}", unknown)
     return found
 
 
@@ -130,7 +130,7 @@ class Blob:
         """What it is, without parameters."""
         return self.mimeType.partition(";")[0].strip().lower() or "nameless"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The text, or that it is none."""
         return self.text() if _is_text(self.kind) else unseen(f"{self.kind} data")
 
@@ -201,7 +201,7 @@ class CodeExecutionResult:
 
 
 @frozen(kw_only=True)
-class Part:
+class PartShape:
     """One part; `thought` marks a text as thinking, `thoughtSignature` is what we signed it with, echoed."""
 
     text: str | None = None
@@ -228,12 +228,12 @@ class Part:
                 raise Refused(str(error), path=f"{path}.inlineData{(error.path or '$')[1:]}") from None
 
 
-Parts = tuple[Part, ...] | Part | None
+Parts = tuple[PartShape, ...] | PartShape | None
 
 
-def parts(said: Parts) -> tuple[Part, ...]:
+def parts(value: Parts) -> tuple[PartShape, ...]:
     """A content's parts; a single one may stand without its list."""
-    return (said,) if isinstance(said, Part) else said or ()
+    return (value,) if isinstance(value, PartShape) else value or ()
 
 
 @frozen
@@ -248,11 +248,11 @@ class Content:
     role: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        said = parts(self.parts)
-        if any(part.functionResponse is not None for part in said):
+        shown = parts(self.parts)
+        if any(part.functionResponse is not None for part in shown):
             return
-        for index, part in enumerate(said):
-            part.check_readable("$.parts" if isinstance(self.parts, Part) else f"$.parts[{index}]")
+        for index, part in enumerate(shown):
+            part.check_readable("$.parts" if isinstance(self.parts, PartShape) else f"$.parts[{index}]")
 
 
 @frozen
@@ -269,7 +269,7 @@ class Declaration:
 
 
 @frozen
-class Tool:
+class ToolShape:
     """Every other field is a tool that runs on Google's servers: reported as ignored."""
 
     functionDeclarations: tuple[Declaration, ...] | None = None
@@ -321,7 +321,7 @@ class GenerateRequest:
     contents: tuple[Content, ...] | Content = field(validator=some)
     model: str | None = None
     systemInstruction: Content | str | None = None
-    tools: tuple[Tool, ...] | Tool | None = None
+    tools: tuple[ToolShape, ...] | ToolShape | None = None
     toolConfig: ToolConfig | None = None
     generationConfig: GenerationConfig | None = None
     cachedContent: str | None = field(default=None, validator=unserved(_CACHE))

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from typing import assert_never, cast
 
 import orjson
-from attrs import define, field, frozen
+from attrs import define, field
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import (
@@ -51,6 +51,7 @@ from polarnode.providers.contract import (
     TRIED_AGAIN,
     Fault,
     FaultKind,
+    FaultRow,
     LastWords,
     ModelCallInfo,
     Reply,
@@ -77,10 +78,10 @@ def of_signature(signature: str | None, place: int) -> str | None:
     it is true is not judged here.
     """
     try:
-        said = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
+        reference = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
     except (NotBase64, ValueError):
         return None
-    return f"call_{said.decode()}{place:02x}" if _REFERENCE.fullmatch(said) else None
+    return f"call_{reference.decode()}{place:02x}" if _REFERENCE.fullmatch(reference) else None
 
 
 # ── errors ────────────────────────────────────────────────────────────
@@ -88,39 +89,31 @@ def of_signature(signature: str | None, place: int) -> str | None:
 _RPC = "type.googleapis.com/google.rpc."
 
 
-@frozen
-class Row:
-    """One row of the table: HTTP status and the canonical code of google.rpc."""
-
-    status: int
-    code: str
-
-
-def row(kind: FaultKind) -> Row:
-    """The table. google.rpc has no word for 405, 410 and 413; the nearest is taken that says the same to a
-    reader.
+def fault_row(kind: FaultKind) -> FaultRow:
+    """Status and canonical code of google.rpc. It has none for 405, 410 and 413; the nearest is taken that
+    says the same to a reader.
     """
     match kind:
         case "bad_request" | "context_too_long":
-            return Row(400, "INVALID_ARGUMENT")
+            return FaultRow(400, "INVALID_ARGUMENT")
         case "budget_spent":
-            return Row(400, "FAILED_PRECONDITION")
+            return FaultRow(400, "FAILED_PRECONDITION")
         case "unauthorized":
-            return Row(401, "UNAUTHENTICATED")
+            return FaultRow(401, "UNAUTHENTICATED")
         case "not_found":
-            return Row(404, "NOT_FOUND")
+            return FaultRow(404, "NOT_FOUND")
         case "method_not_allowed":
-            return Row(405, "UNIMPLEMENTED")
+            return FaultRow(405, "UNIMPLEMENTED")
         case "session_over":
-            return Row(410, "NOT_FOUND")
+            return FaultRow(410, "NOT_FOUND")
         case "overloaded":
-            return Row(429, "RESOURCE_EXHAUSTED")
+            return FaultRow(429, "RESOURCE_EXHAUSTED")
         case "engine_failed":
-            return Row(500, "INTERNAL")
+            return FaultRow(500, "INTERNAL")
         case "cancelled":
-            return Row(503, "UNAVAILABLE")
+            return FaultRow(503, "UNAVAILABLE")
         case "too_large":
-            return Row(413, "INVALID_ARGUMENT")
+            return FaultRow(413, "INVALID_ARGUMENT")
         case _:
             assert_never(kind)
 
@@ -140,8 +133,8 @@ def message(fault: Fault) -> str:
 
 def error_body(fault: Fault) -> Json:
     """The error object, the same in a reply and in a stream."""
-    found = row(fault.kind)
-    error: dict[str, Json] = {"code": found.status, "message": message(fault), "status": found.code}
+    found = fault_row(fault.kind)
+    error: dict[str, Json] = {"code": found.status, "message": message(fault), "status": found.type}
     details = _details(fault)
     return {"error": error | {"details": details} if details else error}
 
@@ -160,7 +153,7 @@ def _details(fault: Fault) -> list[Json]:
 
 
 def error(fault: Fault) -> Reply:
-    return error_reply(row(fault.kind).status, error_body(fault), fault)
+    return error_reply(fault_row(fault.kind).status, error_body(fault), fault)
 
 
 # ── write ────────────────────────────────────────────────────────────
@@ -208,8 +201,8 @@ def arguments_json(arguments: str) -> Json:
         value = strict_json(text)
     except (ValueError, RecursionError):
         return {"input": arguments}
-    said = cast(Json, orjson.Fragment(text))
-    return said if isinstance(value, dict) else {"input": said}
+    fragment = cast(Json, orjson.Fragment(text))
+    return fragment if isinstance(value, dict) else {"input": fragment}
 
 
 def part_json(part: Part, signature: str) -> Json:
@@ -313,9 +306,9 @@ class ContentStream:
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
-                said: list[Json] = [{"text": text}]
+                parts: list[Json] = [{"text": text}]
                 return (
-                    self._begun() + self._chunk([candidate_json(said, choice, logprobs=logprobs)])
+                    self._begun() + self._chunk([candidate_json(parts, choice, logprobs=logprobs)])
                     if text or logprobs
                     else b""
                 )

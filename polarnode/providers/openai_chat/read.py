@@ -31,13 +31,13 @@ from polarnode.providers.openai_chat.shapes import (
     ResponseFormat,
     ResultContent,
     SystemMessage,
-    TextPart,
+    TextPartShape,
     ToolMessage,
     UnseenPart,
     UserMessage,
 )
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
-from polarnode.providers.openai_chat.write import DETAILS, asked, detail_refs
+from polarnode.providers.openai_chat.write import DETAILS, detail_refs, wants_details
 from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_volatile
 
@@ -68,12 +68,12 @@ def _schemas(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     new = request.structured_outputs
     if new is not None and new.json_object:
         yield "$.structured_outputs.json_object", _ANY_OBJECT
-    said = {
+    schemas = {
         "$.json_schema": request.json_schema,
         "$.guided_json": request.guided_json,
         "$.structured_outputs.json": new.json if new is not None else None,
     }
-    for path, schema in said.items():
+    for path, schema in schemas.items():
         if schema is not None:
             yield path, Constraint(kind="json_schema", text=_schema_text(schema, path))
 
@@ -118,10 +118,10 @@ def _formatted(shape: ResponseFormat) -> Constraint:
     return _ANY_OBJECT if schema is None else Constraint(kind="json_schema", text=compact(schema))
 
 
-def _schema_text(said: dict[str, Json] | str, path: str) -> str:
+def _schema_text(value: dict[str, Json] | str, path: str) -> str:
     """A schema, or the JSON text of one."""
     try:
-        schema = read_json(said.encode(errors="replace")) if isinstance(said, str) else said
+        schema = read_json(value.encode(errors="replace")) if isinstance(value, str) else value
     except Refused as error:
         raise Refused(f"{path[2:]} is no JSON schema: {error}", path=path) from None
     if not isinstance(schema, dict | bool):
@@ -149,7 +149,7 @@ _TYPES = {"enabled": True, "disabled": False}
 
 def thinking(request: ChatRequest) -> bool | None:
     """Whether the client wants thinking; None where it does not say."""
-    return next((said for said in _requested(request) if said is not None), None)
+    return next((value for value in _requested(request) if value is not None), None)
 
 
 def unused(request: ChatRequest) -> Iterator[str]:
@@ -177,11 +177,11 @@ def _requested(request: ChatRequest) -> Iterator[bool | None]:
 
 
 def _flag(request: ChatRequest, name: str) -> bool | None:
-    said = (request.chat_template_kwargs or {}).get(name)
-    if said is None or isinstance(said, bool):
-        return said
+    value = (request.chat_template_kwargs or {}).get(name)
+    if value is None or isinstance(value, bool):
+        return value
     path = f"$.chat_template_kwargs.{name}"
-    raise Refused(f"{path[2:]} must be true or false or null, not {said!r}", path=path)
+    raise Refused(f"{path[2:]} must be true or false or null, not {value!r}", path=path)
 
 
 # ── read ────────────────────────────────────────────────────────────
@@ -210,7 +210,7 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> Model
         one_call=request.parallel_tool_calls is False,
         ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if volatile else ())),
         notes=listed.notes,
-        extras={DETAILS: True} if asked(request) else {},
+        extras={DETAILS: True} if wants_details(request) else {},
     )
 
 
@@ -248,7 +248,7 @@ def _texts(content: Content | ResultContent) -> Iterator[str]:
         yield content
     for part in () if isinstance(content, str) else content or ():
         match part:
-            case TextPart():
+            case TextPartShape():
                 yield part.text
             case RefusalPart():
                 yield part.refusal

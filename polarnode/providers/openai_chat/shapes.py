@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.providers.openai_chat.tools import CallShape, ToolChoice, ToolShape
+from polarnode.providers.openai_chat.tools import ToolCallShape, ToolChoice, ToolShape
 from polarnode.providers.shapes import (
     above_zero,
     at_least,
@@ -32,7 +32,7 @@ ALTERNATIVES = 20  # OpenAI's own limit
 
 
 @frozen
-class TextPart:
+class TextPartShape:
     """`input_text` and `output_text` are the Responses API's spelling, which some clients carry over."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -60,8 +60,8 @@ class UnseenPart:
     type: NotText
 
 
-Content = str | tuple[TextPart | RefusalPart | NotTextPart, ...] | None
-ResultContent = str | tuple[TextPart | RefusalPart | UnseenPart, ...] | None
+Content = str | tuple[TextPartShape | RefusalPart | NotTextPart, ...] | None
+ResultContent = str | tuple[TextPartShape | RefusalPart | UnseenPart, ...] | None
 
 
 @frozen
@@ -85,7 +85,7 @@ class AssistantMessage:
     role: Literal["assistant"]
     content: Content = None
     refusal: str | None = None
-    tool_calls: tuple[CallShape, ...] | None = None
+    tool_calls: tuple[ToolCallShape, ...] | None = None
     reasoning_content: Json = None
     reasoning: Json = None
     reasoning_details: Json = None
@@ -119,7 +119,7 @@ class ReasoningShape:
 
 
 @frozen
-class ThinkingShape:
+class ThinkingSwitchShape:
     """GLM's and DeepSeek's."""
 
     type: str | None = None
@@ -213,7 +213,7 @@ class ChatRequest:
     reasoning_effort: str | None = None
     reasoning: ReasoningShape | None = None
     include_reasoning: bool | None = None
-    thinking: ThinkingShape | None = None
+    thinking: ThinkingSwitchShape | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     functions: Json = field(default=None, validator=unserved(_OLD_CALLS))

@@ -31,13 +31,13 @@ class CustomCall:
     input: str = ""
 
 
-def _one_of_both(shape: "CallShape", _: object, value: CustomCall | None) -> None:
+def _one_of_both(shape: "ToolCallShape", _: object, value: CustomCall | None) -> None:
     if value is None and shape.function is None:
         raise Refused("function is missing: a tool call has one, or a custom", path="$.function")
 
 
 @frozen
-class CallShape:
+class ToolCallShape:
     """One class, as many clients leave the type out; Pi has none for a call that came without (harnesses.md
     12, `noid`).
     """
@@ -86,20 +86,20 @@ class ToolShape:
 
 
 @frozen
-class Named:
+class FunctionNameShape:
     name: str
 
 
 @frozen
 class FunctionChoice:
     type: Literal["function"]
-    function: Named
+    function: FunctionNameShape
 
 
 @frozen
 class CustomChoice:
     type: Literal["custom"]
-    custom: Named
+    custom: FunctionNameShape
 
 
 @frozen
@@ -195,16 +195,16 @@ def _known(name: str, tools: tuple[Tool, ...], path: str) -> str:
 # ── calls ─────────────────────────────────────────────────────────────────────
 
 
-def read_call(shape: CallShape) -> ToolCall:
+def read_call(shape: ToolCallShape) -> ToolCall:
     """An echoed call; a custom one as the model made it."""
     if shape.function is None:
         made = shape.custom or CustomCall(name="")  # the shape takes none without either
         return ToolCall(id=shape.id or "", name=made.name, arguments=openai.arguments_of(made.input))
-    said = shape.function.arguments
+    arguments = shape.function.arguments
     return ToolCall(
         id=shape.id or "",
         name=shape.function.name,
-        arguments=said if isinstance(said, str) else compact(said or {}),
+        arguments=arguments if isinstance(arguments, str) else compact(arguments or {}),
     )
 
 

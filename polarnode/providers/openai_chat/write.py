@@ -39,7 +39,7 @@ from polarnode.providers.openai_chat.tools import call_json
 DETAILS: Final = "reasoning_details"
 
 
-def asked(request: ChatRequest) -> bool:
+def wants_details(request: ChatRequest) -> bool:
     """Whether the client speaks OpenRouter's dialect, and has one answer to name."""
     return (request.reasoning is not None or request.include_reasoning is True) and (request.n or 1) == 1
 
@@ -221,13 +221,13 @@ class ChatStream:
         finish: str | None = None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> bytes:
-        said: Json = {
+        choice_json: Json = {
             "index": choice,
             "delta": delta,
             "logprobs": logprobs_json(logprobs),
             "finish_reason": finish,
         }
-        return event(self._chunk_head() | {"choices": [said]})
+        return event(self._chunk_head() | {"choices": [choice_json]})
 
     def _chunk_head(self) -> dict[str, Json]:
         return _head(self.call, "chat.completion.chunk")

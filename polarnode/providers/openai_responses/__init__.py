@@ -55,8 +55,8 @@ class OpenAIResponses:
     def models(self, served: ServedModel) -> bytes:
         return openai.models(served)
 
-    def model(self, served: ServedModel, *, asked: str) -> bytes:
-        return openai.model(served, asked=asked)
+    def model(self, served: ServedModel, *, name: str) -> bytes:
+        return openai.model(served, name=name)
 
 
 OPENAI_RESPONSES = OpenAIResponses()

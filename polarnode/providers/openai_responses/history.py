@@ -67,7 +67,7 @@ _LONGEST: Final = 16 << 20
 
 
 @frozen(kw_only=True)
-class Sealed:
+class SealedContent:
     """What an item stands for. `thinking` is empty where the item shows it anyway; `summary` is a
     compaction's.
     """
@@ -77,18 +77,20 @@ class Sealed:
     summary: str | None = None
 
 
-def seal(content: Sealed) -> str:
+def seal(content: SealedContent) -> str:
     """`content` as an opaque text."""
-    said: dict[str, Json] = {
+    content_json: dict[str, Json] = {
         "s": content.signature or None,
         "t": content.thinking or None,
         "c": content.summary,
     }
-    packed = zlib.compress(dump_json({name: value for name, value in said.items() if value is not None}), 1)
+    packed = zlib.compress(
+        dump_json({name: value for name, value in content_json.items() if value is not None}), 1
+    )
     return _OURS + urlsafe_b64encode(packed).decode().rstrip("=")
 
 
-def unseal(opaque: str) -> Sealed | None:
+def unseal(opaque: str) -> SealedContent | None:
     """What was sealed; None when it is not ours, or no longer whole."""
     if not opaque.startswith(_OURS):
         return None
@@ -96,17 +98,17 @@ def unseal(opaque: str) -> Sealed | None:
     try:
         packed = zlib.decompressobj()
         data = packed.decompress(urlsafe_b64decode(text + "=" * (-len(text) % 4)), _LONGEST)
-        said = read_json(data) if packed.eof else None
+        content = read_json(data) if packed.eof else None
     except (NotBase64, ValueError, zlib.error, Refused):
         return None
-    return _read(said) if isinstance(said, dict) else None
+    return _read(content) if isinstance(content, dict) else None
 
 
-def _read(said: dict[str, Json]) -> Sealed:
-    summary = said.get("c")
-    return Sealed(
-        signature=_text(said.get("s")),
-        thinking=_text(said.get("t")),
+def _read(content: dict[str, Json]) -> SealedContent:
+    summary = content.get("c")
+    return SealedContent(
+        signature=_text(content.get("s")),
+        thinking=_text(content.get("t")),
         summary=summary if isinstance(summary, str) else None,
     )
 
@@ -144,10 +146,10 @@ def item_id(prefix: str, call_id: str, index: int, signature: str = "") -> str:
 
 def _reference(signature: str) -> list[str]:
     try:
-        said = b64decode(signature, validate=True)
+        reference = b64decode(signature, validate=True)
     except (NotBase64, ValueError):
         return []
-    return [said.decode()] if _REFERENCE.fullmatch(said) else []
+    return [reference.decode()] if _REFERENCE.fullmatch(reference) else []
 
 
 def previous(memory: Memory, name: str) -> list[Object]:
@@ -174,7 +176,7 @@ def referenced(memory: Memory, name: str, path: str) -> Object | None:
 
 
 @frozen(kw_only=True)
-class Kept:
+class StoredInput:
     """An input as it will be kept: `base` is the answer whose input it begins with, `added` the rest as JSON
     text.
     """
@@ -188,7 +190,7 @@ class Kept:
         return {"base": self.base, "added": self.added, "length": self.length, "digest": self.digest}
 
 
-def to_keep(memory: Memory, items: list[Object]) -> Kept:
+def to_keep(memory: Memory, items: list[Object]) -> StoredInput:
     """What an input adds to those before it."""
     heads = {(head["length"], head["digest"]): head["name"] for head in _heads(memory)}
     lengths = {length for length, _ in heads}
@@ -198,7 +200,7 @@ def to_keep(memory: Memory, items: list[Object]) -> Kept:
         name = heads.get((index, digest.hexdigest())) if index in lengths else None
         if isinstance(name, str) and _is_whole(memory, name):
             base, begun = name, index
-    return Kept(
+    return StoredInput(
         base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest()
     )
 

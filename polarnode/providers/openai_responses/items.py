@@ -32,7 +32,7 @@ from polarnode.providers.openai_responses.shapes import (
     SearchCallItem,
     SearchOutputItem,
 )
-from polarnode.providers.openai_responses.tools import Toolbox, full_name, shaped, told
+from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, shaped
 from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
@@ -76,7 +76,7 @@ class Transcript:
         else:
             reader(self, item, path)
 
-    def say(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         """A message that is not the assistant's; an answer under way ends before it."""
         self.close()
         self.messages.append(message)
@@ -106,14 +106,14 @@ class Transcript:
             self._texts += texts
             self._refs.append(shape.id or "")
         else:
-            self.say(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
+            self.add(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
     def agent_message(self, item: Object, path: str) -> None:
         """Codex takes the words of its agents for encrypted by the server (a schema says `encrypted`) and
         hands them on unread, as it got them: ours are in clear, and a sub-agent has no other task.
         """
         shape = shaped(item, AgentMessageItem, path)
-        self.say(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
+        self.add(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
     def reasoning(self, item: Object, path: str) -> None:
         """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays
@@ -139,7 +139,7 @@ class Transcript:
                 f"{path.removeprefix('$.')}: the compaction was not made by this node and can not be read"
             )
         else:
-            self.say(Message(role="user", text=retold(ours.summary)))
+            self.add(Message(role="user", text=retold(ours.summary)))
 
     # ── calls ─────────────────────────────────────────────────────────────────
 
@@ -159,12 +159,12 @@ class Transcript:
         shape = shaped(item, ActionCallItem, path)
         name = str(item["type"]).removesuffix("_call")
         action = (shape.operation if name == "apply_patch" else shape.action) or {}
-        said: Object = {
+        arguments: Object = {
             key: value
             for key, value in action.items()
             if value is not None and (key, value) not in (("type", "exec"), ("env", {}))
         }
-        self._call(name, compact(said), shape.call_id or shape.id, shape.id)
+        self._call(name, compact(arguments), shape.call_id or shape.id, shape.id)
 
     def search_call(self, item: Object, path: str) -> None:
         shape = shaped(item, SearchCallItem, path)
@@ -184,7 +184,7 @@ class Transcript:
     def output(self, item: Object, path: str) -> None:
         shape = shaped(item, OutputItem, path)
         text = (shape.status or "") if shape.output is None else self._result(shape.output, f"{path}.output")
-        self.say(Message(role="tool", text=text, call_id=shape.call_id or shape.id or ""))
+        self.add(Message(role="tool", text=text, call_id=shape.call_id or shape.id or ""))
 
     def search_output(self, item: Object, path: str) -> None:
         shape = shaped(item, SearchOutputItem, path)
@@ -192,10 +192,10 @@ class Transcript:
             self.ignored.append(path)
             return
         found = self._later(shape.tools or (), path)
-        self.say(
+        self.add(
             Message(
                 role="tool",
-                text=f"{FOUND_TOOLS}\n{told(found)}" if found else FOUND_NONE,
+                text=f"{FOUND_TOOLS}\n{describe_tools(found)}" if found else FOUND_NONE,
                 call_id=shape.call_id or "",
             )
         )
@@ -208,7 +208,7 @@ class Transcript:
             return
         found = self._later(tools, path)
         if found:
-            self.say(Message(role="system", text=f"{NEW_TOOLS}\n{told(found)}"))
+            self.add(Message(role="system", text=f"{NEW_TOOLS}\n{describe_tools(found)}"))
 
     def _later(self, tools: tuple[Json, ...], path: str) -> list[Tool]:
         box = Toolbox(ignored=self.ignored, notes=self.notes)
@@ -249,8 +249,8 @@ class Transcript:
 
 def _text(part: PartShape) -> str | None:
     if part.type == "encrypted_content":
-        said = part.encrypted_content
-        return None if said is None or _ENCRYPTED.fullmatch(said) else said
+        text = part.encrypted_content
+        return None if text is None or _ENCRYPTED.fullmatch(text) else text
     return part.refusal if part.type == "refusal" else part.text
 
 

@@ -19,7 +19,12 @@ from polarnode.providers.contract import Envelope, Memory
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import INSTRUCTION
 from polarnode.providers.openai_responses.items import Transcript
-from polarnode.providers.openai_responses.shapes import Object, ReasoningShape, ResponsesRequest, TextShape
+from polarnode.providers.openai_responses.shapes import (
+    Object,
+    ReasoningShape,
+    ResponsesRequest,
+    TextConfigShape,
+)
 from polarnode.providers.openai_responses.tools import shaped, tool_choice
 from polarnode.providers.shapes import compact, read_body
 from polarnode.providers.volatile import without_volatile
@@ -47,14 +52,14 @@ def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bo
     helper = headers.get("x-openai-subagent") or _text(turn.get("subagent_kind"))
     session = _first(headers, _SESSION) or _text(body.get("session_id")) or _text(request.prompt_cache_key)
     agent = (headers.get("thread-id") or _text(turn.get("thread_id")) or session) if parent or helper else ""
-    said = {
+    named = {
         "session": session,
         "agent": agent,
         "parent": parent,
         "kind": "compaction" if compacts else _kind(turn, helper, parent),
     }
-    known = {name: value for name, value in said.items() if value}
-    return {"session": "", "agent": "", "parent": ""} | known if known else {}
+    present = {name: value for name, value in named.items() if value}
+    return {"session": "", "agent": "", "parent": ""} | present if present else {}
 
 
 def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
@@ -120,11 +125,11 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         raise Refused("model is missing: it is required", path="$.model")
     items = list(_items(request, envelope.memory))
     compacts = envelope.operation == "compact" or _triggers(items)
-    said = _transcript(request, items[:-1] if _triggers(items) else items, compacts=compacts)
-    choice, notes = tool_choice(request.tool_choice, (*said.head.tools, *said.later))
+    transcript = _transcript(request, items[:-1] if _triggers(items) else items, compacts=compacts)
+    choice, notes = tool_choice(request.tool_choice, (*transcript.head.tools, *transcript.later))
     conversation = Conversation(
-        messages=tuple(said.messages),
-        tools=tuple(said.head.tools),
+        messages=tuple(transcript.messages),
+        tools=tuple(transcript.head.tools),
         tool_choice="none" if compacts else choice,
         thinking=_thinking(request),
     )
@@ -141,9 +146,9 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         logprobs=(request.top_logprobs or 0) if LOGPROBS in (request.include or ()) else None,
         one_call=request.parallel_tool_calls is False,
         generate=request.generate is not False,
-        extras=_extras(request, envelope, [item for _, item in items], said, compacts=compacts),
-        ignored=(*unknown, *_unused(request), *said.head.ignored, *said.ignored),
-        notes=(*_remarks(request), *notes, *said.head.notes, *said.notes),
+        extras=_extras(request, envelope, [item for _, item in items], transcript, compacts=compacts),
+        ignored=(*unknown, *_unused(request), *transcript.head.ignored, *transcript.ignored),
+        notes=(*_remarks(request), *notes, *transcript.head.notes, *transcript.notes),
     )
 
 
@@ -157,8 +162,8 @@ def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Obj
     if request.previous_response_id is not None:
         for item in history.previous(memory, request.previous_response_id):
             yield "$.previous_response_id", item
-    said = request.input
-    listed: tuple[Json, ...] = ({"role": "user", "content": said},) if isinstance(said, str) else said or ()
+    sent = request.input
+    listed: tuple[Json, ...] = ({"role": "user", "content": sent},) if isinstance(sent, str) else sent or ()
     for index, value in enumerate(listed):
         path = f"$.input[{index}]"
         item = shaped(value, Object, path)
@@ -174,20 +179,20 @@ def _triggers(items: list[tuple[str, Object]]) -> bool:
 
 
 def _transcript(request: ResponsesRequest, items: list[tuple[str, Object]], *, compacts: bool) -> Transcript:
-    said = Transcript()
-    said.head.read(request.tools or (), "$.tools")
+    transcript = Transcript()
+    transcript.head.read(request.tools or (), "$.tools")
     if request.instructions:
-        said.say(Message(role="system", text=request.instructions))
+        transcript.add(Message(role="system", text=request.instructions))
     for path, item in items:
-        said.read(item, path)
-    said.close()
-    said.messages, volatile = _steady(said.messages)
-    said.ignored += ["$.input[-1]"] if volatile else []
-    if not said.messages and request.generate is not False:
+        transcript.read(item, path)
+    transcript.close()
+    transcript.messages, volatile = _steady(transcript.messages)
+    transcript.ignored += ["$.input[-1]"] if volatile else []
+    if not transcript.messages and request.generate is not False:
         raise Refused("input is empty: send at least one item", path="$.input")
     if compacts:
-        said.say(Message(role="user", text=INSTRUCTION))
-    return said
+        transcript.add(Message(role="user", text=INSTRUCTION))
+    return transcript
 
 
 def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
@@ -206,7 +211,7 @@ def _thinking(request: ResponsesRequest) -> bool | None:
 
 
 def _constraint(request: ResponsesRequest) -> Constraint | None:
-    shape = shaped(request.text or {}, TextShape, "$.text").format
+    shape = shaped(request.text or {}, TextConfigShape, "$.text").format
     if shape is None or shape.type == "text":
         return None
     if shape.type == "json_object":
@@ -238,18 +243,23 @@ def _remarks(request: ResponsesRequest) -> Iterator[str]:
 
 
 def _extras(
-    request: ResponsesRequest, envelope: Envelope, items: list[Object], said: Transcript, *, compacts: bool
+    request: ResponsesRequest,
+    envelope: Envelope,
+    items: list[Object],
+    transcript: Transcript,
+    *,
+    compacts: bool,
 ) -> Object:
     """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a
     compaction keeps in sight.
     """
     extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
-    if said.later:
-        extras["later"] = {tool.name: dict(tool.spelling) for tool in said.later}
+    if transcript.later:
+        extras["later"] = {tool.name: dict(tool.spelling) for tool in transcript.later}
     if compacts:
         extras["compacts"] = True
     if envelope.operation == "compact":
-        extras["told"] = [
+        extras["sent"] = [
             item for item in items if item.get("role") == "user" and item.get("type") in (None, "message")
         ]
     elif envelope.operation == "generate" and request.store is not False:
@@ -259,7 +269,7 @@ def _extras(
 
 
 def _echo(request: ResponsesRequest) -> Object:
-    said: Object = {name: value for name in _ECHOED if (value := getattr(request, name)) is not None}
+    echoed: Object = {name: value for name in _ECHOED if (value := getattr(request, name)) is not None}
     text: Object = {"format": {"type": "text"}}
     reasoning: Object = {"effort": None, "summary": None}
     more: Object = {
@@ -267,4 +277,4 @@ def _echo(request: ResponsesRequest) -> Object:
         "reasoning": reasoning | (request.reasoning or {}),
         "tools": list(request.tools or ()),
     }
-    return _ECHOED | said | more
+    return _ECHOED | echoed | more

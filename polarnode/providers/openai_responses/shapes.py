@@ -196,7 +196,7 @@ class TextFormat:
 
 
 @frozen
-class TextShape:
+class TextConfigShape:
     format: TextFormat | None = None
 
 

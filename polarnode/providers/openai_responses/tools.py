@@ -207,7 +207,7 @@ def _rule(shape: FormatShape | None) -> str:
     return openai.rule_of(shape.definition, shape.syntax or shape.type)
 
 
-def told(tools: Iterable[Tool]) -> str:
+def describe_tools(tools: Iterable[Tool]) -> str:
     """Tools as text, one a line, as most chat templates write them at the head."""
     return "\n".join(_line(tool) for tool in tools)
 
@@ -228,21 +228,21 @@ def _line(tool: Tool) -> str:
 # ── which tool must be called ─────────────────────────────────────────────────
 
 
-def tool_choice(said: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
+def tool_choice(choice: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
     """The choice in the house's words, and what a reader of the turn should know of it."""
-    if said is None:
+    if choice is None:
         return "auto", []
-    if isinstance(said, str):
-        return _word(said, "$.tool_choice"), []
-    if said.get("type") == "allowed_tools":
+    if isinstance(choice, str):
+        return _word(choice, "$.tool_choice"), []
+    if choice.get("type") == "allowed_tools":
         note = (
             "tool_choice allows some of the tools: the model is shown all of them, and nothing keeps it from"
             " the others"
         )
-        return _word(said.get("mode", "auto"), "$.tool_choice.mode"), [note]
-    names = list(_named(said))
+        return _word(choice.get("mode", "auto"), "$.tool_choice.mode"), [note]
+    names = list(_named(choice))
     found = next((tool.name for tool in tools if tool.name in names), None)
-    if found is None and "name" not in said and isinstance(said.get("type"), str):
+    if found is None and "name" not in choice and isinstance(choice.get("type"), str):
         return "auto", [
             f"tool_choice asks for {names[0]!r}, which runs on other servers: the model is left to choose"
         ]
@@ -254,19 +254,19 @@ def tool_choice(said: str | Object | None, tools: Iterable[Tool]) -> tuple[str, 
     return found, []
 
 
-def _word(said: Json, path: str) -> str:
-    if said not in ("auto", "none", "required"):
+def _word(word: Json, path: str) -> str:
+    if word not in ("auto", "none", "required"):
         raise Refused(
-            f"{path.removeprefix('$.')} must be 'auto', 'none', 'required' or a tool, not {said!r}", path=path
+            f"{path.removeprefix('$.')} must be 'auto', 'none', 'required' or a tool, not {word!r}", path=path
         )
-    return str(said)
+    return str(word)
 
 
-def _named(said: Object) -> Iterator[str]:
+def _named(choice: Object) -> Iterator[str]:
     """The name a choice may mean: a tool's own, or for the tools that have none their type's."""
-    name, namespace = said.get("name"), said.get("namespace")
+    name, namespace = choice.get("name"), choice.get("namespace")
     if isinstance(name, str):
         yield full_name(name, namespace if isinstance(namespace, str) else None)
         yield name
     else:
-        yield str(said.get("type"))
+        yield str(choice.get("type"))

@@ -39,7 +39,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.providers import openai
 from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Fault, ModelCallInfo, event
-from polarnode.providers.openai_responses.history import Sealed, item_id, response_id, seal
+from polarnode.providers.openai_responses.history import SealedContent, item_id, response_id, seal
 from polarnode.providers.openai_responses.shapes import Object
 
 # ── errors ────────────────────────────────────────────────────────────
@@ -151,7 +151,9 @@ def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
     """Thinking, as a summary (Codex shows it and hands it back), and sealed for who asked for that. What is
     sealed always carries our signature, which tells answers with the same words apart when they come back.
     """
-    sealed = seal(Sealed(signature=call.signature, thinking=text if call.request.extras.get("seals") else ""))
+    sealed = seal(
+        SealedContent(signature=call.signature, thinking=text if call.request.extras.get("seals") else "")
+    )
     summary: list[Json] = [{"type": "summary_text", "text": text}]
     return {
         "id": item_id("rs", call.id, index, call.signature),
@@ -163,7 +165,7 @@ def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
 
 def compaction_json(call: ModelCallInfo, answer: Answer) -> Object:
     """The one item of a compaction."""
-    sealed = seal(Sealed(signature=call.signature, summary=answer.text))
+    sealed = seal(SealedContent(signature=call.signature, summary=answer.text))
     return {
         "id": item_id("cmp", call.id, 0, call.signature),
         "type": "compaction",
@@ -190,15 +192,15 @@ def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
                 | {"input": openai.text_of(made.arguments)}
             )
         case "local_shell" | "shell" | "apply_patch" | "tool_search" as kind:
-            known = _by_kind(kind, made.arguments)
-            if known is not None:
+            of_kind = _by_kind(kind, made.arguments)
+            if of_kind is not None:
                 prefix = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "tool_search": "tsc"}[
                     kind
                 ]
                 return (
                     {"id": item_id(prefix, call.id, index, call.signature), "type": f"{kind}_call"}
                     | head
-                    | known
+                    | of_kind
                 )
     return (
         {"id": item_id("fc", call.id, index, call.signature), "type": "function_call"}
@@ -219,8 +221,8 @@ def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
 
 def _by_kind(kind: str, arguments: str) -> Object | None:
     """What stands in a call of this kind; None where the arguments can not be put into it."""
-    said = openai.object_of(arguments)
-    if said is None:
+    value = openai.object_of(arguments)
+    if value is None:
         return None
     if kind == "tool_search":
         # The very text that was sampled, set into the item unread, so that no number is rounded.
@@ -228,15 +230,15 @@ def _by_kind(kind: str, arguments: str) -> Object | None:
     if kind == "local_shell":
         action: Object = {"type": "exec", "env": {}}
         return (
-            {"action": action | said}
-            if _strings(said.get("command")) and isinstance(said.get("env", {}), dict)
+            {"action": action | value}
+            if _strings(value.get("command")) and isinstance(value.get("env", {}), dict)
             else None
         )
     if kind == "shell":
-        return {"action": said} if _strings(said.get("commands")) else None
+        return {"action": value} if _strings(value.get("commands")) else None
     return (
-        {"operation": said}
-        if isinstance(said.get("type"), str) and isinstance(said.get("path"), str)
+        {"operation": value}
+        if isinstance(value.get("type"), str) and isinstance(value.get("path"), str)
         else None
     )
 
@@ -288,17 +290,17 @@ def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list
 
 def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
     """A `response` body; a `response.compaction` where a conversation was to be compacted."""
-    told = call.request.extras.get("told")
-    if isinstance(told, list):
-        return dump_json(_compacted(call, told, answer, usage))
+    sent = call.request.extras.get("sent")
+    if isinstance(sent, list):
+        return dump_json(_compacted(call, sent, answer, usage))
     return dump_json(
         response_json(call, status=status(call, answer), output=output_json(call, answer), usage=usage)
     )
 
 
-def _compacted(call: ModelCallInfo, told: list[Json], answer: Answer, usage: Usage) -> Json:
+def _compacted(call: ModelCallInfo, sent: list[Json], answer: Answer, usage: Usage) -> Json:
     """What stands for the conversation from now on: every message of the user, as it was, and the summary."""
-    kept = [_user(call, item, index) for index, item in enumerate(told) if isinstance(item, dict)]
+    kept = [_user(call, item, index) for index, item in enumerate(sent) if isinstance(item, dict)]
     head: Object = {"id": response_id(call.id), "object": "response.compaction", "created_at": call.created}
     return head | {"output": [*kept, compaction_json(call, answer)], "usage": usage_json(usage)}
 
@@ -386,9 +388,9 @@ class ResponseStream:
         item = self._current
         item.text += text
         item.logprobs += logprobs
-        said = logprobs_json(logprobs)
+        entries = logprobs_json(logprobs)
         return begun + self._of_item(
-            "response.output_text.delta", "msg", item.index, content_index=0, delta=text, logprobs=said
+            "response.output_text.delta", "msg", item.index, content_index=0, delta=text, logprobs=entries
         )
 
     def _thought(self, text: str) -> bytes:
@@ -415,7 +417,7 @@ class ResponseStream:
             return b""
         item, self.open = self.open, None
         if item.kind is TextDelta:
-            said = logprobs_json(item.logprobs)
+            entries = logprobs_json(item.logprobs)
             return (
                 self._of_item(
                     "response.output_text.done",
@@ -423,10 +425,10 @@ class ResponseStream:
                     item.index,
                     content_index=0,
                     text=item.text,
-                    logprobs=said,
+                    logprobs=entries,
                 )
-                + self._part("response.content_part.done", item.index, item.text, said)
-                + self._done(message_json(self.call, item.text, item.index, logprobs=said, ended=ended))
+                + self._part("response.content_part.done", item.index, item.text, entries)
+                + self._done(message_json(self.call, item.text, item.index, logprobs=entries, ended=ended))
             )
         return (
             self._of_item(
@@ -460,17 +462,17 @@ class ResponseStream:
         match item["type"]:
             case "function_call":
                 begun = self._added(started | {"arguments": ""})
-                said = self._said(
+                arguments = self._argument_events(
                     "response.function_call_arguments", item, "arguments", {"name": item["name"]}
                 )
             case "custom_tool_call":
                 begun = self._added(started | {"input": ""})
-                said = self._said("response.custom_tool_call_input", item, "input", {})
+                arguments = self._argument_events("response.custom_tool_call_input", item, "input", {})
             case _:
-                begun, said = self._added(started), b""
-        return begun + said + self._done(item)
+                begun, arguments = self._added(started), b""
+        return begun + arguments + self._done(item)
 
-    def _said(self, kind: str, item: Object, name: str, more: Object) -> bytes:
+    def _argument_events(self, kind: str, item: Object, name: str, more: Object) -> bytes:
         place: Object = {"item_id": item["id"], "output_index": len(self.items)}
         return self._event(f"{kind}.delta", **place, delta=item[name]) + self._event(
             f"{kind}.done", **place | more | {name: item[name]}
