@@ -33,8 +33,8 @@ def floats(values: Iterable[float] | bytes = ()) -> "array[float]":
 
 @frozen(kw_only=True)
 class TopLogprobs:
-    """The `k` likeliest tokens of each of N places: `ids` int32[N * k] and `logprobs` float32[N * k] in nats,
-    row by row, likeliest first.
+    """The `k` likeliest tokens of each of N positions: `ids` int32[N * k] and `logprobs` float32[N * k] in
+    nats, row by row, likeliest first.
     """
 
     k: int
@@ -43,21 +43,21 @@ class TopLogprobs:
 
     @property
     def rows(self) -> int:
-        """N."""
+        """N, the number of positions."""
         return len(self.ids) // self.k
 
     @property
     def size(self) -> int:
-        """Bytes: 8 k a row."""
+        """Bytes: 8 * k for each row."""
         return 8 * len(self.ids)
 
     def row(self, place: int) -> tuple[tuple[int, float], ...]:
-        """(id, logprob) of one place."""
+        """The (id, logprob) pairs of one position."""
         first, last = place * self.k, (place + 1) * self.k
         return tuple(zip(self.ids[first:last], self.logprobs[first:last], strict=True))
 
     def until(self, rows: int) -> "TopLogprobs":
-        """The first `rows` places."""
+        """The first `rows` positions."""
         return (
             self
             if rows >= self.rows
@@ -65,7 +65,7 @@ class TopLogprobs:
         )
 
     def narrowed(self, k: int) -> "TopLogprobs":
-        """The `k` likeliest of those here."""
+        """The same positions with only their `k` likeliest tokens."""
         if k == self.k:
             return self
         found = TopLogprobs(
@@ -78,7 +78,7 @@ class TopLogprobs:
 
     @staticmethod
     def joined(parts: "Iterable[TopLogprobs]") -> "TopLogprobs | None":
-        """One behind the other; None for none, and for parts of different width."""
+        """The parts concatenated. None for no parts, and for parts of different width."""
         rows = list(parts)
         if len({part.k for part in rows}) != 1:
             return None
@@ -91,7 +91,8 @@ class TopLogprobs:
 
 @frozen(kw_only=True)
 class RoutedExperts:
-    """Which experts of each layer read the tokens at positions [start, start + n) of a prompt and its sample.
+    """Which experts of each layer computed the tokens at positions [start, start + n) of a prompt and its
+    sample.
 
     `data` has n rows of `layers` * `top_k` numbers of `dtype`, little-endian; a layer without experts has
     zeros. The last token of a sequence has no row: nothing was computed from it.
@@ -114,7 +115,7 @@ class RoutedExperts:
         return self.start + len(self.data) // self.width
 
     def between(self, start: int, end: int) -> "RoutedExperts":
-        """The rows of positions [start, end), as far as they are here."""
+        """The rows of positions [start, end), as far as they are present."""
         first = min(max(start, self.start), self.end)
         last = max(first, min(end, self.end))
         if (first, last) == (self.start, self.end):
@@ -124,8 +125,8 @@ class RoutedExperts:
 
     @staticmethod
     def joined(parts: "Iterable[RoutedExperts]", end: int, *, start: int = 0) -> "RoutedExperts | None":
-        """The rows of positions [start, end), each from the first part that has it; None when one lacks its
-        row, or parts differ in shape.
+        """The rows of positions [start, end), each from the first part that has it. None when a position has
+        no row, or parts differ in shape.
         """
         taken: list[RoutedExperts] = []
         have = start

@@ -27,8 +27,8 @@ def json_key(key: str | None) -> dict[str, Any]:
 
 @frozen(kw_only=True)
 class ToolCall:
-    """One call. `arguments` is JSON text as sampled or as the client wrote it: compare it parsed, show it as
-    it is.
+    """One call. `arguments` is JSON text as sampled or as the client wrote it: compare it parsed, show it
+    verbatim.
     """
 
     id: str
@@ -40,8 +40,8 @@ class ToolCall:
 class Message:
     """One message. `call_id` only with role tool; `calls`, `thinking`, `refs` only with role assistant.
 
-    `refs` are our own signed references found in opaque fields the client echoed (tool-call ids, thinking
-    signatures); they prove which turn this message is, and never override what the client changed.
+    `refs` are our own signed references found in opaque fields that the client echoed (tool-call ids,
+    thinking signatures). They prove which turn this message is and never override what the client changed.
     """
 
     role: Role
@@ -52,8 +52,8 @@ class Message:
     refs: tuple[str, ...] = field(default=(), metadata=json_key(None))
 
     def joined(self, more: "Message") -> "Message":
-        """This one gone on with: one turn of an assistant that a client shows as two. Each reference once, as
-        all parts of an answer carry it.
+        """This message and another as one: one turn of an assistant that a client shows as two. Each
+        reference once, as all parts of an answer carry it.
         """
         return Message(
             role=self.role,
@@ -69,8 +69,8 @@ class Message:
 class Tool:
     """A function the model may call; `parameters` is its JSON Schema in the client's own key order.
 
-    `spelling` is the dialect's own: how a call of this tool is written when it is no plain function there.
-    Opaque to everyone else.
+    `spelling` belongs to the dialect: how a call of this tool is written when it is no plain function there.
+    Opaque to all other code.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Conversation:
     """All that is rendered into a prompt. `thinking` is enable_thinking for templates that know it (None: the
     template's default).
 
-    `tool_choice` is "auto", "none", "required" or a tool's name; it changes what we ask of the engine, never
-    the prompt.
+    `tool_choice` is "auto", "none", "required" or a tool's name. It changes what the engine is asked for,
+    never the prompt.
     """
 
     messages: tuple[Message, ...]
@@ -96,8 +96,8 @@ class Conversation:
 
 @frozen(kw_only=True)
 class Sampling:
-    """How to sample; None means not said. `stop` are strings; the node watches for them, the engine only
-    knows ids.
+    """How to sample; None means not specified. `stop` are strings: the node watches for them, the engine
+    knows ids only.
     """
 
     temperature: float | None = None
@@ -112,8 +112,8 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def over(self, other: "Sampling") -> "Sampling":
-        """This one where it says something, `other` elsewhere: the task's sampling laid over what a harness
-        asks.
+        """These values where they are specified, those of `other` elsewhere: the task's sampling merged over
+        what a harness requests.
         """
         requested = {
             name: value for name, value in asdict(self, recurse=False).items() if value not in (None, ())
@@ -124,7 +124,7 @@ class Sampling:
 @frozen(kw_only=True)
 class Constraint:
     """What the visible answer must match; the engine enforces it token by token. `text` is in the language
-    `kind`: a JSON Schema is JSON text.
+    `kind`; a JSON Schema is JSON text.
     """
 
     kind: Literal["json_schema", "regex", "ebnf"]
@@ -133,15 +133,14 @@ class Constraint:
 
 @frozen(kw_only=True)
 class ModelRequest:
-    """One call of a harness, read by its provider module: everything the rest of the house needs to know of
-    it.
+    """One call of a harness, as its provider module read it: all that other rooms need to know of it.
 
     `hints` say who is asking, opaque but for their names: `session`, `agent` (empty for the main one),
-    `parent`, and `kind`, a turn's role where the harness itself says it (`subagent`, `auxiliary`,
-    `compaction`). `logprobs` is None when they are not asked for, else how many alternatives each token shall
-    show. `one_call`: the answer ends with its first tool call. Without `generate` nothing is sampled: the
-    client only warms its connection. `extras` is what the provider's writer wants back; opaque to everyone
-    else.
+    `parent`, and `kind`, a turn's role where the harness itself names it (`subagent`, `auxiliary`,
+    `compaction`). `logprobs` is None when they are not requested, else how many alternatives to show with
+    each token. `one_call`: the answer ends with its first tool call. Without `generate` nothing is sampled:
+    the client only warms its connection. `extras` is what the provider's writer needs back; opaque to all
+    other code.
     """
 
     provider: str
@@ -186,8 +185,8 @@ class TokenLogprob:
 
 @frozen
 class TextDelta:
-    """More visible text. `logprobs` only where they were asked for: of the tokens read since the delta
-    before, held-back ones included.
+    """More visible text. `logprobs` only where they were requested: of the tokens read since the previous
+    delta, held-back ones included.
     """
 
     text: str
@@ -230,8 +229,8 @@ class Usage:
 
 @frozen(kw_only=True)
 class Answer:
-    """A finished answer: its parts in the order they were sampled. `malformed_calls` were sampled but could
-    not be read, and are in the text.
+    """A finished answer: its parts in the order they were sampled. `malformed_calls` counts calls that could
+    not be read; they are in the text.
     """
 
     parts: tuple[Part, ...]
@@ -254,5 +253,5 @@ class Answer:
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
     def as_message(self, *, refs: tuple[str, ...] = ()) -> Message:
-        """The message a faithful client will echo; lineage fingerprints this, never the tokens."""
+        """The message that a faithful client echoes; lineage fingerprints this, never the tokens."""
         return Message(role="assistant", text=self.text, calls=self.calls, thinking=self.thinking, refs=refs)

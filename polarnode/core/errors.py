@@ -10,14 +10,16 @@ from contextlib import contextmanager
 
 
 class PolarnodeError(Exception):
-    """What this house raises on purpose. Its text is one sentence for the person who can act on it."""
+    """The base of all errors that polarnode raises on purpose. Its text is one sentence for the user who can
+    act on it.
+    """
 
     boundary = "node"
 
 
 class Refused(PolarnodeError):
-    """The caller's fault: a request or a spec we cannot take. `path` names the field, JSON-path like
-    (`$.messages[0].role`).
+    """The caller's fault: a request or a task that is not accepted. `path` names the field in the manner of
+    JSON path (`$.messages[0].role`).
     """
 
     boundary = "client"
@@ -28,8 +30,8 @@ class Refused(PolarnodeError):
 
 
 class ContextTooLong(Refused):
-    """A prompt longer than the model can hold; harnesses compact when told so in their provider's own
-    words.
+    """A prompt longer than the model can hold. Harnesses compact when this is reported in their provider's
+    own words.
     """
 
     def __init__(self, *, prompt_tokens: int, limit: int) -> None:
@@ -41,13 +43,13 @@ class ContextTooLong(Refused):
 
 
 class Conflict(PolarnodeError):
-    """The id, key or place of another; the text names it."""
+    """The id, key or place is taken; the text names it."""
 
     boundary = "client"
 
 
 class Busy(PolarnodeError):
-    """No room now; asking again after `retry_after` seconds can help."""
+    """No capacity now; a retry after `retry_after` seconds can succeed."""
 
     boundary = "node"
 
@@ -57,7 +59,7 @@ class Busy(PolarnodeError):
 
 
 class DiskFull(PolarnodeError):
-    """The journal's disk has no room for what a new session would make."""
+    """The journal's disk has no room for what a new session would write."""
 
     boundary = "journal"
 
@@ -75,7 +77,7 @@ class ModelError(PolarnodeError):
 
 
 class EngineError(PolarnodeError):
-    """The engine host refused, failed or died. `retryable` says whether asking again can help."""
+    """The engine host refused, failed or died. `retryable` says whether a retry can succeed."""
 
     boundary = "engine"
 
@@ -85,7 +87,7 @@ class EngineError(PolarnodeError):
 
 
 class RuntimeFault(PolarnodeError):
-    """A container that did not start, answer or end."""
+    """A container that did not start, answer or stop."""
 
     boundary = "runtime"
 
@@ -103,21 +105,23 @@ class EvaluatorError(PolarnodeError):
 
 
 class JournalError(PolarnodeError):
-    """The journal cannot take or give an entry (a full disk, a torn file)."""
+    """The journal cannot take or return an entry (a full disk, a torn file)."""
 
     boundary = "journal"
 
 
 class InvariantViolated(PolarnodeError):
-    """A trajectory that breaks a law of tokens; the text holds the numbers. Always a bug of ours."""
+    """A trajectory that violates an invariant of tokens; the text holds the numbers. Always a bug of
+    polarnode.
+    """
 
     boundary = "laws"
 
 
 @contextmanager
 def boundary(kind: type[PolarnodeError], what: str) -> Iterator[None]:
-    """Turn whatever a foreign library raises inside the block into `kind`, keeping the cause. Our own errors
-    and cancellation pass.
+    """Turn whatever a foreign library raises inside the block into `kind`, keeping the cause. Errors of this
+    module and cancellation pass unchanged.
     """
     try:
         yield

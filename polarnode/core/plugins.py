@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
-    """What `package.module:attribute` names. Refused unless the module is, or lies below, one of `allowed`
-    ("*" allows all).
+    """The object that `package.module:attribute` names. Refused unless the module is, or lies below, one of
+    `allowed` ("*" allows all).
     """
     module_name, attribute = _parts(import_path)
     if not any(_lies_below(module_name, prefix) for prefix in allowed):
@@ -34,8 +34,8 @@ def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
 
 
 def load_value(import_path: str, kind: type[T], *, allowed: tuple[str, ...], path: str) -> T:
-    """The same, when it is a `kind`. Refused, with the path of the field that named it, when it is something
-    else.
+    """As `load`, for an object of type `kind`. Refused, with the path of the field that named it, when it is
+    something else.
     """
     found = load(import_path, allowed=allowed)
     if not isinstance(found, kind):

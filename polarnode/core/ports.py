@@ -47,8 +47,8 @@ class Tokenizer(Protocol):
 
 @frozen(kw_only=True)
 class Steering:
-    """A logit processor of the engine's own kind, and its parameters: what tests make answers predictable
-    with, and research changes sampling with.
+    """A logit processor of the engine's own kind, and its parameters. Tests use it to make answers
+    predictable, research to change sampling.
 
     `processor` is SGLang's spelling (`CustomLogitProcessor.to_str()`). The engine must have been started with
     `enable_custom_logit_processor`.
@@ -63,10 +63,10 @@ class GenerateOrder:
     """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names
     the session whose prefix is cached.
 
-    `top_logprobs`: how many alternatives to show with each token. `constraint_after`: the id behind which
+    `top_logprobs`: how many alternatives to return with each token. `constraint_after`: the id after which
     `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
-    `routed_from`: the first position of the prompt whose experts are to be told, of all from there on; None
-    tells none.
+    `routed_from`: the first position of the prompt whose experts are returned, with all later ones; None
+    returns none.
     """
 
     request_id: str
@@ -86,9 +86,9 @@ class Chunk:
     """Some tokens of a sample, in order. The last chunk has `finish_reason`; `version_spans` index into the
     whole sample so far.
 
-    `finish_reason` is None while more is to come, else "stop" (a stop id, which is the last of `ids`),
-    "length" or "abort". `top_logprobs` has a row for each of `ids` where it was asked for. `routed` comes
-    with the last chunk where it was asked for, unless that is an "abort".
+    `finish_reason` is None while more follows, else "stop" (a stop id, which is the last of `ids`), "length"
+    or "abort". `top_logprobs` has a row for each of `ids` where it was requested. `routed` comes with the
+    last chunk where it was requested, unless that is an "abort".
     """
 
     ids: "array[int]"
@@ -110,8 +110,8 @@ class Engine(Protocol):
 
 @frozen(kw_only=True)
 class Ended:
-    """A process in a runtime, over. Output is bounded; `truncated` says some was dropped (the end is
-    kept).
+    """A process in a runtime that ended. Output is bounded; `truncated` says that some was dropped (the end
+    is kept).
     """
 
     exit_code: int
@@ -121,7 +121,7 @@ class Ended:
 
 
 class Runtime(Protocol):
-    """A started container with its own door. Every method may raise RuntimeFault."""
+    """A started container with its own model endpoint. Every method may raise RuntimeFault."""
 
     @property
     def id(self) -> str: ...
@@ -158,7 +158,7 @@ class Runtime(Protocol):
 
 @frozen(kw_only=True)
 class Question:
-    """What a judge is asked: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer is to be
+    """What a judge is asked: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer must be
     JSON of that shape.
     """
 
@@ -169,7 +169,7 @@ class Question:
 
 
 class Judge(Protocol):
-    """A model that judges, at an endpoint of the node's own config."""
+    """A model that judges, at an endpoint of the node's config."""
 
     async def ask(self, question: Question) -> str:
         """Its answer's text. EvaluatorError when it gives none after its retries."""
@@ -185,9 +185,7 @@ class Judge(Protocol):
 @frozen(kw_only=True)
 class Launch:
     """How to start a harness: a program with its environment, the files it reads (all absolute paths) and its
-    standard input.
-
-    Nothing of it goes through a shell.
+    standard input. Nothing of it goes through a shell.
     """
 
     argv: tuple[str, ...]

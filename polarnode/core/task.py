@@ -123,7 +123,7 @@ class BuilderSpec:
 
 @frozen(kw_only=True)
 class EvaluatorPart:
-    """One of several evaluators whose rewards are added up, each times its weight."""
+    """One of several evaluators whose rewards are summed, each times its weight."""
 
     name: str = "session_completed"
     import_path: str | None = None
@@ -133,10 +133,10 @@ class EvaluatorPart:
 
 @frozen(kw_only=True)
 class EvaluatorSpec:
-    """What scores the session. `fresh_runtime`: judge the workdir's files in a clean container the harness
-    never touched.
+    """What scores the session. `fresh_runtime`: evaluate the workdir's files in a clean container that the
+    harness never touched.
 
-    With `parts` there is neither name nor config: each part judges in turn, in the same runtime.
+    With `parts` there is neither name nor config: each part evaluates in turn, in the same runtime.
     """
 
     name: str = "session_completed"
@@ -148,9 +148,9 @@ class EvaluatorSpec:
 
 @frozen(kw_only=True)
 class Budgets:
-    """Seconds a phase may take, and counts a run may spend; None is no limit of this kind.
+    """Seconds that a phase may take, and counts that a run may spend; None is no limit.
 
-    `retries`: fresh sessions in the place of one that ended for a fault of the machine (its container, its
+    `retries`: fresh sessions in place of one that ended through a fault of the machine (its container, its
     engine, its node), never of the agent.
     """
 
@@ -166,12 +166,12 @@ class Budgets:
 
 @frozen(kw_only=True)
 class CarrySpec:
-    """What is carried with the tokens beside their ids, logprobs and weight versions. Both take memory, up to
-    the node's `carried_mb` a session.
+    """Token extras to record beside ids, logprobs and weight versions. Both take memory, up to the node's
+    `carried_mb` for each session.
 
     `top_logprobs`: the likeliest tokens at each sampled one, 0 to 20; 8 bytes each. `routed_experts`: the
-    experts of a mixture that read each position, for a trainer that replays the routing; layers * experts a
-    token bytes a position.
+    experts of a mixture that computed each position, for a trainer that replays the routing; layers * experts
+    of a token, in bytes, for each position.
     """
 
     top_logprobs: int = 0
@@ -180,14 +180,14 @@ class CarrySpec:
 
 @frozen(kw_only=True)
 class GroupSpec:
-    """What a trainer wants of a task's sessions together. One is usable when it has a reward and at least one
-    trainable token.
+    """What a trainer requires of a task's sessions together. A session is usable when it has a reward and at
+    least one trainable token.
 
-    `early_stop_min`: with so many usable ones in, those under way are ended with what they have; with more
-    `num_samples` than that a group is over-sampled. With fewer than `min_usable` it is of no use.
-    `max_staleness`: how many weight updates a session's oldest sampled token may be behind when it ends; one
-    further behind is not usable (`drop`), or only says so (`mark`). `drop_uniform_reward`: a group whose
-    usable rewards are all equal teaches nothing, and says that it is dropped.
+    `early_stop_min`: with this many usable sessions the group stops, and those under way end with what they
+    have; a larger `num_samples` over-samples the group. With fewer than `min_usable` usable sessions the
+    group is dropped. `max_staleness`: how many weight updates a session's oldest sampled token may be behind
+    when it ends; one further behind is unusable (`drop`) or only marked (`mark`). `drop_uniform_reward`: a
+    group whose usable rewards are all equal teaches nothing and is dropped.
     """
 
     early_stop_min: int | None = None
@@ -230,8 +230,8 @@ class CaptureSpec:
     key.
 
     `num_samples` captures with one `task_id`, each with its own `sample_index` and all else equal, are a task
-    and a group together; the first of them takes the task. Of `budgets` `run_s` counts from the beginning to
-    the end; `init_s`, `post_s` and `retries` mean nothing here.
+    and a group together; the first of them registers the task. Of `budgets`, `run_s` counts from beginning to
+    end; `init_s`, `post_s` and `retries` have no effect.
     """
 
     task_id: str | None = None
@@ -248,10 +248,10 @@ class CaptureSpec:
 
 @frozen(kw_only=True)
 class CaptureEnd:
-    """How whoever ran a capture's harness ends it, and what it was worth. No reward: nobody judged it.
+    """How the caller ends a capture, and its rewards. Without a reward the session has no verdict.
 
-    `turn_rewards` and `lineage_rewards` by the number of a turn or a lineage, which is written as a name, as
-    JSON has it.
+    `turn_rewards` and `lineage_rewards` are keyed by the number of a turn or a lineage, as a string, because
+    JSON keys are strings.
     """
 
     status: Literal["completed", "failed", "cancelled"] = "completed"

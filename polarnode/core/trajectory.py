@@ -46,12 +46,12 @@ class VersionSpan:
 
 @frozen(kw_only=True)
 class NewMessages:
-    """What a turn's `prompt_delta` was rendered from, in words: the messages behind its parent's, without our
-    references in them.
+    """The messages that a turn's `prompt_delta` was rendered from: those after its parent's, without our
+    references.
 
-    `tools` (JSON text, "" for none) and `thinking` (enable_thinking, None: the template's own) are a root's:
-    they stand at the head of a prompt, and no turn extends one that has others. Text and not values, because
-    30 KB of schemas are 300 KB of objects.
+    `tools` (JSON text, "" for none) and `thinking` (enable_thinking, None: the template's own) are set at a
+    root: they stand at the head of a prompt, and no turn extends one with others. Text and not values,
+    because 30 KB of schemas are 300 KB of objects.
     """
 
     messages: tuple[Message, ...] = ()
@@ -63,12 +63,13 @@ class NewMessages:
 class Turn:
     """One model call.
 
-    `index` counts the session's turns from 0 in the order they were asked. `prompt_delta` int32[D], `sampled`
-    int32[S] with the stop token when one was sampled, `logprobs` float32[S] in nats of the distribution
-    sampled from, `version_spans` cover [0, S) in order. `close_length` of the first ids in `prompt_delta`
-    close the parent's sample (a turn end its cut sample lacks); they are never trained. `top` has a row for
-    each of `sampled`; `routed` the positions that no turn before it has, up to the sample's last token. Both
-    are None where the task did not ask for them, and where `notes` say why they are not carried.
+    `index` counts the session's turns from 0 in the order of their requests. `prompt_delta` int32[D];
+    `sampled` int32[S] with the stop token when one was sampled; `logprobs` float32[S] in nats of the
+    distribution sampled from; `version_spans` cover [0, S) in order. The first `close_length` ids of
+    `prompt_delta` close the parent's sample (a turn end that its cut sample is missing); they are never
+    trained. `top` has a row for each of `sampled`; `routed` the positions that no turn before it has, up to
+    the sample's last token. Both are None where the task did not request them, and where `notes` say why they
+    are missing. `heard`: the new messages that the prompt shows.
     """
 
     session_id: str = field(metadata=OPTIONAL)
@@ -112,12 +113,12 @@ class Turn:
 
     @property
     def begin(self) -> int:
-        """Where in a row what it brought begins: where its parent ended."""
+        """Where in a row its new tokens begin: where its parent ended."""
         return self.prompt_length - len(self.prompt_delta)
 
     @property
     def end(self) -> int:
-        """The length of a row that it ends."""
+        """The length of a row that ends with it."""
         return self.prompt_length + len(self.sampled)
 
 
@@ -129,8 +130,8 @@ Clock = Literal["init", "run", "post", "turns", "tokens"]
 
 @frozen(kw_only=True)
 class TurnSpan:
-    """Tokens [start, end) of a trace are the sample of this turn; `reward` is its own, where the evaluator
-    gave turns rewards.
+    """Tokens [start, end) of a trace are the sample of this turn; `reward` is the turn's own, where the
+    evaluator gave turns rewards.
     """
 
     turn: int
@@ -145,15 +146,15 @@ class Trace:
 
     `token_ids` int32[T]; `loss_mask` uint8[T], 1 where trainable; `logprobs` float32[T], 0 where the mask is
     0; `version_spans` and `turn_spans` index into it. `turn_spans` name every sampled turn that lies in the
-    trace, trainable here or only context.
+    trace, trainable here or context only.
 
-    A row longer than the task's `max_row_tokens` is several traces, one behind the other: `part` of `parts`,
-    each a stretch of the row with `offset` of the row's tokens before it, which the model saw and this trace
-    does not show. `over_long`: one sample alone is longer.
+    A row longer than the task's `max_row_tokens` becomes several traces in order: `part` of `parts`, each a
+    stretch of the row. `offset` tokens of the row lie before it; the model saw them and this trace does not
+    show them. `over_long`: one sample alone is longer than the limit.
 
     `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1),
-    without a gap. Each is None where it was not asked for, or where it would not be whole: `lacks` then says
-    what is not there, of which turn, and why.
+    without a gap. Each is None where it was not requested, or where it would be incomplete: `lacks` then says
+    what is missing, of which turn, and why.
     """
 
     lineage: int
@@ -193,8 +194,8 @@ class Built:
 
 @frozen(kw_only=True)
 class Outcome:
-    """How a session ended. `clock` says which budget fired, `boundary` whose fault an error was, `log_tail`
-    the harness's last words.
+    """How a session ended. `clock` is the budget that ran out, `boundary` names whose fault an error was,
+    `log_tail` is the end of the harness's log.
     """
 
     status: Status
@@ -207,7 +208,7 @@ class Outcome:
 
 @frozen(kw_only=True)
 class Timing:
-    """Seconds spent in each phase; READY is waiting for a run slot and costs no budget."""
+    """Seconds spent in each phase. `ready_s` is the wait for a run slot and costs no budget."""
 
     init_s: float = 0.0
     ready_s: float = 0.0
@@ -217,9 +218,9 @@ class Timing:
 
 @frozen(kw_only=True)
 class Verdict:
-    """What an evaluator says: a reward, and whatever it wants kept beside it.
+    """An evaluator's result: a reward, and whatever metrics it wants kept.
 
-    `lineage_rewards` stand in the traces of their lineage in the place of the session's; `turn_rewards` in
+    `lineage_rewards` replace the session's reward in the traces of their lineage; `turn_rewards` stand in
     their turns' spans.
     """
 
@@ -233,9 +234,9 @@ class Verdict:
 class Trajectory:
     """All traces of one session, with its outcome, timing and reward: what a trainer reads.
 
-    `attempt` counts the sessions of the same place in the group from 0; `retried_as` is the session that took
-    this one's place. `staleness`: how many weight updates its oldest sampled token was behind when it ended,
-    None where that is not known.
+    `attempt` counts the sessions of the same place in the group from 0; `retried_as` is the session that
+    replaced this one. `staleness`: how many weight updates its oldest sampled token was behind when it ended,
+    None where that is unknown.
     """
 
     session_id: str

@@ -27,8 +27,8 @@ GroupState = Literal["complete", "partial", "early", "dropped"]
 
 @frozen(kw_only=True)
 class Member:
-    """One place of a group: the session that held it in the end. `why` says why it is not usable, None when
-    it is.
+    """One place of a group: the session that held it in the end. `why` says why it is unusable, None when it
+    is usable.
 
     `stale`: it is further behind than the task's `max_staleness`, whether that makes it unusable or not.
     """
@@ -45,7 +45,7 @@ class Member:
 
 @frozen(kw_only=True)
 class Group:
-    """A group that is over. `trajectories` are those of its members that the reader has, in order of
+    """A finished group. `trajectories` are those of its members that the reader has, in order of
     sample_index.
     """
 
@@ -81,9 +81,7 @@ EARLY_STOP: Final = "early stop"
 
 @frozen(kw_only=True)
 class Facts:
-    """What is known of a session that is over. `trainable_tokens` is None in journals that did not count
-    them.
-    """
+    """What is known of a finished session. `trainable_tokens` is None in journals that did not count them."""
 
     session_id: str
     sample_index: int
@@ -94,7 +92,7 @@ class Facts:
 
 
 def facts_of(trajectory: Trajectory) -> Facts:
-    """The facts of a session, from what it left."""
+    """The facts of a session, from its trajectory."""
     return Facts(
         session_id=trajectory.session_id,
         sample_index=trajectory.sample_index,
@@ -106,7 +104,7 @@ def facts_of(trajectory: Trajectory) -> Facts:
 
 
 def lost_to_the_machine(outcome: Outcome) -> bool:
-    """Whether a session ended for what is no fault of its agent, its task or its trainer."""
+    """Whether a session ended through no fault of its agent, its task or its trainer."""
     return outcome.status == "interrupted" or (outcome.status == "error" and outcome.boundary in MACHINE)
 
 
@@ -131,7 +129,7 @@ def member_of(spec: GroupSpec, facts: Facts) -> Member:
 
 
 def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: str) -> Group:
-    """The group whose places are over with these sessions."""
+    """The group whose places ended with these sessions."""
     ordered = sorted(facts, key=lambda each: each.sample_index)
     members = tuple(member_of(spec, each) for each in ordered)
     early = sum(stopped_early(each.outcome) for each in ordered)
@@ -151,7 +149,9 @@ def _is_stale(spec: GroupSpec, facts: Facts) -> bool:
 
 
 def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
-    """Each begins with a word of its own, and a colon where there is more: reasons are counted by it."""
+    """The reason a session is unusable. Each begins with a word of its own, and a colon where there is more:
+    reasons are counted by it.
+    """
     if stopped_early(facts.outcome):
         return EARLY_STOP
     if lost_to_the_machine(facts.outcome):
@@ -179,7 +179,7 @@ def _state(spec: GroupSpec, members: Sequence[Member], early: int) -> tuple[Grou
 
 
 def _missing(members: Sequence[Member]) -> str:
-    """How many are not usable, by the word their reason begins with."""
+    """How many members are unusable, by the word their reason begins with."""
     words = Counter(member.why.partition(":")[0] for member in members if member.why is not None)
     return ", ".join(f"{count} {word}" for word, count in words.items())
 
@@ -188,18 +188,17 @@ def _missing(members: Sequence[Member]) -> str:
 
 
 def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
-    """The trajectory of a session that ends now. `history`: the versions that were served, oldest first, the
-    last is served now.
+    """The trajectory of a session that ends now, with its staleness. `history`: the versions that were
+    served, oldest first; the last is served now.
     """
     return evolve(trajectory, staleness=updates_behind(trajectory, history))
 
 
 def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
-    """Weight updates between the session's oldest sampled token and the last of `history`; None when it has
-    no token of a version in it.
+    """Weight updates between the session's oldest sampled token and the last of `history`. None when no
+    token's version is in it.
 
-    Of a version that was served more than once the last time counts: going back to it made its tokens fresh
-    again.
+    Of a version that was served more than once the last time counts: a rollback made its tokens fresh again.
     """
     behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
     sampled = {
@@ -212,7 +211,7 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
 
 
 def group_json(group: Group) -> dict[str, Json]:
-    """The body of the event; trajectories have events of their own."""
+    """The body of the `group` event; trajectories have events of their own."""
     return {
         "task_id": group.task_id,
         "group_id": group.group_id,
@@ -226,7 +225,7 @@ def group_json(group: Group) -> dict[str, Json]:
 
 @frozen(kw_only=True)
 class MemberShape(Member):
-    """A member as journals of any version say it."""
+    """A member as journals of any version write it."""
 
     reward: float | None = None
     usable: bool = False
@@ -242,8 +241,8 @@ class GroupShape:
 
 
 def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
-    """The group that an event's body says, with those of `trajectories` that are its members'. Refused with a
-    path when it says none.
+    """The group in an event's body, with those of `trajectories` that are its members'. Refused, with a path,
+    for any other body.
     """
     shape = structure(value, GroupShape)
     places = {each.session_id: each.sample_index for each in shape.sessions}
@@ -260,8 +259,8 @@ def _group(shape: GroupShape, state: GroupState) -> Group:
 
 
 def _of_an_old_journal(shape: GroupShape) -> Group:
-    """Before journal version 4 an event said statuses and rewards alone: judged by them, and by the defaults
-    of a task.
+    """The group of an event before journal version 4, which had statuses and rewards alone: judged by them
+    and a task's defaults.
     """
     facts = (
         Facts(

@@ -57,7 +57,7 @@ def group_normalised(rewards: Sequence[float], *, std: bool = True) -> tuple[flo
 
 
 def advantages_of(rewards: Sequence[float], estimator: Estimator) -> tuple[float, ...]:
-    """One a session, in their order. They sum to 0."""
+    """One advantage for each reward, in their order. They sum to 0."""
     return tuple(scale.of(reward) for scale, reward in zip(scales(rewards, estimator), rewards, strict=True))
 
 
