@@ -62,7 +62,9 @@ def advantages_of(rewards: Sequence[float], estimator: Estimator) -> tuple[float
 
 
 def scales(rewards: Sequence[float], estimator: Estimator) -> tuple[Scale, ...]:
-    """What each session's rewards are compared with; also the rewards that its lineages have of their own."""
+    """The baseline and spread of each session's rewards; the rewards that its lineages have of their
+    own use the same.
+    """
     mean = mean_of(rewards)
     match estimator:
         case "leave_one_out":
@@ -76,7 +78,7 @@ def scales(rewards: Sequence[float], estimator: Estimator) -> tuple[Scale, ...]:
 
 
 def mean_of(rewards: Sequence[float]) -> float:
-    """0 of none; of equal ones exactly what they are."""
+    """The mean; 0 for no values, exactly the value when all are equal."""
     if not rewards or min(rewards) == max(rewards):
         return rewards[0] if rewards else 0.0
     return fsum(rewards) / len(rewards)
@@ -96,8 +98,8 @@ LossMean = Literal["token_mean", "session_mean", "fixed_length"]
 
 @frozen(kw_only=True)
 class Row:
-    """One trace with something to train. `weight` is of each of its trained tokens; `turns` have advantages
-    of their own, by a turn's number.
+    """One trace with something to train. `weight` applies to each of its trained tokens; `turns` are
+    the advantages of turns that have their own, by turn number.
     """
 
     session_id: str
@@ -108,8 +110,8 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """How many are trained. A trainer whose loss is a mean over a row's tokens weighs the row with
-        `weight * tokens`.
+        """The number of trained tokens. A trainer whose loss is a mean over a row's tokens multiplies
+        it by `weight * tokens`.
         """
         return self.trace.loss_mask.count(1)
 
@@ -135,12 +137,12 @@ def rows_of(
     length: int | None = None,
     process: bool = False,
 ) -> tuple[Row, ...]:
-    """The rows of a batch of groups, dropped ones left out. `length` is for `fixed_length`: the tokens a
-    session may have at most, a constant.
+    """The training rows of a batch of groups, without dropped ones. `length` is for `fixed_length`: the
+    most tokens a session may have, a constant.
 
-    A row's reward, where it has one of its own, is compared with its session's baseline. With `process`,
-    turns that have rewards of their own are compared with all such turns of the group, and a token has what
-    its turn and the later ones of its session come to.
+    A row's own reward, where it has one, is compared with its session's baseline. With `process`, turns
+    with rewards of their own are compared with all such turns of the group, and a token's advantage is
+    the sum over its turn and the later ones of its session.
     """
     batch = [(group, group.usable) for group in groups]
     weights = _token_weights([each for _, sessions in batch for each in sessions], loss, length)
@@ -159,7 +161,9 @@ def _rows(
     *,
     process: bool,
 ) -> Iterator[Row]:
-    """Compared with all usable members, also with those whose trajectory the reader does not have."""
+    """The rows of one group. Rewards are compared with those of all usable members, also of those whose
+    trajectory the reader does not have.
+    """
     rewards = {
         member.session_id: member.reward
         for member in group.members
@@ -183,7 +187,7 @@ def _rows(
 
 
 def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int | None) -> dict[str, float]:
-    """Of each trained token of a session, by the session's id, in a batch of these sessions."""
+    """The weight of each trained token of a session, by session id, in a batch of these sessions."""
     if (loss == "fixed_length") != (length is not None and length > 0):
         raise Refused(
             "length is for fixed_length, which needs it: the tokens that a session may have at most, as a"
@@ -205,8 +209,8 @@ def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int |
 
 
 def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, dict[int, float]]:
-    """By session and turn: the normalised rewards of this turn and those after it, added up. Only sessions
-    with such rewards are named.
+    """By session and turn: the sum of the normalised rewards of this turn and those after it. Only
+    sessions with such rewards are included.
     """
     every = {session.session_id: _turn_rewards(session) for session in sessions}
     found: dict[str, dict[int, float]] = {}
@@ -222,7 +226,7 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
 
 
 def _turn_rewards(session: Trajectory) -> dict[int, float]:
-    """Each turn once, in however many rows it lies."""
+    """Each turn once, however many rows it is in."""
     return {
         span.turn: span.reward
         for trace in session.traces

@@ -48,12 +48,14 @@ THINKING_TEMPLATE: Final = "thinking_template"
 
 @frozen(kw_only=True)
 class Plan:
-    """How one request will be rendered. `parent` and `new` say it all; `kind` and `reason` only name it.
+    """How one request will be rendered. `parent` and `new` decide the prompt; `kind` and `reason` only
+    name it.
 
-    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample lacks one, and the
-    suffix of `new`; with a parent and nothing new, generation goes on exactly where the parent's sample
-    ended. Without a parent `new` is every message: a full render. `matched` of `total` messages are in the
-    parent's path. `request_key`, `before_key`, `lineage`, `kind`, `role` belong into the turn.
+    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample is missing one,
+    and the suffix of `new`; with a parent and nothing new, generation continues exactly where the
+    parent's sample ended. Without a parent `new` is every message: a full render. `matched` of `total`
+    messages are in the parent's path. `request_key`, `before_key`, `lineage`, `kind` and `role` are
+    copied to the turn.
     """
 
     index: int
@@ -75,7 +77,7 @@ class Plan:
 
 
 def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
-    """One more sample of a plan's prompt: a sibling, and no retry of it."""
+    """A plan for one more sample of the same prompt: a sibling, not a retry."""
     kind: TurnKind = "root" if plan.parent is None else "branch"
     return evolve(
         plan,
@@ -88,7 +90,7 @@ def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
 
 
 def resumed(turn: Turn, *, index: int, total: int) -> Plan:
-    """The plan that goes on with a turn's cut sample."""
+    """The plan that continues a turn's cut sample."""
     kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
     note = (
         f"{RESUMED}: turn {turn.index}'s client left before its answer and asked the same again; its"
@@ -111,8 +113,8 @@ def resumed(turn: Turn, *, index: int, total: int) -> Plan:
 
 
 def regrouped(request: ModelRequest, references: References) -> ModelRequest:
-    """The request with each answer's calls in one message. O(messages); the request itself where nothing is
-    to be joined.
+    """The request with each answer's calls in one message. O(messages); the request itself where there
+    is nothing to join.
     """
     kept: list[Message] = []
     joined: dict[int, int] = {}  # turn to how many messages it came in
@@ -144,8 +146,8 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
 
 
 def _alike(first: Message, second: Message) -> bool:
-    """Whether two messages may be one, at a glance: the ids of their calls differ only in their places, and
-    the second says nothing new.
+    """A cheap test whether two messages may be one answer: the ids of their calls differ only in their
+    places, and the second has no new text.
     """
     if not (second.calls and first.calls and second.role == "assistant"):
         return False
@@ -156,7 +158,7 @@ def _alike(first: Message, second: Message) -> bool:
 
 
 def _turn(first: Message, second: Message, references: References) -> int | None:
-    """The turn whose calls both messages show, one behind the other."""
+    """The turn whose calls both messages show, in order."""
     found = [references.locate(call.id) for call in (first.calls[-1], *second.calls)]
     proven = [one for one in found if one is not None]
     in_order = all(one.rest < other.rest for one, other in pairwise(proven))
@@ -172,12 +174,13 @@ def _turn(first: Message, second: Message, references: References) -> int | None
 
 @frozen(kw_only=True)
 class Attached:
-    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path holds.
-    `path` is the whole request's.
+    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path
+    holds. `path` is the whole request's.
 
-    `follows` is the turn it goes on from though it cannot extend it: its answer is here, the user message it
-    answered is gone or another. `rerendered` is the turn it could extend, were it not rendered anew for its
-    thoughts. `keys` has the path's key before each message, and the last.
+    `follows` is the turn that it continues without extending it: its answer is here, but the user
+    message it answered is missing or changed. `rerendered` is the turn that it could extend if its
+    thinking did not have to be rendered again. `keys` has the path's key before each message, and the
+    last.
     """
 
     path: Path
@@ -190,14 +193,14 @@ class Attached:
 
     @property
     def before(self) -> int | None:
-        """The turn that the request goes on from, whether it extends it or not."""
+        """The turn that the request continues, whether it extends it or not."""
         return next((turn for turn in (self.follows, self.parent, self.rerendered) if turn is not None), None)
 
 
 @define(eq=False)
 class _Pass:
-    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of them a
-    turn's path holds.
+    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of
+    them a turn's path holds.
 
     `ours` and `odd` are what a `Trail` keeps of it.
     """
@@ -219,10 +222,10 @@ class _Pass:
     follows: int | None = None
 
     def recall(self, trail: Trail, length: int) -> int:
-        """Take over what an earlier pass found in the same first messages; how many that were.
+        """Reuse what an earlier pass found in the same first messages; return how many those were.
 
-        Answers are only ever added, so what was ours is; all else is asked again, and the first that is
-        answered otherwise ends it.
+        Answers are only ever added, so what was ours stays ours. All other assistant messages are
+        looked up again, and the first with another result ends the reuse.
         """
         self.keys[:] = trail.keys[: length + 1]
         for place in trail.odd:
@@ -268,9 +271,7 @@ class _Pass:
         return key
 
     def _follow(self, position: int, message: Message, key: str) -> None:
-        """Look for a turn that answered so, but to a user message that is not here, or reads
-        otherwise here.
-        """
+        """Look for a turn with this answer whose user message is missing or changed here."""
         found = self.ledger.unprompted_with(key)
         if found is None and position and self.messages[position - 1].role == "user":
             found = self.ledger.unprompted_with(
@@ -279,8 +280,8 @@ class _Pass:
         self.follows = self.follows if found is None else found
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
-        """The key of the turn a changed message provably is: same call ids in the same order, text equal or
-        dropped.
+        """The key of the turn that a changed message provably is: the same call ids in the same order,
+        text equal or dropped.
         """
         candidates = self.ledger.answers_to(before)
         proven = self.references.find_refs(opaques(message)) if candidates else frozenset()
@@ -314,7 +315,7 @@ def attach(
 
 
 def _walk(root: str, walk: _Pass) -> _Pass:
-    """One pass over all messages, from where an earlier request's went."""
+    """One pass over all messages, starting where an earlier request's pass can be reused."""
     numbers = numbers_of(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
@@ -347,9 +348,7 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
 
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
-    """Among twins, the one whose path the request's references prove most; then the latest, and that
-    is said.
-    """
+    """Among twins, the one whose path the request's references prove most; then the latest, with a note."""
     twins = walk.ledger.answered_with(walk.keys[walk.best])
     if len(twins) == 1:
         return twins[0], []
@@ -375,7 +374,7 @@ def opaques(message: Message) -> Iterator[str]:
 
 
 def excusable(references: References, ours: Message, echoed: Message) -> bool:
-    """Whether a message that names one of ours is that one, changed: same call ids in the same order, text
+    """Whether an echoed message is one of ours, changed: the same call ids in the same order, text
     equal or dropped.
     """
     recorded, shown = _located(references, ours), _located(references, echoed)

@@ -32,8 +32,8 @@ from polarnode.merge.token_extras import row_extras
 
 @frozen(kw_only=True)
 class Slice:
-    """Tokens [start, end) of a row: all or the end of what its turns `first` to `last` (places in the line,
-    both in it) brought.
+    """Tokens [start, end) of a row: all or the end of what its turns `first` to `last` (places in the
+    line, inclusive) added.
     """
 
     start: int
@@ -46,10 +46,10 @@ class Slice:
 
 
 def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> list[Slice]:
-    """The slices of the row that a line of turns makes, its trained ones by index; one, the whole row, where
-    that is within the limit.
+    """The slices of the row that a line of turns makes; one, the whole row, where that is within the
+    limit. `trained` are turn indexes.
 
-    `line` may begin after the root when at least `limit` tokens of it are there.
+    `line` may begin after the root when at least `limit` of its tokens are there.
     """
     end, begin = line[-1].end, line[0].begin
     if limit is None or end <= limit:
@@ -77,8 +77,8 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
 
 
 def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
-    """The trained turns as places (first, last): one that goes on right behind a trained sample has no
-    context of its own, and stays with it.
+    """The trained turns as places (first, last). One that follows a trained sample directly has no
+    context of its own and stays with it.
     """
     places = [place for place, turn in enumerate(line) if turn.index in trained]
     first = places[0]
@@ -90,7 +90,7 @@ def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int
 
 
 def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, int]]:
-    """As many units together as fit, from the left: no other way needs fewer slices."""
+    """As many units together as fit, from the left: no other division needs fewer slices."""
     first, last = units[0]
     for unit in units[1:]:
         if line[unit[1]].end - line[first].begin > limit:
@@ -101,8 +101,8 @@ def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> I
 
 
 def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int, low: int) -> int:
-    """Where a slice begins whose first trained turn is at place `first`: not before `low`, and at a turn's
-    end if one is there.
+    """Where a slice begins whose first trained turn is at place `first`: not before `low`, and at a
+    turn's end if there is one.
     """
     sample = line[first].prompt_length
     if low == floor:
@@ -118,7 +118,7 @@ def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int,
 
 
 def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
-    """The ids turn `index` was conditioned on, exactly, int32[prompt_length]. A fresh array."""
+    """The ids that turn `index` was conditioned on, exactly: a fresh int32[prompt_length]."""
     return ledger.prompt_ids({turn.index: turn for turn in turns}, index)
 
 
@@ -128,10 +128,10 @@ def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = No
 
 
 def row(line: Sequence[Turn], trained: Collection[int], *, prompt_length: int | None = None) -> Trace:
-    """What a line of turns makes, from its root on, with loss on the samples of the turns whose index is in
-    `trained`.
+    """The trace of a line of turns, from its root, with loss on the samples of the turns whose index is
+    in `trained`.
 
-    `prompt_length` says where what was asked ends and the answer begins; the first sample unless said.
+    `prompt_length` is where the answer begins; the default is the first sample.
     """
     [trace] = rows(line, trained, prompt_length=prompt_length)
     return trace
@@ -144,7 +144,7 @@ def rows(
     limit: int | None = None,
     prompt_length: int | None = None,
 ) -> Iterator[Trace]:
-    """The same in slices of at most `limit` tokens; each trained turn must be of the line."""
+    """The same in slices of at most `limit` tokens; each trained turn must be in the line."""
     for cut in slices(line, trained, limit):
         yield _row(line[cut.first : cut.last + 1], trained, cut, prompt_length)
 
@@ -196,7 +196,7 @@ def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
 
 
 def _copy(tokens: "memoryview[int]", source: "array[int]", *, end: int) -> None:
-    """Put ids where they end; those before the row's first are cut."""
+    """Copy ids so that they end at `end`; those before the row's first are cut."""
     start = end - len(source)
     if end > 0:
         tokens[max(start, 0) : end] = memoryview(source)[max(-start, 0) :]
@@ -230,10 +230,10 @@ Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
 
 
 def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[str, ...] = ()) -> Built:
-    """The rows of a session as the named builder makes them. Refused for an unknown name, a wrong config or
-    an import that fails.
+    """The rows of a session as the named builder makes them. Refused for an unknown name, a wrong
+    config or an import that fails.
 
-    InvariantViolated when the turns themselves are not whole, before anything is made of them.
+    InvariantViolated when the turns themselves are incomplete, before any row is made.
     """
     check_turns(turns)
     if spec.import_path is not None:
@@ -248,11 +248,11 @@ def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[st
 
 
 def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
-    """One row a leaf of the tree of turns. A turn in several rows is trained in the first of them and context
-    in the others.
+    """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of
+    them and context in the others.
 
-    The first, and not the longest: rows and their tokens are as many either way, and so a row does not change
-    with what comes after it.
+    The first, and not the longest: rows and tokens are as many either way, and a row then does not
+    change with what comes after it.
     """
     selection = select(turns, config)
     taken: set[int] = set()
@@ -268,8 +268,8 @@ def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
 
 
 def per_request(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
-    """One row a trained turn: its whole prompt as context, its sample with loss. Of a prompt that is too long
-    the end is kept.
+    """One row for each trained turn: its whole prompt as context, its sample with loss. Of a prompt
+    that is too long the end is kept.
     """
     selection = select(turns, config)
     limit = selection.settings.max_row_tokens

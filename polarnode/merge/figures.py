@@ -45,7 +45,7 @@ _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
 
 def word_of(note: str) -> str | None:
-    """The word that a note begins with; None for one that only says something."""
+    """The word that a note begins with; None for a note without one."""
     head = note.partition(":")[0]
     return head if head in WORDS else None
 
@@ -56,7 +56,7 @@ def counted(notes: Iterable[str]) -> "Counter[str]":
 
 
 def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
-    """What the model saw of earlier thoughts, by the places of their messages: those it was shown, and those
+    """Notes on earlier thinking, by the places of its messages: those the model was shown, and those
     the template left out.
     """
     seen, unseen = ", ".join(map(str, shown)), ", ".join(map(str, hidden))
@@ -74,7 +74,7 @@ def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
 
 
 def shows_thinking(notes: Iterable[str]) -> bool:
-    """Whether a prompt, by its notes, was rendered with earlier thoughts."""
+    """Whether the notes say that a prompt was rendered with earlier thinking."""
     return any(note.startswith(_SHOWN) for note in notes)
 
 
@@ -86,10 +86,11 @@ ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "token
 
 
 def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, thinking: str) -> dict[str, Json]:
-    """One session's figures. `thinking` is its task's policy.
+    """One session's counts. `thinking` is its task's policy.
 
-    `tokens_in` are all prompt tokens, of which `tokens_new` were not in the prompt or sample of the turn
-    extended; `prefix_hit_rate` is the share of the others. `notes` counts what the turns' notes begin with.
+    `tokens_in` counts all prompt tokens, `tokens_new` those that were not in the prompt or sample of
+    the turn extended; `prefix_hit_rate` is the share of the others. `notes` counts notes by their first
+    word.
     """
     sampled = {turn.index: len(turn.sampled) for turn in turns}
     left_out_tokens = Counter[str]()
@@ -108,8 +109,8 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
 
 
 def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """The figures of many sessions as one; `thinking` is theirs where it is the same for all, else mixed.
-    What is no number counts nothing.
+    """The counts of many sessions as one; `thinking` is theirs where it is the same for all, else
+    mixed. A value that is no number counts as 0.
     """
     words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
     alone = dict.fromkeys(ALONE, 0)

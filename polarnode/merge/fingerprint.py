@@ -36,8 +36,9 @@ _call = attrgetter("id", "name", "arguments")
 
 @frozen(kw_only=True)
 class Trail:
-    """A request's path: a number a message, and one key more. `ours` are the places behind assistant messages
-    that were exactly a turn's answer, `odd` those of all other assistant messages, both in ascending order.
+    """A request's path: a number for each message, and one key more. `ours` are the places after
+    assistant messages that were exactly a turn's answer, `odd` those of all other assistant messages,
+    both ascending.
     """
 
     root: str
@@ -59,7 +60,7 @@ class Trails:
     _kept: list[Trail] = field(factory=list)
 
     def longest(self, root: str, numbers: "array[int]") -> tuple[Trail | None, int]:
-        """The trail that goes longest with a request, and how far."""
+        """The trail that shares the most first messages with a request, and how many."""
         best: Trail | None = None
         length = 0
         for trail in reversed(self._kept):
@@ -71,7 +72,7 @@ class Trails:
         return best, length
 
     def keep(self, trail: Trail) -> None:
-        """Remember a request's path, instead of one that it goes on from."""
+        """Remember a request's path, in place of one that it continues."""
         grown = (
             kept
             for kept in self._kept
@@ -85,8 +86,8 @@ class Trails:
 
 
 def numbers_of(messages: Sequence[Message]) -> "array[int]":
-    """A number for each message, int64: of all that its key holds. Most of a plan's price, so no call of
-    Python's own stands in it.
+    """A number for each message, int64, of all that its key holds. Most of a plan's time is spent here,
+    so it calls no Python function for a message.
     """
     return array(
         "q",
@@ -102,7 +103,7 @@ def numbers_of(messages: Sequence[Message]) -> "array[int]":
 
 
 def _shared(one: "array[int]", other: "array[int]") -> int:
-    """How many entries two lists begin with in common."""
+    """How many first entries two lists have in common."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -139,13 +140,13 @@ _BLANK: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace
 
 @frozen(kw_only=True)
 class Path:
-    """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-" for
-    none) of what came first.
+    """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-"
+    for none) of its first parts.
 
-    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the
-    leading system messages, `opening` the path to the first assistant message. `bare` (32 hex) is the path
-    without the last message where that is a user's: a harness may take it out again. `text` is kept in a turn
-    as `before_key`.
+    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end
+    of the leading system messages, `opening` the path to the first assistant message. `bare` (32 hex)
+    is the path without the last message where that is a user's, because a harness may remove it again.
+    `text` is kept in a turn as `before_key`.
     """
 
     agent: str
@@ -177,7 +178,7 @@ class Path:
 
 
 def label(text: str) -> str:
-    """A short name of a text: 8 hex digits, "-" for the empty one."""
+    """A short name for a text: 8 hex digits, "-" for the empty one."""
     return _digest(text)[:_LABEL] if text else NONE
 
 
@@ -195,19 +196,19 @@ def tools_key(tools: Sequence[Tool]) -> str:
 
 
 def thinking_letter(conversation: Conversation) -> str:
-    """The thinking flag as one letter: d (not said), y, n."""
+    """The thinking flag as one letter: d (default), y, n."""
     return "d" if conversation.thinking is None else "y" if conversation.thinking else "n"
 
 
 def root_key(tools: str, thinking: str) -> str:
-    """The key every path starts from: what a template renders at the head of a prompt besides messages."""
+    """The key that every path starts from: what a template renders at the head of a prompt besides
+    messages.
+    """
     return _digest(f"{tools}.{thinking}")
 
 
 def advance(key: str, message: Message, *, canonical: Callable[[str], str] | None = None) -> str:
-    """The key after one more message. O(bytes of the message). `canonical` is a memo of the function of that
-    name.
-    """
+    """The key after one more message. O(bytes of the message). `canonical` memoises `canonical_arguments`."""
     spell = canonical or canonical_arguments
     if message.role != "assistant":
         return _digest(f"{key}{message.role}|{message.text}")
@@ -218,15 +219,15 @@ def advance(key: str, message: Message, *, canonical: Callable[[str], str] | Non
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two texts of ours differ at most in the blanks around them."""
+    """Whether two of our texts differ at most in surrounding whitespace."""
     return one.strip(_BLANK) == other.strip(_BLANK)
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), none at all
-    is {}.
+    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), no
+    text is {}.
 
-    What is no JSON, holds a key twice or nests too deep stands for itself, letter by letter.
+    What is no JSON, holds a key twice or nests too deep is compared verbatim.
     """
     text = arguments.strip(_BLANK)
     try:
@@ -237,11 +238,11 @@ def canonical_arguments(arguments: str) -> str:
 
 @define(eq=False)
 class Memo:
-    """What a session's requests repeat: each brings its tools and its whole history again, and reading JSON
-    is most of a fingerprint's price.
+    """Results that a session's requests repeat: each brings its tools and its whole history again, and
+    parsing JSON is most of a fingerprint's time.
 
-    Measured: 12 tools of 31 KB 310 us read, 40 us remembered; a call's arguments 5 us and 0.1 us; a message
-    of 120 characters 1.4 us and 0.2 us.
+    Measured: 12 tools of 31 KB 310 us parsed, 40 us remembered; a call's arguments 5 us and 0.1 us; a
+    message of 120 characters 1.4 us and 0.2 us.
     """
 
     trails: Trails = field(factory=Trails)
@@ -318,8 +319,8 @@ _DECODER: Final = JSONDecoder(
 
 
 def _tagged(value: object, depth: int) -> str:
-    """A value as text that no other value has. Strings and keys carry their length, so nothing inside can
-    look like structure.
+    """A value as text that no other value has. Strings and keys carry their length, so nothing inside
+    can look like structure.
     """
     if depth == 0:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")

@@ -32,7 +32,7 @@ from polarnode.merge.token_extras import routed_of, top_of
 
 
 def check_lengths(traces: Sequence[Trace], limit: int | None) -> None:
-    """Rows are whole where there is no limit, and within it, or marked, where there is one."""
+    """Rows are whole where there is no limit; where there is one, they are within it or marked."""
     for number, trace in enumerate(traces):
         _check_length(f"trace {number}", trace, limit)
 
@@ -53,7 +53,7 @@ def _check_length(name: str, trace: Trace, limit: int | None) -> None:
 
 
 def check_parts(traces: Sequence[Trace], by_index: Mapping[int, Turn]) -> None:
-    """The parts of a row are all there, in order, and slices of one line that do not overlap."""
+    """The parts of a row are all there, in order, and are slices of one line that do not overlap."""
     before: Trace | None = None
     for number, trace in enumerate(traces):
         _check_part(f"trace {number}", trace, before, by_index)
@@ -97,9 +97,7 @@ def _leads(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Hold what can be held on the turns alone: each is whole, and its prompt begins where its parent
-    ends.
-    """
+    """Check the turns alone: each is complete, and its prompt begins where its parent ends."""
     by_index: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.index in by_index:
@@ -146,7 +144,7 @@ def check_sample(turn: Turn) -> None:
 
 
 def is_whole(turn: Turn) -> bool:
-    """Whether every sampled token of a turn has what a trained one must have."""
+    """Whether every sampled token of a turn has what a trained token needs."""
     try:
         check_sample(turn)
     except InvariantViolated:
@@ -217,8 +215,8 @@ def _check_failed(name: str, turn: Turn, *, train_failed: bool) -> None:
 
 
 def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
-    """The trace is the line of turns that its last one ends, each prompt and sample in its place; from its
-    offset on.
+    """The trace is the line of turns that its last one ends, each prompt and sample in its place, from
+    its offset on.
     """
     expected = [
         _span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset
@@ -314,7 +312,7 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
 
 
 def _check_carried(name: str, trace: Trace, line: Sequence[Turn]) -> None:
-    """The alternatives and the experts of a trace are its turns', row for row; it may have none."""
+    """The top logprobs and experts of a trace are its turns', row for row; it may have none."""
     trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
     if trace.top is not None and trace.top != top_of(line, trained):
         raise InvariantViolated(
@@ -340,8 +338,8 @@ def _shown(spans: Sequence[TurnSpan]) -> str:
 
 
 def _same(what: str, tokens: bytes, start: int, expected: "array[int]") -> None:
-    """Those of the expected ids that lie in the trace, where they begin at `start`, are there. What lies
-    before a slice is not shown.
+    """The expected ids that lie in the trace, where they begin at `start`, are there. What lies before
+    a slice is not in it.
     """
     due = expected if start >= 0 else expected[-start:]
     start = max(start, 0)
@@ -360,8 +358,8 @@ __all__ = ["Counts", "check", "check_lengths", "check_turns", "is_whole"]
 
 @frozen(kw_only=True)
 class Counts:
-    """What a session's traces hold. `sampled`, `trainable` are tokens; `left_out`, `turns` turns; `traces`
-    rows.
+    """What a session's traces hold. `sampled` and `trainable` are tokens, `left_out` and `turns` turns,
+    `traces` rows.
     """
 
     sampled: int
@@ -372,7 +370,7 @@ class Counts:
 
     @property
     def merged_ratio(self) -> float:
-        """Trained turns a row: 1.0 is no merging, 0.0 no row."""
+        """Trained turns for each row: 1.0 is no merging, 0.0 no row."""
         return (self.turns - self.left_out) / self.traces if self.traces else 0.0
 
 
@@ -414,7 +412,9 @@ def _left_out(by_index: Mapping[int, Turn], built: Built) -> dict[int, str]:
 
 
 def _check_masks(by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons: Mapping[int, str]) -> int:
-    """Every sampled token once, those of turns left out never. Returns how many tokens are trained."""
+    """Every sampled token is trained once, those of turns left out never. Returns the number of trained
+    tokens.
+    """
     # a turn's mask bytes, summed over traces, as one number: 128k of them are one addition
     covered: dict[int, int] = dict.fromkeys(by_index, 0)
     for number, trace in enumerate(traces):

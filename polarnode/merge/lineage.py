@@ -38,7 +38,7 @@ DropsThinking = Callable[[Sequence[Message]], bool]
 
 @frozen(kw_only=True)
 class ThinkingPolicy:
-    """What one session's requests are rendered from where the template decides over thoughts."""
+    """What one session's requests are rendered from where the template decides on earlier thinking."""
 
     drops: DropsThinking
     ledger: Ledger
@@ -46,7 +46,7 @@ class ThinkingPolicy:
 
     def shown(self, found: Attached, conversation: Conversation) -> tuple[Attached, tuple[Message, ...]]:
         """What a request extends under this policy, and the messages that are rendered, with their
-        thoughts.
+        thinking.
         """
         messages = conversation.messages
         if self._hides(found, messages[found.matched :]):
@@ -72,7 +72,7 @@ class ThinkingPolicy:
         )
 
     def _restored(self, place: int, message: Message, found: Attached) -> Message:
-        """A message of ours with what was thought before it."""
+        """A message of ours with the thinking that preceded it."""
         if message.role != "assistant":
             return message
         key = found.keys[place + 1]
@@ -87,8 +87,8 @@ class ThinkingPolicy:
         return evolve(message, thinking=self.ledger.thinking(author, key))
 
     def _author(self, candidates: Sequence[int], proven: frozenset[int], found: Attached) -> int:
-        """Among twins the one the message names, then the one whose tokens the request goes on from, then the
-        latest.
+        """Among twins the one that the message names, then the one whose tokens the request continues,
+        then the latest.
         """
         line = (
             frozenset(self.ledger.ancestry(found.before))
@@ -128,8 +128,8 @@ class Lineages:
     def __init__(
         self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None
     ) -> None:
-        """`drops_thinking`, the template's, decides which thoughts a prompt holds; without it sampled
-        thoughts stay.
+        """`drops_thinking` is the template's: it decides which thinking a prompt holds. Without it
+        sampled thinking stays.
         """
         self.references = References(session_id, secret)
         self._session_id = session_id
@@ -141,14 +141,14 @@ class Lineages:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns that ended, by index; a number whose generation is still under way is absent."""
+        """The turns that ended, by index; a turn whose generation is still under way is absent."""
         return tuple(turn for _, turn in sorted(self._ledger.turns.items()))
 
     def plan(
         self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS
     ) -> Plan:
-        """Reserve a turn and say what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of
-        the request).
+        """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon`.
+        O(bytes of the request).
         """
         found, new = self._attached(conversation, hints)
         roles = self._classify(found, conversation, hints)
@@ -160,7 +160,7 @@ class Lineages:
     def _attached(
         self, conversation: Conversation, hints: Mapping[str, str]
     ) -> tuple[Attached, tuple[Message, ...]]:
-        """What a request extends, and the messages that are rendered behind it."""
+        """What a request extends, and the messages that are rendered after it."""
         found = attach(
             conversation,
             hints.get("agent", ""),
@@ -180,8 +180,8 @@ class Lineages:
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
-        """`count` more plans for the request of this one: other samples of the same prompt, siblings and no
-        retries of each other.
+        """`count` more plans for the request of this one: further samples of the same prompt, siblings
+        and not retries of each other.
         """
         tree = self._graph
         numbers = range(1, count + 1)
@@ -191,8 +191,8 @@ class Lineages:
         )
 
     def resume(self, index: int, *, total: int) -> Plan | None:
-        """Go on with the cut sample of a turn whose client left and asks the same again, `total` messages.
-        None when it cannot go on.
+        """Plan to continue the cut sample of a turn whose client left and sent the same request again,
+        of `total` messages. None when it cannot be continued.
         """
         turn = self._ledger.turns[index]
         return (
@@ -202,8 +202,8 @@ class Lineages:
         )
 
     def resumed_prefix(self, plan: Plan) -> "array[int]":
-        """What was sampled of a plan's answer before it: the samples that it resumes, int32. Empty for any
-        other plan.
+        """The ids of a plan's answer that were sampled before it, by the turns it resumes, int32. Empty
+        for any other plan.
         """
         parts, reason, parent = [ids()], plan.reason, plan.parent
         while reason == RESUMED and parent is not None:
@@ -215,15 +215,15 @@ class Lineages:
     def look(
         self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS
     ) -> "tuple[array[int] | None, tuple[Message, ...]]":
-        """What a request would be rendered from, without asking: the ids of the turn it extends (None for a
-        root), and the messages after it.
+        """What a request would be rendered from, without planning it: the ids of the turn it extends
+        (None for a root), and the messages after it.
         """
         found, new = self._attached(conversation, hints)
         return None if found.parent is None else self._ledger.written(found.parent), new
 
     def history(self, plan: Plan) -> "array[int]":
-        """The exact ids of the parent, prompt and sample, int32: a fresh array, empty for a root. O(ids) of
-        memcpy.
+        """The exact ids of the parent, prompt and sample: a fresh int32 array, empty for a root. O(ids)
+        of memcpy.
         """
         return self._ledger.written(plan.parent)
 
@@ -259,7 +259,7 @@ class Lineages:
         turns: Sequence[Turn],
         drops_thinking: DropsThinking | None = None,
     ) -> "Lineages":
-        """The lineages that these turns made, ready to plan the next."""
+        """The lineages that these turns make, ready to plan the next request."""
         lineages = cls(session_id=session_id, secret=secret, drops_thinking=drops_thinking)
         for turn in sorted(turns, key=lambda turn: turn.index):
             lineages._fits(turn)
@@ -291,9 +291,7 @@ class Lineages:
     def _classify(
         self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
     ) -> RequestRoles:
-        """The role of a request: what it shows itself, else that of the sub-agent whose turn it goes
-        on from.
-        """
+        """The role of a request: its own signs, else that of the sub-agent whose turn it continues."""
         names = [tool.name for tool in conversation.tools]
         roles = self._paths.classify(found.path, conversation.messages, hints.get("kind", ""), tools=names)
         if (

@@ -25,8 +25,8 @@ _NO_CONFIG: Final[Mapping[str, Json]] = MappingProxyType({})
 
 @define(kw_only=True)
 class Counts:
-    """What was read and made. `rows` = the `first` rows of sessions + `retries` + `broken`. `empty` calls
-    sampled nothing and are in no row.
+    """What was read and made. `rows` = the `first` rows of sessions + `retries` + `broken`. `empty`
+    calls sampled nothing and are in no row.
     """
 
     records: int = 0
@@ -55,7 +55,7 @@ class Counts:
 
 @define(eq=False)
 class _Session:
-    """One session's calls, and the line on which each turn was said."""
+    """One session's calls, and the line of each turn."""
 
     forest: Forest
     lines: dict[Name, int] = field(factory=dict)
@@ -63,15 +63,15 @@ class _Session:
 
 @define(eq=False)
 class Sessions:
-    """Takes lines as they come, gives rows when all are in."""
+    """Takes lines one by one and gives the rows after the last."""
 
     counts: Counts = field(factory=Counts)
     _hasher: Hasher = field(factory=Hasher)
     _open: dict[str | int, _Session] = field(factory=dict)
 
     def take(self, text: bytes, line: int) -> str | None:
-        """Take one line of the input; what is wrong with it in a sentence, or None. An empty line is no
-        record.
+        """Take one line of the input. Returns what is wrong with it in a sentence, or None. An empty
+        line is no record.
         """
         if not text.strip():
             return None
@@ -101,10 +101,11 @@ class Sessions:
             self.counts.empty += 1
 
     def rows(self) -> Iterator[bytes]:
-        """The rows as lines of JSON: sessions in the order they appeared, a session's in the order of their
-        last turns.
+        """The rows as lines of JSON: sessions in the order they appeared, a session's in the order of
+        their last turns.
 
-        InvariantViolated if a session's rows break an invariant: a fault of polarnode, not of the input.
+        InvariantViolated if a session's rows break an invariant: a fault of polarnode, not of the
+        input.
         """
         self.counts.sessions = len(self._open)
         while self._open:
@@ -122,7 +123,7 @@ class Sessions:
 
 
 def _row(session_id: str | int, trace: Trace, names: list[Name]) -> bytes:
-    """A row as JSON. float32 numbers are written as short as they read back to the same bits as float32."""
+    """A row as JSON. float32 numbers are written in the fewest digits that read back to the same bits."""
     row = {
         "session_id": session_id,
         "token_ids": numpy.frombuffer(trace.token_ids, dtype=numpy.int32),
@@ -137,9 +138,7 @@ def _row(session_id: str | int, trace: Trace, names: list[Name]) -> bytes:
 
 
 def _versions(trace: Trace) -> list[dict[str, Json]]:
-    """Which weights sampled what, where they were named; stretches that touch and are of the same weights are
-    one.
-    """
+    """The spans of weight versions, where they were named; adjacent spans of the same version are joined."""
     found: list[dict[str, Json]] = []
     for span in trace.version_spans:
         if found and (found[-1]["version"], found[-1]["end"]) == (span.version, span.start):

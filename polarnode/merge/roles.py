@@ -21,7 +21,7 @@ _ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 
 @frozen
 class _Sign:
-    """How a side call begins: its system message, or the user message it ends with."""
+    """How a side call begins: its system message, or its last user message."""
 
     place: Literal["system", "user"]
     begins: str
@@ -81,7 +81,7 @@ _TASKS: Final = 64
 
 @frozen(kw_only=True)
 class RequestRoles:
-    """The part a turn plays, and a sentence when it is not the main one."""
+    """The role of a turn, and a sentence when it is not main."""
 
     role: TurnRole = "main"
     note: str | None = None
@@ -89,8 +89,8 @@ class RequestRoles:
 
 @define(eq=False)
 class PathIndex:
-    """How the session's paths began, and what was handed to tools: enough to say who asks, and what is new
-    about a path of its own.
+    """How the session's paths began, and what was passed to tools: enough to tell who asks, and what is
+    new about a new path.
     """
 
     _seen: set[str] = field(factory=set)
@@ -101,7 +101,7 @@ class PathIndex:
     _tasks: list[str] = field(factory=list)
 
     def note(self, path: Path, role: TurnRole) -> None:
-        """Remember a path that was asked."""
+        """Remember a path that was requested."""
         if role == "compaction":
             self._summarised = True
         elif f"o{path.opening}" not in self._seen:
@@ -114,7 +114,7 @@ class PathIndex:
             self._main_has_tools |= path.tools != NONE
 
     def note_answer(self, answer: Answer) -> None:
-        """Remember what an answer hands to tools: it may be a sub-agent's task."""
+        """Remember what an answer passes to tools: it may be a sub-agent's task."""
         for call in answer.calls:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
@@ -122,8 +122,8 @@ class PathIndex:
     def classify(
         self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()
     ) -> RequestRoles:
-        """The role of a request. `kind` is what the harness itself says it is, where it does; `tools` are the
-        names of those it may call.
+        """The role of a request. `kind` is the role that the harness itself gives, where it does;
+        `tools` are the names of the tools it may call.
         """
         for role in _ROLES:
             if role == kind:

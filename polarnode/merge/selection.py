@@ -27,11 +27,11 @@ SHORTEST_ROW: Final = 2  # a token to be conditioned on, and a sampled one
 
 @frozen(kw_only=True)
 class Settings:
-    """Which turns carry loss, and how many tokens a row may have (None: as many as it has).
+    """Which turns carry loss, and how many tokens a row may have (None: no limit).
 
-    `train_superseded`: cut answers that the client asked for again. `train_failed`: what was sampled before
-    the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`: answers that
-    ended because the client left or someone aborted them.
+    `train_superseded`: cut answers that the client requested again. `train_failed`: what was sampled
+    before the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`:
+    answers that ended because the client left or aborted them.
     """
 
     train_roles: frozenset[TurnRole] = TRAINED_ROLES
@@ -53,8 +53,8 @@ NAMES: Final = (*(field.name for field in fields(Settings)), _OLDER_WORD)
 
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
-    """The settings that a config says. Refused, with the field's path, for an unknown name or a value that
-    cannot be.
+    """The settings in a config. Refused, with the field's path, for an unknown name or an impossible
+    value.
     """
     unknown = [name for name in config if name not in NAMES]
     if unknown:
@@ -85,7 +85,7 @@ def _limit(config: Mapping[str, Json]) -> int | None:
 
 
 def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
-    """The roles whose turns carry loss. `train_auxiliary` is the older word for all of them."""
+    """The roles whose turns carry loss. `train_auxiliary` is the older name for all of them."""
     everything = _switch(config, _OLDER_WORD, "whether side calls are trained", default=False)
     if "train_roles" not in config:
         return frozenset(ROLES) if everything else TRAINED_ROLES
@@ -138,8 +138,8 @@ class TrainableSelection:
         return tuple(turn for turn in self.trained if turn.index not in inner)
 
     def _extended(self) -> set[int]:
-        """The turns that some trained turn extends. Each is visited once, so a thousand leaves on one trunk
-        cost no more than one.
+        """The turns that some trained turn extends. Each is visited once, so a thousand leaves on one
+        trunk cost no more than one.
         """
         inner: set[int] = set()
         for turn in self.trained:
@@ -151,7 +151,7 @@ class TrainableSelection:
 
 
 def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelection:
-    """Who plays in a session, as a builder's config says. Refused for a config that is wrong."""
+    """The turns of a session that a builder's config trains. Refused for a wrong config."""
     settings = read_settings(config)
     by_index = {turn.index: turn for turn in turns}
     ordered = [by_index[index] for index in sorted(by_index)]
@@ -191,7 +191,7 @@ def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> 
 
 
 def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
-    """Of turns whose answer went on exactly where they were cut: the last turn of that answer."""
+    """For turns whose answer continued exactly where they were cut: the last turn of that answer."""
     found: dict[int, Turn] = {}
     for turn in reversed(ordered):
         if turn.kind == "continue" and turn.parent is not None and turn.state != "failed":
@@ -200,10 +200,10 @@ def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
 
 
 def _superseded(ordered: Sequence[Turn]) -> set[int]:
-    """Cut turns that nothing extends and that a later sibling asked again, not in vain: what the agent went
-    on with is its answer.
+    """Cut turns that nothing extends and that a later sibling requested again with success: the agent
+    continued with the sibling's answer.
 
-    Another choice of the same call asked nothing again.
+    Another choice of the same call is not a repeated request.
     """
     living = [turn for turn in ordered if turn.state != "failed"]
     latest = {request: turn.index for turn in living if turn.reason != CHOICE for request in _requests(turn)}
@@ -215,6 +215,8 @@ def _superseded(ordered: Sequence[Turn]) -> set[int]:
 
 
 def _requests(turn: Turn) -> list[tuple[int | None, str, str]]:
-    """What was asked of which parent, in each of the ways in which two askings can be the same."""
+    """The keys of a turn's request below its parent, one for each way in which two requests can be the
+    same.
+    """
     ways = (("path", turn.before_key), ("body", turn.request_key))
     return [(turn.parent, way, key) for way, key in ways if key]

@@ -25,7 +25,7 @@ LIMIT: Final = "the session has used up the node's carried_mb"
 
 
 def note(what: ExtraName, why: str) -> str:
-    """What a turn says of something that was asked for and is not in it."""
+    """The note of a turn on requested extras that it does not have."""
     return f"{MISSING_PREFIX}{what}: {why}"
 
 
@@ -34,7 +34,7 @@ def note(what: ExtraName, why: str) -> str:
 
 @frozen(kw_only=True)
 class RowExtras:
-    """What a trace carries: the fields of `Trace` of the same names."""
+    """The extras of a trace: the fields of `Trace` of the same names."""
 
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
@@ -42,8 +42,8 @@ class RowExtras:
 
 
 def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> RowExtras:
-    """What a row carries. `line` is its turns, root first, to the last in it; `trained` the indexes of those
-    with loss.
+    """The extras of a row. `line` is its turns, root first, to the last in it; `trained` the indexes of
+    those with loss.
 
     `offset` is where a part of a longer row begins.
     """
@@ -58,13 +58,13 @@ def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
 
 
 def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
-    """The alternatives of each trainable token of a row, in order; None when a token lacks them."""
+    """The top logprobs of each trainable token of a row, in order; None when a token has none."""
     return top_of_turns(_sampled(line, trained))
 
 
 def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
-    """The experts of a row's positions but the last; None when a position lacks them. A turn may fill what
-    one before it lacks.
+    """The experts of all positions of a row but the last; None when a position has none. A turn may
+    supply positions that one before it is missing.
     """
     return routed_of_turns(offset, line)
 
@@ -82,7 +82,7 @@ def _extras_requested(turn: Turn) -> bool:
 
 
 def _lacking(what: ExtraName, turns: Sequence[Turn]) -> Iterator[str]:
-    """The last turn that lacks it, and why, where any was asked for it."""
+    """The last turn without it, and why, if it was requested of any turn."""
     lacking = [
         (turn.index, _why(turn, what))
         for turn in turns
@@ -103,8 +103,8 @@ def _why(turn: Turn, what: ExtraName) -> str | None:
 
 
 def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
-    """The weight version of every token: the versions in the order they first sampled, and int32[T] of places
-    among them, -1 where none did.
+    """The weight version of every token: the versions in the order they first sampled, and int32[T] of
+    indexes into them, -1 where none sampled.
     """
     named = {span.version: None for span in trace.version_spans}
     places = {version: place for place, version in enumerate(named)}
@@ -119,10 +119,10 @@ def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
 
 @frozen(kw_only=True)
 class CallExtras:
-    """What the turns of one call carry: `top_logprobs` of each token, the experts from position `routed_from`
-    on, `room` bytes at most.
+    """The extras that one call requests: `top_logprobs` of each token, the experts from position
+    `routed_from` on, `room` bytes at most.
 
-    `notes` say why it is less than the task asked for.
+    `notes` say why it is less than the task requested.
     """
 
     top_logprobs: int = 0
@@ -133,7 +133,7 @@ class CallExtras:
 
 @frozen(kw_only=True)
 class TurnExtras:
-    """What a turn carries: the fields of `Turn` of the same names, and its notes of what is not there."""
+    """The extras of a turn: the fields of `Turn` of the same names, and its notes of missing ones."""
 
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
@@ -143,8 +143,8 @@ class TurnExtras:
 def turn_extras(
     carry: CallExtras, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None
 ) -> TurnExtras:
-    """What a turn of `sampled` tokens carries of what the engine told. A sample that was cut has no experts:
-    SGLang tells them at its end.
+    """The extras of a turn of `sampled` tokens, from what the engine returned. A cut sample has no
+    experts: SGLang returns them at its end.
     """
     if not sampled:
         return TurnExtras()
@@ -163,8 +163,8 @@ def turn_extras(
 
 @define(eq=False)
 class SessionExtras:
-    """What one session's turns carry, and how much that is. `limit` bytes are the most; beyond it turns say
-    that they carry nothing.
+    """The extras of one session's turns and their size. At most `limit` bytes; later turns get none,
+    with a note.
     """
 
     spec: CarrySpec
@@ -175,7 +175,9 @@ class SessionExtras:
     _covered: dict[int, int] = field(factory=dict, init=False)
 
     def carry(self, parent: int | None) -> CallExtras:
-        """What a call that extends `parent` carries. Its rows begin where those of its ancestors end."""
+        """The extras that a call requests that extends `parent`. Its rows begin where those of its
+        ancestors end.
+        """
         if not self._requested:
             return CallExtras()
         if self.size >= self.limit:
@@ -186,7 +188,7 @@ class SessionExtras:
         )
 
     def covered(self, index: int | None) -> int:
-        """How many of the positions of a turn have their experts, in it or before it."""
+        """How many positions of a turn have their experts, in it or before it."""
         return 0 if index is None else self._covered.get(index, 0)
 
     def add(self, turn: Turn) -> None:
@@ -199,7 +201,7 @@ class SessionExtras:
         self.without += any(each.startswith(MISSING_PREFIX) for each in turn.notes)
 
     def metrics(self) -> Mapping[str, Json]:
-        """What a trajectory says of it; nothing when nothing was asked for."""
+        """Sizes for the trajectory's metrics; empty when no extras were requested."""
         return {"carried_bytes": self.size, "uncarried_turns": self.without} if self._requested else {}
 
     @property
@@ -209,5 +211,5 @@ class SessionExtras:
 
 
 def size_of(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
-    """Bytes."""
+    """The bytes of both."""
     return (0 if top is None else top.size) + (0 if routed is None else len(routed.data))

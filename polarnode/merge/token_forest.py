@@ -33,8 +33,8 @@ LARGEST_ID: Final = 2**31 - 1
 
 @frozen(kw_only=True)
 class RecordedCall:
-    """One model call. `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]; `version` is None where
-    no weights were named.
+    """One model call. `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]; `version` is None
+    where no weights were named.
     """
 
     line: int
@@ -47,9 +47,7 @@ class RecordedCall:
 
 
 def read_call(text: bytes, line: int) -> RecordedCall:
-    """The call that a line of JSONL says; fields it does not know are passed over. Refused with the line and
-    the field.
-    """
+    """The call in a line of JSONL; unknown fields are ignored. Refused with the line and the field."""
     try:
         fields = _object(text)
         return _call(fields, line, maybe_bool=b"true" in text or b"false" in text)
@@ -102,7 +100,7 @@ def _name(fields: dict[str, Any], field: str, *types: type) -> Any:
 
 
 def _version(fields: dict[str, Any]) -> str | None:
-    """Weights are named as SGLang does, by a string; a number is its digits."""
+    """Weights are named by a string, as in SGLang; a number becomes its digits."""
     value = fields.get("weight_version")
     if value is not None and type(value) not in (str, int):
         raise Refused(f"weight_version is {_shown(value)}: give a string or a whole number, or leave it out")
@@ -189,9 +187,7 @@ Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 @define(eq=False)
 class Hasher:
-    """Hashes of every beginning of some ids, in one pass. The same for all sessions; 64 bits, position by
-    position.
-    """
+    """Hashes of all prefixes of some ids, in one pass. The same for all sessions; 64 bits."""
 
     _weights: Words = field(factory=lambda: _mixed(1024))
 
@@ -221,7 +217,7 @@ def _mixed(count: int) -> Words:
 
 @define(eq=False)
 class _Line:
-    """Ids one behind the other, the first at `start`; what lies before them is `before`'s, up to there."""
+    """Consecutive ids, the first at `start`; the ids before them are those of `before`, up to there."""
 
     number: int
     before: "_Line | None"
@@ -233,7 +229,7 @@ class _Line:
         return self.start + len(self.tokens)
 
     def begins(self, text: bytes, end: int) -> bool:
-        """Whether the ids up to `end` are the first of `text`."""
+        """Whether the ids up to `end` are a prefix of `text`."""
         line: _Line | None = self
         while line is not None:
             with memoryview(line.tokens) as held, held[: end - line.start] as part:
@@ -246,8 +242,8 @@ class _Line:
 
 @frozen(kw_only=True)
 class _Placed:
-    """A call and where its ids lie in its line: new ones from `start`, the sample from `prompt_length` to
-    `end`.
+    """A call and where its ids lie in its line: new ones from `start`, the sample from `prompt_length`
+    to `end`.
     """
 
     index: int
@@ -304,8 +300,8 @@ class Forest:
         return began
 
     def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
-        """The turn that a prompt of this length extends: the longest. O(length): turns end at no more than
-        that many lengths.
+        """The turn that a prompt of this length extends: the longest. O(length), since turns end at no
+        more than that many lengths.
         """
         lengths = self._lengths[: bisect_right(self._lengths, length)]
         found: list[int] = hashes[numpy.frombuffer(lengths, dtype=numpy.int32)].tolist() if lengths else []
@@ -339,7 +335,7 @@ class Forest:
         self._ends.setdefault(end_key, []).append(placed)
 
     def turns(self, session_id: str) -> Iterator[Turn]:
-        """The calls as turns of our own. A turn that named no weights has the version ""."""
+        """The calls as turns. A turn that named no weights has the version ""."""
         for placed in self._placed:
             line, held = placed.line, placed.line.tokens
             sampled = held[placed.prompt_length - line.start : placed.end - line.start]

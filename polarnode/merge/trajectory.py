@@ -22,7 +22,7 @@ from polarnode.merge.selection import read_settings
 
 @frozen(kw_only=True)
 class Identity:
-    """Whose trajectory it is, and what produced it."""
+    """Which session a trajectory is of, and what produced it."""
 
     session_id: str
     task_id: str
@@ -37,7 +37,7 @@ class Identity:
 
 @frozen(kw_only=True)
 class Result:
-    """What became of a session besides its turns."""
+    """What became of a session, besides its turns."""
 
     outcome: Outcome
     verdict: Verdict | None = None
@@ -54,10 +54,11 @@ def assemble(
     *,
     allowed_imports: tuple[str, ...] = (),
 ) -> Trajectory:
-    """The trajectory of one session. A builder that fails or a broken law costs the traces, not the record.
+    """The trajectory of one session. A builder that fails or a violated invariant costs the traces, not
+    the record.
 
-    Its turns have the roles that the whole session tells; the journal's have those of their moment, and are
-    cast again when they are read.
+    Its turns have the roles that the whole session shows; the journal's have those of their moment, and
+    are classified again when they are read.
     """
     turns = reclassify_roles(turns)
     whose = InvariantViolated if spec.builder.import_path is None else Refused
@@ -73,7 +74,9 @@ def assemble(
 
 
 def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result) -> Trajectory:
-    """The record alone: every turn is there, and left out for the reason its outcome names."""
+    """A trajectory without traces: every turn is there, and left out for the reason that its outcome
+    names.
+    """
     reason = result.outcome.boundary or result.outcome.status
     left_out = tuple(LeftOut(turn=turn.index, reason=reason) for turn in turns)
     return _trajectory(identity, spec, turns, result, built=Built(traces=(), left_out=left_out), counts={})
@@ -134,9 +137,7 @@ def _trajectory(
 
 
 def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
-    """A trace with its lineage's reward where that has its own, else the session's, and its turns with
-    theirs.
-    """
+    """A trace with its lineage's reward where there is one, else the session's, and its turns with theirs."""
     reward = verdict.lineage_rewards.get(trace.lineage, verdict.reward)
     if not verdict.turn_rewards:
         return evolve(trace, reward=reward)
@@ -145,5 +146,5 @@ def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
 
 
 def violated_invariant(trajectory: Trajectory) -> str | None:
-    """The law a published trajectory broke, in its numbers, or None."""
+    """The invariant that a published trajectory violated, with its numbers, or None."""
     return trajectory.outcome.reason if trajectory.outcome.boundary == InvariantViolated.boundary else None

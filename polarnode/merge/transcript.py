@@ -16,8 +16,8 @@ from polarnode.merge.attach import RESUMED, Plan
 
 
 def new_messages_of(plan: Plan, conversation: Conversation) -> NewMessages:
-    """What the turn of this plan hears: what is rendered of it, and at a root what stands at the head of the
-    prompt.
+    """What the turn of this plan adds: the messages that are rendered, and at a root the tools and
+    thinking flag at the head of the prompt.
     """
     messages = tuple(evolve(message, refs=()) if message.refs else message for message in plan.new)
     if plan.parent is not None:
@@ -36,7 +36,7 @@ def _written(tools: Sequence[Tool]) -> str:
 
 
 def tools_of(new: NewMessages) -> tuple[Tool, ...]:
-    """A root's tools again."""
+    """A root's tools, parsed again."""
     found = read_json(new.tools.encode()) if new.tools else []
     return tuple(_tool(each) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()
 
@@ -51,10 +51,10 @@ def _tool(fields: Mapping[str, Json]) -> Tool:
 
 
 def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """All that the model had read and said when turn `index` ended; None where a turn of its line is missing
-    or has no words.
+    """All that the model had read and written when turn `index` ended; None where a turn of its line is
+    missing or has no messages.
 
-    `turns` by their index. An answer that went on after a cut is one message, as its client saw it.
+    `turns` by their index. An answer that continued after a cut is one message, as its client saw it.
     """
     line = line_of(turns, index)
     if line is None:
@@ -76,7 +76,7 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
 
 
 def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
-    """Put a turn's answer behind what it heard, or in the place of the cut one that it goes on from."""
+    """Append a turn's answer to its messages, or put it in the place of the cut answer that it continues."""
     if turn.answer is None:
         return
     message = turn.answer.as_message()

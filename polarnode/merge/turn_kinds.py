@@ -29,7 +29,7 @@ REASONS: Final = frozenset(
 
 @frozen(kw_only=True)
 class TurnName:
-    """What a plan is called, and the line of turns it belongs to."""
+    """The kind and reason of a plan, and its lineage."""
 
     kind: TurnKind
     reason: str
@@ -38,8 +38,8 @@ class TurnName:
 
 @define(eq=False)
 class TurnGraph:
-    """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` were never
-    used.
+    """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` are
+    unused numbers.
     """
 
     ledger: Ledger
@@ -49,24 +49,24 @@ class TurnGraph:
     _children: dict[int | None, list[int]] = field(factory=dict)
 
     def enter(self, request: Plan | Turn) -> None:
-        """A turn was asked."""
+        """Add a turn that was requested."""
         self._children.setdefault(request.parent, []).append(request.index)
         self.next_index = max(self.next_index, request.index + 1)
         self.next_lineage = max(self.next_lineage, request.lineage + 1)
 
     def drop(self, plan: Plan) -> None:
-        """A plan came to nothing. Its numbers are not used again."""
+        """Remove an abandoned plan. Its numbers are not used again."""
         del self.plans[plan.index]
         self._children[plan.parent].remove(plan.index)
 
     def requests(self) -> Iterator[Plan | Turn]:
-        """All that was asked, in that order."""
+        """All plans and turns, in the order of their requests."""
         return (self._request(index) for index in sorted(self.plans.keys() | self.ledger.turns.keys()))
 
     def name(
         self, found: Attached, conversation: Conversation, request_key: str, paths: PathIndex
     ) -> TurnName:
-        """What the next request is called, found to attach so."""
+        """The kind, reason and lineage of the next request, given where it attaches."""
         again = self._again(found, request_key)
         if again is not None:
             return again
@@ -90,8 +90,8 @@ class TurnGraph:
         return self._under(found.parent, found, conversation)
 
     def can_go_on(self, turn: Turn) -> bool:
-        """It was cut, there is something to go on from and room to go on, and nothing else went on
-        from it.
+        """Whether a cut turn can be continued: it has tokens and room for more, and nothing else
+        continued it.
         """
         room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
         untouched = all(
@@ -115,8 +115,8 @@ class TurnGraph:
         )
 
     def _again(self, found: Attached, request_key: str) -> TurnName | None:
-        """The retry this request is, if it is one: the same body again, or the same path as a turn that did
-        not end well (or not yet).
+        """The retry that this request is, if it is one: the same body again, or the same path as a turn
+        that did not end well (or not yet).
         """
         for index in reversed(self._children.get(found.parent, [])):
             earlier = self._request(index)
@@ -129,7 +129,7 @@ class TurnGraph:
         return None
 
     def _is_last(self, index: int) -> bool:
-        """Whether nothing came after a turn in its lineage; the engine's failures are nothing."""
+        """Whether nothing came after a turn in its lineage; engine failures do not count."""
         lineage, ended = self.ledger.turns[index].lineage, self.ledger.turns
         under_way = any(plan.lineage == lineage and plan.index > index for plan in self.plans.values())
         return not under_way and not any(
@@ -154,7 +154,7 @@ class TurnGraph:
         return index in self.ledger.turns and not self._complete(index) and not self._living(index)
 
     def _living(self, parent: int) -> list[int]:
-        """The turns that extend this one, or may yet; the engine's failures extend nothing."""
+        """The turns that extend this one, or may yet; engine failures extend nothing."""
         turns = self.ledger.turns
         return [
             child

@@ -55,8 +55,8 @@ _OTHERWISE: Final[Mapping[Kind, str]] = {
 
 @frozen
 class Limits:
-    """What the template cannot be asked, and the sentence it is refused with; `otherwise`: what of it is
-    shown in another way instead, and how.
+    """What the template cannot show, and the sentence it is refused with. `otherwise`: what is shown in
+    another way instead, and how.
     """
 
     sentences: Mapping[Kind, str]
@@ -64,7 +64,7 @@ class Limits:
 
     @classmethod
     def of(cls, renderer: Renderer) -> "Limits":
-        """Try a template. What its family's row refuses is not tried."""
+        """Probe a template. What its family's row refuses is not probed."""
         found: dict[Kind, str] = {}
         for kind, probe in _PROBES.items():
             why = renderer.family.refuses.get(kind)
@@ -82,7 +82,7 @@ class Limits:
         return cls(found, instead)
 
     def settled(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[Message, ...]:
-        """The messages as the template can be asked them, as far as they can be shown in another way."""
+        """The messages in a form that the template can show, as far as there is one."""
         head = _head(messages, follows=follows)
         first, later = tuple(messages[:head]), tuple(messages[head:])
         if "two systems" in self.otherwise and head > 1:
@@ -94,14 +94,14 @@ class Limits:
         return first + later
 
     def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
-        """What a reader of the turn should know of that."""
+        """Notes for the turn on messages that are shown in another way."""
         kinds = dict.fromkeys(_kinds(messages, (), follows=follows))
         return tuple(self.otherwise[kind] for kind in kinds if kind in self.otherwise)
 
     def check(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> None:
-        """Refused for what the template cannot be asked. `follows`: the messages come after others."""
+        """Refused for what the template cannot show. `follows`: the messages come after others."""
         for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
             if kind in self.sentences:
                 raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
@@ -109,7 +109,7 @@ class Limits:
     def allow(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> bool:
-        """Whether none of it is refused."""
+        """Whether the template can show all of it."""
         return self.sentences.keys().isdisjoint(_kinds(messages, tools, follows=follows))
 
 
@@ -233,9 +233,7 @@ _DROPPED: Final = (
 
 
 def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
-    """What is worth knowing of a template. ModelError where a turn's extension would differ from a full
-    render.
-    """
+    """Notes on a template. ModelError where a turn's extension would differ from a full render."""
     notes = dict.fromkeys(limits.otherwise.get(kind, sentence) for kind, sentence in limits.sentences.items())
     for name, thinking in product(_CASES, (None, True, False)):
         calls, new = _CASES[name]
@@ -248,7 +246,7 @@ def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
 
 
 def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
-    """Whether the template leaves out thoughts of earlier turns when messages of these roles follow."""
+    """Whether the template leaves out the thinking of earlier turns when messages of these roles follow."""
     answer = Message(role="assistant", text="a", thinking=_THOUGHT + "2")
     if new and new[0].role == "tool":
         answer = evolve(answer, text="", calls=(_CALL,))
@@ -270,9 +268,7 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
 
 
 def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:
-    """Why what follows differs from a full render, where the family's row knows it. ModelError where it does
-    not.
-    """
+    """Known reasons why what follows differs from a full render. ModelError for an unknown difference."""
     calls, new = _CASES[name]
     try:
         for conversation in _conversations(limits, calls, new, thinking):
@@ -286,7 +282,7 @@ def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool |
 def _conversations(
     limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Message, ...], thinking: bool | None
 ) -> Iterator[Conversation]:
-    """The same new messages after histories that differ in everything a template could look at."""
+    """The same new messages after histories that differ in everything that a template could depend on."""
     for history, thought, tools in product(_HISTORIES, ("", _THOUGHT), ((), (_TOOL,))):
         if limits.allow(history, tools):
             answer = Message(role="assistant", text="" if calls else _ANSWER, calls=calls, thinking=thought)
@@ -320,8 +316,8 @@ def _known_difference(
 
 
 def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
-    """A template that escapes or changes the stand-ins would show the model another text than the
-    client's.
+    """ModelError for a template that escapes or changes the guard's stand-ins: the model would see
+    another text than the client's.
     """
     odd = (f"{renderer.letters}q{place}" for place in range(9))
     system, user, result, summary, key, described = (next(odd) for _ in range(6))

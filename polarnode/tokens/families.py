@@ -44,8 +44,8 @@ CallSyntax = Literal[
 
 @frozen(kw_only=True)
 class HarmonyMarks:
-    """gpt-oss: a turn is messages, each `start` role `channel` name `message` content, ended by `end`, `call`
-    or `stop`.
+    """gpt-oss: a turn is messages, each `start` role `channel` name `message` content, ended by `end`,
+    `call` or `stop`.
     """
 
     start: int
@@ -57,12 +57,13 @@ class HarmonyMarks:
 
 @frozen(kw_only=True)
 class Manner:
-    """How a family's template wants the messages it is shown.
+    """How a family's template wants its messages.
 
-    `arguments`: the object itself (a text that is none is refused), either, or JSON text. `thinking`: the key
-    of an assistant's thoughts. `text_apart`: it drops or moves the text beside a call, so the text is a
-    message of its own. `one_call`: it shows one call a message, so several are shown one after another, each
-    with its result. `spoken_ids`: it shows a call's id, which is the model's own `functions.name:0`.
+    `arguments`: the object itself (a text that is no object is refused), either, or JSON text.
+    `thinking`: the key of an assistant's thinking. `text_apart`: the template drops or moves the text
+    beside a call, so the text becomes a message of its own. `one_call`: it shows one call for each
+    message, so several are shown one after another, each with its result. `spoken_ids`: it shows a
+    call's id, which is the model's own `functions.name:0`.
     """
 
     arguments: Literal["object", "either", "text"] = "object"
@@ -108,10 +109,10 @@ class Family:
     refuses: Mapping[str, str] = field(factory=dict)
 
     def after(self, mode: Mode, token: int) -> Mode:
-        """What is being written after a token. A mark means something only where it can: inside a thought or
-        a call the other marks are text.
+        """The mode after a token. A mark means something only where it can: inside a thought or a call
+        the other marks are text.
 
-        Not for Harmony, whose headers say in words what follows: that is `parse.py`'s to read.
+        Not for Harmony, whose headers name in words what follows: `parser` reads those.
         """
         match mode:
             case "text" | "between":
@@ -142,12 +143,12 @@ _EITHER: Final = Manner(arguments="either")
 
 @frozen(kw_only=True)
 class FamilyRow:
-    """A family in control strings. `written`: one of these stands in the render of the probe; `prompts`: how
-    that may end.
+    """A family in control strings. `written`: one of these stands in the render of the probe;
+    `prompts`: how that render may end.
 
-    `turn_end`, `turn_starts`, `call`, `section` and `separator` must be in the tokenizer; `stops`, `think`
-    only count where they are. `ends`: what beside `turn_end` ends a turn; `boundaries` are stops that begin
-    what follows.
+    `turn_end`, `turn_starts`, `call`, `section` and `separator` must be in the tokenizer; `stops` and
+    `think` are used where they are. `ends`: what ends a turn besides `turn_end`; `boundaries` are stops
+    that begin what follows.
     """
 
     name: str
@@ -426,7 +427,7 @@ _TEXT: Final = '{"b": 1, "a": "x"}'
 
 
 def family_of(tokenizer: Tokenizer) -> Family:
-    """The family a tokenizer's template writes. ModelError for one that no row describes."""
+    """The family that a tokenizer's template writes. ModelError if no row describes it."""
     row = next((row for row in ROWS if fits(row, tokenizer)), None)
     if row is not None:
         return _family(row, tokenizer)

@@ -68,7 +68,7 @@ class _Writers:
 
 @define(eq=False)
 class Flow:
-    """What was written so far. `stopped` is the stop string that was hit: nothing is taken after it."""
+    """The text written so far. `stopped` is the stop string that was hit: nothing is taken after it."""
 
     _stop: tuple[str, ...] = ()
     stopped: str | None = field(default=None, init=False)
@@ -79,7 +79,7 @@ class Flow:
     _taken: list[Delta] = field(default=Factory(list), init=False)
 
     def write(self, kind: Kind, text: str, logprobs: TokenLogprobs = ()) -> None:
-        """More of one kind; shown when it cannot be a separator or the start of a stop string any more."""
+        """Add text of one kind; it is shown once it cannot be a separator or the start of a stop string."""
         if self.stopped is not None:
             return
         if kind != self._kind:
@@ -95,28 +95,28 @@ class Flow:
         self._show(self._sure())
 
     def call(self, call: ToolCall) -> None:
-        """A whole call; what was held before it is a separator."""
+        """Add a whole call; what was held before it is a separator."""
         if self.stopped is None:
             self.release()
             self._ready.append(call)
 
     def release(self, *, exactly: bool = False) -> None:
-        """End the part being written: what a stop string held back is text, trailing newlines are not, but
-        for text that must stay as it was.
+        """End the part being written: what a stop string held back is text; trailing newlines are not,
+        except in text that must stay as it was.
         """
         self._show(len(self._held if exactly else self._held.rstrip("\n")))
         self._kind, self._held = None, ""
         self._writers.clear()
 
     def take(self) -> list[Delta]:
-        """Everything that became sure since the last time."""
+        """The deltas that became final since the last time."""
         ready, self._ready = joined(self._ready), []
         self._taken += ready
         return ready
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of all that was taken, neighbours of one kind joined."""
+        """The parts of all deltas taken, neighbours of one kind joined."""
         return fold(self._taken)
 
     @property
@@ -138,7 +138,7 @@ class Flow:
             self._held = self._held[: end + length].rstrip("\n")
 
     def _sure(self) -> int:
-        """How much of what is held can be shown."""
+        """How much of the held text can be shown."""
         watched = self._kind == "text" and self.stopped is None
         end = len(self._held) - (
             max((_begun(self._held, stop) for stop in self._stop), default=0) if watched else 0
@@ -161,7 +161,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, neighbours of one kind as one: each costs an event of a stream."""
+    """The same deltas with neighbours of one kind joined: each delta costs an event of a stream."""
     out: list[Delta] = []
     for delta in deltas:
         last = out[-1] if out else None
@@ -206,8 +206,8 @@ _LogprobList = list[TokenLogprob]
 
 @define(eq=False, kw_only=True)
 class Writing:
-    """What is being written. `mode` changes with marks, and where a header turns out to be none; `spoken_ids`
-    are the model's names for calls.
+    """What is being written. `mode` changes with marks, and where a header turns out to be text;
+    `spoken_ids` are the model's own ids of calls.
     """
 
     family: Family
@@ -228,11 +228,11 @@ class Writing:
     _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
 
     def _beginning(self) -> Begun | None:
-        """What watches an answer that may still be a call without marks."""
+        """The watcher of an answer that may still be a call without marks."""
         return Begun() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
 
     def go_on(self, before: "Writing") -> None:
-        """Begin where another ended, which was the prompt's: in the middle of a header, as a rule."""
+        """Continue where the prompt's own message ended: in the middle of a header, as a rule."""
         self.mode, self._region = before.mode, before._region
         self._region.hide()
         if self.mode == "call":  # its beginning is not of this sample, and the rest alone is no call
@@ -261,9 +261,7 @@ class Writing:
                 self._emit(kind, text, logprobs)
 
     def mark(self, token: int, logprobs: _LogprobList) -> None:
-        """A token that is no text where it stands: from one mode to another, or told apart inside a call or a
-        header.
-        """
+        """A token that is no text here: it changes the mode, or is kept apart inside a call or a header."""
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         if self.family.harmony is not None:
             self._mark_of_harmony(token, text, logprobs, self.family.harmony)
@@ -273,8 +271,8 @@ class Writing:
             self._change(self.family.after(self.mode, token), text, logprobs)
 
     def close(self, *, clean: bool) -> bool:
-        """End what is being written; whether that ended with text that must stay as it was sampled. `clean`:
-        the model ended it itself.
+        """End what is being written. Returns whether it ended with text that must stay as it was
+        sampled. `clean`: the model ended it itself.
         """
         match self.mode:
             case "call":
@@ -294,7 +292,7 @@ class Writing:
     # ── marks ──
 
     def _change(self, after: Mode, mark: str, logprobs: _LogprobList) -> None:
-        """From one mode to another, in families other than Harmony."""
+        """Change the mode, in families other than Harmony."""
         if self.mode == "call":
             self._end_call(mark, logprobs)
         else:
@@ -334,7 +332,7 @@ class Writing:
             self._region.add(mark, logprobs, mark=True)
 
     def _enter(self) -> None:
-        """A header is whole: go on to what it says, or show it."""
+        """A header is complete: enter the message it describes, or show it."""
         header = harmony.read_header(self._body(0))
         if header is None:
             self._show_header()
@@ -357,9 +355,7 @@ class Writing:
         return READERS[self.family.call_syntax](self._body(start), self._tools)
 
     def _end_call(self, close: str, logprobs: _LogprobList) -> bool:
-        """Read the call that is held back; one that cannot be read becomes the visible text it was sampled
-        as.
-        """
+        """Read the call that is held back; a call that cannot be read becomes visible text, as sampled."""
         read = self._read_calls(self._body_at)
         if read is None:
             self._region.add(close, logprobs)
@@ -380,8 +376,8 @@ class Writing:
         self._show_region()
 
     def _show_header(self) -> None:
-        """A header that is none, or stands before nothing, is text; one that speaks to a tool was meant as a
-        call.
+        """Show a header that cannot be read, or has no message, as text; one with a recipient counts as
+        a malformed call.
         """
         self.malformed_calls += harmony.speaks_to(self._region.text)
         self.mode = "text"
@@ -393,7 +389,7 @@ class Writing:
         self._emit("text", text, logprobs)
 
     def _let_go(self) -> None:
-        """What might have been something else, is what it seems; blanks between calls were separators."""
+        """Release what was held back as what it seems; blanks between calls were separators."""
         if self.mode == "thinking" and self._label:
             label, self._label = self._label, ""
             if self._region.text != label.rstrip(SPACE):
@@ -407,7 +403,7 @@ class Writing:
     # ── text ──
 
     def _write_between(self, text: str, logprobs: _LogprobList) -> None:
-        """Real text is shown wherever it stands; blanks at its edges are not."""
+        """Text between calls is shown; blanks at its edges are not."""
         size = len(text.rstrip(SPACE))
         self._region.add(text[:size], logprobs)
         if size:
@@ -424,7 +420,7 @@ class Writing:
         self._emit("thinking", held.removeprefix(label), [])
 
     def _emit(self, kind: Kind, text: str, logprobs: _LogprobList) -> None:
-        """Show it; a blank line parts two messages of one kind."""
+        """Write text to the flow; a blank line separates two messages of one kind."""
         if text and self._new_message:
             text, self._new_message = f"\n\n{text}", False
         if text:

@@ -26,7 +26,7 @@ _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between")
 
 
 def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[int]]:
-    """For every mode the ids that are no text in it; `control` are all control tokens of the model."""
+    """For every mode the ids that are not text in it; `control` are all control tokens of the model."""
     stops, every = frozenset(family.stop_ids), frozenset(control)
     if family.harmony is not None:
         return _harmony(family.harmony, stops, every)
@@ -64,7 +64,7 @@ def _harmony(
 
 @frozen(kw_only=True)
 class ParsedAnswer:
-    """The end of an answer: the whole of it, and the deltas that `feed` had not given out yet."""
+    """The end of an answer: the whole of it, and the deltas that `feed` had not returned yet."""
 
     answer: Answer
     deltas: tuple[Delta, ...]
@@ -72,13 +72,13 @@ class ParsedAnswer:
 
 @define(eq=False, init=False)
 class Parser:
-    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools` say
-    what the values of calls are.
+    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools`
+    give the types of parameter values.
 
-    A thought goes on to its close or the end, whatever it holds; so does a call. Control tokens with no
-    meaning where they stand are shown as their text. `thinking_tokens` counts ids sampled inside thoughts,
-    marks included. `prompt`: the ids before the sample, needed for Harmony alone, whose header may have begun
-    there.
+    A thought goes on to its close or the end, whatever it holds; so does a call. Control tokens that
+    mean nothing where they stand are shown as text. `thinking_tokens` counts ids sampled inside
+    thoughts, marks included. `prompt`: the ids before the sample, needed for Harmony alone, whose
+    header may begin there.
     """
 
     thinking_tokens: int
@@ -123,8 +123,8 @@ class Parser:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was hit in visible text; the caller then aborts the engine, and what comes
-        after is not read.
+        """The stop string that was hit in visible text. The caller then aborts the engine; what follows
+        is not read.
         """
         return self._flow.stopped
 
@@ -135,22 +135,22 @@ class Parser:
 
     @property
     def malformed_calls(self) -> int:
-        """How many calls could not be read, and are text."""
+        """How many calls could not be read and are text."""
         return self._writing.malformed_calls
 
     @property
     def spoken_ids(self) -> tuple[str, ...]:
-        """What the model itself called its calls, in their order, in families where it does."""
+        """The model's own ids of its calls, in order, in families that have them."""
         return tuple(self._writing.spoken_ids)
 
     @property
     def mode(self) -> Mode:
-        """What is being written."""
+        """The current mode."""
         return self._writing.mode
 
     @property
     def thought_end(self) -> int | None:
-        """The id that ends the thought that is being read, before the first too where the prompt opened one;
+        """The id that ends the current thought, before the first token too where the prompt opened one;
         None outside thoughts.
         """
         if self.mode != "thinking":
@@ -158,11 +158,11 @@ class Parser:
         return self._family.think_close if self._family.harmony is None else self._family.harmony.end
 
     def feed(self, ids: "array[int]", logprobs: TokenLogprobs = ()) -> list[Delta]:
-        """Read more sampled ids, int32. What can be shown now: text that is whole UTF-8, thinking, whole
-        calls.
+        """Read more sampled ids, int32. Returns what can be shown now: text that is whole UTF-8,
+        thinking, whole calls.
 
-        `logprobs`: the same tokens with their logprobs, where the deltas report them; tokens are then read
-        one by one.
+        `logprobs`: the same tokens with their logprobs, where the deltas report them; tokens are then
+        read one by one.
         """
         if logprobs:
             for place, token in enumerate(logprobs):
@@ -173,8 +173,8 @@ class Parser:
         return self._flow.take()
 
     def finish(self, reason: FinishReason) -> ParsedAnswer:
-        """Read no more. A clean end with calls is "tool_calls", a stop string hit is "stop_string"; any other
-        reason stands.
+        """End the sample. A clean end with calls is "tool_calls", a stop string hit is "stop_string";
+        any other reason stays.
         """
         self._write(self._decoder.decode(b"", final=True))
         unfinished = self._writing.close(clean=self._ended or reason == "stop")
@@ -203,8 +203,8 @@ class Parser:
         self._write(self._decoder.decode(bytes(run)))
 
     def _is_mark(self, token: int, run: bytearray) -> bool:
-        """Go over a mark, once what stands before it is written; False where that makes the mark text after
-        all.
+        """Handle a mark, once the text before it is written. False where that text makes the mark text
+        as well.
 
         A character that a mark breaks in two is U+FFFD.
         """
@@ -229,7 +229,7 @@ class Parser:
 
     @property
     def _over(self) -> bool:
-        """Whether what comes is not read any more: the turn ended, or a stop string was hit."""
+        """Whether the rest is not read: the turn ended, or a stop string was hit."""
         return self._ended or self._flow.stopped is not None
 
     def _reason(self, reason: FinishReason) -> FinishReason:
@@ -238,7 +238,7 @@ class Parser:
         return "tool_calls" if reason == "stop" and self.calls else reason
 
     def _go_on(self, start: int, prompt: "array[int]") -> None:
-        """Begin where the prompt ends: read its last message, and show nothing of it."""
+        """Start where the prompt ends: read its last message, and show nothing of it."""
         begun = _last(prompt, frozenset([start]))
         before = Parser(tokenizer=self._tokenizer, family=self._family, call_id=str, opens_thinking=False)
         before.feed(prompt[len(prompt) if begun is None else begun :])
@@ -248,10 +248,9 @@ class Parser:
 def spoken_ids(
     sampled: "array[int]", tokenizer: Tokenizer, family: Family, *, opens_thinking: bool = False
 ) -> tuple[str, ...]:
-    """What the model itself called the calls of a sampled turn, in their order; none in families whose calls
-    have no ids of their own.
+    """The model's own ids of a sampled turn's calls, in order; empty in families whose calls have none.
 
-    Of more ids than one turn's only the last turn is read.
+    Of the ids of several turns only the last turn is read.
     """
     if family.call_syntax != "numbered":
         return ()
@@ -262,10 +261,10 @@ def spoken_ids(
 
 
 def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, started: Mode = "text") -> Mode:
-    """What is being written at the end of some ids. `started`: at their beginning, unless a turn starts in
-    them; Harmony reads its headers.
+    """The mode at the end of some ids. `started` is the mode at their beginning, unless a turn starts
+    in them; Harmony reads its headers.
 
-    Behind a Harmony message's end this is "between", behind `<|start|>assistant` it is "header".
+    After a Harmony message's end this is "between", after `<|start|>assistant` it is "header".
     """
     if family.harmony is not None:
         parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=started == "thinking")
@@ -279,7 +278,7 @@ def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, sta
 
 
 def _last(written: "array[int]", tokens: frozenset[int]) -> int | None:
-    """Where the last of these stands. Looked for from the end: a prompt's last turn is short."""
+    """Where the last of these tokens stands. Searched from the end: a prompt's last turn is short."""
     return next(
         (len(written) - back for back, token in enumerate(reversed(written), start=1) if token in tokens),
         None,

@@ -44,7 +44,7 @@ class Shown:
 
 @frozen(kw_only=True)
 class Earlier:
-    """What stands before some messages: calls that they answer, by their ids, and how many calls the
+    """What precedes some messages: the calls that they answer, by id, and how many calls the
     conversation had.
     """
 
@@ -55,8 +55,8 @@ class Earlier:
 def messages_shape(
     messages: Sequence[Message], *, manner: Manner = _EITHER, earlier: Earlier | None = None
 ) -> list[Shape]:
-    """Messages as templates read them. Calls lend their names to the results that answer them, earlier ones
-    too.
+    """Messages as templates read them. Calls give their names to the results that answer them, earlier
+    calls too.
     """
     before = earlier or Earlier()
     shown, count, shapes = dict(before.calls), before.count, []
@@ -69,13 +69,13 @@ def messages_shape(
 
 
 def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
-    """A call that the model did not speak here, the so manieth of a conversation."""
+    """A call that the model did not sample here; `place` counts the calls of the conversation."""
     return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.spoken_ids else call.id)
 
 
 def tools_shape(tools: Sequence[Tool]) -> list[Shape]:
-    """Tools as templates write them out: every key always there, in this order, because the model was trained
-    on the text this makes.
+    """Tools as templates write them: every key always there, in this order, because the model was
+    trained on the text this makes.
     """
     return [
         {
@@ -96,7 +96,7 @@ def call_shape(shown: Shown, arguments: Json) -> Json:
 
 
 def _apart(messages: Sequence[Message], manner: Manner) -> Iterator[Message]:
-    """The same messages, of which none holds more than the template shows of one."""
+    """The same messages, split so that none holds more than the template shows of one."""
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
@@ -117,7 +117,7 @@ def _results(messages: Sequence[Message], at: int) -> Sequence[Message]:
 
 
 def _one_by_one(message: Message, results: Sequence[Message]) -> Iterator[Message]:
-    """A message's calls, each with its results behind it."""
+    """A message's calls, each followed by its results."""
     for place, call in enumerate(message.calls):
         yield evolve(
             message,
@@ -147,8 +147,8 @@ def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Sh
 
 
 def arguments_shape(call: ToolCall, manner: Manner) -> Json:
-    """What a template writes out as it was trained to: the object; a text that is none stands as it is,
-    nothing at all is no arguments.
+    """Arguments as the template writes them: the object; text that is no object stays as it is; no text
+    is no arguments.
     """
     text = call.arguments if call.arguments.strip() else "{}"
     if manner.arguments == "text":
@@ -169,8 +169,8 @@ Checked = Mapping[str, Json]
 
 
 def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: str, guard: Guard) -> None:
-    """Refused if a message's text, a call's name, or a tool's name or description is not in a render. All of
-    it is still guarded.
+    """Refused if a message's text, a call's name, or a tool's name or description is missing from a
+    render. All of it is still guarded.
     """
     at = 0
     for what, shown in _client_texts(messages, tools):
@@ -208,8 +208,8 @@ def _client_texts(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iter
 
 
 def _place(wanted: str, text: str, at: int) -> int:
-    """Where a text stands, -1 if nowhere: mostly behind the one before it, so that a conversation is looked
-    through once.
+    """Where a text stands, -1 if nowhere. Searched after the text before it first, so that a
+    conversation is read once.
     """
     found = text.find(wanted, at)
     if found >= 0:
@@ -231,8 +231,8 @@ _MARK: Final = "MARK"
 
 @frozen
 class RenderedText:
-    """Text of a template, client strings still inert; `guard` gives them back once the control strings are
-    found.
+    """Text of a template with client strings still guarded; `guard` restores them once the control
+    strings are found.
 
     `ended` is the turn end that the template wrote before it, empty where the next header ends a turn.
     """
@@ -244,7 +244,7 @@ class RenderedText:
 
 @frozen
 class _Inert:
-    """What a template is given: every string of a client's made inert by the guard."""
+    """The template's input: every client string guarded."""
 
     messages: list[Shape]
     tools: list[Shape]
@@ -253,8 +253,8 @@ class _Inert:
 
 @frozen(kw_only=True)
 class AnsweredTurn:
-    """The turn that is gone on from: its calls, the ids the model spoke for them where it does, and how many
-    calls there were before it.
+    """The turn that is followed: its calls, the model's own ids for them where it has any, and how many
+    calls came before it.
     """
 
     calls: Sequence[ToolCall] = ()
@@ -262,7 +262,7 @@ class AnsweredTurn:
     calls_before: int = 0
 
     def earlier(self, family: Family) -> Earlier:
-        """Its calls under the ids that their results are shown under."""
+        """Its calls, under the ids that their results are shown with."""
         shown = {}
         for place, call in enumerate(self.calls):
             model_id = self.model_ids[place] if place < len(self.model_ids) else None
@@ -276,10 +276,10 @@ class AnsweredTurn:
 
 @frozen(eq=False)
 class Renderer:
-    """A template that renders; immutable, safe in several threads. ModelError for control strings that can
-    not be guarded.
+    """Renders a chat template; immutable and thread-safe. ModelError for control strings that cannot be
+    guarded.
 
-    `letters` are those that control strings begin with.
+    `letters` are the first letters of all control strings.
     """
 
     tokenizer: Tokenizer
@@ -292,7 +292,7 @@ class Renderer:
     )
 
     def whole(self, conversation: Conversation) -> RenderedText:
-        """A conversation from its head, asking for the next turn."""
+        """A conversation from its head, up to the opening of the next turn."""
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
         messages, tools = (
@@ -307,7 +307,7 @@ class Renderer:
     def following(
         self, new: Sequence[Message], *, answered: AnsweredTurn, thinking: bool | None
     ) -> RenderedText:
-        """What stands between an assistant's turn and the next of its own. A call without a result is not
+        """What stands between an assistant's turn and its next one. A call without a result is not
         shown to the template.
         """
         earlier = answered.earlier(self.family)
@@ -323,7 +323,7 @@ class Renderer:
         return RenderedText(text, inert.guard, ended)
 
     def after(self, mark: str, text: str) -> tuple[str, str]:
-        """The turn end behind a mark, empty where the next header is one, and what stands behind it."""
+        """The turn end after a mark, empty where the next header is one, and the text after it."""
         at = text.find(mark)
         end = self._ends.search(text, at) if at >= 0 else None
         if end is None:
@@ -336,7 +336,7 @@ class Renderer:
         return end[0], text[end.end() :]
 
     def _answer(self, shown: Sequence[Shown]) -> Shape:
-        """The made-up answer. Arguments are behind us, but a template may look a name up."""
+        """The made-up answer. Its arguments are not used, but a template may look up a name."""
         if not shown:
             return {"role": "assistant", "content": _MARK}
         manner = self.family.manner
@@ -362,7 +362,7 @@ class Renderer:
         return (self.tokenizer.token_bytes(token).decode() for token in tokens)
 
     def _goes_on(self, text: str) -> bool:
-        """Whether a control string begins what follows a turn, and does not end the turn itself."""
+        """Whether a control string begins what follows a turn, rather than ending the turn."""
         token = self.tokenizer.control[text]
         return token in self.family.boundaries or token not in self.family.turn_ends
 
@@ -379,8 +379,8 @@ class Renderer:
 
 
 def _guarded(shape: Shape, guard: Guard) -> Shape:
-    """A shape with every string in it inert. Our own field names and roles hold no such letter, and stay as
-    they are.
+    """A shape with every string in it guarded. Our own field names and roles hold no such letter and
+    stay as they are.
     """
     return {name: guard.hide(value) for name, value in shape.items()}
 

@@ -36,12 +36,12 @@ _HERE: Final = "the model sees it so"
 
 @frozen
 class Closing:
-    """How a family's cut turns are ended."""
+    """How a family's cut turns are closed."""
 
     family: Family
 
     def of(self, mode: Mode, opening: "array[int]") -> "array[int]":
-        """The ids that close a turn in which this was being written. `opening` is what follows."""
+        """The ids that close a turn in this mode. `opening` is what follows."""
         if self.family.harmony is not None:
             return self._message(mode, self.family.harmony)
         thought = self.family.think_close if mode == "thinking" else None
@@ -53,8 +53,8 @@ class Closing:
         )
 
     def _message(self, mode: Mode, harmony: HarmonyMarks) -> "array[int]":
-        """Harmony's messages are ended alike whatever they are; a header that was cut is made that of an
-        empty message, so that it ends.
+        """Harmony's messages all end alike; a header that was cut becomes that of an empty message, so
+        that it can end.
         """
         match mode:
             case "header":
@@ -68,9 +68,7 @@ class Closing:
 
 
 def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "array[int]":
-    """What follows a sample: without the boundary that the sample ended with, where it begins with
-    the same.
-    """
+    """What follows a sample, without the boundary token that the sample already ended with."""
     twice = bool(sampled) and bool(opening) and sampled[-1] in family.boundaries and sampled[-1] == opening[0]
     return opening[1:] if twice else opening
 
@@ -78,9 +76,7 @@ def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "arr
 def differences(
     sampled: "array[int]", opening: "array[int]", ended: str, tokenizer: Tokenizer, family: Family
 ) -> tuple[str, ...]:
-    """What a reader of the turn should know of its seam. `ended` is the turn end that the template writes
-    there, empty for none.
-    """
+    """Notes on the turn boundary. `ended` is the turn end that the template writes there, empty for none."""
     last = sampled[-1] if sampled else None
     if last is None or last not in (*family.stop_ids, *family.turn_ends):
         return ()
@@ -108,11 +104,10 @@ def differences(
 
 @frozen(kw_only=True)
 class Suffix:
-    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample that was
-    cut.
+    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample
+    that was cut.
 
-    `notes`: where what the model sees differs from what its template would show, or from what the client
-    said.
+    `notes`: where the model sees something other than its template would show, or than the client sent.
     """
 
     ids: "array[int]"
@@ -122,11 +117,10 @@ class Suffix:
 
 @frozen(eq=False)
 class Template:
-    """A model's chat template in ids; safe to call from worker threads. Tokenising is slow: 100 KB take some
-    60 ms.
+    """A model's chat template in ids; thread-safe. Tokenising is slow: 100 KB take some 60 ms.
 
-    It changes in nothing but what it remembers: long pieces of whole conversations, because sessions of a
-    group share their heads.
+    Its only state is a cache of long pieces of whole conversations, because the sessions of a group
+    share their heads.
     """
 
     tokenizer: Tokenizer
@@ -148,22 +142,22 @@ class Template:
         return self.family.stop_ids
 
     def root(self, conversation: Conversation) -> "array[int]":
-        """The whole conversation, asking for the next turn: int32. Refused for one that the template does not
-        take.
+        """The ids of the whole conversation, up to the opening of the next turn: int32. Refused where
+        the template cannot show it.
         """
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
         return self._encoded(self._renderer.whole(evolve(conversation, messages=messages)), again=True)
 
     def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
-        """What follows a sampled turn so that the model is asked again with `new` messages.
+        """The ids that follow a sampled turn, so that the model answers `new` messages.
 
-        `conversation` is the whole new request, `sampled` the ids of the turn it extends (or all ids so far:
-        only the last turn is looked at; needed where a thought may have been cut twice). A sample without
-        turn end is closed first: an open thought, then the turn; a call that was cut stays open, for a
-        made-up end would make it look whole. With nothing new a cut sample goes on exactly where it ended (no
-        ids), and an ended one is followed by the next turn's opening. A boundary that the sample ends with is
-        not written twice.
+        `conversation` is the whole new request. `sampled` are the ids of the turn it extends, or all
+        ids so far: only the last turn is read, and needed where a thought may have been cut twice. A
+        sample without turn end is closed first: an open thought, then the turn. A cut call stays open,
+        because a made-up end would make it look complete. With nothing new a cut sample continues
+        exactly where it ended (no ids), and an ended one is followed by the next turn's opening. A
+        boundary that the sample ends with is not written twice.
         """
         if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
@@ -189,14 +183,14 @@ class Template:
         return mode_at_end(prompt, self.tokenizer, self.family) == "thinking"
 
     def drops_thinking_before(self, new: Sequence[Message]) -> bool:
-        """Whether the template would leave out thoughts of earlier turns when these messages follow. Not
-        whether we do: sampled ids stay.
+        """Whether the template would leave out the thinking of earlier turns when these messages
+        follow. Sampled ids stay in any case.
         """
         return drops_thinking(self._renderer, new)
 
     def audit(self) -> tuple[str, ...]:
-        """Try at load time whether this template's turns can be extended faithfully: ModelError if not, else
-        what is worth knowing.
+        """Check at load whether this template's turns can be extended faithfully: ModelError if not,
+        else notes.
         """
         return audit(self._renderer, self.limits)
 
@@ -218,7 +212,7 @@ class Template:
     def _close(
         self, sampled: "array[int]", conversation: Conversation, opening: "array[int]"
     ) -> "array[int]":
-        """What ends a cut sample."""
+        """The ids that end a cut sample."""
         opening_again = self._encoded(
             self._renderer.following((), answered=AnsweredTurn(), thinking=conversation.thinking)
         )
@@ -226,10 +220,11 @@ class Template:
         return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
     def _encoded(self, rendered: RenderedText, *, again: bool = False) -> "array[int]":
-        """Split on control strings while client text is inert, give the text back, encode what stands
+        """Split on control strings while client text is guarded, restore the text, encode what stands
         between.
 
-        `again`: its long pieces may come again. A tool's result hardly does, and would only push a head out.
+        `again`: cache the ids of long pieces. A tool's result hardly recurs, and would only evict a
+        head.
         """
         encoded = ids()
         for place, piece in enumerate(self._control.split(rendered.text)):
@@ -244,7 +239,7 @@ class Template:
 
 
 def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
-    """Control strings, the longest first: what transformers finds too."""
+    """Control strings, the longest first, as transformers finds them."""
     return re.compile(
         "(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")"
     )
@@ -255,9 +250,7 @@ def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
 
 @frozen(kw_only=True)
 class LoadedModel:
-    """Tokenizer, family and template of one checkpoint; `notes` are what the audit found worth knowing.
-    `name` is the folder's.
-    """
+    """Tokenizer, family and template of one checkpoint; `notes` are the audit's. `name` is the folder's."""
 
     name: str
     path: Path
@@ -268,8 +261,8 @@ class LoadedModel:
 
 
 def load_model(path: Path) -> LoadedModel:
-    """Load from a checkpoint folder and audit its template. Takes seconds (transformers is imported): call it
-    in a thread.
+    """Load a checkpoint folder and audit its template. Takes seconds (transformers is imported): call
+    it in a thread.
     """
     tokenizer = load_tokenizer(path, vocab_size=_embedding_size(path))
     family = family_of(tokenizer)
@@ -285,8 +278,8 @@ def load_model(path: Path) -> LoadedModel:
 
 
 def _embedding_size(path: Path) -> int | None:
-    """Ids the model can sample: its embedding is often padded beyond what its tokenizer knows. None where the
-    config does not say.
+    """The number of ids that the model can sample: its embedding is often padded beyond its tokenizer.
+    None where the config does not have it.
     """
     with boundary(
         ModelError, f"{path / 'config.json'} cannot be read; name a folder with a Hugging Face checkpoint"

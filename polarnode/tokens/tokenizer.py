@@ -43,8 +43,8 @@ _PREFIXED: Final = (
 
 
 def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedToken]) -> Tokenizer:
-    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the model
-    finds them.
+    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the
+    model finds them.
 
     ModelError where a part of it changes or loses text, or looks control tokens up.
     """
@@ -85,8 +85,8 @@ def _model(model: Any, control: frozenset[str]) -> Any:
 
 
 def _hidden(state: dict[str, Any], control: frozenset[str]) -> Any:
-    """A Unigram model looks every piece up, control tokens too. A piece with a space in it is never found:
-    all spaces are U+2581 by then.
+    """A Unigram model without its control tokens. It looks every piece up, and a piece with a space in
+    it is never found: all spaces are U+2581 by then.
     """
     vocabulary = [(f" {piece}" if piece in control else piece, score) for piece, score in state["vocab"]]
     return models.Unigram(vocabulary, state["unk_id"], state["byte_fallback"])
@@ -118,7 +118,7 @@ def _cutter(backend: Tokenizer) -> Any:
 
 
 def _kept(part: dict[str, Any]) -> dict[str, Any]:
-    """A part that cuts text and loses none of it; a prefix of the very first text is left out, because a
+    """A part that cuts text without loss. A prefix for the very first text is left out, because a
     prompt begins with a control token.
     """
     if part["type"] not in _CUTTERS or part.get("behavior") == "Removed":
@@ -150,7 +150,7 @@ KEPT_BYTES: Final = 32 << 20
 
 @define(eq=False)
 class TokenizationCache:
-    """Texts and their ids, the oldest dropped first: in two generations, of which a text that is asked for
+    """Texts and their ids, the oldest dropped first, in two generations: a text that is used again
     moves to the younger.
     """
 
@@ -160,7 +160,7 @@ class TokenizationCache:
     _young_bytes: int = field(default=0, init=False)
 
     def ids(self, text: str, encode: Callable[[str], Iterable[int]]) -> "array[int]":
-        """What `encode` gives for a text, int32; nobody changes it."""
+        """The result of `encode` for a text, int32. Do not change it."""
         found = self._young.get(text)
         if found is not None:
             return found
@@ -202,9 +202,7 @@ _PROBES: Final[tuple[tuple[dict[str, Json], ...], ...]] = (
 
 @frozen(eq=False, kw_only=True)
 class LoadedTokenizer:
-    """A tokenizer ready to serve; immutable, and safe to call from several threads at once. `kind` is for
-    people.
-    """
+    """A tokenizer ready to serve; immutable and thread-safe. `kind` is for display."""
 
     vocab_size: int
     control: Mapping[str, int]
@@ -215,7 +213,7 @@ class LoadedTokenizer:
     _sorts_tools: bool = False
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text by the vocabulary alone, control strings spelled out. Lets other threads run: 100 KB
+        """Ids of a text by the vocabulary alone, control strings spelled out. Releases the GIL: 100 KB
         take some 60 ms.
         """
         # Only the batch call releases the GIL; the single one would hold the event loop for as long as it
@@ -224,8 +222,8 @@ class LoadedTokenizer:
         return encoded.ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one id: a control token's are its text's, an id that only pads the embedding has none.
-        ModelError outside the vocabulary.
+        """The bytes of one id: a control token's are its text's; an id that only pads the embedding has
+        none. ModelError outside the vocabulary.
         """
         cached = self._bytes.get(token)
         if cached is not None:
@@ -277,11 +275,11 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> LoadedTokenizer:
-    """The tokenizer in a model's folder. `vocab_size`: rows of the model's embedding, when it has more than
-    the tokenizer knows ids.
+    """The tokenizer in a model's folder. `vocab_size`: rows of the model's embedding, when it has more
+    than the tokenizer knows ids.
 
-    ModelError, with its remedy, for a folder without tokenizer or chat template, and for one whose tokens we
-    could not keep exactly.
+    ModelError, with its remedy, for a folder without tokenizer or chat template, and for a tokenizer
+    whose tokens could not be kept exactly.
     """
     if not path.is_dir():
         raise ModelError(
@@ -368,7 +366,7 @@ def _template_text(template: str | Mapping[str, str]) -> str:
 
 
 def _probed(loaded: LoadedTokenizer) -> Iterator[str]:
-    """What the template writes for a few conversations, those that it takes."""
+    """What the template writes for a few conversations that it accepts."""
     for messages in _PROBES:
         try:
             yield loaded.render(messages, tools=(), generation_prompt=True, thinking=None)
@@ -386,8 +384,8 @@ def _vocab_size(requested: int | None, spelled: Mapping[int, bytes]) -> int:
 
 
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:
-    """Try what the rest of the room relies on, once: plain ids are the model's own, bytes come back, control
-    strings stay text.
+    """Check what this room relies on: plain ids are the model's own, bytes come back, control strings
+    stay text.
     """
     ids = loaded.encode_plain(_SAMPLE)
     if (

@@ -19,7 +19,7 @@ SPACE: Final = " \t\n\r"  # JSON's own; str.strip() would take more
 
 @frozen
 class ReadCall:
-    """A call as sampled: the name, the text of the arguments object, and the id the model itself gave it,
+    """A call as sampled: the name, the text of the arguments object, and the model's own id for it,
     where its syntax has one.
     """
 
@@ -29,7 +29,7 @@ class ReadCall:
 
 
 def read_value(text: str) -> Json:
-    """The JSON value a text is, keys in their order. ValueError for anything that is not strict."""
+    """The JSON value of a text, keys in their order. ValueError for anything that is not strict."""
     try:
         value: Json = _DECODER.decode(text)
     except RecursionError:
@@ -39,7 +39,7 @@ def read_value(text: str) -> Json:
 
 
 def read_object(text: str) -> dict[str, Json] | None:
-    """The JSON object a text is, keys in their order; None for anything else, or anything not strict."""
+    """The JSON object of a text, keys in their order; None for anything else, or anything not strict."""
     try:
         value = read_value(text)
     except ValueError:
@@ -48,9 +48,7 @@ def read_object(text: str) -> dict[str, Json] | None:
 
 
 def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
-    """The JSON object that begins at a place of a text, and where it ends; None if none does, or not a strict
-    one.
-    """
+    """The JSON object that begins at a place of a text, and where it ends; None if there is no strict one."""
     try:
         value, end = _DECODER.raw_decode(text, at)
         _check(value, text[at:end])
@@ -60,11 +58,11 @@ def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
 
 
 def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
-    """The source of a call's arguments, the member `key` of the object that `text` is; None if they are no
-    object.
+    """The source text of a call's arguments, the member `key` of the object in `text`; None if they are
+    no object.
 
-    Arguments written as a string that itself is an object (models trained on doubly encoded calls do that)
-    are taken as that object's text: the harness would parse it so anyway.
+    Arguments written as a string that is itself an object (models trained on doubly encoded calls do
+    that) are that object's text: the harness would parse it so too.
     """
     match value[key]:
         case dict():

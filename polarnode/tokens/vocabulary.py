@@ -31,8 +31,8 @@ from polarnode.core.errors import ModelError, boundary
 def ordinary(
     vocabulary: Mapping[str, int], added: Mapping[int, AddedToken], template: str
 ) -> dict[int, AddedToken]:
-    """Those that are text: of the vocabulary itself, and neither called special nor named by the template
-    (which any newline is).
+    """The added tokens that are text: those in the vocabulary itself that are neither marked special
+    nor named by the template (which may name a newline).
     """
     return {
         number: token
@@ -44,11 +44,11 @@ def ordinary(
 
 
 def check_flags(control: Mapping[int, AddedToken], normalizer: Any, written: str) -> None:
-    """Control strings must mean exactly themselves in what a template writes, or a render could not be split
-    on them.
+    """ModelError unless control strings mean exactly themselves in what a template writes; a render
+    could not be split on them otherwise.
 
-    `written` is all that is known of it: the template's source and what it renders. A flag of a token that is
-    never there does nothing.
+    `written` is the template's source and what it renders. A flag of a token that never occurs there
+    has no effect.
     """
     for token in control.values():
         swallows = token.lstrip or token.rstrip or token.single_word
@@ -81,8 +81,8 @@ _STRIP: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def kind_of(backend: Tokenizer) -> Kind:
-    """How a tokenizer's vocabulary spells bytes, from what undoes it. ModelError for one whose tokens' bytes
-    are not known.
+    """How a tokenizer's vocabulary spells bytes, judged by its decoder. ModelError for an unknown
+    spelling.
     """
     decoder = {} if backend.decoder is None else state(backend.decoder)
     if decoder.get("type") == "ByteLevel":
@@ -97,7 +97,7 @@ def kind_of(backend: Tokenizer) -> Kind:
 
 
 def _falls_back(model: Any) -> bool:
-    """Whether what a model has no token for is spelled in byte tokens."""
+    """Whether text that the model has no token for is spelled in byte tokens."""
     match model:
         case models.BPE():
             return bool(model.byte_fallback)
@@ -172,9 +172,7 @@ class Ranked:
 
 
 def read_ranks(path: Path) -> Ranked:
-    """The tokenizer of a folder with `tiktoken.model`. ModelError for one whose code says what we do not
-    understand.
-    """
+    """The tokenizer of a folder with `tiktoken.model`. ModelError for one whose code is not understood."""
     with boundary(ModelError, f"the tokenizer of {RANKS} cannot be read; {_REMEDY}"):
         config = json.loads((path / "tokenizer_config.json").read_text())
         ranks = _ranks((path / RANKS).read_bytes())
@@ -264,8 +262,8 @@ def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> 
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every way to make a token of two, in the tokens' order: tiktoken merges whatever two neighbours make
-    one.
+    """Every way to make a token of two, in the tokens' order: tiktoken merges whichever two neighbours
+    make one.
     """
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]

@@ -14,11 +14,11 @@ from polarnode.tokens.tool_calls import SPACE
 
 @frozen(eq=False)
 class CallBody:
-    """What stands between a call's marks. `marks`: where in the text control tokens begin; `control`: the
-    strings that are ones in this model.
+    """The text between a call's marks. `marks`: where control tokens begin in it; `control`: the
+    control strings of this model.
 
-    `separator` is the spelling of the family's control token between a call's head and its arguments, empty
-    where it has none.
+    `separator` is the spelling of the family's control token between a call's head and its arguments,
+    empty where it has none.
     """
 
     text: str
@@ -61,20 +61,20 @@ class Cursor:
         return self.body.text[self.at :]
 
     def skip(self) -> None:
-        """Over blanks."""
+        """Skip blanks."""
         text, size = self.body.text, len(self.body.text)
         while self.at < size and text[self.at] in SPACE:
             self.at += 1
 
     def take(self, tag: str) -> bool:
-        """Over a tag, if it stands here."""
+        """Skip a tag if it stands here; whether it did."""
         here = self.body.has(tag, self.at)
         self.at += len(tag) if here else 0
         return here
 
     def until(self, tag: str, *, without: str = "") -> str | None:
-        """The text before the next such tag, and over both; None if there is none, the tag is empty, or
-        another stands before it.
+        """The text before the next such tag; moves after the tag. None if there is none, the tag is
+        empty, or `without` stands before it.
         """
         end = self.body.find(tag, self.at) if tag else -1
         if end < 0 or (without and self.body.find(without, self.at, end) >= 0):
@@ -85,10 +85,10 @@ class Cursor:
 
 @define(eq=False)
 class Region:
-    """What is held back while it is read: text with its control tokens' places, and the logprobs of the
-    tokens that wrote it.
+    """What is held back while it is read: text, the places of its control tokens, and the logprobs of
+    the tokens that wrote it.
 
-    The first `hidden` letters are not the sample's but the prompt's, and are never given back.
+    The first `hidden` characters are the prompt's, not the sample's, and are never shown.
     """
 
     logprobs: list[TokenLogprob] = field(factory=list)
@@ -109,7 +109,7 @@ class Region:
         self._size = self.hidden = 0
 
     def hide(self) -> None:
-        """What is held so far is the prompt's: it is read with the rest, and not shown."""
+        """Mark what is held so far as the prompt's: it is read with the rest and not shown."""
         self.hidden = self._size
 
     @property
@@ -122,7 +122,7 @@ class Region:
         return self.text[self.hidden :]
 
     def body(self, *, control: Container[str], separator: str, start: int) -> CallBody:
-        """What was held from a place on, to be read."""
+        """What was held from a place on, as a body to read."""
         return CallBody(
             self.text[start:],
             frozenset(mark - start for mark in self._marks if mark >= start),

@@ -28,24 +28,22 @@ _BEGINNINGS: Final = tuple(
 
 @frozen
 class Header:
-    """What a message is, and the tool it calls."""
+    """What a message is, and the tool that it calls."""
 
     mode: Literal["text", "thinking", "call"]
     name: str | None = None
 
 
 def read_header(body: CallBody) -> Header | None:
-    """The header that a text begins with, up to and with its `message` mark; None for one that makes no
-    sense.
+    """The header that a text begins with, up to and with its `message` mark; None for one that cannot
+    be read.
     """
     cursor = Cursor(body)
     return _header(cursor)
 
 
 def read_harmony(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call that a header and its message are, None if it is malformed. A message without a word has no
-    arguments.
-    """
+    """The call in a header and its message, None if it is malformed. An empty message has no arguments."""
     cursor = Cursor(body)
     header = _header(cursor)
     if header is None or header.name is None:
@@ -56,8 +54,8 @@ def read_harmony(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] 
 
 
 def may_be_header(body: CallBody) -> bool:
-    """Whether a text may still become a header: before its channel there is only the role, and who is spoken
-    to.
+    """Whether a text may still become a header: before its channel there are only the role and the
+    recipient.
     """
     text, started = body.text, body.has(START, 0)
     if len(text) > _LONGEST or body.find(CHANNEL, 0) >= 0:
@@ -74,7 +72,7 @@ def is_message_start(text: str) -> bool:
 
 
 def speaks_to(text: str) -> bool:
-    """Whether a header names somebody it speaks to."""
+    """Whether a header names a recipient."""
     return _TO in text
 
 

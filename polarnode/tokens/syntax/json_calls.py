@@ -79,8 +79,8 @@ def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
 
 
 def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed: an id without a name is, because which tool
-    is meant would be a guess.
+    """The call between a call's marks, None if it is malformed. An id without a name is malformed,
+    because the tool would be a guess.
     """
     parted = head_and_arguments(body)
     if parted is None:
@@ -100,7 +100,7 @@ _KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
 
 
 def read_bare_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The calls that an answer is, None if it is anything else."""
+    """The calls that a whole answer consists of, None if it is anything else."""
     cursor, calls = Cursor(body), []
     while True:
         cursor.skip()
@@ -143,7 +143,7 @@ class Begun:
         return "name" in self._keys and not self._keys.isdisjoint(_ARGUMENTS)
 
     def goes_on(self, text: str) -> bool:
-        """Read more; whether it may still be a call."""
+        """Read more text; whether it may still be a call."""
         return all(self._quoted(letter) if self._string else self._plain(letter) for letter in text)
 
     def _quoted(self, letter: str) -> bool:

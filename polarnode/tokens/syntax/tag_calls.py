@@ -31,8 +31,8 @@ from polarnode.tokens.tool_calls import SPACE, ReadCall, read_value
 
 @frozen(kw_only=True)
 class Tags:
-    """Each as what stands before its name, what ends the name, and what closes it. `value`: what of the text
-    between tags is the value.
+    """Each is what stands before a name, what ends the name, and what closes it. `value` takes the
+    value from the text between tags.
     """
 
     call: tuple[str, str, str]
@@ -41,7 +41,7 @@ class Tags:
 
 
 def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
-    """All calls of a body, one at least; None if anything in it is malformed."""
+    """All calls of a body, at least one; None if anything in it is malformed."""
     cursor, calls = Cursor(body), []
     cursor.skip()
     while not cursor.over:
@@ -81,7 +81,7 @@ def _parameter(cursor: Cursor, tags: Tags) -> tuple[str, str] | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be a tool's or a parameter's name: not empty, no blanks around it, no tag in it."""
+    """Whether a text can be the name of a tool or parameter: not empty, no blanks around it, no tag in it."""
     return bool(text) and text == text.strip() and not any(letter in text for letter in '<>"\n')
 
 
@@ -180,7 +180,7 @@ def _value(cursor: Cursor, depth: int) -> str:
 
 
 def _object(cursor: Cursor, depth: int) -> str:
-    """What follows an opening brace, up to its closing one."""
+    """The object after an opening brace, up to its closing one."""
     found: dict[str, str] = {}
 
     def member() -> None:

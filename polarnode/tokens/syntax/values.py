@@ -27,10 +27,11 @@ _DEEP: Final = 32  # branches within branches: no tool has so many, and Python's
 def arguments_json(
     pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool
 ) -> str | None:
-    """The arguments object of a call, in the order its parameters were written; None if one is written twice.
+    """The arguments object of a call, in the order its parameters were written; None if one is written
+    twice.
 
-    `untyped`: whether a value whose parameter has no known type is read as JSON where it is some, as the
-    model's template writes it.
+    `untyped`: whether a value whose parameter has no known type is read as JSON where it is JSON, as
+    the model's template writes it.
     """
     schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
     found: dict[str, str] = {}
@@ -42,7 +43,9 @@ def arguments_json(
 
 
 def _value(text: str, kinds: Sequence[str], untyped: bool) -> str:
-    """The first of the kinds a text is; null before all others, as no schema asks for the word."""
+    """The text as the first of the kinds that fits; null before all others, as no schema asks for the
+    word.
+    """
     if "null" in kinds and (null := _fits(text, "null")):
         return null
     for kind in kinds:
@@ -64,8 +67,8 @@ def _fits(text: str, kind: str) -> str | None:
 
 
 def _kind(text: str) -> str:
-    """What JSON a text is; "whole" for a number such as 1.0, and "string" for a string and for what
-    is none.
+    """The JSON type of a text; "whole" for a number such as 1.0, "string" for a string and for what is
+    no JSON.
     """
     try:
         value = read_value(text)
@@ -97,8 +100,8 @@ def _string(text: str) -> str:
 
 
 class _Schemas:
-    """A tool's parameters, asked for one by one. References are followed within the tool's own schema, each
-    once a question.
+    """A tool's parameters, looked up one by one. References are followed within the tool's own schema,
+    each once for each look-up.
     """
 
     def __init__(self, root: Mapping[str, Json]) -> None:
@@ -106,7 +109,7 @@ class _Schemas:
         self._properties = self._of(dict(root), 0, set())
 
     def kinds(self, key: str) -> tuple[str, ...]:
-        """What kinds of value a parameter may have, in the schema's order; none if nobody says."""
+        """The kinds of value that a parameter may have, in the schema's order; empty if unknown."""
         schema = self._properties.get(key, self._root.get("additionalProperties"))
         return tuple(dict.fromkeys(self._kinds(schema, 0, set())))
 
