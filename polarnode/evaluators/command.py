@@ -27,7 +27,7 @@ from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Ended, Runtime
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
-from polarnode.evaluators.contract import TAIL, Evaluator, Finished, is_finite, last_words
+from polarnode.evaluators.contract import TAIL, Evaluator, Finished, is_finite, stderr_tail
 
 # ── reward files ────────────────────────────────────────────────────────────
 
@@ -48,7 +48,7 @@ async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = No
     if ended.exit_code != 0:
         raise EvaluatorError(
             "what stood there before the test could not be removed, judge in a fresh_runtime:"
-            f" {last_words(ended.stderr)}"
+            f" {stderr_tail(ended.stderr)}"
         )
 
 

@@ -151,7 +151,7 @@ def finite(reward: object, what: str) -> float:
     return float(reward)
 
 
-def known(rewards: object, there: Collection[int], what: str) -> dict[int, float]:
+def checked_numbers(rewards: object, there: Collection[int], what: str) -> dict[int, float]:
     """Rewards by the number of a turn or lineage (`what`), each of one that is `there`."""
     if not isinstance(rewards, Mapping):
         raise EvaluatorError(
@@ -169,8 +169,8 @@ def known(rewards: object, there: Collection[int], what: str) -> dict[int, float
 
 def checked_rewards(verdict: Verdict, turns: Sequence[Turn]) -> tuple[dict[int, float], dict[int, float]]:
     """The rewards of lineages and of turns that a verdict holds, each of one of this session."""
-    lineages = known(verdict.lineage_rewards, {turn.lineage for turn in turns}, "lineage")
-    return lineages, known(verdict.turn_rewards, {turn.index for turn in turns}, "turn")
+    lineages = checked_numbers(verdict.lineage_rewards, {turn.lineage for turn in turns}, "lineage")
+    return lineages, checked_numbers(verdict.turn_rewards, {turn.index for turn in turns}, "turn")
 
 
 def _listed(there: Collection[int]) -> str:
@@ -210,7 +210,7 @@ NAME = 200  # characters of one name: parametrized ids hold whole documents
 GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
 # said on the stderr the program does not have: its exit code alone may be its own, or the kernel's out of
 # memory
-TOLD = b"timed out\n"
+TIMED_OUT = b"timed out\n"
 
 # `timeout` puts the program into a process group of its own and ends the group. Bash where there is one:
 # conda's activation needs it.
@@ -226,7 +226,7 @@ exit "$code"
 
 
 @frozen(kw_only=True)
-class Ran:
+class ProgramResult:
     """A test that ended, or was ended. `truncated`: the beginning of its output is not kept."""
 
     exit_code: int
@@ -240,7 +240,7 @@ class Ran:
         return self.output[-TAIL:]
 
     @property
-    def _said(self) -> dict[str, Json]:
+    def _flags(self) -> dict[str, Json]:
         return {
             **({"timed_out": True} if self.timed_out else {}),
             **({"output_cut": True} if self.truncated else {}),
@@ -249,7 +249,7 @@ class Ran:
     @property
     def metrics(self) -> dict[str, Json]:
         """What is kept of it with a verdict."""
-        return {"exit_code": self.exit_code, "output_tail": self.tail, **self._said}
+        return {"exit_code": self.exit_code, "output_tail": self.tail, **self._flags}
 
 
 async def run_script(
@@ -260,14 +260,16 @@ async def run_script(
     user: str | None = None,
     workdir: str | None = None,
     env: Mapping[str, str] | None = None,
-) -> Ran:
+) -> ProgramResult:
     """Run a text of shell for at most so many seconds; then nothing that it started runs any more."""
     argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", script]
     ended = await runtime.run(argv, user=user, workdir=workdir, env=env)
     await runtime.end_processes()
     output = ended.stdout[-LOG_BYTES:].decode("utf-8", "replace")
     cut = ended.truncated or len(ended.stdout) > LOG_BYTES
-    return Ran(exit_code=ended.exit_code, output=output, timed_out=ended.stderr == TOLD, truncated=cut)
+    return ProgramResult(
+        exit_code=ended.exit_code, output=output, timed_out=ended.stderr == TIMED_OUT, truncated=cut
+    )
 
 
 def shown(names: Iterable[str]) -> list[Json]:
@@ -277,6 +279,6 @@ def shown(names: Iterable[str]) -> list[Json]:
     return [*(name[:NAME] for name in kept[:NAMES]), *more]
 
 
-def last_words(output: bytes) -> str:
+def stderr_tail(output: bytes) -> str:
     """The end of what a program said, in a sentence about its failure."""
     return output.decode("utf-8", "replace").strip()[-500:]

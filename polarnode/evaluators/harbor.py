@@ -16,7 +16,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import command, contract
-from polarnode.evaluators.contract import Evaluator, Finished, Ran, run_script
+from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script
 
 TEST, OLD_TEST = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
 MODE = 0o755  # of a file given as text alone: what of the tests runs what is their business
@@ -138,7 +138,7 @@ def _script(config: HarborConfig) -> str:
     return config.test_command or f"bash {config.tests_target.rstrip('/')}/{name}"
 
 
-async def _verdict(finished: Finished, config: HarborConfig, ran: Ran) -> Verdict:
+async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult) -> Verdict:
     """reward.txt goes first, as in Harbor."""
     for name in ("reward.txt", "reward.json"):
         path = f"{config.verifier_dir.rstrip('/')}/{name}"

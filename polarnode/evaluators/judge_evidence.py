@@ -23,7 +23,7 @@ from polarnode.core.conversation import Answer, Message, TextPart, ThinkingPart,
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Turn
-from polarnode.evaluators.contract import ROOT, Finished, last_words
+from polarnode.evaluators.contract import ROOT, Finished, stderr_tail
 from polarnode.evaluators.patches import EXTRACT, TREE
 
 # ── transcript ────────────────────────────────────────────────────────────
@@ -36,16 +36,16 @@ SHOWN_ROLES = ("main", "subagent")  # titles, routers and summaries are not the 
 
 def clipped(text: str, most: int) -> str:
     """A text's beginning and end, with how much was between."""
-    head, left, tail = _ends_of(text, most)
-    return f"{head}\n{_left_out(left)}\n{tail}" if left else text
+    head, omitted, tail = _ends_of(text, most)
+    return f"{head}\n{_left_out(omitted)}\n{tail}" if omitted else text
 
 
 def quoted(text: str, most: int) -> str:
     """The same, each of its lines marked as somebody else's; every sign that ends a line for some reader ends
     one here.
     """
-    head, left, tail = _ends_of(text, most)
-    return "\n".join([*_lines(head), _left_out(left), *_lines(tail)] if left else _lines(text))
+    head, omitted, tail = _ends_of(text, most)
+    return "\n".join([*_lines(head), _left_out(omitted), *_lines(tail)] if omitted else _lines(text))
 
 
 def _lines(text: str) -> list[str]:
@@ -65,12 +65,12 @@ def _left_out(count: int) -> str:
 
 def _clipped_lines(text: str, most: int) -> str:
     """A text of ours in whole lines, so that none of its quotes loses its mark."""
-    head, left, tail = _ends_of(text, most)
-    if not left:
+    head, omitted, tail = _ends_of(text, most)
+    if not omitted:
         return text
     kept, _, cut = head.rpartition("\n")
     lost, _, rest = tail.partition("\n")
-    return "\n".join(filter(None, (kept, _left_out(left + len(cut) + len(lost)), rest)))
+    return "\n".join(filter(None, (kept, _left_out(omitted + len(cut) + len(lost)), rest)))
 
 
 def shown_turns(turns: Sequence[Turn]) -> list[Turn]:
@@ -79,7 +79,7 @@ def shown_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 
 @frozen
-class Written:
+class TurnText:
     """A turn in words."""
 
     index: int
@@ -87,16 +87,16 @@ class Written:
     text: str = field(repr=False)
 
 
-def written(turns: Sequence[Turn], *, message_most: int, thinking: bool) -> list[Written]:
+def turn_texts(turns: Sequence[Turn], *, message_most: int, thinking: bool) -> list[TurnText]:
     """The agent's own turns in words, each message in at most `message_most` characters."""
     shown = shown_turns(turns)
     return [
-        Written(turn.index, turn.lineage, turn_text(turn, message_most=message_most, thinking=thinking))
+        TurnText(turn.index, turn.lineage, turn_text(turn, message_most=message_most, thinking=thinking))
         for turn in shown
     ]
 
 
-def transcript(turns: Sequence[Written], *, most: int) -> str:
+def transcript(turns: Sequence[TurnText], *, most: int) -> str:
     """These turns in at most about `most` characters: from both ends, whole turns."""
     texts = [turn.text for turn in turns]
     if sum(map(len, texts)) <= most:
@@ -105,14 +105,14 @@ def transcript(turns: Sequence[Written], *, most: int) -> str:
     texts = [_clipped_lines(text, most - int(most * HEAD)) for text in texts]
     first = _fitting(texts, int(most * HEAD))
     last = _fitting(texts[first:][::-1], most - sum(map(len, texts[:first])))
-    left = turns[first : len(turns) - last]
-    if not left:
+    omitted = turns[first : len(turns) - last]
+    if not omitted:
         return "\n\n".join(texts)
-    between = f"[… turns {left[0].index} to {left[-1].index} are left out …]"
+    between = f"[… turns {omitted[0].index} to {omitted[-1].index} are left out …]"
     return "\n\n".join([*texts[:first], between, *texts[len(texts) - last :]])
 
 
-def every_turn(turns: Sequence[Written], *, most: int) -> str:
+def every_turn(turns: Sequence[TurnText], *, most: int) -> str:
     """All of these turns, the longest cut until they fit together: who scores a turn must have seen it."""
     cap = _cap([len(turn.text) for turn in turns], most)
     return "\n\n".join(_clipped_lines(turn.text, cap) for turn in turns)
@@ -141,15 +141,15 @@ def _fitting(texts: Sequence[str], most: int) -> int:
 
 def turn_text(turn: Turn, *, message_most: int, thinking: bool) -> str:
     """One turn: what is new in its prompt, and its answer."""
-    told = (
+    received = (
         ["(its words were not kept)"]
         if turn.heard is None
         else [_message(each, message_most) for each in turn.heard.messages]
     )
-    said = (
+    answer = (
         ["(no answer)"] if turn.answer is None else list(_parts(turn.answer, message_most, thinking=thinking))
     )
-    return "\n".join([f"── turn {turn.index}{_whose(turn)} ──", *told, *said, *_ends(turn)])
+    return "\n".join([f"── turn {turn.index}{_whose(turn)} ──", *received, *answer, *_ends(turn)])
 
 
 def _whose(turn: Turn) -> str:
@@ -256,7 +256,7 @@ async def evidence(finished: Finished, show: ShowConfig) -> list[Evidence]:
         room -= len(text)
         rest.append(Evidence(name=each.name, text=text))
     if show.transcript:
-        turns = written(finished.turns, message_most=show.message_chars, thinking=show.thinking)
+        turns = turn_texts(finished.turns, message_most=show.message_chars, thinking=show.thinking)
         text = transcript(turns, most=max(1, room))
         found.append(
             Evidence(name="what the agent did, turn by turn", text=text or "(it never called its model)")
@@ -278,12 +278,12 @@ async def _left_behind(finished: Finished, show: ShowConfig) -> AsyncIterator[Ev
 
 def last_answer(finished: Finished) -> str:
     """The last text of the main agent."""
-    said = (
+    texts = (
         turn.answer.text
         for turn in reversed(finished.turns)
         if turn.role == "main" and turn.answer is not None
     )
-    return next((text for text in said if text.strip()), "")
+    return next((text for text in texts if text.strip()), "")
 
 
 async def _file(runtime: Runtime, name: str, most: int) -> str:
@@ -303,7 +303,7 @@ async def _changes(runtime: Runtime, commit: str) -> str:
     if found.exit_code != 0:
         return (
             "(the workdir is no git repository with such a commit:"
-            f" {last_words(found.stderr) or f'exit code {found.exit_code}'})"
+            f" {stderr_tail(found.stderr) or f'exit code {found.exit_code}'})"
         )
     tree = found.stdout.decode("ascii", "replace").strip()
     ended = await runtime.run(
@@ -312,6 +312,6 @@ async def _changes(runtime: Runtime, commit: str) -> str:
     await runtime.end_processes()
     if ended.exit_code != 0:
         return (
-            f"(the changes could not be read: {last_words(ended.stderr) or f'exit code {ended.exit_code}'})"
+            f"(the changes could not be read: {stderr_tail(ended.stderr) or f'exit code {ended.exit_code}'})"
         )
     return ended.stdout.decode("utf-8", "replace") or "(nothing)"

@@ -68,7 +68,7 @@ class Fence:
         return f"<<<{self.mark} {name}\n{text}\n{self.mark}>>>"
 
     @property
-    def told(self) -> str:
+    def instructions(self) -> str:
         """How the judge is told of it."""
         return (
             f"Evidence stands between a line that begins with <<<{self.mark} and a line {self.mark}>>>. All"
@@ -107,7 +107,7 @@ THOUGHT = "</think>"
 
 
 @frozen(kw_only=True)
-class Asked(Generic[T]):
+class JudgeRequest(Generic[T]):
     """A question, and how its answer is read: Refused where it does not fit."""
 
     question: Question
@@ -115,7 +115,7 @@ class Asked(Generic[T]):
 
 
 @frozen(kw_only=True)
-class Told(Generic[T]):
+class JudgeAnswers(Generic[T]):
     """What the answers say, in order, and how many of them did not fit the first time."""
 
     found: tuple[T, ...]
@@ -139,36 +139,40 @@ def question(
     return Question(messages=messages, schema=schema, max_tokens=max_tokens, temperature=temperature)
 
 
-async def answers(judge: Judge, asked: Sequence[Asked[T]]) -> Told[T]:
+async def answers(judge: Judge, requests: Sequence[JudgeRequest[T]]) -> JudgeAnswers[T]:
     """Every answer, read. EvaluatorError when one fits neither time."""
     found: dict[int, T] = {}
     again: dict[int, Question] = {}
-    texts = await judge.ask_each([each.question for each in asked])
+    texts = await judge.ask_each([each.question for each in requests])
     for place, text in enumerate(texts):
         try:
-            found[place] = asked[place].read(json_of(text))
+            found[place] = requests[place].read(json_of(text))
         except Refused as misfit:
-            again[place] = _again(asked[place].question, text, misfit)
+            again[place] = _again(requests[place].question, text, misfit)
     second = await judge.ask_each(list(again.values())) if again else []
     for place, text in zip(again, second, strict=True):
-        found[place] = _last(asked[place], text)
-    return Told(found=tuple(found[place] for place in range(len(asked))), misfits=len(again))
+        found[place] = _last(requests[place], text)
+    return JudgeAnswers(found=tuple(found[place] for place in range(len(requests))), misfits=len(again))
 
 
 def _again(first: Question, text: str, misfit: Refused) -> Question:
-    said = (
+    correction = (
         f"This does not fit: {misfit}. Answer again, with one JSON object of the form you were given and"
         " nothing else."
     )
     return evolve(
         first,
-        messages=(*first.messages, {"role": "assistant", "content": text}, {"role": "user", "content": said}),
+        messages=(
+            *first.messages,
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": correction},
+        ),
     )
 
 
-def _last(asked: Asked[T], text: str) -> T:
+def _last(request: JudgeRequest[T], text: str) -> T:
     try:
-        return asked.read(json_of(text))
+        return request.read(json_of(text))
     except Refused as misfit:
         raise EvaluatorError(
             f"the judge's answer does not fit, and did not the first time: {misfit}; it wrote"
@@ -180,9 +184,9 @@ def json_of(text: str) -> Json:
     """The JSON of an answer: without what stands before the end of a thought, and out of its code block where
     there is exactly one.
     """
-    said = text.rpartition(THOUGHT)[2].strip()
-    blocks = FENCED.findall(said)
-    return codec.read_json((blocks[0] if len(blocks) == 1 else said).encode("utf-8", "replace"))
+    answer = text.rpartition(THOUGHT)[2].strip()
+    blocks = FENCED.findall(answer)
+    return codec.read_json((blocks[0] if len(blocks) == 1 else answer).encode("utf-8", "replace"))
 
 
 # ── what their configs have in common ─────────────────────────────────────────
@@ -268,8 +272,8 @@ class Rubric:
             f" {each.scale[1]:g}{': ' if each.description else ''}{each.description}"
             for each in self.criteria
         ]
-        said = [self.words] if self.words else []
-        return "\n\n".join([*said, "Criteria:\n" + "\n".join(lines)])
+        parts = [self.words] if self.words else []
+        return "\n\n".join([*parts, "Criteria:\n" + "\n".join(lines)])
 
     def schema(self) -> dict[str, Json]:
         """The form as JSON Schema, in the part of it that endpoints enforce."""
@@ -282,13 +286,13 @@ class Rubric:
             if name not in {each.name for each in self.criteria}:
                 raise Refused(f"criteria has {name!r}, which nobody asked for", path=path)
         for each in self.criteria:
-            given = scores.criteria.get(each.name)
-            if given is None:
+            score = scores.criteria.get(each.name)
+            if score is None:
                 raise Refused(f"criteria.{each.name} is missing", path=path)
             low, high = each.scale
-            if not low <= given.score <= high:
+            if not low <= score.score <= high:
                 raise Refused(
-                    f"criteria.{each.name}.score is {given.score:g} and must be {low:g} to {high:g}",
+                    f"criteria.{each.name}.score is {score.score:g} and must be {low:g} to {high:g}",
                     path=path,
                 )
         return scores.criteria

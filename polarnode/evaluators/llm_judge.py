@@ -20,8 +20,8 @@ from polarnode.evaluators import contract
 from polarnode.evaluators.contract import Allowed, Evaluator, Finished
 from polarnode.evaluators.judge_evidence import Evidence, ShowConfig, check_show, evidence
 from polarnode.evaluators.judging import (
-    Asked,
     CriterionConfig,
+    JudgeRequest,
     Rubric,
     answers,
     check_answer,
@@ -78,20 +78,20 @@ async def evaluate(finished: Finished) -> Verdict:
     judge = finished.judge(config.judge)
     rubric = rubric_of(config.rubric, config.criteria)
     shown = await evidence(finished, config.show)
-    told = await answers(
+    answered = await answers(
         judge,
         [
-            Asked(
+            JudgeRequest(
                 question=_question(config, rubric, finished.outcome, shown),
                 read=lambda value: read_scores(rubric, value),
             )
         ],
     )
-    (scores,) = told.found
+    (scores,) = answered.found
     metrics: dict[str, Json] = {
         "judge": config.judge,
         "criteria": rubric.metrics(scores),
-        "misfits": told.misfits,
+        "misfits": answered.misfits,
     }
     return Verdict(reward=rubric.reward(scores), metrics=metrics)
 
@@ -103,7 +103,7 @@ def _question(
     system = "\n\n".join(
         [
             INTRODUCTION,
-            fence.told,
+            fence.instructions,
             rubric.as_text(),
         ]
     )

@@ -30,7 +30,7 @@ from attrs import field, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Ended, Runtime
-from polarnode.evaluators.contract import last_words
+from polarnode.evaluators.contract import stderr_tail
 
 # ── patch scripts ────────────────────────────────────────────────────────────
 
@@ -140,7 +140,7 @@ find . -mindepth 2 -name .git -prune -print | while IFS= read -r path; do
   if [ -n "$first" ]; then git update-index --add -- "${first#./}"
   else printf '/%s\\n' "$folder" | sed 's/[][*?\\\\ ]/\\\\&/g' >> "$GIT_DIR/info/exclude"; fi
 done
-git add --all --ignore-errors . 2>"$tmp/said" || tail -n 20 "$tmp/said" >&2
+git add --all --ignore-errors . 2>"$tmp/errors" || tail -n 20 "$tmp/errors" >&2
 links | while IFS= read -r line; do git update-index --force-remove -- "${line#* }"; done
 ended=$(git write-tree) || exit 8
 
@@ -148,10 +148,10 @@ ended=$(git write-tree) || exit 8
 # in every shell's units.
 (ulimit -f $((most / 512 + 2));
   exec git diff-tree -r -p --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
-  "$began" "$ended" -- . "$@") > "$tmp/patch" 2>"$tmp/said"
+  "$began" "$ended" -- . "$@") > "$tmp/patch" 2>"$tmp/errors"
 code=$?
 if [ "$code" -ne 0 ] && [ "$(wc -c < "$tmp/patch")" -le "$most" ]; then
-  tail -n 5 "$tmp/said" >&2
+  tail -n 5 "$tmp/errors" >&2
   exit 9
 fi
 head -c "$((most + 1))" "$tmp/patch"
@@ -185,7 +185,7 @@ own() {
     + """
   git apply --binary --whitespace=nowarn "$tmp/patch"
 }
-if (own) 2>"$tmp/said"; then by=git
+if (own) 2>"$tmp/errors"; then by=git
 elif git apply --binary --whitespace=nowarn "$tmp/patch"; then
   by=git  # a patch that git made with the repository's attributes
 elif patch --batch --forward --fuzz=5 -p1 -i "$tmp/patch"; then by=patch
@@ -286,8 +286,8 @@ def _path(line: bytes) -> str:
 
 def _unquoted(name: bytes) -> bytes:
     def plain(found: re.Match[bytes]) -> bytes:
-        told = found[1]
-        return bytes([int(told, 8) & 0xFF]) if len(told) == 3 else _LETTERS.get(told, told)
+        escaped = found[1]
+        return bytes([int(escaped, 8) & 0xFF]) if len(escaped) == 3 else _LETTERS.get(escaped, escaped)
 
     return _ESCAPED.sub(plain, name)
 
@@ -337,9 +337,9 @@ class Patch:
     def metrics(self) -> dict[str, Json]:
         """What is kept of it with a verdict."""
         shown = self.content[:PATCH_SHOWN].decode("utf-8", "replace")
-        told: dict[str, Json] = {"bytes": len(self.content), "files": len(self.paths), "text": shown}
+        metrics: dict[str, Json] = {"bytes": len(self.content), "files": len(self.paths), "text": shown}
         return {
-            **told,
+            **metrics,
             **({"notes": list(self.notes)} if self.notes else {}),
             **({"applied_by": self.applied_by} if self.applied_by else {}),
         }
@@ -352,17 +352,17 @@ class Unusable:
     reason: str
 
 
-async def extract(left: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
+async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
     """What differs between the clean runtime's worktree and the one the agent left."""
     if of.command is not None:
-        return await _commanded(left, of, of.command)
+        return await _commanded(agent, of, of.command)
     base = await _base(clean, of)
     start = await _run(clean, of, base, b"")
     if start.exit_code != 0 or len(start.stdout) > PATCH_BYTES:
-        raise EvaluatorError(f"the image's own repository can not be read: {_said(start, of, base)}")
-    ended = await _run(left, of, base, start.stdout)
+        raise EvaluatorError(f"the image's own repository can not be read: {_failure(start, of, base)}")
+    ended = await _run(agent, of, base, start.stdout)
     if ended.exit_code != 0 or len(ended.stdout) > PATCH_BYTES:
-        return Unusable(reason=f"what the agent left gives no patch: {_said(ended, of, base)}")
+        return Unusable(reason=f"what the agent left gives no patch: {_failure(ended, of, base)}")
     return _usable(Patch(content=ended.stdout, notes=_notes(ended)))
 
 
@@ -376,11 +376,11 @@ async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusabl
     if ended.exit_code != 0:
         return Unusable(
             reason=(
-                f"the patch does not apply to a clean {of.folder}: {last_words(ended.stderr + ended.stdout)}"
+                f"the patch does not apply to a clean {of.folder}: {stderr_tail(ended.stderr + ended.stdout)}"
             )
         )
     return Patch(
-        content=patch.content, notes=patch.notes, applied_by=last_words(ended.stdout).splitlines()[-1]
+        content=patch.content, notes=patch.notes, applied_by=stderr_tail(ended.stdout).splitlines()[-1]
     )
 
 
@@ -393,20 +393,20 @@ async def no_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tu
     return tuple(ended.stdout.decode("utf-8", "surrogateescape").splitlines())
 
 
-async def moved(left: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
+async def moved(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
     """What the agent did, done on the clean runtime."""
-    found = await extract(left, clean, of)
+    found = await extract(agent, clean, of)
     return found if isinstance(found, Unusable) else await apply(clean, found, of)
 
 
-async def _commanded(left: Runtime, of: Repository, command: str) -> Patch | Unusable:
+async def _commanded(agent: Runtime, of: Repository, command: str) -> Patch | Unusable:
     """The task's own command, in the agent's container and with its git: what Polar does."""
-    ended = await left.run(
+    ended = await agent.run(
         _argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/"
     )
     if ended.exit_code != 0:
         return Unusable(
-            reason=f"the patch command ended with exit code {ended.exit_code}: {last_words(ended.stderr)}"
+            reason=f"the patch command ended with exit code {ended.exit_code}: {stderr_tail(ended.stderr)}"
         )
     if len(ended.stdout) > PATCH_BYTES:
         return Unusable(reason=f"the patch command gave {TOO_LARGE.format(PATCH_BYTES >> 20)}")
@@ -427,7 +427,7 @@ async def _base(clean: Runtime, of: Repository) -> str:
     if ended.exit_code != 0:
         raise EvaluatorError(
             f"{of.folder} is no git repository with a commit in the image, name the right repo_dir:"
-            f" {last_words(ended.stderr)}"
+            f" {stderr_tail(ended.stderr)}"
         )
     return ended.stdout.decode("ascii", "replace").strip()
 
@@ -445,7 +445,7 @@ def _argv(script: str, of: Repository, *arguments: str) -> Sequence[str]:
     return ["sh", "-c", within, f"{of.within_s:g}", script, "sh", *arguments]
 
 
-def _said(ended: Ended, of: Repository, base: str) -> str:
+def _failure(ended: Ended, of: Repository, base: str) -> str:
     if len(ended.stdout) > PATCH_BYTES:
         return TOO_LARGE.format(PATCH_BYTES >> 20)
     match ended.exit_code:
@@ -456,7 +456,7 @@ def _said(ended: Ended, of: Repository, base: str) -> str:
         case code if code == TIMED_OUT:
             return f"it took longer than {of.within_s:g} s"
         case code:
-            return f"exit code {code}, {last_words(ended.stderr) or 'nothing said'}"
+            return f"exit code {code}, {stderr_tail(ended.stderr) or 'nothing said'}"
 
 
 def _notes(ended: Ended) -> tuple[str, ...]:

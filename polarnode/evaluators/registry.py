@@ -28,7 +28,7 @@ from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_
 
 
 @frozen(kw_only=True)
-class Part:
+class WeightedEvaluator:
     """An evaluator with its own config, and what its reward counts."""
 
     evaluator: Evaluator
@@ -36,7 +36,7 @@ class Part:
     weight: float = 1.0
 
 
-def combined(parts: Sequence[Part]) -> Evaluator:
+def combined(parts: Sequence[WeightedEvaluator]) -> Evaluator:
     """The parts as one Evaluator. Refused where they can not share a runtime.
 
     It is fresh when one of them is, and needs a copy of the workdir when one of them does.
@@ -68,7 +68,7 @@ def combined(parts: Sequence[Part]) -> Evaluator:
     )
 
 
-def _names(parts: Sequence[Part]) -> tuple[str, ...]:
+def _names(parts: Sequence[WeightedEvaluator]) -> tuple[str, ...]:
     """By which metrics and errors name a part: its evaluator's name, with its place behind it where there are
     several of that name.
     """
@@ -79,7 +79,7 @@ def _names(parts: Sequence[Part]) -> tuple[str, ...]:
     )
 
 
-def _check_shared(parts: Sequence[Part], names: Sequence[str], *, fresh: bool) -> None:
+def _check_shared(parts: Sequence[WeightedEvaluator], names: Sequence[str], *, fresh: bool) -> None:
     """One that builds on a clean workdir finds no clean one where another judges the harness's."""
     clean = [
         name
@@ -108,7 +108,7 @@ async def _end_processes(finished: Finished) -> None:
         await finished.left.end_processes()
 
 
-async def _verdict(name: str, part: Part, finished: Finished) -> Verdict:
+async def _verdict(name: str, part: WeightedEvaluator, finished: Finished) -> Verdict:
     failed = f"{name}, a part of the evaluator, failed"
     try:
         with boundary(EvaluatorError, failed):
@@ -158,7 +158,7 @@ ALIKE: Final = (
     swebench.EVALUATOR,
 )
 EVALUATORS: Final[Mapping[str, Evaluator]] = {
-    known.name: known for known in (*ALIKE, *(make(Allowed()) for make in MADE.values()))
+    evaluator.name: evaluator for evaluator in (*ALIKE, *(make(Allowed()) for make in MADE.values()))
 }
 WHOLE = "$.evaluator"
 
@@ -178,7 +178,7 @@ def find(
         _checked_evaluator(part, allowed, f"{WHOLE}.parts[{index}]") for index, part in enumerate(spec.parts)
     ]
     parts = tuple(
-        Part(evaluator=each, config=part.config, weight=part.weight)
+        WeightedEvaluator(evaluator=each, config=part.config, weight=part.weight)
         for each, part in zip(found, spec.parts, strict=True)
     )
     return combined(parts)

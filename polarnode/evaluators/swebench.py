@@ -18,7 +18,7 @@ from polarnode.core.errors import EvaluatorError, boundary
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import patches, swebench_specs
-from polarnode.evaluators.contract import Evaluator, Finished, Ran, run_script, shown
+from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script, shown
 from polarnode.evaluators.swebench_specs import Package, Spec, SwebenchConfig, read_config, read_spec
 
 SCRIPT = "/tmp/polarnode-eval/eval.sh"
@@ -87,7 +87,7 @@ async def _place_tests(runtime: Runtime, config: SwebenchConfig, spec: Spec) -> 
         raise EvaluatorError(f"the instance's tests do not fit its image: {placed.reason}")
 
 
-def _verdict(package: Package, spec: Spec, ran: Ran, patch: patches.Patch) -> Verdict:
+def _verdict(package: Package, spec: Spec, ran: ProgramResult, patch: patches.Patch) -> Verdict:
     metrics: dict[str, Json] = {"resolved": False, **ran.metrics, "patch": patch.metrics}
     if ran.timed_out:
         return Verdict(reward=0.0, metrics={**metrics, "reason": "the tests ran out of time"})
@@ -105,10 +105,12 @@ def _verdict(package: Package, spec: Spec, ran: Ran, patch: patches.Patch) -> Ve
         return Verdict(reward=0.0, metrics={**metrics, "reason": reason})
     report = graded(package, spec, log)
     resolved = bool(report["resolved"])
-    return Verdict(reward=float(resolved), metrics={**metrics, **_told(report), "resolved": resolved})
+    return Verdict(
+        reward=float(resolved), metrics={**metrics, **_report_metrics(report), "resolved": resolved}
+    )
 
 
-def _log(package: Package, ran: Ran) -> str:
+def _log(package: Package, ran: ProgramResult) -> str:
     """The log; where only its end is kept, with the first mark before that."""
     return (
         f"{package.start}\n{ran.output}" if ran.truncated and package.start not in ran.output else ran.output
@@ -134,19 +136,19 @@ def graded(package: Package, spec: Spec, log: str) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], report[name])
 
 
-def _told(report: Mapping[str, Any]) -> dict[str, Json]:
+def _report_metrics(report: Mapping[str, Any]) -> dict[str, Json]:
     """Counts, and the names of what failed."""
-    told: dict[str, Json] = {}
+    metrics: dict[str, Json] = {}
     status = report.get("tests_status")
     if status is None:
-        told["reason"] = report.get("infra_failure_reason") or "the package read no tests in the log"
-        return told
+        metrics["reason"] = report.get("infra_failure_reason") or "the package read no tests in the log"
+        return metrics
     for kind in KINDS:
         passed, failed = status[kind]["success"], status[kind]["failure"]
-        told[kind.lower()] = {"passed": len(passed), "failed": len(failed), "failures": shown(failed)}
+        metrics[kind.lower()] = {"passed": len(passed), "failed": len(failed), "failures": shown(failed)}
     if not report["resolved"]:
-        told["reason"] = "some of the instance's tests failed"
-    return told
+        metrics["reason"] = "some of the instance's tests failed"
+    return metrics
 
 
 EVALUATOR = Evaluator(name="swebench", evaluate=evaluate, check=check, fresh=True, copies=False)

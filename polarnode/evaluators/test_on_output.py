@@ -15,7 +15,7 @@ from attrs import frozen
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract, patches
-from polarnode.evaluators.contract import Evaluator, Finished, Ran, run_script, shown
+from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script, shown
 
 STATUSES = ("PASSED", "SKIPPED", "FAILED", "ERROR")  # from better to worse
 _ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
@@ -108,7 +108,7 @@ def _repository(config: TestOnOutputConfig) -> patches.Repository:
     )
 
 
-def _verdict(wanted: Mapping[str, str], ran: Ran, patch: patches.Patch) -> Verdict:
+def _verdict(wanted: Mapping[str, str], ran: ProgramResult, patch: patches.Patch) -> Verdict:
     seen = {} if ran.timed_out else statuses(ran.output)
     resolved = seen == wanted
     metrics: dict[str, Json] = {

@@ -36,23 +36,23 @@ from polarnode.core.plugins import load
 from polarnode.core.ports import Judge, Question
 from polarnode.core.trajectory import Turn, Verdict
 from polarnode.evaluators import command, contract
-from polarnode.evaluators.contract import Allowed, Evaluator, Finished, known
+from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_numbers
 from polarnode.evaluators.judge_evidence import (
     LARGEST_SHOWN,
-    Written,
+    TurnText,
     clipped,
     every_turn,
     shown_turns,
     transcript,
-    written,
+    turn_texts,
 )
 from polarnode.evaluators.judging import (
-    Asked,
     CriterionConfig,
+    JudgeAnswers,
+    JudgeRequest,
     Rubric,
     Score,
     Scores,
-    Told,
     answers,
     check_answer,
     check_judge,
@@ -226,16 +226,16 @@ TASK_SHARE = 4  # of the evidence at most one in so many characters is the task'
 
 
 @frozen(kw_only=True)
-class Judged:
+class JudgedRewards:
     """Rewards by number, and what is kept of how they came about."""
 
     rewards: Mapping[int, float]
     metrics: Mapping[str, Json] = field(factory=dict)
 
 
-async def judged(finished: Finished, config: TurnJudgeConfig, of: Whose) -> Judged:
+async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) -> JudgedRewards:
     """Ask about the session's turns or lineages. A session without any is asked nothing."""
-    turns = written(finished.turns, message_most=config.message_chars, thinking=config.thinking)
+    turns = turn_texts(finished.turns, message_most=config.message_chars, thinking=config.thinking)
     numbers = (
         [turn.index for turn in turns]
         if of == "turn"
@@ -254,7 +254,7 @@ async def judged(finished: Finished, config: TurnJudgeConfig, of: Whose) -> Judg
         "misfits": misfits,
         "not_judged": len(numbers[config.most :]),
     }
-    return Judged(
+    return JudgedRewards(
         rewards={number: asking.rubric.reward(found) for number, found in scores.items()}, metrics=metrics
     )
 
@@ -266,7 +266,7 @@ class _Asking:
     instruction: str
     config: TurnJudgeConfig
     of: Whose
-    turns: Sequence[Written]
+    turns: Sequence[TurnText]
     numbers: Sequence[int]
     rubric: Rubric = field(init=False)
 
@@ -274,18 +274,18 @@ class _Asking:
     def _rubric(self) -> Rubric:
         return rubric_of(self.config.rubric, self.config.criteria)
 
-    def evidence(self, turns: Sequence[Written], shares: int = 1) -> str:
+    def evidence(self, turns: Sequence[TurnText], shares: int = 1) -> str:
         """These turns in their share of the room."""
         return transcript(turns, most=max(1, self.config.max_chars // shares))
 
-    def of_lineage(self, number: int) -> list[Written]:
+    def of_lineage(self, number: int) -> list[TurnText]:
         return [turn for turn in self.turns if turn.lineage == number]
 
 
 async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str, Score]], int]:
     rubric = asking.rubric
     if asking.config.ask == "together":
-        one: Asked[dict[int, Mapping[str, Score]]] = Asked(
+        one: JudgeRequest[dict[int, Mapping[str, Score]]] = JudgeRequest(
             question=_of_all(asking), read=lambda value: _read_list(value, asking)
         )
         all_of_them = await answers(judge, [one])
@@ -294,13 +294,13 @@ async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str,
     misfits = 0
     for start in range(0, len(asking.numbers), BATCH):
         batch = asking.numbers[start : start + BATCH]
-        each: list[Asked[Mapping[str, Score]]] = [
-            Asked(question=_of_one(asking, number), read=lambda value: read_scores(rubric, value))
+        each: list[JudgeRequest[Mapping[str, Score]]] = [
+            JudgeRequest(question=_of_one(asking, number), read=lambda value: read_scores(rubric, value))
             for number in batch
         ]
-        told: Told[Mapping[str, Score]] = await answers(judge, each)
-        found |= zip(batch, told.found, strict=True)
-        misfits += told.misfits
+        answered: JudgeAnswers[Mapping[str, Score]] = await answers(judge, each)
+        found |= zip(batch, answered.found, strict=True)
+        misfits += answered.misfits
     return found, misfits
 
 
@@ -360,7 +360,11 @@ def _question(
         else "lineages, each a conversation of its own"
     )
     system = "\n\n".join(
-        [f"You judge the work of an AI agent {of} by {of}: its {what}.", fence.told, asking.rubric.as_text()]
+        [
+            f"You judge the work of an AI agent {of} by {of}: its {what}.",
+            fence.instructions,
+            asking.rubric.as_text(),
+        ]
     )
     user = "\n\n".join(
         [*(fence.around(name, text) for name, text in shown.items()), f"The evidence is complete. {closing}"]
@@ -395,22 +399,22 @@ class LineageList:
 
 def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, Score]]:
     if asking.of == "turn":
-        said = [
+        scored = [
             (each.turn, each.criteria) for each in codec.structure(value, TurnList, forbid_extra=True).turns
         ]
     else:
-        said = [
+        scored = [
             (each.lineage, each.criteria)
             for each in codec.structure(value, LineageList, forbid_extra=True).lineages
         ]
-    given = [number for number, _ in said]
-    if sorted(given) != sorted(asking.numbers):
+    numbers = [number for number, _ in scored]
+    if sorted(numbers) != sorted(asking.numbers):
         raise Refused(
-            f"it scores the {asking.of}s {given} and was asked for {list(asking.numbers)}, each once"
+            f"it scores the {asking.of}s {numbers} and was asked for {list(asking.numbers)}, each once"
         )
     return {
         number: asking.rubric.read(Scores(criteria=criteria), f"$.{asking.of}s[{place}]")
-        for place, (number, criteria) in enumerate(said)
+        for place, (number, criteria) in enumerate(scored)
     }
 
 
@@ -444,7 +448,7 @@ async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allow
     if config.rewards is not None:
         sources.append(await _by_function(finished, config.rewards, config.of, allowed))
     if config.judge is not None:
-        found = await judged(finished, config.judge, config.of)
+        found = await judge_rewards(finished, config.judge, config.of)
         metrics["judged"] = dict(found.metrics)
         sources.append(dict(found.rewards))
     rewards = _added(sources)
@@ -516,4 +520,4 @@ async def _by_function(finished: Finished, import_path: str, of: Whose, allowed:
         found = function(finished)
         rewards: object = await found if isawaitable(found) else found
     there = {turn.index if of == "turn" else turn.lineage for turn in finished.turns}
-    return known(rewards, there, of)
+    return checked_numbers(rewards, there, of)

@@ -111,13 +111,13 @@ def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) ->
     return value
 
 
-def only_settings(settings: Mapping[str, Json], known: tuple[str, ...]) -> None:
+def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
     """Refuse a setting this harness does not know, so that a misspelt one is never silently without
     effect.
     """
     for name in settings:
-        if name not in known:
-            listed = ", ".join(known) or "none"
+        if name not in names:
+            listed = ", ".join(names) or "none"
             raise Refused(
                 f"this harness has no setting {name}; it knows: {listed}", path=f"$.harness.settings.{name}"
             )

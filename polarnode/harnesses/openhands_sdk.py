@@ -33,20 +33,20 @@ from openhands.sdk import LLM, Agent, AgentContext, Conversation
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
 from openhands.tools.preset.default import get_default_tools
 
-told = json.load(open(sys.argv[1]))
-llm = LLM(usage_id="agent", **told["llm"])
+order = json.load(open(sys.argv[1]))
+llm = LLM(usage_id="agent", **order["llm"])
 agent = Agent(
     llm=llm,
     tools=get_default_tools(enable_browser=False),
-    mcp_config=told["mcp"],
+    mcp_config=order["mcp"],
     agent_context=AgentContext(load_user_skills=True),
     system_prompt_kwargs={"cli_mode": True},
     condenser=LLMSummarizingCondenser(
-        llm=llm.model_copy(update={"usage_id": "condenser"}), max_tokens=told["compact_at"]
+        llm=llm.model_copy(update={"usage_id": "condenser"}), max_tokens=order["compact_at"]
     ),
 )
-conversation = Conversation(agent=agent, workspace=told["workdir"], visualizer=None)
-conversation.send_message(told["instruction"])
+conversation = Conversation(agent=agent, workspace=order["workdir"], visualizer=None)
+conversation.send_message(order["instruction"])
 conversation.run()
 status = conversation.state.execution_status.value
 conversation.close()
@@ -58,24 +58,24 @@ sys.exit(0 if status == "finished" else 1)
 def launch(order: HarnessOrder) -> Launch:
     """The runner with its order in a file: the instruction is data there, whatever it holds."""
     only_settings(order.settings, ("api",))
-    runner, told = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
+    runner, order_file = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
     own = {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "OPENHANDS_SUPPRESS_BANNER": "1",
         "ANONYMIZED_TELEMETRY": "false",
     }
     return Launch(
-        argv=("/opt/openhands/bin/python", runner, told),
+        argv=("/opt/openhands/bin/python", runner, order_file),
         env=environment(order, own),
         files={
             runner: RUNNER.encode(),
-            told: json_bytes(_told(order)),
+            order_file: json_bytes(_order_json(order)),
             **skill_files(order, ".openhands/skills"),
         },
     )
 
 
-def _told(order: HarnessOrder) -> dict[str, Json]:
+def _order_json(order: HarnessOrder) -> dict[str, Json]:
     return {
         "instruction": order.instruction,
         "workdir": order.workdir,

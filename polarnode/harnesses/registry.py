@@ -18,7 +18,7 @@ from polarnode.harnesses import (
 )
 from polarnode.harnesses.harness import Harness
 
-_KNOWN: tuple[Harness, ...] = (
+_PROVIDED: tuple[Harness, ...] = (
     claude_code.HARNESS,
     codex.HARNESS,
     gemini_cli.HARNESS,
@@ -31,7 +31,7 @@ _KNOWN: tuple[Harness, ...] = (
     qwen_code.HARNESS,
     shell.HARNESS,
 )
-HARNESSES = {known.name: known for known in _KNOWN}
+HARNESSES = {harness.name: harness for harness in _PROVIDED}
 
 
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
@@ -42,11 +42,11 @@ def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness
         harness = _named(spec)
     else:
         harness = load_value(spec.import_path, Harness, allowed=allowed_imports, path="$.harness.import_path")
-    for name, given, taken in (
+    for name, requested, supported in (
         ("mcp_servers", spec.mcp_servers, harness.mcp_servers),
         ("skills", spec.skills, harness.skills),
     ):
-        if given and not taken:
+        if requested and not supported:
             able = ", ".join(sorted(each.name for each in HARNESSES.values() if getattr(each, name)))
             raise Refused(
                 f"{harness.name} takes no {name}: leave them out, or use one of {able}",

@@ -45,14 +45,14 @@ def endpoint_environment(order: HarnessOrder) -> dict[str, str]:
 
 
 def _filled(part: str, order: HarnessOrder) -> str:
-    known = {
+    values = {
         "instruction": order.instruction,
         "base_url": order.endpoint.base_url,
         "key": order.endpoint.key,
         "model": model_name(order),
         "workdir": order.workdir,
     }
-    return re.sub(r"\{(\w+)\}", lambda found: known.get(found[1], found[0]), part)
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), part)
 
 
 HARNESS = Harness(name="shell", version=None, image="base", launch=launch)

@@ -34,7 +34,7 @@ from polarnode.core.errors import EvaluatorError, PolarnodeError, Refused, Runti
 from polarnode.core.ports import Ended, Judge, Runtime
 from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
-from polarnode.evaluators.contract import Finished, checked_rewards, finite, last_words
+from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
 from polarnode.merge.roles import reclassify_roles
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.support.semaphore import PrioritySemaphore
@@ -111,7 +111,7 @@ async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str |
         return None
     return (
         f"prepare step {' '.join(step.argv)!r} ended with exit code {ended.exit_code}:"
-        f" {last_words(ended.stderr or ended.stdout)}"
+        f" {stderr_tail(ended.stderr or ended.stdout)}"
     )
 
 

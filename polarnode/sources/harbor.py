@@ -22,8 +22,16 @@ from attrs import field, frozen
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.sources.reading import Start, build_of, inline, named, read_dockerfile, read_text, read_toml
-from polarnode.sources.values import Build, Found, Overrides, Unread
+from polarnode.sources.reading import (
+    ContainerStart,
+    build_of,
+    inline,
+    named,
+    read_dockerfile,
+    read_text,
+    read_toml,
+)
+from polarnode.sources.values import Build, FoundTask, Overrides, Unread
 
 # ── harbor shapes ────────────────────────────────────────────────────────────
 
@@ -117,7 +125,7 @@ UNUSED = {
 }
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """The task of a directory (or of the task.toml in it), or of each directory below that holds one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.toml").is_file()
@@ -136,14 +144,14 @@ class _Image:
 
     name: str
     build: Build | None
-    start: Start
+    start: ContainerStart
 
 
-def _task(folder: Path) -> Found:
+def _task(folder: Path) -> FoundTask:
     file = folder / "task.toml"
-    told = _plain(read_toml(file))
+    raw = _plain(read_toml(file))
     try:
-        task = codec.structure(told, HarborTask)
+        task = codec.structure(raw, HarborTask)
     except Refused as refused:
         raise named(refused, str(file)) from refused
     _refuse_other_worlds(task, folder)
@@ -157,11 +165,11 @@ def _task(folder: Path) -> Found:
         "metadata": {**task.metadata, "source": "harbor", "name": name},
     }
     harness = _servers(task.environment.mcp_servers)
-    return Found(
+    return FoundTask(
         name=name,
         origin=str(folder),
         value={**value, **({"harness": harness} if harness else {})},
-        notes=tuple(_notes(task, told, image, folder)),
+        notes=tuple(_notes(task, raw, image, folder)),
         build=image.build,
         foreign=True,
     )
@@ -212,7 +220,7 @@ def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
 def _image(environment: HarborEnvironment, folder: Path) -> _Image:
     """The image that is named, else the one its environment/ builds."""
     file = folder / "environment" / "Dockerfile"
-    start = read_dockerfile(read_text(file)) if file.is_file() else Start()
+    start = read_dockerfile(read_text(file)) if file.is_file() else ContainerStart()
     if environment.docker_image is not None:
         return _Image(name=environment.docker_image, build=None, start=start)
     if not file.is_file():
@@ -230,7 +238,7 @@ def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
     """
     environment = task.environment
     user = task.agent.user if task.agent.user is not None else image.start.user
-    said: dict[str, Json] = {
+    runtime: dict[str, Json] = {
         "image": image.name,
         "workdir": environment.workdir or image.start.workdir or WORKDIR,
         "user": str(user) if user is not None else "root",
@@ -250,7 +258,7 @@ def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
         "egress": [host for host in environment.allowed_hosts if not _is_address(host)],
         "artifacts": [place for place in map(_place, task.artifacts) if place],
     }
-    return {name: value for name, value in said.items() if value not in (None, [], {})}
+    return {name: value for name, value in runtime.items() if value not in (None, [], {})}
 
 
 def _megabytes(text: str, path: str) -> int:
@@ -327,7 +335,7 @@ def _server(server: HarborMcp) -> Json:
     return {"command": server.command, "args": list(server.args)}
 
 
-def _notes(task: HarborTask, told: Mapping[str, Any], image: _Image, folder: Path) -> Iterator[str]:
+def _notes(task: HarborTask, raw: Mapping[str, Any], image: _Image, folder: Path) -> Iterator[str]:
     environment = task.environment
     if environment.workdir is None and image.start.workdir is None:
         yield (
@@ -343,18 +351,18 @@ def _notes(task: HarborTask, told: Mapping[str, Any], image: _Image, folder: Pat
         yield f"environment.allowed_hosts: {host} is an address, and only names of hosts can be reached"
     if (folder / "trajectory.json").exists():
         yield "trajectory.json: what the agent is to have done before is not given to it"
-    for place in _unused(told):
+    for place in _unused(raw):
         yield f"{place} is not used: {UNUSED.get(place, 'Harbor of the schemas to 1.4 has no such field')}"
 
 
-def _unused(told: Mapping[str, Any]) -> Iterator[str]:
+def _unused(raw: Mapping[str, Any]) -> Iterator[str]:
     """Fields of the file that nothing here reads."""
-    known = {field.alias for field in HarborTask.__attrs_attrs__}
-    yield from (name for name in told if name not in known and name not in HEADINGS)
+    fields = {field.alias for field in HarborTask.__attrs_attrs__}
+    yield from (name for name in raw if name not in fields and name not in HEADINGS)
     defaults = HarborTask()
     for part in ("environment", "agent", "verifier"):
         read = {field.alias for field in getattr(defaults, part).__attrs_attrs__}
-        yield from (f"{part}.{name}" for name in told.get(part, {}) if name not in read)
+        yield from (f"{part}.{name}" for name in raw.get(part, {}) if name not in read)
 
 
 def _plain(value: Any) -> Any:

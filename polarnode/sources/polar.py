@@ -33,7 +33,7 @@ from polarnode.sources.polar_spec import (
     runtime_value,
 )
 from polarnode.sources.reading import lines, named, read_json, read_line, read_text, read_yaml
-from polarnode.sources.values import Found, Overrides, Unread
+from polarnode.sources.values import FoundTask, Overrides, Unread
 
 # ── polar ────────────────────────────────────────────────────────────
 
@@ -62,20 +62,20 @@ BUILDERS_OWN = ("end_of_turn_token_id", "tokenizer_name_or_path")
 class Notes:
     """What is said of one task while it is read."""
 
-    said: list[str] = field(factory=list)
+    texts: list[str] = field(factory=list)
 
     def add(self, text: str) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """The task of a JSON or YAML file, each of a list, or each line of JSONL."""
     for origin, read in _values(path):
         if isinstance(read, Refused):
             yield Unread(name=origin, origin=origin, refused=named(read, origin))
             continue
-        known = read.get("task_id") if isinstance(read, dict) else None
-        name = known if isinstance(known, str) else path.stem
+        task_id = read.get("task_id") if isinstance(read, dict) else None
+        name = task_id if isinstance(task_id, str) else path.stem
         try:
             yield task_found(read, name=name, origin=origin, folder=path.parent)
         except Refused as refused:
@@ -98,13 +98,13 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} task {number}", each
 
 
-def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> Found:
+def task_found(request: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> FoundTask:
     """A TaskRequest as a task. `served`: it was sent to a node, which tells its callback and knows Polar's
     own priority where none is said.
     """
-    task = codec.structure(told, PolarTask)
+    task = codec.structure(request, PolarTask)
     notes = Notes()
-    _note_unknown(told, notes)
+    _note_unknown(request, notes)
     value: dict[str, Json] = {
         "instruction": task.instruction,
         "num_samples": task.num_samples,
@@ -115,9 +115,9 @@ def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool 
         "metadata": dict(task.metadata),
     }
     value |= {
-        key: said
-        for key, said in (("task_id", task.task_id), ("priority", task.dispatch_priority))
-        if said is not None
+        key: present
+        for key, present in (("task_id", task.task_id), ("priority", task.dispatch_priority))
+        if present is not None
     }
     group = task.metadata.get("group_id")
     if isinstance(group, str):
@@ -138,8 +138,8 @@ def task_found(told: Any, *, name: str, origin: str, folder: Path, served: bool 
     else:
         value["runtime"] = runtime_value(task.runtime, folder, notes.add)
     _note_machinery(task, notes, served=served)
-    return Found(
-        name=name, origin=origin, value=value, notes=tuple(notes.said), foreign=task.runtime is not None
+    return FoundTask(
+        name=name, origin=origin, value=value, notes=tuple(notes.texts), foreign=task.runtime is not None
     )
 
 
@@ -171,7 +171,7 @@ def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
 
 
 def _settings(agent: PolarAgent, notes: Notes) -> dict[str, Json]:
-    said: dict[str, Json] = {}
+    used: dict[str, Json] = {}
     for name, value in agent.settings.items():
         if name in ANOTHER_AGENT:
             raise Refused(
@@ -179,10 +179,10 @@ def _settings(agent: PolarAgent, notes: Notes) -> dict[str, Json]:
                 path=f"$.agent.settings.{name}",
             )
         if name == "version":
-            said["version"] = value
+            used["version"] = value
         else:
             notes.add(f"agent.settings.{name} is not used: the harness runs with its own default")
-    return said
+    return used
 
 
 def _command(agent: PolarAgent) -> list[Json]:
@@ -261,12 +261,12 @@ def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
         )
 
 
-def _note_unknown(told: Mapping[str, Any], notes: Notes) -> None:
+def _note_unknown(request: Mapping[str, Any], notes: Notes) -> None:
     """Fields nothing here reads, of the request and of its parts."""
     for part, kind in PARTS.items():
-        value = told if part is None else told.get(part)
-        known = {each.alias for each in kind.__attrs_attrs__}
-        for name in sorted(set(value) - known) if isinstance(value, Mapping) else ():
+        value = request if part is None else request.get(part)
+        fields = {each.alias for each in kind.__attrs_attrs__}
+        for name in sorted(set(value) - fields) if isinstance(value, Mapping) else ():
             notes.add(
                 f"{name if part is None else f'{part}.{name}'} is not used: no TaskRequest has such a field"
             )
@@ -288,15 +288,15 @@ THEIRS: Mapping[str, str] = {
 }
 
 
-def request_found(told: Any, *, volumes: tuple[str, ...]) -> Found:
+def request_found(request: Any, *, volumes: tuple[str, ...]) -> FoundTask:
     """The task of a request; `volumes` are the folders of this machine that tasks may see. It reads the files
     that the request names.
 
     Refused, with the field's path, where it can not be had here.
     """
-    for where, name in _named(codec.structure(told, PolarTask)):
+    for where, name in _named(codec.structure(request, PolarTask)):
         _check(name, where, volumes)
-    return task_found(told, name="request", origin="request", folder=ROOT, served=True)
+    return task_found(request, name="request", origin="request", folder=ROOT, served=True)
 
 
 @contextmanager

@@ -127,46 +127,46 @@ OWN_CONTAINER = (
 )
 
 
-def evaluator_value(told: PolarEvaluator | None, folder: Path, note: Note) -> dict[str, Json]:
+def evaluator_value(evaluator: PolarEvaluator | None, folder: Path, note: Note) -> dict[str, Json]:
     """An EvaluatorSpec as JSON."""
-    if told is None:
+    if evaluator is None:
         note("evaluator: it has none; here a session without one gets a reward of 1 for ending well")
         return {}
-    config = dict(told.config)
-    match told.strategy:
+    config = dict(evaluator.config)
+    match evaluator.strategy:
         case "session_completed":
             return {"name": "session_completed", "config": config}
         case "test_on_output":
-            _refuse_env(told)
-            _note_clean(told, note)
+            _refuse_env(evaluator)
+            _note_clean(evaluator, note)
             return {"name": "test_on_output", "config": config}
         case "harbor":
-            env: dict[str, Json] = {"env": dict(told.env)} if told.env else {}
+            env: dict[str, Json] = {"env": dict(evaluator.env)} if evaluator.env else {}
             return {
                 "name": "harbor",
                 "config": {**_with_tests(config, folder), **env},
-                "fresh_runtime": told.refresh_runtime,
+                "fresh_runtime": evaluator.refresh_runtime,
             }
         case strategy if strategy in SWE:
-            _refuse_env(told)
-            _note_clean(told, note)
+            _refuse_env(evaluator)
+            _note_clean(evaluator, note)
             return {"name": "swebench", "config": _with_instance(config)}
     raise Refused(
-        f"the evaluator {told.strategy} is Polar's own: here there are others, see docs/evaluators.md",
+        f"the evaluator {evaluator.strategy} is Polar's own: here there are others, see docs/evaluators.md",
         path="$.evaluator.strategy",
     )
 
 
-def _refuse_env(told: PolarEvaluator) -> None:
-    if told.env:
+def _refuse_env(evaluator: PolarEvaluator) -> None:
+    if evaluator.env:
         raise Refused(
-            f"the evaluator {told.strategy} has no env of its own here: put it into its command",
+            f"the evaluator {evaluator.strategy} has no env of its own here: put it into its command",
             path="$.evaluator.env",
         )
 
 
-def _note_clean(told: PolarEvaluator, note: Note) -> None:
-    if not told.refresh_runtime:
+def _note_clean(evaluator: PolarEvaluator, note: Note) -> None:
+    if not evaluator.refresh_runtime:
         note(OWN_CONTAINER)
 
 
@@ -206,7 +206,7 @@ def runtime_value(runtime: PolarRuntime, folder: Path, note: Note) -> dict[str, 
     """A RuntimeSpec as JSON; files are read relative to the task's own folder."""
     _refuse_other_worlds(runtime)
     _note_the_rest(runtime, note)
-    said: dict[str, Json] = {
+    fields: dict[str, Json] = {
         "image": _image(runtime.image, note),
         "workdir": runtime.workdir or WORKDIR,
         "user": "root",  # Polar's containers run as their image's user, which is root in nearly all of them
@@ -220,7 +220,7 @@ def runtime_value(runtime: PolarRuntime, folder: Path, note: Note) -> dict[str, 
         "disk_mb": runtime.storage_mb,
         "volumes": list(_volumes(runtime, note)),
     }
-    return {name: value for name, value in said.items() if value not in (None, [], {})}
+    return {name: value for name, value in fields.items() if value not in (None, [], {})}
 
 
 def _refuse_other_worlds(runtime: PolarRuntime) -> None:
@@ -316,13 +316,13 @@ def _step(action: PolarAction, note: Note) -> Json:
 
 def _volumes(runtime: PolarRuntime, note: Note) -> Iterator[Json]:
     """Docker's `source:target[:ro]`."""
-    told = runtime.kwargs.get("volumes", [])
-    if not isinstance(told, list) or not all(
-        isinstance(each, str) and each.count(":") in (1, 2) for each in told
+    volumes = runtime.kwargs.get("volumes", [])
+    if not isinstance(volumes, list) or not all(
+        isinstance(each, str) and each.count(":") in (1, 2) for each in volumes
     ):
         raise Refused("kwargs.volumes is no list of source:target[:ro]", path="$.runtime.kwargs.volumes")
-    for each in told:
+    for each in volumes:
         source, target, *mode = str(each).split(":")
         yield {"source": source, "target": target, "write": mode != ["ro"]}
-    if told:
+    if volumes:
         note("runtime.kwargs.volumes are mounted only where the node's own settings allow their folders")

@@ -33,7 +33,7 @@ from attrs import evolve, frozen
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.sources.values import Build, Found, Overrides, Unread
+from polarnode.sources.values import Build, FoundTask, Overrides, Unread
 
 # ── reading ────────────────────────────────────────────────────────────
 
@@ -194,36 +194,38 @@ HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 
 
 @frozen(kw_only=True)
-class Start:
+class ContainerStart:
     """Where and as whom a container of the image begins; None where the Dockerfile leaves it to its base."""
 
     workdir: str | None = None
     user: str | None = None
 
 
-def read_dockerfile(text: str) -> Start:
+def read_dockerfile(text: str) -> ContainerStart:
     """The workdir and the user of the last stage."""
-    stages: dict[str, Start] = {}
-    now, name = Start(), ""
+    stages: dict[str, ContainerStart] = {}
+    now, name = ContainerStart(), ""
     for word, rest in _instructions(text):
         if word == "FROM":
             now, name = _stage(rest, stages)
         elif word == "WORKDIR":
-            now = evolve(now, workdir=_known(normpath(join(now.workdir or "", rest.strip("\"'")))))
+            now = evolve(now, workdir=_certain(normpath(join(now.workdir or "", rest.strip("\"'")))))
         elif word == "USER":
-            now = evolve(now, user=_known(rest.split(":")[0]))
+            now = evolve(now, user=_certain(rest.split(":")[0]))
         stages[name] = now
-    return Start(workdir=now.workdir if now.workdir and now.workdir.startswith("/") else None, user=now.user)
+    return ContainerStart(
+        workdir=now.workdir if now.workdir and now.workdir.startswith("/") else None, user=now.user
+    )
 
 
-def _stage(rest: str, stages: dict[str, Start]) -> tuple[Start, str]:
+def _stage(rest: str, stages: dict[str, ContainerStart]) -> tuple[ContainerStart, str]:
     words = [word for word in rest.split() if not word.startswith("--")]
     base = words[0].lower() if words else ""
     named = len(words) == 3 and words[1].lower() == "as"
-    return stages.get(base, Start()), words[2].lower() if named else str(len(stages))
+    return stages.get(base, ContainerStart()), words[2].lower() if named else str(len(stages))
 
 
-def _known(text: str) -> str | None:
+def _certain(text: str) -> str | None:
     return None if "$" in text or not text else text
 
 
@@ -247,7 +249,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 # ── task files ────────────────────────────────────────────────────────────
 
 
-def one(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def one(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """The task of one file, or of a folder with a task.toml."""
     file = path / "task.toml" if path.is_dir() else path
     name = path.name if path.is_dir() else path.stem
@@ -267,7 +269,7 @@ def task_value(file: Path) -> dict[str, Json]:
         raise named(refused, str(file)) from refused
 
 
-def jsonl(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def jsonl(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """Each line a TaskSpec."""
     for number, line in lines(path):
         origin = f"{path} line {number}"
@@ -293,12 +295,12 @@ def read_line(line: bytes) -> Json:
         ) from refused
 
 
-def _found(value: Json, *, name: str, origin: str) -> Found | Unread:
+def _found(value: Json, *, name: str, origin: str) -> FoundTask | Unread:
     if not isinstance(value, dict):
         return Unread(
             name=name,
             origin=origin,
             refused=Refused(f"{origin}: a task is a JSON object, not {type(value).__name__}"),
         )
-    known = value.get("task_id")
-    return Found(name=known if isinstance(known, str) else name, origin=origin, value=value)
+    task_id = value.get("task_id")
+    return FoundTask(name=task_id if isinstance(task_id, str) else name, origin=origin, value=value)

@@ -27,7 +27,7 @@ from polarnode.sources.reading import jsonl, lines, named, one, read_json, read_
 from polarnode.sources.swe import tasks as swe_tasks
 from polarnode.sources.tables import is_dataset
 from polarnode.sources.terminal_bench import tasks as terminal_bench_tasks
-from polarnode.sources.values import KINDS, Found, Kind, Overrides, SourcedTask, Unread, laid_over
+from polarnode.sources.values import KINDS, FoundTask, Kind, Overrides, SourcedTask, Unread, merged_over
 
 # ── detect ────────────────────────────────────────────────────────────
 
@@ -119,7 +119,7 @@ def _value(value: Any, file: Path, *, listed: bool) -> Kind:
 
 # ── source ────────────────────────────────────────────────────────────
 
-Reader = Callable[[Path, Overrides], Iterator[Found | Unread]]
+Reader = Callable[[Path, Overrides], Iterator[FoundTask | Unread]]
 READERS: Mapping[Kind, Reader] = {
     "task": one,
     "jsonl": jsonl,
@@ -177,18 +177,18 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
     where = Path(path)
     if not where.exists():
         raise Refused(f"there is no {where}: name a file or a folder")
-    known = kind or detect(where)
-    return Source(path=where, kind=known, overrides=overrides or Overrides())
+    found_kind = kind or detect(where)
+    return Source(path=where, kind=found_kind, overrides=overrides or Overrides())
 
 
-def spec_of(found: Found) -> TaskSpec:
+def spec_of(found: FoundTask) -> TaskSpec:
     """The task as it was found, nothing laid over it. Refused with the field's path."""
     return codec.read_task(_with_harness_added(found.value, found))
 
 
-def _sourced(found: Found, overrides: Overrides) -> SourcedTask | Unread:
+def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
     try:
-        value = laid_over(laid_over(found.value, overrides.over), _flags(overrides))
+        value = merged_over(merged_over(found.value, overrides.over), _flags(overrides))
         spec = codec.read_task(_with_harness_added(value, found))
     except Refused as refused:
         return Unread(name=found.name, origin=found.origin, refused=named(refused, found.origin))
@@ -197,11 +197,11 @@ def _sourced(found: Found, overrides: Overrides) -> SourcedTask | Unread:
 
 
 def _flags(overrides: Overrides) -> dict[str, Json]:
-    said: dict[str, Json] = {} if overrides.harness is None else {"harness": {"name": overrides.harness}}
-    return said if overrides.samples is None else {**said, "num_samples": overrides.samples}
+    flags: dict[str, Json] = {} if overrides.harness is None else {"harness": {"name": overrides.harness}}
+    return flags if overrides.samples is None else {**flags, "num_samples": overrides.samples}
 
 
-def _with_harness_added(value: dict[str, Json], found: Found) -> dict[str, Json]:
+def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:
     """On the task's own image the harness is still to be put, unless it is a command of the task's own, or
     the user says otherwise.
     """

@@ -15,8 +15,8 @@ from typing import Any
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.reading import named
-from polarnode.sources.tables import Row, rows
-from polarnode.sources.values import Found, Overrides, Unread
+from polarnode.sources.tables import DatasetRow, rows
+from polarnode.sources.values import FoundTask, Overrides, Unread
 
 WORKDIR = "/testbed"
 # seconds: the suite of the slowest repository runs for half an hour, its image is started and the patch
@@ -112,27 +112,27 @@ LEFT_OUT = ("patch", "hints_text", "created_at", "dockerfile", "difficulty")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """Each row as a task."""
     for row in rows(path, split=overrides.split):
         yield _item(row, overrides)
 
 
-def _item(row: Row, overrides: Overrides) -> Found | Unread:
+def _item(row: DatasetRow, overrides: Overrides) -> FoundTask | Unread:
     if row.value is None:
         return Unread(
             name=row.origin, origin=row.origin, refused=row.refused or Refused(f"{row.origin} holds nothing")
         )
-    known = row.value.get("instance_id")
-    name = known if isinstance(known, str) else row.origin
-    origin = f"{row.origin} ({name})" if isinstance(known, str) else row.origin
+    instance_id = row.value.get("instance_id")
+    name = instance_id if isinstance(instance_id, str) else row.origin
+    origin = f"{row.origin} ({name})" if isinstance(instance_id, str) else row.origin
     try:
         return _task(row.value, name, origin, overrides)
     except Refused as refused:
         return Unread(name=name, origin=origin, refused=named(refused, origin))
 
 
-def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides) -> Found:
+def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides) -> FoundTask:
     for column in NEEDED:
         if row.get(column) is None:
             raise Refused(
@@ -162,7 +162,7 @@ def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides)
             **{column: row[column] for column in SHOWN if row.get(column) is not None},
         },
     }
-    return Found(name=name, origin=origin, value=value, notes=tuple(_notes(row)), foreign=True)
+    return FoundTask(name=name, origin=origin, value=value, notes=tuple(_notes(row)), foreign=True)
 
 
 def _words(row: Mapping[str, Json]) -> dict[str, str]:
@@ -197,9 +197,9 @@ def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrid
     if overrides.image_template is not None:
         return _filled(overrides.image_template, words, "$.runtime.image")
     for column in IMAGE_COLUMNS:
-        told = row.get(column)
-        if isinstance(told, str) and told:
-            return told
+        value = row.get(column)
+        if isinstance(value, str) and value:
+            return value
     repo = words["repo"].lower()
     if repo in SWEBENCH_REPOS:
         return _filled(SWEBENCH_IMAGE, words, "$.runtime.image")
@@ -219,14 +219,14 @@ def instance_value(row: Mapping[str, Json]) -> dict[str, Json]:
     return {**found, **{column: _tests(row[column], column) for column in ("FAIL_TO_PASS", "PASS_TO_PASS")}}
 
 
-def _tests(told: Json, column: str) -> Json:
-    found: Any = told
-    if isinstance(told, str):
+def _tests(value: Json, column: str) -> Json:
+    found: Any = value
+    if isinstance(value, str):
         try:
-            found = json.loads(told)
+            found = json.loads(value)
         except ValueError:
             raise Refused(
-                f"the column {column} is text, and no JSON list: {told[:60]!r}", path=f"$.{column}"
+                f"the column {column} is text, and no JSON list: {value[:60]!r}", path=f"$.{column}"
             ) from None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise Refused(f"the column {column} is no list of names of tests", path=f"$.{column}")
@@ -234,9 +234,9 @@ def _tests(told: Json, column: str) -> Json:
 
 
 def _notes(row: Mapping[str, Json]) -> Iterator[str]:
-    known = {*NEEDED, *JUDGED_BY, *IMAGE_COLUMNS, *LEFT_OUT}
+    columns = {*NEEDED, *JUDGED_BY, *IMAGE_COLUMNS, *LEFT_OUT}
     if row.get("hints_text"):
         yield "hints_text is not used: the agent gets the problem alone"
-    for column in sorted(set(row) - known):
+    for column in sorted(set(row) - columns):
         if row[column] not in (None, "", []):
             yield f"the column {column} is not used: it has no meaning here"

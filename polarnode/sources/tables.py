@@ -23,7 +23,7 @@ OWN_FILES = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_in
 
 
 @frozen(kw_only=True)
-class Row:
+class DatasetRow:
     """A row with its number in its file, from 1; or why it is none."""
 
     origin: str
@@ -36,7 +36,7 @@ def is_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in OWN_FILES) or bool(_data_files(folder))
 
 
-def rows(path: Path, *, split: str | None) -> Iterator[Row]:
+def rows(path: Path, *, split: str | None) -> Iterator[DatasetRow]:
     """The rows of a file or of a folder's one split. Refused when there are several and none is named."""
     files = [path] if path.is_file() else _files_of(path, split)
     for file in files:
@@ -89,7 +89,7 @@ def _is_data(file: Path) -> bool:
 # ── their rows ────────────────────────────────────────────────────────────────
 
 
-def _rows_of(file: Path) -> Iterator[Row]:
+def _rows_of(file: Path) -> Iterator[DatasetRow]:
     match file.suffix:
         case ".jsonl" | ".ndjson":
             yield from _lines_of(file)
@@ -98,28 +98,28 @@ def _rows_of(file: Path) -> Iterator[Row]:
         case _:
             batches = _parquet(file) if file.suffix == ".parquet" else _arrow(file)
             for number, value in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-                yield Row(origin=f"{file} row {number}", value=cast(Mapping[str, Json], value))
+                yield DatasetRow(origin=f"{file} row {number}", value=cast(Mapping[str, Json], value))
 
 
-def _lines_of(file: Path) -> Iterator[Row]:
+def _lines_of(file: Path) -> Iterator[DatasetRow]:
     for number, line in lines(file):
         origin = f"{file} line {number}"
         try:
             yield _row(read_line(line), origin)
         except Refused as refused:
-            yield Row(origin=origin, refused=named(refused, origin))
+            yield DatasetRow(origin=origin, refused=named(refused, origin))
 
 
-def _list_of(file: Path) -> Iterator[Row]:
+def _list_of(file: Path) -> Iterator[DatasetRow]:
     value = read_json(file)
     for number, each in enumerate(value if isinstance(value, list) else [value], start=1):
         yield _row(each, f"{file} row {number}")
 
 
-def _row(value: Json, origin: str) -> Row:
+def _row(value: Json, origin: str) -> DatasetRow:
     if isinstance(value, dict):
-        return Row(origin=origin, value=value)
-    return Row(
+        return DatasetRow(origin=origin, value=value)
+    return DatasetRow(
         origin=origin, refused=Refused(f"{origin}: a row is a JSON object, not {type(value).__name__}")
     )
 

@@ -17,7 +17,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.harbor import POST_MARGIN_S, WORKDIR
 from polarnode.sources.reading import build_of, inline, mode_of, named, read_dockerfile, read_text, read_yaml
-from polarnode.sources.values import Found, Overrides, Unread
+from polarnode.sources.values import FoundTask, Overrides, Unread
 
 NEWER = "Harbor's own `harbor task migrate` rewrites it in the newer form, which is read here"
 BUILD_S = 600.0  # seconds, as Harbor's default
@@ -55,7 +55,7 @@ class OldTask:
     descriptions: tuple[Mapping[str, Json], ...] = field(factory=tuple)
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
     """The task of a directory (or of the task.yaml in it), or of each directory below that holds one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.yaml").is_file()
@@ -68,10 +68,10 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[Found | Unread]:
             yield Unread(name=each.resolve().name, origin=str(each), refused=named(refused, str(each)))
 
 
-def _task(folder: Path) -> Found:
-    told = read_yaml(folder / "task.yaml")
+def _task(folder: Path) -> FoundTask:
+    raw = read_yaml(folder / "task.yaml")
     try:
-        task = codec.structure(told, OldTask)
+        task = codec.structure(raw, OldTask)
     except Refused as refused:
         raise named(refused, str(folder / "task.yaml")) from refused
     _refuse_what_is_not_simple(task, folder)
@@ -93,13 +93,13 @@ def _task(folder: Path) -> Found:
         },
         "budgets": {**run, "post_s": task.max_test_timeout_sec + POST_MARGIN_S},
         "metadata": {
-            **{key: told[key] for key in FIELDS_UNUSED if key in told},
+            **{key: raw[key] for key in FIELDS_UNUSED if key in raw},
             "source": "terminal_bench",
             "name": name,
         },
     }
-    return Found(
-        name=name, origin=str(folder), value=value, notes=tuple(_notes(told)), build=build, foreign=True
+    return FoundTask(
+        name=name, origin=str(folder), value=value, notes=tuple(_notes(raw)), build=build, foreign=True
     )
 
 
@@ -125,9 +125,9 @@ def _refuse_what_is_not_simple(task: OldTask, folder: Path) -> None:
             _refuse_compose(read_yaml(folder / name), name)
 
 
-def _refuse_compose(told: Any, name: str) -> None:
+def _refuse_compose(raw: Any, name: str) -> None:
     """The one service every such task has, built from its own folder, is what we do ourselves."""
-    services = told.get("services") if isinstance(told, dict) else None
+    services = raw.get("services") if isinstance(raw, dict) else None
     if not isinstance(services, dict) or len(services) != 1:
         raise Refused(f"its {name} asks for several containers; a session here has one")
     service = next(iter(services.values()))
@@ -155,8 +155,8 @@ def _tests(folder: Path) -> dict[str, Json]:
     }
 
 
-def _notes(told: Mapping[str, Any]) -> Iterator[str]:
+def _notes(raw: Mapping[str, Any]) -> Iterator[str]:
     yield "it may reach the whole internet; here it reaches only the hosts of runtime.egress, which is empty"
     read = {each.alias for each in OldTask.__attrs_attrs__} | set(FIELDS_UNUSED)
-    for name in sorted(set(told) - read):
+    for name in sorted(set(raw) - read):
         yield f"{re.sub(r'[^ -~]', '?', name)} is not used: it has no meaning here"

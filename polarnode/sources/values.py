@@ -55,7 +55,7 @@ class Overrides:
 
 
 @frozen(kw_only=True)
-class Found:
+class FoundTask:
     """One task of a source before anything is laid over it: a TaskSpec as JSON, perhaps still without a
     harness.
 
@@ -95,10 +95,10 @@ class Unread:
 # ── overlay ────────────────────────────────────────────────────────────
 
 PROGRAMS = ("harness", "builder", "evaluator")
-WHO = ("name", "import_path", "parts")
+IDENTITY = ("name", "import_path", "parts")
 
 
-def laid_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
+def merged_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
     """`over` upon `value`: objects are merged, all else is replaced."""
     merged: dict[str, Json] = dict(value)
     for key, new in over.items():
@@ -110,7 +110,7 @@ def laid_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, 
             and _is_another(old, new)
         )
         merged[key] = (
-            laid_over(old, new)
+            merged_over(old, new)
             if isinstance(old, Mapping) and isinstance(new, Mapping) and not replaces
             else new
         )
@@ -119,4 +119,6 @@ def laid_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, 
 
 def _is_another(old: Mapping[str, Json], new: Mapping[str, Json]) -> bool:
     """Settings that say no name yet are of whatever program is named later."""
-    return any(key in old for key in WHO) and any(key in new and new[key] != old.get(key) for key in WHO)
+    return any(key in old for key in IDENTITY) and any(
+        key in new and new[key] != old.get(key) for key in IDENTITY
+    )

@@ -18,8 +18,8 @@ from polarnode.trainers.rows import (
     Arrays,
     Native,
     Number,
-    Row,
-    given,
+    TrainedRow,
+    as_arrays,
     rows_of,
     sessions,
     version_array,
@@ -38,7 +38,7 @@ def tensors(
     """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T],
     attention_mask bool[1, T], rewards float32[1].
     """
-    found: list[dict[str, Any]] = given(
+    found: list[dict[str, Any]] = as_arrays(
         [_tensors(row, number) for row in rows_of(trajectory)], arrays, TENSORS
     )
     return found
@@ -54,7 +54,7 @@ def rollout(
     if not rows:
         return None
     longest = max(each["input_ids"].shape[1] for each in rows)
-    found: dict[str, Any] = given(
+    found: dict[str, Any] = as_arrays(
         {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in NAMES},
         arrays,
         TENSORS,
@@ -62,7 +62,7 @@ def rollout(
     return found
 
 
-def _tensors(row: Row, number: Number) -> dict[str, Array]:
+def _tensors(row: TrainedRow, number: Number) -> dict[str, Array]:
     if row.reward is None:
         raise Refused(
             f"session {row.trajectory.session_id} has no reward, and AReaL would take that for 0: leave the"

@@ -14,7 +14,7 @@ import numpy
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
-from polarnode.trainers.rows import Array, Arrays, Row, given, rows_of, sessions
+from polarnode.trainers.rows import Array, Arrays, TrainedRow, as_arrays, rows_of, sessions
 
 IGNORED: Final = -100  # the label that losses pass over
 NO_LOGPROB: Final = 1.0  # what no logprob can be
@@ -45,11 +45,11 @@ def scored_data(
         "generation_params": None if generation_params is None else dict(generation_params),
         "env_id": env_id,
     }
-    found: dict[str, Any] = given(data, arrays)
+    found: dict[str, Any] = as_arrays(data, arrays)
     return found
 
 
-def _score(row: Row) -> float:
+def _score(row: TrainedRow) -> float:
     if row.reward is None:
         raise Refused(
             f"session {row.trajectory.session_id} has no reward, and Atropos wants a score for each sequence:"
@@ -58,7 +58,7 @@ def _score(row: Row) -> float:
     return float(row.reward)
 
 
-def _advantages(row: Row, advantages: Mapping[str, float]) -> Array:
+def _advantages(row: TrainedRow, advantages: Mapping[str, float]) -> Array:
     session = row.trajectory.session_id
     if session not in advantages:
         raise Refused(f"no advantage is given for session {session}: give one for each, by session id")

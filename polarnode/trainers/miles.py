@@ -13,7 +13,7 @@ import numpy
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers import slime
-from polarnode.trainers.rows import Arrays, Native, given, sessions
+from polarnode.trainers.rows import Arrays, Native, as_arrays, sessions
 
 SLIMES: Final = ("session_id",)  # a field of slime's that miles has not
 ALSO: Final[dict[str, Any]] = {
@@ -26,15 +26,15 @@ SAMPLE: Final[Native] = {"rollout_routed_experts": "numpy"}
 WIRE: Final[Native] = {"tensors": "numpy"}
 
 
-def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **said: Any) -> list[dict[str, Any]]:
+def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **fields: Any) -> list[dict[str, Any]]:
     """A Sample for each row; takes what `slime.samples` takes."""
-    packed = slime.samples(trajectory, arrays="numpy", **said)
-    found: list[dict[str, Any]] = given([_renamed(each, trajectory) for each in packed], arrays, SAMPLE)
+    packed = slime.samples(trajectory, arrays="numpy", **fields)
+    found: list[dict[str, Any]] = as_arrays([_renamed(each, trajectory) for each in packed], arrays, SAMPLE)
     return found
 
 
 def group_samples(
-    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any
+    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
 ) -> list[dict[str, Any]]:
     """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index`
     counts all of them.
@@ -42,7 +42,7 @@ def group_samples(
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):
         found += samples(
-            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said
+            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **fields
         )
     return found
 
@@ -52,7 +52,7 @@ def session_tensors(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[
     them.
     """
     packed = [each for each in slime.samples(trajectory, arrays="numpy") if not each["remove_sample"]]
-    found: list[dict[str, Any]] = given([_wire(each) for each in packed], arrays, WIRE)
+    found: list[dict[str, Any]] = as_arrays([_wire(each) for each in packed], arrays, WIRE)
     return found
 
 

@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.trainers.rows import Array, Arrays, Native, Row, given, padded, routed, rows_of, stretches
+from polarnode.trainers.rows import (
+    Array,
+    Arrays,
+    Native,
+    TrainedRow,
+    as_arrays,
+    padded,
+    routed,
+    rows_of,
+    stretches,
+)
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's
 LOG: Final[Native] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
@@ -22,7 +32,9 @@ def results(
     """What a rollout gives NeMo RL, for each row: `message_log`, `input_message_log` (what was asked) and
     `full_result` with the reward.
     """
-    found: list[dict[str, Any]] = given([_result(row, decode) for row in rows_of(trajectory)], arrays, LOG)
+    found: list[dict[str, Any]] = as_arrays(
+        [_result(row, decode) for row in rows_of(trajectory)], arrays, LOG
+    )
     return found
 
 
@@ -32,11 +44,11 @@ def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[d
 
     `routed_experts` are of the positions from 0 to the item's last but one.
     """
-    found: list[list[dict[str, Any]]] = given([_items(row) for row in rows_of(trajectory)], arrays)
+    found: list[list[dict[str, Any]]] = as_arrays([_items(row) for row in rows_of(trajectory)], arrays)
     return found
 
 
-def _result(row: Row, decode: Decode | None) -> dict[str, Any]:
+def _result(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
     experts = _experts(row)
     log = [_message(row, place, decode, experts) for place in _places(row)]
     return {
@@ -54,7 +66,7 @@ def _result(row: Row, decode: Decode | None) -> dict[str, Any]:
     }
 
 
-def _places(row: Row) -> Iterator[tuple[int, int, bool]]:
+def _places(row: TrainedRow) -> Iterator[tuple[int, int, bool]]:
     """(start, end, trained), each trained sample a stretch of its own, even where one follows another without
     a word between.
     """
@@ -66,26 +78,26 @@ def _places(row: Row) -> Iterator[tuple[int, int, bool]]:
 
 
 def _message(
-    row: Row, place: tuple[int, int, bool], decode: Decode | None, experts: Array | None
+    row: TrainedRow, place: tuple[int, int, bool], decode: Decode | None, experts: Array | None
 ) -> dict[str, Any]:
     start, end, trained = place
     ids = row.tokens[start:end]
-    said: dict[str, Any] = {
+    item: dict[str, Any] = {
         "role": "assistant" if trained else "user",
         "content": "" if decode is None else decode(ids.tolist()),
         "token_ids": ids,
     }
     if trained:
-        said["generation_logprobs"] = row.logprobs[start:end]
-    return said if experts is None else said | {"routed_experts": experts[start:end]}
+        item["generation_logprobs"] = row.logprobs[start:end]
+    return item if experts is None else item | {"routed_experts": experts[start:end]}
 
 
-def _experts(row: Row) -> Array | None:
+def _experts(row: TrainedRow) -> Array | None:
     experts = routed(row)
     return None if experts is None else padded(experts, len(row.tokens))
 
 
-def _items(row: Row) -> list[dict[str, Any]]:
+def _items(row: TrainedRow) -> list[dict[str, Any]]:
     experts = routed(row)
     return [
         {

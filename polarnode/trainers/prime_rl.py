@@ -12,7 +12,16 @@ from typing import Any, Final
 import numpy
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.trainers.rows import Array, Arrays, Row, given, padded, routed, rows_of, temperatures
+from polarnode.trainers.rows import (
+    Array,
+    Arrays,
+    TrainedRow,
+    as_arrays,
+    padded,
+    routed,
+    rows_of,
+    temperatures,
+)
 
 # The struct's fields in their order, which is all that an array_like struct has on the wire. The seventh
 # holds tensors of images.
@@ -37,7 +46,7 @@ def training_samples(
     `temperature` stands in for turns that the reader does not have; `routed_experts.data` stays bytes.
     """
     rows = [_sample(row, env_name, advantage, temperature) for row in rows_of(trajectory)]
-    found: list[dict[str, Any]] = given(rows, arrays)
+    found: list[dict[str, Any]] = as_arrays(rows, arrays)
     return found
 
 
@@ -53,7 +62,9 @@ def on_the_wire(sample: dict[str, Any]) -> list[Any]:
     return values
 
 
-def _sample(row: Row, env_name: str, advantage: float | None, temperature: float | None) -> dict[str, Any]:
+def _sample(
+    row: TrainedRow, env_name: str, advantage: float | None, temperature: float | None
+) -> dict[str, Any]:
     absent: dict[str, Any] = dict.fromkeys(FIELDS)
     return absent | {
         "token_ids": row.tokens,
@@ -66,7 +77,7 @@ def _sample(row: Row, env_name: str, advantage: float | None, temperature: float
     }
 
 
-def _experts(row: Row) -> dict[str, Any] | None:
+def _experts(row: TrainedRow) -> dict[str, Any] | None:
     experts = routed(row)
     if experts is None:
         return None
@@ -74,5 +85,5 @@ def _experts(row: Row) -> dict[str, Any] | None:
     return {"data": whole.tobytes(), "shape": list(whole.shape), "dtype": str(whole.dtype)}
 
 
-def _advantages(row: Row, advantage: float) -> Array:
+def _advantages(row: TrainedRow, advantage: float) -> Array:
     return numpy.where(row.mask == 1, advantage, 0.0)

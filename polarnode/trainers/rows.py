@@ -29,7 +29,7 @@ NOT_SAMPLED: Final = -1  # the version of a token that was not sampled, as AReaL
 
 
 @frozen(kw_only=True)
-class Row:
+class TrainedRow:
     """A trace that trains something, and whose it is: row `index` of the `count` that its session became."""
 
     trajectory: Trajectory
@@ -83,8 +83,8 @@ class Row:
         """The calls whose samples it trains, as far as the reader has them: a trajectory read with
         `turns=table` has none.
         """
-        known = {turn.index: turn for turn in self.trajectory.turns}
-        return tuple(known[span.turn] for span in self.trained_spans if span.turn in known)
+        by_index = {turn.index: turn for turn in self.trajectory.turns}
+        return tuple(by_index[span.turn] for span in self.trained_spans if span.turn in by_index)
 
 
 @frozen(kw_only=True)
@@ -97,11 +97,11 @@ class Absent:
     reward: float | None = None
 
 
-def rows_of(trajectory: Trajectory) -> tuple[Row, ...]:
+def rows_of(trajectory: Trajectory) -> tuple[TrainedRow, ...]:
     """The rows of a session that train a token, in order. None for one that ended before it sampled."""
     teaching = [trace for trace in trajectory.traces if 1 in trace.loss_mask]
     return tuple(
-        Row(trajectory=trajectory, trace=trace, index=index, count=len(teaching))
+        TrainedRow(trajectory=trajectory, trace=trace, index=index, count=len(teaching))
         for index, trace in enumerate(teaching)
     )
 
@@ -113,12 +113,12 @@ def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
     return evolve(trajectory, traces=tuple(trace for trace in trajectory.traces if trace.role in roles))
 
 
-def sessions(given: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
+def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
     """The trajectories to project: the usable ones of a group, or those that were given."""
-    return given.usable if isinstance(given, Group) else tuple(given)
+    return source.usable if isinstance(source, Group) else tuple(source)
 
 
-def only_row(trajectory: Trajectory) -> Row:
+def only_row(trajectory: Trajectory) -> TrainedRow:
     """The one row of a session, for formats that have room for one. Refused where it has none or several."""
     found = rows_of(trajectory)
     if len(found) != 1:
@@ -145,7 +145,7 @@ def version_number(version: str) -> int:
     return int(version)
 
 
-def versions_of(row: Row) -> tuple[str, ...]:
+def versions_of(row: TrainedRow) -> tuple[str, ...]:
     """The weight versions that its trained tokens were sampled by, one for each stretch of a sample, in
     order.
     """
@@ -153,7 +153,7 @@ def versions_of(row: Row) -> tuple[str, ...]:
     return tuple(span.version for span in row.trace.version_spans if mask.find(1, span.start, span.end) >= 0)
 
 
-def version_array(row: Row, number: Number) -> Array:
+def version_array(row: TrainedRow, number: Number) -> Array:
     """int64[T]: the version of each trained token, -1 on every other."""
     found = numpy.full(len(row.tokens), NOT_SAMPLED, dtype=numpy.int64)
     for span in row.trace.version_spans:
@@ -170,14 +170,14 @@ def version_array(row: Row, number: Number) -> Array:
 # ── sampling ──────────────────────────────────────────────────────────────────
 
 
-def temperatures(row: Row, temperature: float | None) -> Array:
+def temperatures(row: TrainedRow, temperature: float | None) -> Array:
     """float64[T]: what each trained token was sampled with, 1 on every other. `temperature` stands in where
     its turn is not known.
     """
-    known = {turn.index: turn.used.temperature for turn in row.trajectory.turns}
+    by_turn = {turn.index: turn.used.temperature for turn in row.trajectory.turns}
     found = numpy.ones(len(row.tokens), dtype=numpy.float64)
     for span in row.trained_spans:
-        used = known.get(span.turn)
+        used = by_turn.get(span.turn)
         used = temperature if used is None else used
         if used is None:
             raise Refused(
@@ -192,15 +192,15 @@ def temperatures(row: Row, temperature: float | None) -> Array:
 # ── what is carried beside tokens ─────────────────────────────────────────────
 
 
-def routed(row: Row) -> Array | None:
+def routed(row: TrainedRow) -> Array | None:
     """uint8 or int16 [T - 1, layers, top_k]: the experts of every position but the last. None where they are
     not carried.
     """
-    carried = row.trace.routed
-    if carried is None:
+    experts = row.trace.routed
+    if experts is None:
         return None
-    kind = numpy.dtype("<i2" if carried.dtype == "int16" else "u1")
-    return numpy.frombuffer(carried.data, dtype=kind).reshape(-1, carried.layers, carried.top_k)
+    kind = numpy.dtype("<i2" if experts.dtype == "int16" else "u1")
+    return numpy.frombuffer(experts.data, dtype=kind).reshape(-1, experts.layers, experts.top_k)
 
 
 def padded(values: Array, rows: int) -> Array:
@@ -212,7 +212,7 @@ def padded(values: Array, rows: int) -> Array:
     )
 
 
-def top_logprobs(row: Row) -> tuple[Array, Array] | None:
+def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
     """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None where they are
     not carried.
     """
@@ -229,16 +229,18 @@ def top_logprobs(row: Row) -> tuple[Array, Array] | None:
 # ── how it is handed over ─────────────────────────────────────────────────────
 
 
-def given(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:
+def as_arrays(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:
     """The same with every array as `arrays` says; `native` is for that word, by the name of the field an
     array stands in.
     """
     if isinstance(value, numpy.ndarray):
         return _array(value, "list" if arrays == "native" else arrays)
     if isinstance(value, dict):
-        return {name: given(each, _of_field(name, arrays, native), native) for name, each in value.items()}
+        return {
+            name: as_arrays(each, _of_field(name, arrays, native), native) for name, each in value.items()
+        }
     if isinstance(value, list):
-        return [given(each, arrays, native) for each in value]
+        return [as_arrays(each, arrays, native) for each in value]
     return value
 
 

@@ -19,8 +19,8 @@ from polarnode.trainers.rows import (
     Array,
     Arrays,
     Native,
-    Row,
-    given,
+    TrainedRow,
+    as_arrays,
     only_row,
     padded,
     routed,
@@ -68,7 +68,7 @@ def generator_output(
         "rollout_expert_indices": _all_or_none(columns) if experts else None,
         "is_last_step": columns["is_last_step"] if wise else None,
     }
-    found: dict[str, Any] = given(output, arrays, OUTPUT)
+    found: dict[str, Any] = as_arrays(output, arrays, OUTPUT)
     return found
 
 
@@ -88,7 +88,7 @@ def _entries(trajectory: Trajectory, step_wise: bool, absent: Absent | None) -> 
     return [_entry(row) for row in rows]
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: TrainedRow) -> dict[str, Any]:
     if row.reward is None:
         raise Refused(
             f"session {row.trajectory.session_id} has no reward, and SkyRL wants one for each row: leave the"

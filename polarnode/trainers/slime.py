@@ -14,7 +14,17 @@ import numpy
 
 from polarnode.core.trajectory import Status, Trajectory
 from polarnode.groups.group import Group
-from polarnode.trainers.rows import Array, Arrays, Native, Row, given, routed, rows_of, sessions, versions_of
+from polarnode.trainers.rows import (
+    Array,
+    Arrays,
+    Native,
+    TrainedRow,
+    as_arrays,
+    routed,
+    rows_of,
+    sessions,
+    versions_of,
+)
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's
 
@@ -47,17 +57,17 @@ def samples(
 
     `index` is the first row's, the next ones count on from it; `response` has words when `decode` is given.
     """
-    said = {"group_index": group_index, "rollout_id": rollout_id, "prompt": prompt, "label": label}
+    fields = {"group_index": group_index, "rollout_id": rollout_id, "prompt": prompt, "label": label}
     rows = rows_of(trajectory)
-    found = [said | _sample(row, decode) for row in rows] or [said | _nothing(trajectory)]
+    found = [fields | _sample(row, decode) for row in rows] or [fields | _nothing(trajectory)]
     for place, each in enumerate(found):
         each["index"] = None if index is None else index + place
-    listed: list[dict[str, Any]] = given(found, arrays, SAMPLE)
+    listed: list[dict[str, Any]] = as_arrays(found, arrays, SAMPLE)
     return listed
 
 
 def group_samples(
-    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **said: Any
+    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
 ) -> list[dict[str, Any]]:
     """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index`
     counts all of them.
@@ -65,12 +75,12 @@ def group_samples(
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):
         found += samples(
-            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **said
+            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **fields
         )
     return found
 
 
-def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
+def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
     response = row.tokens[row.prompt :]
     turns = row.turns
     return {
@@ -112,18 +122,18 @@ def _nothing(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _experts(row: Row) -> Array | None:
+def _experts(row: TrainedRow) -> Array | None:
     """int32 [T - 1, layers, top_k]."""
     experts = routed(row)
     return None if experts is None else experts.astype(numpy.int32)
 
 
-def _status(row: Row) -> str:
-    said = STATUS[row.trajectory.outcome.status]
-    return "truncated" if said == "completed" and row.trace.finish_reason == "length" else said
+def _status(row: TrainedRow) -> str:
+    status = STATUS[row.trajectory.outcome.status]
+    return "truncated" if status == "completed" and row.trace.finish_reason == "length" else status
 
 
-def _own(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
+def _own(trajectory: Trajectory, row: TrainedRow | None) -> dict[str, Any]:
     place = (
         {}
         if row is None
@@ -136,9 +146,9 @@ def _own(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
         }
     )
     outcome = trajectory.outcome
-    said = {
+    fields = {
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
     }
-    return said | {"outcome": outcome.status, "reason": outcome.reason} | place
+    return fields | {"outcome": outcome.status, "reason": outcome.reason} | place

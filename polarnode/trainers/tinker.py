@@ -12,7 +12,7 @@ import numpy
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
-from polarnode.trainers.rows import Array, Arrays, Native, Row, given, rows_of
+from polarnode.trainers.rows import Array, Arrays, Native, TrainedRow, as_arrays, rows_of
 
 Kind = Literal["int64", "float32"]
 DATUM: Final[Native] = {"data": "numpy"}
@@ -27,7 +27,7 @@ def datums(
     `mask` is the cookbook's, which takes it out again before forward_backward; leave it away when you call
     that yourself.
     """
-    found: list[dict[str, Any]] = given(
+    found: list[dict[str, Any]] = as_arrays(
         [_datum(row, _sampled(row, advantage, mask)) for row in rows_of(trajectory)], arrays, DATUM
     )
     return found
@@ -36,11 +36,11 @@ def datums(
 def supervised_datums(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[dict[str, Any]]:
     """A Datum for each row, for `cross_entropy`: `target_tokens` and `weights`, 1 where trained."""
     rows = [_datum(row, {"weights": _tensor(row.mask[1:], "float32")}) for row in rows_of(trajectory)]
-    found: list[dict[str, Any]] = given(rows, arrays, DATUM)
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, DATUM)
     return found
 
 
-def _datum(row: Row, inputs: dict[str, Any]) -> dict[str, Any]:
+def _datum(row: TrainedRow, inputs: dict[str, Any]) -> dict[str, Any]:
     if row.mask[0]:
         raise Refused(
             f"the first token of {row.name} is trained, and Tinker's shift has no place for it: nothing"
@@ -53,15 +53,15 @@ def _datum(row: Row, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sampled(row: Row, advantage: float | None, mask: bool) -> dict[str, Any]:
+def _sampled(row: TrainedRow, advantage: float | None, mask: bool) -> dict[str, Any]:
     trained = row.mask[1:]
-    said = {"logprobs": _tensor(row.logprobs[1:], "float32")}
-    said |= (
+    inputs = {"logprobs": _tensor(row.logprobs[1:], "float32")}
+    inputs |= (
         {}
         if advantage is None
         else {"advantages": _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")}
     )
-    return said | ({"mask": _tensor(trained, "float32")} if mask else {})
+    return inputs | ({"mask": _tensor(trained, "float32")} if mask else {})
 
 
 def _tensor(values: Array, kind: Kind) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from polarnode.trainers.rows import (
     Arrays,
     Native,
     Number,
-    Row,
-    given,
+    TrainedRow,
+    as_arrays,
     only_row,
     rows_of,
     sessions,
@@ -48,7 +48,7 @@ def rollout_output(
     rows = [_rollout(each, absent) for each in sessions(group)]
     if not rows:
         raise Refused("a rollout of no session is none: TRL wants a completion for every prompt")
-    found: dict[str, Any] = given({name: [row[name] for row in rows] for name in rows[0]}, arrays)
+    found: dict[str, Any] = as_arrays({name: [row[name] for row in rows] for name in rows[0]}, arrays)
     return found
 
 
@@ -56,7 +56,7 @@ def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[lis
     """For each row its TurnRecords: every prompt whole, every sample with the mask of what is trained
     of it.
     """
-    found: list[list[dict[str, Any]]] = given([_turns(row) for row in rows_of(trajectory)], arrays)
+    found: list[list[dict[str, Any]]] = as_arrays([_turns(row) for row in rows_of(trajectory)], arrays)
     return found
 
 
@@ -65,7 +65,7 @@ def training_sequences(
 ) -> list[dict[str, Any]]:
     """A TrainingSequence for each row; `rollout_id` is the session's id unless said."""
     whose = trajectory.session_id if rollout_id is None else rollout_id
-    found: list[dict[str, Any]] = given(
+    found: list[dict[str, Any]] = as_arrays(
         [_sequence(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays
     )
     return found
@@ -84,15 +84,15 @@ def rollout_samples(
     """A RolloutSample for each row. The messages are for TRL's logs; arrays="native" gives the arrays it
     stacks.
     """
-    said = {
+    shared = {
         "prompt": list(prompt),
         "completion": list(completion),
         "advantage": float(advantage),
         "group_id": group_id,
         "enqueued_at": None,
     }
-    rows = [_sequence(row) | said | _versions(row, number) for row in rows_of(trajectory)]
-    found: list[dict[str, Any]] = given(rows, arrays, ROLLOUT)
+    rows = [_sequence(row) | shared | _versions(row, number) for row in rows_of(trajectory)]
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, ROLLOUT)
     return found
 
 
@@ -108,17 +108,17 @@ def _rollout(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
         }
         return nothing | {"reward": absent.reward} | whose
     row = only_row(trajectory)
-    said = {
+    shared = {
         "prompt_ids": row.tokens[: row.prompt],
         "completion_ids": row.tokens[row.prompt :],
         "logprobs": row.logprobs[row.prompt :],
         "env_mask": row.mask[row.prompt :],
         "reward": row.reward,
     }
-    return said | whose
+    return shared | whose
 
 
-def _turns(row: Row) -> list[dict[str, Any]]:
+def _turns(row: TrainedRow) -> list[dict[str, Any]]:
     return [
         {
             "prompt_ids": row.tokens[: span.start],
@@ -130,7 +130,7 @@ def _turns(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def _sequence(row: Row) -> dict[str, Any]:
+def _sequence(row: TrainedRow) -> dict[str, Any]:
     return {
         "input_ids": row.tokens.astype(numpy.int64),
         "completion_mask": row.mask.astype(numpy.int64),
@@ -138,7 +138,7 @@ def _sequence(row: Row) -> dict[str, Any]:
     }
 
 
-def _versions(row: Row, number: Number) -> dict[str, Any]:
+def _versions(row: TrainedRow, number: Number) -> dict[str, Any]:
     versions = {number(version) for version in versions_of(row)}
     if not versions:
         raise Refused(f"{row.name} says no weight version, and a RolloutSample has one")

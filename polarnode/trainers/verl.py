@@ -20,8 +20,8 @@ from polarnode.trainers.rows import (
     Arrays,
     Native,
     Number,
-    Row,
-    given,
+    TrainedRow,
+    as_arrays,
     padded,
     routed,
     rows_of,
@@ -43,7 +43,9 @@ def agent_loop_outputs(
     `routed_experts` has a row for every position but the last; `as_dict` pads it, and classic trainers want
     it with arrays="native".
     """
-    found: list[dict[str, Any]] = given([_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT)
+    found: list[dict[str, Any]] = as_arrays(
+        [_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT
+    )
     return found
 
 
@@ -60,7 +62,7 @@ def transfer_rows(
     `uid` is the prompt's, `global_steps` the step it was drawn in; a session is named by its sample_index, as
     verl counts rollouts of a prompt.
     """
-    found: list[dict[str, Any]] = given(
+    found: list[dict[str, Any]] = as_arrays(
         [_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS
     )
     return found
@@ -113,7 +115,7 @@ def data_proto(
     parts = [_padded(row, pad_token_id, *width) for row in rows]
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     batch = {name: numpy.stack([part[name] for part in parts]) for name in shared}
-    found: dict[str, Any] = given(
+    found: dict[str, Any] = as_arrays(
         {"batch": batch, "non_tensor_batch": _beside(rows, number)}, arrays, TENSORS
     )
     return found
@@ -122,8 +124,8 @@ def data_proto(
 # ── one row ───────────────────────────────────────────────────────────────────
 
 
-def _output(row: Row, number: Number | None) -> dict[str, Any]:
-    said: dict[str, Any] = {
+def _output(row: TrainedRow, number: Number | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "prompt_ids": row.tokens[: row.prompt],
         "response_ids": row.tokens[row.prompt :],
         "response_mask": row.mask[row.prompt :],
@@ -134,13 +136,13 @@ def _output(row: Row, number: Number | None) -> dict[str, Any]:
     }
     experts = routed(row)
     return (
-        said
+        fields
         | ({} if experts is None else {"routed_experts": experts})
         | ({} if row.reward is None else {"reward_score": row.reward})
     )
 
 
-def _extra(row: Row, number: Number | None) -> dict[str, Any]:
+def _extra(row: TrainedRow, number: Number | None) -> dict[str, Any]:
     trajectory, rewards = (
         row.trajectory,
         [span.reward for span in row.trained_spans if span.reward is not None],
@@ -164,7 +166,7 @@ def _extra(row: Row, number: Number | None) -> dict[str, Any]:
     }
 
 
-def _steps(row: Row, number: Number | None) -> dict[str, int]:
+def _steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
     """The first and last weight version, where they are numbers."""
     versions = versions_of(row)
     if not versions or (
@@ -175,17 +177,17 @@ def _steps(row: Row, number: Number | None) -> dict[str, int]:
     return {"min_global_steps": min(counted), "max_global_steps": max(counted)}
 
 
-def _chat_turns(row: Row) -> int:
+def _chat_turns(row: TrainedRow) -> int:
     """Its samples and the stretches of context before them."""
     ends = [0, *(span.end for span in row.trace.turn_spans)]
     return sum(1 + (span.start > end) for span, end in zip(row.trace.turn_spans, ends, strict=False))
 
 
-def _response(row: Row) -> int:
+def _response(row: TrainedRow) -> int:
     return len(row.tokens) - row.prompt
 
 
-def _scores(row: Row) -> dict[str, Array]:
+def _scores(row: TrainedRow) -> dict[str, Array]:
     """The reward on the last token of the response, which is where verl looks for it."""
     if row.reward is None:
         return {}
@@ -194,7 +196,7 @@ def _scores(row: Row) -> dict[str, Array]:
     return {"rm_scores": scores}
 
 
-def _experts(row: Row) -> dict[str, Array]:
+def _experts(row: TrainedRow) -> dict[str, Array]:
     experts = routed(row)
     return {} if experts is None else {"routed_experts": padded(experts, len(row.tokens)).astype(numpy.int16)}
 
@@ -202,7 +204,7 @@ def _experts(row: Row) -> dict[str, Array]:
 # ── V1: TransferQueue ─────────────────────────────────────────────────────────
 
 
-def _transfer(row: Row, uid: str, global_steps: int, number: Number | None) -> dict[str, Any]:
+def _transfer(row: TrainedRow, uid: str, global_steps: int, number: Number | None) -> dict[str, Any]:
     output = _output(row, number)
     tokens, mask = row.tokens.astype(numpy.int64), row.mask[row.prompt :].astype(numpy.int64)
     fields = {
@@ -242,7 +244,7 @@ def _width(what: str, lengths: list[int], limit: int | None) -> int:
     return max(lengths) if limit is None else limit
 
 
-def _padded(row: Row, pad: int, prompt: int, response: int) -> dict[str, Array]:
+def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, Array]:
     before, behind = prompt - row.prompt, response - _response(row)
     attention = numpy.concatenate(
         [_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(behind)]
@@ -269,7 +271,7 @@ def _zeros(count: int) -> Array:
     return numpy.zeros(count, dtype=numpy.int64)
 
 
-def _beside(rows: list[Row], number: Number | None) -> dict[str, list[Any]]:
+def _beside(rows: list[TrainedRow], number: Number | None) -> dict[str, list[Any]]:
     steps = [_steps(row, number) for row in rows]
     return {
         "__num_turns__": [_chat_turns(row) for row in rows],

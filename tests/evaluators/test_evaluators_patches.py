@@ -395,7 +395,7 @@ async def test_time_is_bounded(place: Workplace) -> None:
     of = Repository(folder=TESTBED, within_s=1.0)
     os.mkfifo(place.left / ".git/objects/info/alternates")  # whoever reads it waits for ever
     ended = await patches._run(place.runtimes[0], of, git(place.clean, "rev-parse", "HEAD^{tree}"), b"")
-    assert patches._said(ended, of, "") == "it took longer than 1 s"
+    assert patches._failure(ended, of, "") == "it took longer than 1 s"
 
 
 async def test_nothing_is_left_in_tmp(place: Workplace) -> None:

@@ -19,7 +19,7 @@ from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.task import EvaluatorSpec
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import registry, swebench, swebench_specs
-from polarnode.evaluators.contract import Ran
+from polarnode.evaluators.contract import ProgramResult
 from polarnode.evaluators.patches import Patch
 from polarnode.evaluators.swebench import EVALUATOR
 
@@ -71,7 +71,7 @@ def test_without_the_package_the_task_is_refused_with_the_remedy(
 
 
 def verdict_of(log: str, instance: dict[str, Json] = DJANGO, **more: Any) -> Verdict:
-    ran = Ran(**{"exit_code": 0, "output": log, "timed_out": False, "truncated": False, **more})
+    ran = ProgramResult(**{"exit_code": 0, "output": log, "timed_out": False, "truncated": False, **more})
     return swebench._verdict(
         swebench_specs.load(), spec_of(instance), ran, Patch(content=b"diff --git a/x b/x\n")
     )

@@ -20,8 +20,8 @@ from polarnode.core.task import EvaluatorSpec
 from polarnode.evaluators import llm_judge, registry
 from polarnode.evaluators.contract import Allowed
 from polarnode.evaluators.judging import (
-    Asked,
     CriterionConfig,
+    JudgeRequest,
     Rubric,
     Score,
     answers,
@@ -185,8 +185,8 @@ def numbers(value: Json) -> float:
     return float(value)
 
 
-def asked(text: str) -> Asked[float]:
-    return Asked(
+def asked(text: str) -> JudgeRequest[float]:
+    return JudgeRequest(
         question=question("s", text, schema={"type": "integer"}, max_tokens=5, temperature=0.5), read=numbers
     )
 

@@ -16,8 +16,15 @@ from polarnode.core.errors import EvaluatorError, Refused, RuntimeFault
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import registry
-from polarnode.evaluators.contract import Evaluator, Finished, checked_rewards, finite, known, summed
-from polarnode.evaluators.registry import Part
+from polarnode.evaluators.contract import (
+    Evaluator,
+    Finished,
+    checked_numbers,
+    checked_rewards,
+    finite,
+    summed,
+)
+from polarnode.evaluators.registry import WeightedEvaluator
 
 SMALL = st.floats(-8, 8, allow_nan=False)
 VERDICTS = st.builds(
@@ -47,11 +54,11 @@ def test_a_trace_is_worth_what_its_parts_give_it(verdicts: list[tuple[float, Ver
 
 
 def test_what_is_a_reward_and_whose() -> None:
-    assert (finite(1, "x"), known({2: 1}, {2}, "turn")) == (1.0, {2: 1.0})
+    assert (finite(1, "x"), checked_numbers({2: 1}, {2}, "turn")) == (1.0, {2: 1.0})
     with pytest.raises(EvaluatorError, match="as x: return a finite number"):
         finite(float("inf"), "x")
     with pytest.raises(EvaluatorError, match="turn 3, which this session has not: it has 2"):
-        known({3: 1.0}, {2}, "turn")
+        checked_numbers({3: 1.0}, {2}, "turn")
     assert checked_rewards(
         Verdict(reward=0.0, lineage_rewards={0: 1}, turn_rewards={1: 2}), session("a", "b")
     ) == ({0: 1.0}, {1: 2.0})
@@ -62,7 +69,7 @@ def test_what_is_a_reward_and_whose() -> None:
 
 def part(
     verdict: Any, *, name: str = "p", weight: float = 1.0, seen: list[Any] | None = None, **flags: bool
-) -> Part:
+) -> WeightedEvaluator:
     async def evaluate(finished: Finished) -> Verdict:
         if seen is not None:
             seen.append(dict(finished.config))
@@ -71,7 +78,7 @@ def part(
         found: Verdict = verdict
         return found
 
-    return Part(
+    return WeightedEvaluator(
         evaluator=Evaluator(name=name, evaluate=evaluate, check=lambda config: None, **flags),
         config={"of": name},
         weight=weight,
@@ -165,12 +172,14 @@ async def test_no_part_begins_beside_what_the_one_before_left_running() -> None:
             done.append(f"ended in {self.id}")
             await super().end_processes()
 
-    def says(name: str) -> Part:
+    def says(name: str) -> WeightedEvaluator:
         async def evaluate(finished: Finished) -> Verdict:
             done.append(name)
             return Verdict(reward=1.0)
 
-        return Part(evaluator=Evaluator(name=name, evaluate=evaluate, check=lambda config: None), config={})
+        return WeightedEvaluator(
+            evaluator=Evaluator(name=name, evaluate=evaluate, check=lambda config: None), config={}
+        )
 
     shared, other = quiet(Watched(id="here")), quiet(Watched(id="left"))
     seen = finished(runtime=shared)

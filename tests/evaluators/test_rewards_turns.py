@@ -29,7 +29,7 @@ from polarnode.evaluators.turn_rewards import (
     TurnRewardsConfig,
     counted,
     evaluator,
-    judged,
+    judge_rewards,
     read_config,
 )
 
@@ -316,7 +316,7 @@ async def test_a_session_without_turns_asks_nobody() -> None:
     judge = SaidJudge(["never"])
     config = read_config({"judge": {"judge": "j", "rubric": "r"}})
     assert config.judge is not None
-    assert (await judged(finished((), judge=judge), config.judge, "turn")).rewards == {}
+    assert (await judge_rewards(finished((), judge=judge), config.judge, "turn")).rewards == {}
     assert judge.asked == []
 
 

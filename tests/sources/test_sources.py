@@ -17,7 +17,7 @@ from polarnode.core.errors import Refused
 from polarnode.sources import KINDS, SourcedTask, Unread, read_source
 from polarnode.sources.reading import read_yaml, task_value
 from polarnode.sources.source import READERS, detect
-from polarnode.sources.values import Found, laid_over
+from polarnode.sources.values import FoundTask, merged_over
 
 SHELL: dict[str, Any] = {"name": "shell", "command": ["true"]}
 LINE = {"instruction": "Do it.", "harness": {"name": "pi"}, "task_id": "one"}
@@ -230,9 +230,9 @@ OBJECT = st.dictionaries(st.sampled_from(["a", "b", "c", "harness"]), JSON, max_
 def test_what_is_laid_over_stands_and_laying_it_twice_changes_nothing(
     value: dict[str, Json], over: dict[str, Json]
 ) -> None:
-    once = laid_over(value, over)
-    assert laid_over(once, over) == once
-    assert laid_over(value, {}) == value
+    once = merged_over(value, over)
+    assert merged_over(once, over) == once
+    assert merged_over(value, {}) == value
     assert set(once) == set(value) | set(over)
     assert all(once[key] == value[key] for key in value if key not in over)
     assert all(
@@ -265,4 +265,4 @@ def test_what_convert_writes_is_a_source_of_the_same_tasks(values: list[Any]) ->
 def test_a_task_says_where_it_came_from(tmp_path: Path) -> None:
     found = task(write_lines(tmp_path / "t.jsonl", LINE))
     assert found == SourcedTask(spec=found.spec, name="one", origin=f"{tmp_path / 't.jsonl'} line 1")
-    assert Found(name="x", origin="y", value={}).foreign is False
+    assert FoundTask(name="x", origin="y", value={}).foreign is False

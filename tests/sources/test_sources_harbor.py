@@ -18,7 +18,7 @@ from polarnode.core.errors import Refused
 from polarnode.evaluators import harbor as evaluator
 from polarnode.sources import Unread
 from polarnode.sources.harbor import UNUSED, HarborTask, without_marks
-from polarnode.sources.reading import Start, below, build_of, inline, lines, read_dockerfile
+from polarnode.sources.reading import ContainerStart, below, build_of, inline, lines, read_dockerfile
 from polarnode.sources.terminal_bench import OldTask
 
 HELLO = DATA / "harbor" / "hello"
@@ -253,19 +253,19 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("FROM a\nWORKDIR /x\nWORKDIR y\nUSER me:them\n", Start(workdir="/x/y", user="me")),
-        ("FROM a AS build\nWORKDIR /build\nUSER b\nFROM a\nCOPY --from=build /x /x\n", Start()),
-        ("FROM a AS one\nWORKDIR /one\nFROM one\nUSER u\n", Start(workdir="/one", user="u")),
-        ("from a\nworkdir /app\n# WORKDIR /no\n", Start(workdir="/app")),
-        ("FROM a\nWORKDIR $HOME/x\nUSER ${WHO}\n", Start()),
-        ("FROM a\nRUN echo \\\n  WORKDIR /no \\\n  && true\nWORKDIR /yes\n", Start(workdir="/yes")),
-        ("FROM a\nRUN <<EOF\nWORKDIR /no\nEOF\nWORKDIR /yes\n", Start(workdir="/yes")),
-        ('FROM --platform=linux/amd64 a\r\nWORKDIR "/a b"\r\n', Start(workdir="/a b")),
-        ("FROM a\nWORKDIR relative\n", Start()),
-        ("", Start()),
+        ("FROM a\nWORKDIR /x\nWORKDIR y\nUSER me:them\n", ContainerStart(workdir="/x/y", user="me")),
+        ("FROM a AS build\nWORKDIR /build\nUSER b\nFROM a\nCOPY --from=build /x /x\n", ContainerStart()),
+        ("FROM a AS one\nWORKDIR /one\nFROM one\nUSER u\n", ContainerStart(workdir="/one", user="u")),
+        ("from a\nworkdir /app\n# WORKDIR /no\n", ContainerStart(workdir="/app")),
+        ("FROM a\nWORKDIR $HOME/x\nUSER ${WHO}\n", ContainerStart()),
+        ("FROM a\nRUN echo \\\n  WORKDIR /no \\\n  && true\nWORKDIR /yes\n", ContainerStart(workdir="/yes")),
+        ("FROM a\nRUN <<EOF\nWORKDIR /no\nEOF\nWORKDIR /yes\n", ContainerStart(workdir="/yes")),
+        ('FROM --platform=linux/amd64 a\r\nWORKDIR "/a b"\r\n', ContainerStart(workdir="/a b")),
+        ("FROM a\nWORKDIR relative\n", ContainerStart()),
+        ("", ContainerStart()),
     ],
 )
-def test_a_dockerfile_says_where_its_container_begins(text: str, start: Start) -> None:
+def test_a_dockerfile_says_where_its_container_begins(text: str, start: ContainerStart) -> None:
     assert read_dockerfile(text) == start
 
 

@@ -272,7 +272,7 @@ def test_an_unknown_field_is_noted(name: str) -> None:
 
     notes = Notes()
     _note_unknown({"instruction": "x", name: 1}, notes)
-    assert notes.said == [f"{name} is not used: no TaskRequest has such a field"]
+    assert notes.texts == [f"{name} is not used: no TaskRequest has such a field"]
 
 
 SAID: dict[str, Any] = {

@@ -273,7 +273,7 @@ def test_bad_lines_and_values_are_named(tmp_path: Path) -> None:
     assert "line 2: the line is blank" in str(found[1].refused)
     assert "line 3: a row is a JSON object, not list" in str(found[2].refused)
     assert [type(each).__name__ for each in swe_tasks(tmp_path / "r.jsonl", Overrides())] == [
-        "Found",
+        "FoundTask",
         "Unread",
         "Unread",
     ]

@@ -11,7 +11,7 @@ from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
 from polarnode.trainers import FORMATS, of_roles, project
 from polarnode.trainers.rows import (
-    given,
+    as_arrays,
     only_row,
     padded,
     routed,
@@ -102,10 +102,10 @@ def test_arrays_are_handed_over_as_they_are_wanted() -> None:
     import torch
 
     value: Any = {"a": numpy.arange(3), "b": [{"c": numpy.ones(1, dtype=numpy.float32)}], "d": "text"}
-    assert given(value, "list") == {"a": [0, 1, 2], "b": [{"c": [1.0]}], "d": "text"}
-    assert given(value, "numpy")["a"] is value["a"]
-    assert torch.equal(given(value, "torch")["b"][0]["c"], torch.ones(1))
-    native = given(value, "native", {"b": "torch"})
+    assert as_arrays(value, "list") == {"a": [0, 1, 2], "b": [{"c": [1.0]}], "d": "text"}
+    assert as_arrays(value, "numpy")["a"] is value["a"]
+    assert torch.equal(as_arrays(value, "torch")["b"][0]["c"], torch.ones(1))
+    native = as_arrays(value, "native", {"b": "torch"})
     assert native["a"] == [0, 1, 2]
     assert isinstance(native["b"][0]["c"], torch.Tensor)
 

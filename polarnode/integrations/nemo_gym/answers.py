@@ -14,7 +14,7 @@ from polarnode.core.conversation import Json, Message, Part, TextPart, ThinkingP
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.integrations.nemo_gym.requests import Asked, CreateParams
 from polarnode.trainers.nemo_rl import gym_items
-from polarnode.trainers.rows import Row, rows_of
+from polarnode.trainers.rows import TrainedRow, rows_of
 
 # Gym's names of failures, by whose fault ours are.
 FAILURES: Final[Mapping[str | None, str]] = {
@@ -78,7 +78,7 @@ def _ours(found: Trajectory) -> Json:
     }
 
 
-def delivered(found: Trajectory) -> Row | None:
+def delivered(found: Trajectory) -> TrainedRow | None:
     """The row that is told: the main agent's that trains most, else whichever does. The first of equals."""
     rows = rows_of(found)
     main = [row for row in rows if row.trace.role == "main"] or list(rows)
@@ -114,7 +114,7 @@ def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
     }
 
 
-def _line(found: Trajectory, row: Row | None) -> list[Turn]:
+def _line(found: Trajectory, row: TrainedRow | None) -> list[Turn]:
     """The turns that are told: those of the row; of a session without one, its main agent's."""
     if row is None:
         return [turn for turn in found.turns if turn.role == "main"]
@@ -136,7 +136,7 @@ def _usage(turns: list[Turn]) -> Json:
     }
 
 
-def _output(found: Trajectory, turns: list[Turn], row: Row | None) -> Iterator[dict[str, Json]]:
+def _output(found: Trajectory, turns: list[Turn], row: TrainedRow | None) -> Iterator[dict[str, Json]]:
     tokens = {} if row is None else _tokens(found, row)
     for place, turn in enumerate(turns):
         if place:
@@ -149,7 +149,7 @@ def _output(found: Trajectory, turns: list[Turn], row: Row | None) -> Iterator[d
         yield from items
 
 
-def _tokens(found: Trajectory, row: Row) -> dict[int, dict[str, Json]]:
+def _tokens(found: Trajectory, row: TrainedRow) -> dict[int, dict[str, Json]]:
     """By turn, what its item carries."""
     return {
         span.turn: item for span, item in zip(row.trained_spans, gym_items(found)[row.index], strict=True)
