@@ -285,13 +285,13 @@ async def _looked_at(scheduler: Scheduler, task: TaskSpec) -> tuple[float, tuple
 @contextmanager
 def _beforehand(wanted: bool) -> Iterator[None]:
     """Without it evaluators open their runtimes in POST."""
-    usual = vars(session)["open_beforehand"]
+    usual = vars(session)["open_prefetched_runtime"]
     if not wanted:
-        setattr(session, "open_beforehand", lambda *_, **__: nullcontext())  # noqa: B010 (not one of its exports)
+        setattr(session, "open_prefetched_runtime", lambda *_, **__: nullcontext())  # noqa: B010 (not one of its exports)
     try:
         yield
     finally:
-        setattr(session, "open_beforehand", usual)  # noqa: B010
+        setattr(session, "open_prefetched_runtime", usual)  # noqa: B010
 
 
 @define(eq=False)

@@ -46,7 +46,7 @@ async def on_own_node(
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
-        async with open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node:
+        async with open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node:
             result = await work(node, stop)
         nursery.cancel_scope.cancel()
     return result

@@ -70,7 +70,7 @@ async def _serve(config: NodeConfig, console: Console) -> None:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
         async with (
-            open_node(config, say=lambda text: console.print(f"· {text}", style="dim")) as node,
+            open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node,
             serve_control_plane(node) as address,
         ):
             url = f"http://{address.host}:{address.port}"

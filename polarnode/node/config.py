@@ -1,7 +1,7 @@
-"""The node's own settings: from a TOML file, the environment and flags, in that order of growing weight.
+"""The node's settings: from a TOML file, the environment and flags; the later of them wins.
 
-Pure: texts and mappings in, a frozen value out, or a sentence naming the setting and its remedy. Every
-default has its reason beside it.
+Pure: texts and mappings in, a frozen value out, or a `ConfigError` that names the setting and its remedy.
+Keep the reason of each default beside it.
 """
 
 import ipaddress
@@ -28,8 +28,8 @@ TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 
 @frozen(kw_only=True)
 class NodeConfig:
-    """Everything a node is told. Paths are absolute or relative to the working folder; counts are of sessions
-    unless said otherwise.
+    """All settings of a node. Paths are absolute or relative to the working folder; counts are of sessions
+    unless a comment names another unit.
     """
 
     model: str = str(TINY_MODEL)
@@ -78,11 +78,11 @@ class NodeConfig:
     # started containers kept of a shape at most, fewer where few are taken: as many as INIT and READY hold;
     # about 1 MB each
     warm: int = 8
-    # folders of this machine below which tasks may mount; none unless the person who runs the node says so
+    # folders of this machine below which tasks may mount; none unless the operator sets them
     volumes: tuple[str, ...] = ()
-    # names tasks may ask to reach, `*.example.org` for all below one, `*` for any; none unless said
+    # names tasks may ask to reach, `*.example.org` for all below one, `*` for any; none unless set
     egress: tuple[str, ...] = ()
-    # networks such as 10.1.0.0/16 those names may lead to; public addresses alone unless said
+    # networks such as 10.1.0.0/16 those names may lead to; public addresses alone unless set
     egress_networks: tuple[str, ...] = ()
     # models that judge, by the name evaluators call them
     judges: Mapping[str, JudgeConfig] = field(factory=dict)
@@ -103,7 +103,7 @@ class NodeConfig:
     # prepared workspaces kept as images, the least lately used go first: tasks of a batch are prepared once
     # each
     prepared: int = 32
-    # module prefixes tasks may name code from; none unless the person who runs the node says so
+    # module prefixes tasks may name code from; none unless the operator sets them
     import_paths: tuple[str, ...] = ()
     # a public Debian image to build on; None: look for one, else build it from the Debian archive
     base_image: str | None = None
@@ -116,10 +116,10 @@ def read_config(
     flags: Mapping[str, Json] | None = None,
 ) -> NodeConfig:
     """One config from its three sources; `flags` that are None were not given."""
-    said: dict[str, Json] = {**_from_toml(toml), **_from_environment(environment or {})}
-    said.update({name: value for name, value in (flags or {}).items() if value is not None})
+    settings: dict[str, Json] = {**_from_toml(toml), **_from_environment(environment or {})}
+    settings.update({name: value for name, value in (flags or {}).items() if value is not None})
     try:
-        config = codec.structure(said, NodeConfig, forbid_extra=True)
+        config = codec.structure(settings, NodeConfig, forbid_extra=True)
     except Refused as refused:
         raise ConfigError(f"setting {(refused.path or '$').removeprefix('$.')}: {refused}") from refused
     _check(config)
@@ -150,17 +150,17 @@ def _from_toml(toml: str | None) -> dict[str, Json]:
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Json]:
     """POLARNODE_PORT=9000 and the like; values that are not text in the config are read as TOML values."""
-    known = {f"{ENVIRONMENT_PREFIX}{each.name.upper()}": each for each in fields(NodeConfig)}
-    said: dict[str, Json] = {}
+    by_variable = {f"{ENVIRONMENT_PREFIX}{each.name.upper()}": each for each in fields(NodeConfig)}
+    settings: dict[str, Json] = {}
     for variable, text in environment.items():
-        if variable in known:
-            each = known[variable]
-            said[each.name] = (
+        if variable in by_variable:
+            each = by_variable[variable]
+            settings[each.name] = (
                 text
                 if each.type in (str, str | None) or get_origin(each.type) is Literal
                 else _toml_value(variable, text)
             )
-    return said
+    return settings
 
 
 def _toml_value(variable: str, text: str) -> Json:
@@ -206,18 +206,18 @@ def _check_retention(config: NodeConfig) -> None:
             raise ConfigError(f"{name} must be more than 0 hours")
 
 
-def _check_simulated(told: Simulation) -> None:
+def _check_simulated(simulation: Simulation) -> None:
     for name in ("max_running", "answer_tokens", "chunk_tokens"):
-        if getattr(told, name) < 1:
+        if getattr(simulation, name) < 1:
             raise ConfigError(f"simulated.{name} must be at least 1")
     for name in ("tokens_per_s", "first_token_s", "prefill_tokens_per_s", "calling_turns"):
-        if getattr(told, name) < 0:
+        if getattr(simulation, name) < 0:
             raise ConfigError(f"simulated.{name} must be 0 or more")
 
 
-def _check_judge(name: str, told: JudgeConfig) -> None:
-    where, url = f"judges.{name}", address(told.base_url)
-    laws = (
+def _check_judge(name: str, judge: JudgeConfig) -> None:
+    where, url = f"judges.{name}", address(judge.base_url)
+    rules = (
         (
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name),
             where,
@@ -233,22 +233,22 @@ def _check_judge(name: str, told: JudgeConfig) -> None:
             f"{where}.base_url",
             "must hold no key: name its variable in key_env",
         ),
-        (told.model, f"{where}.model", "is empty"),
+        (judge.model, f"{where}.model", "is empty"),
         (
-            told.key_env is None or re.fullmatch(r"[A-Za-z_]\w*", told.key_env),
+            judge.key_env is None or re.fullmatch(r"[A-Za-z_]\w*", judge.key_env),
             f"{where}.key_env",
             "must be a variable's name, never a key itself",
         ),
-        (told.at_once >= 1, f"{where}.at_once", "must be at least 1"),
-        (0 < told.answer_s < float("inf"), f"{where}.answer_s", "must be more than 0 seconds"),
-        (1 <= told.attempts <= MAX_ATTEMPTS, f"{where}.attempts", f"must be 1 to {MAX_ATTEMPTS}"),
+        (judge.at_once >= 1, f"{where}.at_once", "must be at least 1"),
+        (0 < judge.answer_s < float("inf"), f"{where}.answer_s", "must be more than 0 seconds"),
+        (1 <= judge.attempts <= MAX_ATTEMPTS, f"{where}.attempts", f"must be 1 to {MAX_ATTEMPTS}"),
         (
-            not set(told.body) & {"messages", "stream", "n"},
+            not set(judge.body) & {"messages", "stream", "n"},
             f"{where}.body",
             "must leave messages, stream and n alone",
         ),
     )
-    for holds, setting, sentence in laws:
+    for holds, setting, sentence in rules:
         if not holds:
             raise ConfigError(f"{setting} {sentence}")
 

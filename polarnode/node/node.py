@@ -1,10 +1,7 @@
-"""A node that runs: what the control plane asks of it.
+"""The running node: what the control plane asks of it, and the model endpoint of its captures.
 
-The captures of a node: their own sessions and keys, and the one socket of this machine where harnesses find
-the model.
-
-The rule for whoever edits it: these sessions are in a table of their own, apart from those of containers, and
-their socket is on a loopback address whatever the node's own is.
+Invariants: captures' keys are in a table of their own, apart from those of containers' sessions, and their
+socket is on a loopback address whatever the node's own is.
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -38,8 +35,6 @@ from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
-# ── node ────────────────────────────────────────────────────────────
-
 # seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold
 # the answer up
 WRITTEN_S = 5.0
@@ -71,8 +66,8 @@ class Node:
         """
         self.callbacks.check(spec)
         async with self._submitting:
-            known = await self._known(spec, idempotency_key)
-            return known if known is not None else await self._taken(spec, idempotency_key)
+            existing = await self._existing(spec, idempotency_key)
+            return existing if existing is not None else await self._taken(spec, idempotency_key)
 
     async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
         check_task(
@@ -85,7 +80,7 @@ class Node:
         await self.journal.flushed()
         return Submitted(task_id=task_id, session_ids=session_ids)
 
-    async def _known(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
+    async def _existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
         record = await self.journal.task_of_key(idempotency_key) if idempotency_key else None
         record = record or (await self.journal.task(spec.task_id) if spec.task_id else None)
         if record is None:
@@ -199,14 +194,14 @@ async def open_captures(
     finds them.
     """
     sessions_by_key = LiveSessions()
-    door = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
+    endpoint = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
     try:
         listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
     except ConfigError as error:
         raise ConfigError(
-            f"capture_port {config.capture_port} can not be had: choose another, or 0 for any that is free"
+            f"capture_port {config.capture_port} is not available: choose another, or 0 for any that is free"
         ) from error
-    async with open_server(door, listener) as address, trio.open_nursery() as nursery:
+    async with open_server(endpoint, listener) as address, trio.open_nursery() as nursery:
         yield Captures(
             nursery=nursery,
             services=scheduler.services,

@@ -1,15 +1,9 @@
-"""A node's config as its parts are told it.
-
-Which weights a node begins with: those it served last, where a disk still has them.
-
-Rule for whoever edits it: whatever is not served although it was, is said at once (`say`) and for as long as
-it is so (`warning`).
-
-The node put together, in the order it must come apart.
+"""The node put together, in the order in which it must come apart.
 
 Journal, engines, runtimes and sessions are contexts, opened in this order and closed in reverse, so that a
 service outlives its users; the control plane is opened last. Stopping has an order of its own: refuse new
-tasks, end the sessions with what they have, leave the contexts.
+tasks, end the sessions with what they have, leave the contexts. A node begins with the weights it
+served last, where a disk still has them; if it cannot, `report` is called at once and status keeps a warning.
 """
 
 import gc
@@ -52,7 +46,7 @@ from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node, open_captures
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
-from polarnode.rollouts.machine_watch import PressureWatch, read_machine
+from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.recovery import recover
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
@@ -155,14 +149,14 @@ def weights_model(config: NodeConfig) -> str:
 
 
 async def weights_to_begin_with(
-    config: NodeConfig, journal: Journal, say: Callable[[str], None]
+    config: NodeConfig, journal: Journal, report: Callable[[str], None]
 ) -> tuple[Loaded | None, str | None]:
     """The last version of this journal, or what is wrong with it."""
     loaded, warning = await last_weights(journal, weights_model(config), resume=config.resume_weights)
     if loaded is not None:
-        say(f"serving weights {loaded.version!r} from {loaded.path}, the last of this journal")
+        report(f"serving weights {loaded.version!r} from {loaded.path}, the last of this journal")
     if warning is not None:
-        say(warning)
+        report(warning)
     return loaded, warning
 
 
@@ -170,13 +164,13 @@ async def weights_to_begin_with(
 
 # new objects before a look at the young, and looks before one at the older: a request makes some 10 000
 COLLECTIONS = (20_000, 50, 100)
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @asynccontextmanager
-async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
-    """A node that runs, its journal recovered. `say` is told of each step that takes time. Sessions still
-    live at the end are cancelled.
+async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node]:
+    """A node that runs, its journal recovered. `report` is called for each step that takes time. Sessions
+    still live at the end are cancelled.
     """
     lift_descriptor_limit()
     state = Path(config.state_dir)
@@ -187,23 +181,23 @@ async def open_node(config: NodeConfig, *, say: Say) -> AsyncIterator[Node]:
         _open_journal(config, formats) as journal,
         open_callbacks(journal, formats=formats) as callbacks,
     ):
-        say(f"loading {config.model}")
+        report(f"loading {config.model}")
         model = await trio.to_thread.run_sync(load_node_model, config)
-        say("starting the engine")
-        loaded, warning = await weights_to_begin_with(config, journal, say)
+        report("starting the engine")
+        loaded, warning = await weights_to_begin_with(config, journal, report)
         async with (
             open_engines(engine_settings(config, state, model), loaded=loaded) as engines,
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
-            images = Images(settings=runtimes.settings, log=state / "images.log", report=say)
+            images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
             # of both planes: their renderings share two threads
             served, recordings = _served(engines, model), _recordings(config)
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
             async with _open_sessions(
                 config, journal, engines, runtimes, images, judges, model, plane
             ) as scheduler:
-                await recover(journal, scheduler, say)
+                await recover(journal, scheduler, report)
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
@@ -312,7 +306,7 @@ async def _open_sessions(
         versions=lambda: engines.versions,
     )
     async with (
-        open_background(_pressure_watch(config, services.stages, engines, runtimes).run),
+        open_background(_machine_watch(config, services.stages, engines, runtimes).run),
         trio.open_nursery() as nursery,
     ):
         yield Scheduler(
@@ -345,10 +339,8 @@ def _served(engines: Engines, model: LoadedModel) -> Model:
     )
 
 
-def _pressure_watch(
-    config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes
-) -> PressureWatch:
-    places = (runtimes.settings.state_dir, Path(config.state_dir))
+def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes) -> MachineWatch:
+    folders = (runtimes.settings.state_dir, Path(config.state_dir))
     bounds = Bounds(
         init=config.init_limit,
         run=config.run_limit,
@@ -356,13 +348,13 @@ def _pressure_watch(
         memory_mb=config.memory_reserve_mb,
         disk_mb=config.disk_reserve_mb,
     )
-    return PressureWatch(
+    return MachineWatch(
         stages=stages,
         bounds=bounds,
         ready_limit=config.ready_limit,
         engines=engines.statistics,
-        read=partial(read_machine, places),
-        hold=runtimes.hold,
+        read=partial(read_machine, folders),
+        pause_prewarm=runtimes.hold,
     )
 
 

@@ -1,4 +1,4 @@
-"""Captures: sessions without a container, whose harness the caller runs on this machine.
+"""Captures: sessions without a container, identity harness the caller runs on this machine.
 
 A capture is a sample of a task like any other, so that whatever reads tasks, groups or sessions reads it too.
 Invariants: a capture is ended by its own Trio task and never by the request that ends it, because that
@@ -35,14 +35,14 @@ from polarnode.rollouts.lifecycle import (
 )
 from polarnode.rollouts.services import NodeServices
 
-# ── capture ────────────────────────────────────────────────────────────
+# ── one capture ───────────────────────────────────────────────────────────────
 
 HARNESS: Final = "capture"  # what a capture's records call its harness: no task can ask for one of this name
 INSTRUCTION: Final = "(a capture: whoever holds its key runs its harness)"
 
 
 def task_of(spec: CaptureSpec) -> TaskSpec:
-    """The task whose places a capture and its like hold. None of them is tried again: the node can not run
+    """The task identity places a capture and its like hold. None of them is tried again: the node can not run
     their harness.
     """
     return TaskSpec(
@@ -93,7 +93,7 @@ class CaptureStatus:
 
 @define(eq=False, kw_only=True)
 class Capture:
-    """A session whose harness its caller runs. A `SessionDriver`.
+    """A session identity harness its caller runs. A `SessionDriver`.
 
     `end_spec`: how it is to end; None where its time was over first. `closing`: it is too late to end it
     otherwise.
@@ -149,7 +149,7 @@ class Capture:
 
 
 def _opened(capture: Capture, services: NodeServices, base_url: str, *, created: bool) -> OpenedCapture:
-    base, key, whose = base_url, capture.live.key, capture.identity
+    base, key, identity = base_url, capture.live.key, capture.identity
     endpoint = Endpoint(
         base_url=base, key=key, context_length=services.context_length, model=services.identity.model
     )
@@ -158,10 +158,10 @@ def _opened(capture: Capture, services: NodeServices, base_url: str, *, created:
         instruction="", endpoint=endpoint, workdir="", home="", model_name=None, settings={}, env={}
     )
     return OpenedCapture(
-        session_id=whose.session_id,
-        task_id=whose.task_id,
-        group_id=whose.group_id,
-        sample_index=whose.sample_index,
+        session_id=identity.session_id,
+        task_id=identity.task_id,
+        group_id=identity.group_id,
+        sample_index=identity.sample_index,
         key=key,
         base_urls={
             "anthropic": base,
@@ -177,12 +177,12 @@ def _opened(capture: Capture, services: NodeServices, base_url: str, *, created:
 
 
 def _capture_status(capture: Capture) -> CaptureStatus:
-    whose, live = capture.identity, capture.live
+    identity, live = capture.identity, capture.live
     return CaptureStatus(
-        session_id=whose.session_id,
-        task_id=whose.task_id,
-        group_id=whose.group_id,
-        sample_index=whose.sample_index,
+        session_id=identity.session_id,
+        task_id=identity.task_id,
+        group_id=identity.group_id,
+        sample_index=identity.sample_index,
         turns=live.counters.turns,
         sampled_tokens=live.counters.sampled_tokens,
         in_flight=live.in_flight,
@@ -229,7 +229,7 @@ def _verdict(end_spec: CaptureEnd, reward: float) -> Verdict:
     )
 
 
-# ── captures ────────────────────────────────────────────────────────────
+# ── captures of a node ────────────────────────────────────────────────────────
 
 # for a beginning or an end to be on disk before it is answered; a disk that takes longer is full, and that is
 # said
@@ -260,11 +260,11 @@ class Captures:
         """
         self._check(spec)
         async with self._beginning:
-            place = await self._place(spec)
-            existing = self.registry.get(Capture, place.session_id)
+            identity = await self._sample(spec)
+            existing = self.registry.get(Capture, identity.session_id)
             if existing is not None:
                 return _opened(existing, self.services, self.base_url, created=False)
-            capture = self._started(place, spec)
+            capture = self._started(identity, spec)
             await self._written("the capture is open: its task_id gives it again")
             return _opened(capture, self.services, self.base_url, created=True)
 
@@ -278,11 +278,11 @@ class Captures:
             )
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
 
-    async def _place(self, spec: CaptureSpec) -> Identity:
-        """Whose place it is: of a task that is known, or of one that is taken with it."""
+    async def _sample(self, spec: CaptureSpec) -> Identity:
+        """The sample it is: of a task that was taken before, or of one that is taken with it."""
         if spec.task_id is None:
             return self._taken(spec)
-        await self._written("nothing was opened")  # a place that was over a moment ago is not free
+        await self._written("nothing was opened")  # a sample that ended a moment ago is not free
         record = await self.journal.task(spec.task_id)
         if record is None:
             return self._taken(spec)
@@ -290,15 +290,15 @@ class Captures:
             raise Conflict(
                 f"task {spec.task_id} was taken before with another body: give this capture its own task_id"
             )
-        place = record.sessions[spec.sample_index]
-        if place.outcome is not None:
+        sample = record.sessions[spec.sample_index]
+        if sample.outcome is not None:
             raise Conflict(
-                f"sample {spec.sample_index} of task {spec.task_id} is over ({place.outcome.status}): take"
+                f"sample {spec.sample_index} of task {spec.task_id} is over ({sample.outcome.status}): take"
                 " another sample_index or task_id"
             )
-        if self.registry.get(Capture, place.session_id) is None:
+        if self.registry.get(Capture, sample.session_id) is None:
             self._check_capacity()
-        return self._identity(place.session_id, record.task_id, spec)
+        return self._identity(sample.session_id, record.task_id, spec)
 
     def _taken(self, spec: CaptureSpec) -> Identity:
         self._check_capacity()
@@ -371,8 +371,8 @@ class Captures:
         raise DiskFull(f"the journal's disk is full or hangs; {meanwhile}: free some room, then ask again")
 
     async def cancel(self, task_id: str) -> bool:
-        """End all places of a task of captures with what they have, those that never began too. False when
-        none was left.
+        """End all samples of a task of captures with what they have, those that never began too. False when
+        all were over.
         """
         async with self._beginning:
             return await self._cancelled(task_id)
@@ -382,19 +382,19 @@ class Captures:
         if record is None or record.spec.harness.name != HARNESS or record.finished:
             return False
         self.journal.task_cancelled(task_id)
-        for place in record.sessions:
-            capture = self.registry.get(Capture, place.session_id)
+        for sample in record.sessions:
+            capture = self.registry.get(Capture, sample.session_id)
             if capture is not None:
                 capture.cancel("cancelled")
-            elif place.outcome is None:
-                whose = evolve(
-                    self._identity(place.session_id, task_id, CaptureSpec(group_id=record.group_id)),
-                    sample_index=place.sample_index,
+            elif sample.outcome is None:
+                identity = evolve(
+                    self._identity(sample.session_id, task_id, CaptureSpec(group_id=record.group_id)),
+                    sample_index=sample.sample_index,
                 )
                 outcome = Outcome(status="cancelled", reason="cancelled before it began")
-                found = assemble(whose, record.spec, (), Result(outcome=outcome))
+                found = assemble(identity, record.spec, (), Result(outcome=outcome))
                 trajectory = stamped(found, self.services.versions())
-                self.registry.end(SessionEnd(identity=whose, trajectory=trajectory, cancelled="cancelled"))
+                self.registry.end(SessionEnd(identity=identity, trajectory=trajectory, cancelled="cancelled"))
         return True
 
     # ── status ────────────────────────────────────────────────────────────────

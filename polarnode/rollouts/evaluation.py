@@ -1,14 +1,10 @@
-"""How a run ended: one Outcome from all that is known of it.
+"""How a run ended, and POST: the evaluator judges what the harness left, on a clock of its own.
 
-The rule for whoever edits it: the first cause counts, and a machine's fault is never called the agent's,
-because the one is tried again and the other is what a trainer learns from.
-
-POST: what a harness left behind is judged, on a clock of its own.
-
-An evaluator may be anybody's code. The rules for whoever edits it: whatever it returns, raises or hangs in
-becomes this session's outcome, and its turns are not touched; and it never runs beside a process of the
-agent's. Nothing here is shielded: a trainer's cancel does not reach it, and a node that is left by force does
-not wait for it.
+The first cause of an end counts. Invariant: a machine's fault is never reported as the agent's, because the
+one is tried again and the other is what a trainer learns from. An evaluator may be a user's code: whatever it
+returns, raises or hangs in becomes this session's outcome and leaves its turns alone, and no process of the
+agent runs beside it. Nothing here is shielded: a trainer's cancel does not reach POST, and a node that is
+left by force does not wait for it.
 """
 
 import logging
@@ -28,22 +24,20 @@ from polarnode.harnesses.harness import exit_outcome
 from polarnode.merge.trajectory import Result
 from polarnode.rollouts import session_containers
 from polarnode.rollouts.services import SessionOrder
-from polarnode.rollouts.session_containers import Beforehand, Containers
+from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime
 
-# ── endings ────────────────────────────────────────────────────────────
+# ── the outcome of a run ──────────────────────────────────────────────────────
 
 LOG_TAIL = 2000  # characters of a harness's log shown in the outcome: a traceback's end
 
 
 @frozen(kw_only=True)
 class Ending:
-    """What is known when a harness's run is over. `ended`: its exit code, what failed instead, or None where
-    its time was over.
+    """The facts when a harness's run is over. `ended`: its exit code, what failed instead, or None where its
+    time was over. `cancelled`: why it was, where it was.
 
-    `cancelled`: the word for why it was, where it was.
-
-    `because`: why the node ended all that ran in its container; `for_room`: because the machine had no room,
-    and not for the session's own limit. `oom_kills`: how many of its programs the kernel ended for want of
+    `because`: why the node ended all that ran in its container; `for_room`: because the machine was full, and
+    not for the session's own limit. `oom_kills`: how many of its programs the kernel ended for lack of
     memory.
     """
 
@@ -97,15 +91,17 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
 
 
 def fault_outcome(error: PolarnodeError) -> Outcome:
-    """A session that an error of the house's ended."""
+    """The outcome of a session that an error of the node ended."""
     return Outcome(status="error", boundary=error.boundary, reason=str(error))
 
 
 def _short_of_memory(outcome: Outcome, order: SessionOrder, kills: int) -> Outcome:
     if not kills or outcome.status == "completed":
         return outcome
-    said = f"the kernel ended {kills} of its programs: its {order.runtime.memory_mb} MiB of memory were spent"
-    return evolve(outcome, reason=f"{outcome.reason}; {said}" if outcome.reason else said)
+    reason = (
+        f"the kernel ended {kills} of its programs: its {order.runtime.memory_mb} MiB of memory were spent"
+    )
+    return evolve(outcome, reason=f"{outcome.reason}; {reason}" if outcome.reason else reason)
 
 
 def tail(log: Path) -> str | None:
@@ -119,7 +115,7 @@ def tail(log: Path) -> str | None:
     return text[-LOG_TAIL:] or None
 
 
-# ── evaluation ────────────────────────────────────────────────────────────
+# ── POST ──────────────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +125,16 @@ async def evaluated(
     runtime: PodmanRuntime,
     outcome: Outcome,
     turns: tuple[Turn, ...],
-    beforehand: Beforehand | None = None,
+    prefetched: PrefetchedRuntime | None = None,
 ) -> Result:
-    """The session's result with its verdict, or with what kept its evaluator from one. `beforehand` made the
-    evaluator's runtime, if it has one.
+    """The session's result with its verdict, or with what kept its evaluator from one. `prefetched` makes the
+    evaluator's own runtime, where it needs one.
     """
     post_s = containers.order.spec.budgets.post_s
     judged: Verdict | PolarnodeError | None = None
     try:
         with trio.CancelScope(deadline=trio.current_time() + post_s):
-            judged = await _judged(containers, runtime, outcome, turns, beforehand)
+            judged = await _judged(containers, runtime, outcome, turns, prefetched)
     except PolarnodeError as error:
         judged = error
     if judged is None:
@@ -160,62 +156,61 @@ async def _judged(
     runtime: PodmanRuntime,
     outcome: Outcome,
     turns: tuple[Turn, ...],
-    beforehand: Beforehand | None,
+    prefetched: PrefetchedRuntime | None,
 ) -> Verdict | PolarnodeError:
     order, spec = containers.order, containers.order.spec
     await runtime.end_processes()
     await containers.keep_artifacts(runtime)
     await runtime.unseal()
     async with AsyncExitStack() as stack:
-        judged = await _fresh(containers, runtime, beforehand, stack) if order.fresh else runtime
+        judged = await _fresh(containers, runtime, prefetched, stack) if order.fresh else runtime
         reach = await stack.enter_async_context(
             containers.reaching(*((judged,) if judged is runtime else (judged, runtime)))
         )
-        prepare = partial(session_containers.prepare_evaluation, judged, reach.told(spec.runtime))
-        there, left = reach.through(judged), reach.through(runtime)
-        finished = session_containers.finished(there, left, containers.services.judge, outcome, turns, spec)
+        prepare = partial(session_containers.prepare_evaluation, judged, reach.extend_env(spec.runtime))
+        work = reach.through(runtime)
+        finished = session_containers.finished(
+            reach.through(judged), work, containers.services.judge, outcome, turns, spec
+        )
         # its tests come after the agent's work, which the evaluator itself puts there
         if order.fresh and not order.evaluator.copies:
-            return await _asked(containers, evolve(finished, prepare=prepare), judged)
+            return await _evaluate(containers, evolve(finished, prepare=prepare), judged)
         await prepare()
-        return await _asked(containers, finished, judged)
+        return await _evaluate(containers, finished, judged)
 
 
-async def _asked(
+async def _evaluate(
     containers: Containers, finished: Finished, runtime: PodmanRuntime
 ) -> Verdict | PolarnodeError:
-    """What the evaluator says; nothing, where the node ended what ran in its runtime meanwhile: what it says
-    then is worth nothing.
-    """
-    before = runtime.ended_because
-    said = await _said(containers, finished)
-    return (
-        said
-        if runtime.ended_because == before
-        else EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")
-    )
-
-
-async def _said(containers: Containers, finished: Finished) -> Verdict | PolarnodeError:
-    """What it says, whoever wrote it: as a value, because nurseries on the way out would wrap an error in
+    """The evaluator's verdict, or its error as a value: raised, the nurseries on the way out would wrap it in
     groups.
     """
+    before = runtime.ended_because
+    verdict: Verdict | PolarnodeError
     try:
-        return session_containers.checked(await containers.order.evaluator.evaluate(finished), finished.turns)
+        found = await containers.order.evaluator.evaluate(finished)
+        verdict = session_containers.checked(found, finished.turns)
     except PolarnodeError as error:
-        return error
+        verdict = error
     except (Exception, SystemExit) as error:
         # the user's code, named by import path: its bug is this session's data, its exit not the node's
-        return EvaluatorError(f"{type(error).__name__}: {error}")
+        verdict = EvaluatorError(f"{type(error).__name__}: {error}")
+    # the node ended what ran in its runtime meanwhile: then its verdict means nothing
+    if runtime.ended_because != before:
+        return EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")
+    return verdict
 
 
 async def _fresh(
-    containers: Containers, runtime: PodmanRuntime, beforehand: Beforehand | None, stack: AsyncExitStack
+    containers: Containers,
+    runtime: PodmanRuntime,
+    prefetched: PrefetchedRuntime | None,
+    stack: AsyncExitStack,
 ) -> PodmanRuntime:
     """A clean runtime, prepared as the harness's own was; in its workdir lies what the harness left, unless
     the evaluator takes what it wants.
     """
-    clean = await beforehand.take() if beforehand is not None else None
+    clean = await prefetched.take() if prefetched is not None else None
     if clean is None:
         clean = await _opened(containers, stack)
     if containers.order.evaluator.copies:

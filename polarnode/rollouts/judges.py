@@ -1,14 +1,9 @@
-"""A question as the body of a Chat Completions request, and what an endpoint's answer says: a text, or why
-there is none.
+"""Judges over HTTP: models that evaluators ask, at Chat Completions endpoints of the node's config.
 
-Pure. The rule for whoever edits it: whether asking again can help is decided here, from what the endpoint
-said, and nowhere else; a key never stands in a sentence.
-
-Judges over HTTP: `open_judges` gives the node's judges by their names, for as long as the block.
-
-The rule for whoever edits it: where a question goes and with which key is the node's config alone; a task
-says no more than a name. Every question ends: `answer_s` bounds one attempt, `attempts` their number, and the
-budget of POST all of it.
+`open_judges` gives them by name, for as long as the block. Only the config decides where a question goes and
+with which key; a task names a judge. Every question ends: `answer_s` bounds one attempt, `attempts` their
+number, and the budget of POST all of it. Invariants: `read_reply` alone decides whether another attempt can
+help; no error message contains a key.
 """
 
 import logging
@@ -31,11 +26,11 @@ from polarnode.core.errors import ConfigError, EvaluatorError, PolarnodeError, R
 from polarnode.core.ports import Judge, Question
 from polarnode.evaluators.judging import JudgeConfig, unknown_judge
 
-# ── chat ────────────────────────────────────────────────────────────
+# ── requests and replies ──────────────────────────────────────────────────────
 
-# besides 5xx: the endpoint says itself that the same request may do later
+# besides 5xx: the same request may succeed later
 PASSES = frozenset({408, 409, 425, 429})
-SAID = 300  # characters of an endpoint's own words in a sentence
+REASON_CHARS = 300  # of an endpoint's own error in a message
 SCHEMA_NAME = "verdict"
 
 
@@ -48,8 +43,8 @@ class Passes:
 
 
 @frozen(kw_only=True)
-class Reply:
-    """What came back over HTTP."""
+class JudgeReply:
+    """An HTTP response of a judge's endpoint."""
 
     status: int
     headers: Mapping[str, str] = field(factory=dict)
@@ -81,16 +76,16 @@ def _response_format(config: JudgeConfig, schema: Mapping[str, Json]) -> Json:
     }
 
 
-def read_reply(reply: Reply, *, who: str, now: float, secret: str | None = None) -> str | Passes:
+def read_reply(reply: JudgeReply, *, who: str, now: float, secret: str | None = None) -> str | Passes:
     """The answer's text, or why there is none now. EvaluatorError where asking again would not help. `now` is
     seconds since the epoch.
     """
     if reply.status == 200:
         return _text(reply, who)
-    said = f"HTTP {reply.status}{_words(reply, secret)}"
+    reason = f"HTTP {reply.status}{_words(reply, secret)}"
     if reply.status in PASSES or reply.status >= 500:
-        return Passes(said, after_s=_retry_after(reply, now))
-    raise EvaluatorError(f"{who} refused the question: {said}")
+        return Passes(reason, after_s=_retry_after(reply, now))
+    raise EvaluatorError(f"{who} refused the question: {reason}")
 
 
 # ── an answer ─────────────────────────────────────────────────────────────────
@@ -113,7 +108,7 @@ class _Completion:
     choices: tuple[_Choice, ...]
 
 
-def _text(reply: Reply, who: str) -> str:
+def _text(reply: JudgeReply, who: str) -> str:
     try:
         completion = codec.structure(codec.read_json(reply.body), _Completion)
     except Refused as refused:
@@ -122,7 +117,7 @@ def _text(reply: Reply, who: str) -> str:
         raise EvaluatorError(f"{who} answered without a choice")
     choice = completion.choices[0]
     if choice.message.refusal:
-        raise EvaluatorError(f"{who} would not answer: {choice.message.refusal[:SAID]}")
+        raise EvaluatorError(f"{who} would not answer: {choice.message.refusal[:REASON_CHARS]}")
     if choice.finish_reason == "length":
         raise EvaluatorError(f"{who} was cut at its token limit: raise the evaluator's max_tokens")
     if not choice.message.content:
@@ -133,7 +128,7 @@ def _text(reply: Reply, who: str) -> str:
 # ── a refusal ─────────────────────────────────────────────────────────────────
 
 
-def _words(reply: Reply, secret: str | None) -> str:
+def _words(reply: JudgeReply, secret: str | None) -> str:
     """What the endpoint says of itself, as OpenAI and its like spell it, or the beginning of its body."""
     try:
         value = codec.read_json(reply.body)
@@ -141,14 +136,14 @@ def _words(reply: Reply, secret: str | None) -> str:
         value = None
     error = value.get("error", value) if isinstance(value, dict) else None
     found = error.get("message") if isinstance(error, dict) else error
-    text = found if isinstance(found, str) else reply.body[: 4 * SAID].decode("utf-8", "replace")
+    text = found if isinstance(found, str) else reply.body[: 4 * REASON_CHARS].decode("utf-8", "replace")
     text = " ".join(text.split())
     if secret:
         text = text.replace(secret, "…")
-    return f": {text[:SAID]}" if text else ""
+    return f": {text[:REASON_CHARS]}" if text else ""
 
 
-def _retry_after(reply: Reply, now: float) -> float:
+def _retry_after(reply: JudgeReply, now: float) -> float:
     """Seconds, or a date, as the header has it; 0 where there is none that can be read."""
     said = reply.headers.get("retry-after", "").strip()
     if said.replace(".", "", 1).isdecimal():
@@ -163,7 +158,7 @@ def _retry_after(reply: Reply, now: float) -> float:
     return max(0.0, at.timestamp() - now)
 
 
-# ── client ────────────────────────────────────────────────────────────
+# ── judges ────────────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +290,7 @@ class HttpJudge:
                 raise
         return Passes(f"no answer within {self.config.answer_s:g} s")
 
-    async def _sent(self, body: bytes) -> Reply:
+    async def _sent(self, body: bytes) -> JudgeReply:
         received = bytearray()
         # left so, and not by an error, the generators inside the response are closed from within
         with trio.CancelScope() as enough:
@@ -306,7 +301,7 @@ class HttpJudge:
                         enough.cancel()
         if enough.cancel_called:
             raise EvaluatorError(f"judge {self.name} answered with more than {ANSWER_BYTES >> 20} MiB")
-        return Reply(
+        return JudgeReply(
             status=response.status_code,
             headers={name.lower(): value for name, value in response.headers.items()},
             body=bytes(received),

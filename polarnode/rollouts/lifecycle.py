@@ -36,19 +36,17 @@ PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
 
 
 def retries_left(identity: Identity, budgets: Budgets) -> bool:
-    """Whether another session may take this one's place."""
+    """Whether another attempt may follow this session."""
     return identity.attempt < budgets.retries
 
 
 def successor(identity: Identity, session_id: str) -> Identity:
-    """Who holds the place next."""
+    """The identity of the next attempt."""
     return evolve(identity, session_id=session_id, attempt=identity.attempt + 1)
 
 
 def pause_before(attempt: int) -> float:
-    """Seconds between a session's end and the beginning of the one that takes its place; none before the
-    first.
-    """
+    """Seconds before an attempt begins; none before the first."""
     return PAUSES.delay(attempt - 1) if attempt else 0.0
 
 
@@ -57,12 +55,10 @@ def pause_before(attempt: int) -> float:
 
 @define(eq=False)
 class _Open:
-    """A group that is not over. `over` by sample_index; None for a place whose end could not be
-    written down.
-    """
+    """A group that is not over. `over` by sample_index; None for a sample whose end could not be written."""
 
     spec: GroupSpec
-    places: int
+    samples: int
     over: dict[int, Facts | None] = field(factory=dict)
     usable: int = 0
 
@@ -73,18 +69,22 @@ class _Open:
 
 @define(eq=False)
 class GroupWatch:
-    """By task, as a task's sessions are a group."""
+    """The open groups, by task: a task's sessions are a group.
+
+    It counts samples, not sessions: one that was lost and is tried again is not over. It judges by the same
+    facts and function as the journal, which decides what a group was.
+    """
 
     tally: NodeCounters
     _open: dict[str, _Open] = field(factory=dict, init=False)
 
     def begin(self, task_id: str, spec: TaskSpec, over: Iterable[Facts] = ()) -> None:
-        """Watch a task's group. `over`: the places that ended in an earlier life of the node, which counted
+        """Watch a task's group. `over`: the samples that ended in an earlier run of the node, which counted
         them.
         """
         before = {each.sample_index: each for each in over}
         usable = sum(member_of(spec.group, each).usable for each in before.values())
-        self._open[task_id] = _Open(spec=spec.group, places=spec.num_samples, over={**before}, usable=usable)
+        self._open[task_id] = _Open(spec=spec.group, samples=spec.num_samples, over={**before}, usable=usable)
 
     def has_enough(self, task_id: str) -> bool:
         """Whether the group needs none of the sessions that are not over."""
@@ -92,8 +92,8 @@ class GroupWatch:
         return group is not None and group.enough
 
     def over(self, trajectory: Trajectory) -> bool:
-        """A place of its group is over. Whether it is the one that makes enough: those that are not over are
-        to be ended now.
+        """Count a sample that is over. True when it makes its group have enough: its siblings are to be ended
+        now.
         """
         group = self._open.get(trajectory.task_id)
         if group is None or trajectory.sample_index in group.over:
@@ -106,8 +106,8 @@ class GroupWatch:
         return group.enough and not had
 
     def unwritten(self, task_id: str, sample_index: int) -> None:
-        """A place's end could not be written down: the journal holds the group open, and the node's next
-        start finds it.
+        """Count a sample whose end could not be written: the journal keeps the group open, and the next start
+        of the node finds it.
         """
         group = self._open.get(task_id)
         if group is not None and sample_index not in group.over:
@@ -115,12 +115,12 @@ class GroupWatch:
 
     def _fill(self, task_id: str, group: _Open, sample_index: int, facts: Facts | None) -> None:
         group.over[sample_index] = facts
-        if len(group.over) < group.places:
+        if len(group.over) < group.samples:
             return
         del self._open[task_id]
-        known = [each for each in group.over.values() if each is not None]
-        if len(known) == group.places:
-            self.tally.groups[judged(group.spec, known, task_id=task_id, group_id=task_id).state] += 1
+        facts_of_all = [each for each in group.over.values() if each is not None]
+        if len(facts_of_all) == group.samples:
+            self.tally.groups[judged(group.spec, facts_of_all, task_id=task_id, group_id=task_id).state] += 1
 
 
 # ── drivers and their registry ────────────────────────────────────────────────
@@ -266,8 +266,8 @@ class SessionRegistry:
         self.services.journal.publish(trajectory)
         if self.groups.over(trajectory):
             for driver in tuple(self._drivers.values()):
-                whose = driver.identity
-                if whose.task_id == trajectory.task_id and whose.session_id != trajectory.session_id:
+                identity = driver.identity
+                if identity.task_id == trajectory.task_id and identity.session_id != trajectory.session_id:
                     driver.cancel(EARLY_STOP)
 
     def live(self, kind: type[Driver], task_id: str | None = None) -> tuple[Driver, ...]:

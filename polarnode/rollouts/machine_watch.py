@@ -1,13 +1,8 @@
-"""What a node reads of its machine: memory and disk that are left, and how long programs wait for the CPU.
+"""Reads the machine and the engine once a second, and sets the stages' limits accordingly.
 
-A few small files of the kernel's; what a machine does not have is None. Rule for whoever edits it: a limit of
-the control group the node is in counts like the machine's own, because the kernel ends what goes beyond it
-all the same.
-
-The watcher: once a second it reads the machine and the engine, and sets the stages' limits accordingly.
-
-Rule for whoever edits it: it only obeys `decision.py`; what it does must be understood from `GET /v1/status`
-alone.
+The readings come from a few small files of the kernel; what a machine does not have is None. A limit of the
+node's control group counts like the machine's own, because the kernel ends what goes beyond it all the same.
+Keep every decision in `stage_limits`, and its reason in `GET /v1/status`.
 """
 
 import logging
@@ -46,11 +41,11 @@ class Machine:
     cpu: float | None
 
 
-def read_machine(places: Iterable[Path], root: Path = Path("/")) -> Machine:
-    """The machine now; of several places the fullest disk counts. `root` is where the kernel's files are."""
-    rooms = [room for room in (_available(root), *_groups(root)) if room is not None]
-    disks = [disk for disk in map(_disk, places) if disk is not None]
-    return Machine(memory_mb=min(rooms, default=None), disk_mb=min(disks, default=None), cpu=_cpu(root))
+def read_machine(folders: Iterable[Path], root: Path = Path("/")) -> Machine:
+    """The machine now; of several folders the fullest disk counts. `root` is where the kernel's files are."""
+    free = [memory for memory in (_available(root), *_groups(root)) if memory is not None]
+    disks = [disk for disk in map(_disk, folders) if disk is not None]
+    return Machine(memory_mb=min(free, default=None), disk_mb=min(disks, default=None), cpu=_cpu(root))
 
 
 def _available(root: Path) -> float | None:
@@ -59,17 +54,17 @@ def _available(root: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[float | None]:
-    """What is left in the groups the node is in, its own and those around it."""
+    """MiB free in the control groups of the node, its own and those around it."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers in ("", "memory"):
             tree = root / "sys/fs/cgroup" / controllers
-            place = Path(path.lstrip("/"))
-            yield from (_left(tree / each) for each in (place, *place.parents))
+            own = Path(path.lstrip("/"))
+            yield from (_group_free(tree / each) for each in (own, *own.parents))
 
 
-def _left(group: Path) -> float | None:
+def _group_free(group: Path) -> float | None:
     for limit_file, used_file, reclaimable in FILES:
         limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
         if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:
@@ -78,12 +73,12 @@ def _left(group: Path) -> float | None:
     return None
 
 
-def _disk(place: Path) -> float | None:
+def _disk(folder: Path) -> float | None:
     try:
-        told = os.statvfs(place)
+        disk = os.statvfs(folder)
     except OSError:
         return None
-    return told.f_bavail * told.f_frsize / MIB
+    return disk.f_bavail * disk.f_frsize / MIB
 
 
 def _cpu(root: Path) -> float | None:
@@ -111,9 +106,9 @@ logger = logging.getLogger(__name__)
 
 
 @define(eq=False, kw_only=True)
-class PressureWatch:
-    """Adjusts the gates of one node. `read` is the machine now, `hold` is told whether anything may be
-    started for later.
+class MachineWatch:
+    """Adjusts the stage limits of one node. `read` gives the machine now; `pause_prewarm` is called with
+    whether memory or disk are short, so that no container is started for later.
     """
 
     stages: Stages
@@ -121,7 +116,7 @@ class PressureWatch:
     ready_limit: int
     engines: Callable[[], EngineStatistics]
     read: Callable[[], Machine]
-    hold: Callable[[bool], None]
+    pause_prewarm: Callable[[bool], None]
     state: State = field(init=False)
 
     @state.default
@@ -142,16 +137,16 @@ class PressureWatch:
             self.state,
             decide(self.state, _readings(machine, self.engines()), _standing(self.stages), self.bounds),
         )
-        self._say(before)
+        self._log_change(before)
         stages, state = self.stages, self.state
         stages.init.adjust(state.init, state.init_held)
         stages.run.adjust(state.run, state.run_held)
         stages.live.adjust(state.run + self.ready_limit)
         stages.post.adjust(state.post, state.post_held)
         if before.short != state.short:
-            self.hold(state.short)
+            self.pause_prewarm(state.short)
 
-    def _say(self, before: State) -> None:
+    def _log_change(self, before: State) -> None:
         if self.state.short and not before.short:
             logger.warning("no session is begun for now: %s", self.state.init_held)
         if before.short and not self.state.short:
@@ -160,14 +155,14 @@ class PressureWatch:
 
 def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
     ready = [host for host in engine.hosts if host.state == "ready"]
-    told = Readings(
+    readings = Readings(
         memory_mb=machine.memory_mb,
         disk_mb=machine.disk_mb,
         cpu=machine.cpu,
         serving=bool(ready) and engine.paused is None,
     )
     return evolve(
-        told, running=sum(host.running for host in ready), waiting=sum(host.waiting for host in ready)
+        readings, running=sum(host.running for host in ready), waiting=sum(host.waiting for host in ready)
     )
 
 

@@ -1,7 +1,7 @@
-"""What becomes of sessions that ran when an earlier life of this node ended.
+"""Recovery: sessions that ran when an earlier run of this node ended get a trajectory.
 
-The rule for whoever edits it: what an earlier life left is judged by the journal alone, and each session in
-one entry, so that a node that is killed while it recovers goes on where it was.
+Invariant: the journal alone decides what was left, and each session is settled in one entry, so that a node
+that is killed while it recovers goes on where it was.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from polarnode.merge.trajectory import Result, assemble
 from polarnode.rollouts.lifecycle import retries_left
 from polarnode.rollouts.scheduler import Scheduler
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-async def recover(journal: Journal, scheduler: Scheduler, say: Say) -> None:
-    """Each session that ran becomes a trajectory of what was captured, and where retries are left a fresh one
-    takes its place.
+async def recover(journal: Journal, scheduler: Scheduler, report: Report) -> None:
+    """Each session that ran becomes a trajectory of what was captured, and where retries are left another
+    attempt begins.
 
     Not in a group that has enough: the node died before it had ended them all.
     """
@@ -36,18 +36,18 @@ async def recover(journal: Journal, scheduler: Scheduler, say: Say) -> None:
     again = sum([await _recovered(journal, scheduler, session) for session in unfinished])
     await journal.flushed()
     if unfinished:
-        say(
+        report(
             f"{len(unfinished)} sessions of an earlier life were interrupted; their turns are kept, and"
             f" {again} of them are tried again"
         )
 
 
 async def _recovered(journal: Journal, scheduler: Scheduler, session: UnfinishedSession) -> bool:
-    """Whether its place is held by a fresh session now. Its traces are built in a thread: those before it run
+    """Whether another attempt began. Its traces are built in a thread, because attempts begun before it run
     already.
     """
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-    # asked now, as siblings end meanwhile
+    # read only now, because siblings end meanwhile
     if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
         session.identity.task_id
     ):
@@ -65,7 +65,7 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
             lost = evolve(
                 lost,
                 outcome=evolve(
-                    lost.outcome, reason=f"{lost.outcome.reason}; it can not be tried again here: {refused}"
+                    lost.outcome, reason=f"{lost.outcome.reason}; it cannot be tried again here: {refused}"
                 ),
             )
         else:

@@ -32,7 +32,7 @@ from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
-from polarnode.rollouts.session_containers import Beforehand, Containers, open_beforehand
+from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
 from polarnode.support.semaphore import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,8 @@ class Session:
             await self._enter_init(init, scope)
             expires = trio.current_time() + self._containers.lifetime_s()
             try:
-                async with self._containers.open() as runtime, self._evaluators_runtime() as beforehand:
-                    return await self._inside(runtime, init, expires, beforehand)
+                async with self._containers.open() as runtime, self._evaluators_runtime() as prefetched:
+                    return await self._inside(runtime, init, expires, prefetched)
             except PolarnodeError as error:
                 return error
 
@@ -188,7 +188,7 @@ class Session:
             finally:
                 scope.deadline = math.inf
 
-    def _evaluators_runtime(self) -> AbstractAsyncContextManager[Beforehand | None]:
+    def _evaluators_runtime(self) -> AbstractAsyncContextManager[PrefetchedRuntime | None]:
         if not self.order.fresh:
             return nullcontext()
 
@@ -196,7 +196,7 @@ class Session:
             self._evaluator_served = True
             self.on_phase(self)
 
-        return open_beforehand(
+        return open_prefetched_runtime(
             self._containers.open,
             self.services.stages.init,
             budget_s=self.order.spec.budgets.init_s,
@@ -204,16 +204,20 @@ class Session:
         )
 
     async def _inside(
-        self, runtime: PodmanRuntime, init: AsyncExitStack, expires: float, beforehand: Beforehand | None
+        self,
+        runtime: PodmanRuntime,
+        init: AsyncExitStack,
+        expires: float,
+        prefetched: PrefetchedRuntime | None,
     ) -> Result | PolarnodeError:
         try:
             launch = await self._furnished(runtime)
             async with self.services.serve_door(self.identity.session_id, runtime.endpoint):
                 await init.aclose()
-                ran = await self._ready_and_run(runtime, launch, expires, beforehand)
+                ran = await self._ready_and_run(runtime, launch, expires, prefetched)
         except PolarnodeError as error:
             return error
-        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, beforehand)
+        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, prefetched)
 
     async def _furnished(self, runtime: PodmanRuntime) -> Launch:
         """All that a harness needs is in its place, and nothing but its workspace can be written any more."""
@@ -231,7 +235,7 @@ class Session:
         return launch
 
     async def _ready_and_run(
-        self, runtime: PodmanRuntime, launch: Launch, expires: float, beforehand: Beforehand | None
+        self, runtime: PodmanRuntime, launch: Launch, expires: float, prefetched: PrefetchedRuntime | None
     ) -> Outcome | PolarnodeError:
         self._enter("ready")
         async with AsyncExitStack() as run:
@@ -243,8 +247,8 @@ class Session:
                     " place to run"
                 )
             self._enter("run")
-            if beforehand is not None:
-                beforehand.begin()
+            if prefetched is not None:
+                prefetched.begin()
             with self._timed("run_s"):
                 return await self._run(runtime, launch)
 
@@ -282,7 +286,9 @@ class Session:
         except PolarnodeError as error:
             return error
 
-    async def _post(self, runtime: PodmanRuntime, outcome: Outcome, beforehand: Beforehand | None) -> Result:
+    async def _post(
+        self, runtime: PodmanRuntime, outcome: Outcome, prefetched: PrefetchedRuntime | None
+    ) -> Result:
         if outcome.status in ("cancelled", "error"):
             return Result(outcome=outcome)
         self._enter("post")
@@ -294,7 +300,7 @@ class Session:
         async with self._slot(self.services.stages.post):
             with self._timed("post_s"):
                 return await evaluated(
-                    self._containers, runtime, outcome, self.live.lineages.turns, beforehand
+                    self._containers, runtime, outcome, self.live.lineages.turns, prefetched
                 )
 
     # ── its scopes, places and times ──────────────────────────────────────────

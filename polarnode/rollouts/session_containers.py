@@ -1,20 +1,9 @@
-"""What lies in a runtime before the harness and before the evaluator, the task's files and steps; and what
-the evaluator sees and may say.
+"""A session's containers: opened with the task's workspace, connected to the hosts it may reach.
 
-The rule for whoever edits it: what a task's own steps do wrong is told apart from a runtime that fails, which
-is worth another try.
-
-A runtime that is made while something else goes on: an evaluator's, while the harness runs.
-
-It takes a place in INIT when no session wants it. The rules for whoever edits it: whoever wants the runtime
-never waits behind others for one that was not begun, but makes its own; and what was made is gone when the
-block is left, in whatever way.
-
-A session's containers: opened with the task's workspace in them, given what they may reach of the world,
-cleared of what the harness left.
-
-The rule for whoever edits it: the harness, the task's steps and its evaluator reach the same names, and none
-of them reaches more.
+The evaluator's own container is prefetched while the harness runs, in a slot of INIT that no session wants.
+Invariants: a failing step of the task is distinct from a failing runtime, which is worth another try; the
+harness, the task's steps and its evaluator reach the same hosts and no others; whoever needs a prefetched
+runtime that was not begun makes its own instead of waiting, and leaving the block removes what was made.
 """
 
 import logging
@@ -51,9 +40,9 @@ async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
             {codec.in_workdir(file.path, runtime.workdir): codec.file_bytes(file)}, mode=file.mode
         )
     for index, step in enumerate(spec.prepare):
-        said = await _step(runtime, step, spec)
-        if said is not None:
-            raise Refused(said, path=f"$.runtime.prepare[{index}]")
+        failure = await _step(runtime, step, spec)
+        if failure is not None:
+            raise Refused(failure, path=f"$.runtime.prepare[{index}]")
 
 
 async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
@@ -61,23 +50,25 @@ async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
     an EvaluatorError.
     """
     for step in spec.eval_prepare:
-        said = await _step(runtime, step, spec)
-        if said is not None:
-            raise EvaluatorError(said)
+        failure = await _step(runtime, step, spec)
+        if failure is not None:
+            raise EvaluatorError(failure)
 
 
 def finished(
     runtime: Runtime,
-    left: Runtime,
+    work: Runtime,
     judge: Callable[[str], Judge],
     outcome: Outcome,
     turns: tuple[Turn, ...],
     spec: TaskSpec,
 ) -> Finished:
-    """The session as its evaluator sees it; its turns have the roles that the whole session tells."""
+    """The session as its evaluator sees it. `work` is the runtime the harness left; turns have the roles that
+    the whole session shows.
+    """
     return Finished(
         runtime=runtime,
-        left=left,
+        left=work,
         judge=judge,
         outcome=outcome,
         turns=reclassify_roles(turns),
@@ -105,7 +96,7 @@ def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
 
 
 async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str | None:
-    """Run a step; what to say of it when it failed."""
+    """Run a step; None, or how it failed."""
     ended = await runtime.run(step.argv, user=step.user, env=spec.env)
     if ended.exit_code == 0:
         return None
@@ -115,7 +106,7 @@ async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str |
     )
 
 
-# ── beforehand ────────────────────────────────────────────────────────────
+# ── prefetched runtime ────────────────────────────────────────────────────────
 
 LAST = -1  # priority of its place: a session's is 0 to 100
 
@@ -123,13 +114,13 @@ logger = logging.getLogger(__name__)
 
 
 @define(eq=False, kw_only=True)
-class Beforehand:
-    """`begin` says that it may be made now, `take` gives it to the one who needs it."""
+class PrefetchedRuntime:
+    """A runtime made in the background. `begin` lets it be made, `take` gives it away."""
 
     open: Callable[[], AbstractAsyncContextManager[PodmanRuntime]]
-    gate: PrioritySemaphore
+    stage: PrioritySemaphore
     budget_s: float
-    on_settled: Callable[[], None]  # told once, when it is made or will never be
+    on_settled: Callable[[], None]  # called once, when it is made or will never be
     _may_begin: trio.Event = field(factory=trio.Event, init=False)
     _waiting: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _begun: bool = field(default=False, init=False)
@@ -137,7 +128,7 @@ class Beforehand:
     _runtime: PodmanRuntime | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """Make it as soon as there is a place that no session wants."""
+        """Make it as soon as there is a slot that no session wants."""
         self._may_begin.set()
 
     async def take(self) -> PodmanRuntime | None:
@@ -154,7 +145,7 @@ class Beforehand:
             try:
                 self._runtime = await self._made(stack)
             except PolarnodeError as error:
-                logger.warning("a runtime that was made beforehand failed: %s", error)
+                logger.warning("a prefetched runtime failed: %s", error)
             self._settled.set()
             self.on_settled()
             await trio.sleep_forever()
@@ -162,7 +153,7 @@ class Beforehand:
     async def _made(self, stack: AsyncExitStack) -> PodmanRuntime | None:
         with self._waiting:
             await self._may_begin.wait()
-            async with self.gate.slot(priority=LAST):
+            async with self.stage.slot(priority=LAST):
                 self._begun = True
                 with trio.move_on_after(self.budget_s):
                     return await stack.enter_async_context(self.open())
@@ -170,21 +161,21 @@ class Beforehand:
 
 
 @asynccontextmanager
-async def open_beforehand(
+async def open_prefetched_runtime(
     open_runtime: Callable[[], AbstractAsyncContextManager[PodmanRuntime]],
-    gate: PrioritySemaphore,
+    stage: PrioritySemaphore,
     *,
     budget_s: float,
     on_settled: Callable[[], None],
-) -> AsyncIterator[Beforehand]:
-    """Something that makes a runtime behind the block. An error of the block comes out as itself, not as a
+) -> AsyncIterator[PrefetchedRuntime]:
+    """Make a runtime in the background of the block. An error of the block comes out as itself, not as a
     group of one.
     """
-    beforehand = Beforehand(open=open_runtime, gate=gate, budget_s=budget_s, on_settled=on_settled)
+    prefetched = PrefetchedRuntime(open=open_runtime, stage=stage, budget_s=budget_s, on_settled=on_settled)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(beforehand.run)
-            yield beforehand
+            nursery.start_soon(prefetched.run)
+            yield prefetched
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         sole = _sole(group)
@@ -199,7 +190,7 @@ def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
     return found if len(group.exceptions) == 1 and not isinstance(found, BaseExceptionGroup) else None
 
 
-# ── containers ────────────────────────────────────────────────────────────
+# ── containers of a session ───────────────────────────────────────────────────
 
 # of a container's life for waiting in READY: several whole run budgets; one that waited longer gives way to a
 # fresh one
@@ -209,7 +200,7 @@ TEARDOWN_S = 60.0  # what the dead-man switch of a container is given beyond all
 
 @define(eq=False)
 class Containers:
-    """What one session has made for it. `metrics` is what its containers tell of it."""
+    """The containers of one session. `metrics`: what they add to its trajectory's metrics."""
 
     order: SessionOrder
     services: NodeServices
@@ -247,7 +238,7 @@ class Containers:
     async def _prepare(self, runtime: PodmanRuntime) -> None:
         async with self.reaching(runtime) as reach:
             try:
-                await prepare(runtime, reach.told(self.order.runtime))
+                await prepare(runtime, reach.extend_env(self.order.runtime))
             except Refused as refused:
                 raise _because(runtime, refused) from refused
 
@@ -274,8 +265,8 @@ class Containers:
                 )
 
     async def keep_artifacts(self, runtime: PodmanRuntime) -> None:
-        """Keep what the task wants kept of what a harness left. What can not be kept costs no verdict, and is
-        said.
+        """Copy the artifacts the task names out of the container. What cannot be copied is reported in the
+        metrics and costs no verdict.
         """
         if not self.order.runtime.artifacts:
             return
@@ -283,14 +274,14 @@ class Containers:
         self.metrics["artifacts"] = await _kept(runtime, self.order.runtime.artifacts, to)
 
     def note_kills(self, runtime: PodmanRuntime) -> int:
-        """How many of the harness's programs the kernel ended for want of memory."""
+        """How many of the harness's programs the kernel ended for lack of memory."""
         if kills := runtime.oom_kills():
             self.metrics["oom_kills"] = kills
         return kills
 
 
 def _because(runtime: PodmanRuntime, refused: Refused) -> Refused:
-    """A step that the node ended says more than its exit code does."""
+    """The refusal with the reason the node ended the step, which its exit code does not show."""
     return (
         Refused(f"{refused} ({runtime.ended_because})", path=refused.path)
         if runtime.ended_because
@@ -311,8 +302,8 @@ def _added(before: Json, figures: Sequence[Mapping[str, Json]]) -> dict[str, Jso
     one's.
     """
     total: dict[str, Json] = dict(before) if isinstance(before, dict) else {}
-    for told in figures:
-        for name, value in told.items():
+    for counts in figures:
+        for name, value in counts.items():
             total[name] = _sum(total.get(name), value)
     return total
 
@@ -327,25 +318,25 @@ def _sum(one: Json, other: Json) -> Json:
 
 @frozen(kw_only=True)
 class Reach:
-    """What programs in a container are told so that they reach what they may."""
+    """The environment with which programs in a container reach their hosts."""
 
     env: Mapping[str, str] = field(factory=dict)
 
-    def told(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """The task's runtime as its steps see it: what the task itself says counts more."""
+    def extend_env(self, spec: RuntimeSpec) -> RuntimeSpec:
+        """The task's runtime with this environment, over which the task's own is merged."""
         return evolve(spec, env={**self.env, **spec.env}) if self.env else spec
 
     def through(self, runtime: PodmanRuntime) -> Runtime:
         """The runtime as an evaluator uses it."""
-        return _Reaching(runtime=runtime, told=self.env) if self.env else runtime
+        return _ReachingRuntime(runtime=runtime, added_env=self.env) if self.env else runtime
 
 
 @frozen(kw_only=True)
-class _Reaching:
-    """A runtime whose programs are told more than they are given."""
+class _ReachingRuntime:
+    """A runtime that adds to the environment of its programs."""
 
     runtime: Runtime
-    told: Mapping[str, str]
+    added_env: Mapping[str, str]
 
     @property
     def id(self) -> str:
@@ -365,7 +356,7 @@ class _Reaching:
         stdin: bytes = b"",
     ) -> Ended:
         return await self.runtime.run(
-            argv, env={**self.told, **(env or {})}, user=user, workdir=workdir, stdin=stdin
+            argv, env={**self.added_env, **(env or {})}, user=user, workdir=workdir, stdin=stdin
         )
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:

@@ -36,7 +36,7 @@ async def test_a_node_keeps_what_its_document_promises(tmp_path: Path) -> None:
         engine="simulated", gpus=(0,), port=0, state_dir=str(tmp_path / "state"), warm=0, token="secret"
     )
     with trio.fail_after(600):
-        async with open_node(settings, say=print) as node, serve_control_plane(node) as address:
+        async with open_node(settings, report=print) as node, serve_control_plane(node) as address:
             command = [
                 PROGRAM,
                 "run",

@@ -65,7 +65,7 @@ async def test_each_token_is_of_the_weights_its_span_names(
         warm=0,
     )
     with trio.fail_after(2 * PATIENCE_S):
-        async with open_node(settings, say=print) as node:
+        async with open_node(settings, report=print) as node:
             session = (await node.submit(codec.read_task(TASK), idempotency_key=None)).session_ids[0]
             async with serve_control_plane(node) as address:
                 trainer = Caller(url=f"http://127.0.0.1:{address.port}")

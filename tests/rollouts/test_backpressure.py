@@ -67,7 +67,7 @@ async def test_a_node_takes_no_more_than_it_has_room_for(tmp_path: Path) -> None
         engine="simulated", gpus=(0,), port=0, state_dir=str(tmp_path / "state"), pending_limit=2, warm=0
     )
     with trio.fail_after(300):
-        async with open_node(settings, say=print) as node:
+        async with open_node(settings, report=print) as node:
             with pytest.raises(Busy, match="3 more they would be over pending_limit"):
                 await node.submit(task, idempotency_key=None)
             assert await node.journal.task("t") is None

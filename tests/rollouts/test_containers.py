@@ -18,7 +18,7 @@ from trio.abc import Clock
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import EvaluatorSpec, PrepareStep, RuntimeSpec
-from polarnode.rollouts.session_containers import open_beforehand
+from polarnode.rollouts.session_containers import open_prefetched_runtime
 from polarnode.support.semaphore import PrioritySemaphore
 
 # ── the seal ──────────────────────────────────────────────────────────────────
@@ -219,10 +219,10 @@ async def test_an_error_beside_it_is_not_wrapped_and_lets_it_go(autojump_clock: 
 
     async def fails() -> None:
         opened = partial(runtimes.open, RuntimeSpec(), session_id="s", lifetime_s=9.0)
-        async with open_beforehand(
+        async with open_prefetched_runtime(
             opened, PrioritySemaphore(limit=1), budget_s=9.0, on_settled=lambda: settled.append(True)
-        ) as beforehand:  # type: ignore[arg-type]
-            beforehand.begin()
+        ) as prefetched:  # type: ignore[arg-type]
+            prefetched.begin()
             await trio.sleep(1)
             assert runtimes.opened[0].alive
             raise KeyError("beside it")
@@ -238,11 +238,11 @@ async def test_one_that_takes_longer_than_its_budget_is_let_go(autojump_clock: C
         await trio.sleep_forever()
         yield
 
-    gate = PrioritySemaphore(limit=1)
-    async with open_beforehand(never, gate, budget_s=9.0, on_settled=lambda: None) as beforehand:
-        beforehand.begin()
+    stage = PrioritySemaphore(limit=1)
+    async with open_prefetched_runtime(never, stage, budget_s=9.0, on_settled=lambda: None) as prefetched:
+        prefetched.begin()
         await trio.sleep(1)
-        assert gate.statistics().inside == 1
-        assert await beforehand.take() is None
-        assert gate.statistics().inside == 0
+        assert stage.statistics().inside == 1
+        assert await prefetched.take() is None
+        assert stage.statistics().inside == 0
     assert trio.current_time() == pytest.approx(9.0)

@@ -43,8 +43,8 @@ from polarnode.node.opening import open_node
 from polarnode.rollouts.judges import (
     ANSWER_BYTES,
     PAUSES,
+    JudgeReply,
     Passes,
-    Reply,
     open_judges,
     read_reply,
     request_body,
@@ -207,12 +207,12 @@ async def test_an_endpoint_that_is_not_there_is_asked_again_and_named(clock: Moc
 
 def test_a_date_to_come_back_at_is_read() -> None:
     now = time.time()
-    reply = Reply(status=503, headers={"retry-after": formatdate(now + 90, usegmt=True)}, body=b"")
+    reply = JudgeReply(status=503, headers={"retry-after": formatdate(now + 90, usegmt=True)}, body=b"")
     found = read_reply(reply, who="judge j", now=now)
     assert isinstance(found, Passes)
     assert 88 < found.after_s <= 90
     for odd in ("soon", "", "-3", "Wed, 99 Foo"):
-        assert read_reply(Reply(status=503, headers={"retry-after": odd}), who="j", now=now) == Passes(
+        assert read_reply(JudgeReply(status=503, headers={"retry-after": odd}), who="j", now=now) == Passes(
             "HTTP 503"
         )
 
@@ -330,7 +330,9 @@ async def test_a_node_whose_judge_has_no_key_begins_nothing(
     judge = JudgeConfig(base_url="http://127.0.0.1/v1", model="m", key_env="JUDGE_KEY")
     said: list[str] = []
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
-        async with open_node(NodeConfig(state_dir=str(tmp_path), judges={"strict": judge}), say=said.append):
+        async with open_node(
+            NodeConfig(state_dir=str(tmp_path), judges={"strict": judge}), report=said.append
+        ):
             raise AssertionError("opened")
     assert said == []
     assert not any("sqlite" in name for name in os.listdir(tmp_path))

@@ -260,7 +260,7 @@ async def test_a_place_that_this_node_would_not_take_ends_interrupted_and_says_w
         found = await journal.trajectory("a")
         assert found is not None
         assert found.outcome.status == "interrupted"
-        assert "2 turns were captured; it can not be tried again here: " in (found.outcome.reason or "")
+        assert "2 turns were captured; it cannot be tried again here: " in (found.outcome.reason or "")
         assert "may not be imported" in (found.outcome.reason or "")
 
 

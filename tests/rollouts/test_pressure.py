@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trio.abc import Clock
 
 from polarnode.engine.routing import EngineStatistics, HostStatistics
-from polarnode.rollouts.machine_watch import Machine, PressureWatch, read_machine
+from polarnode.rollouts.machine_watch import Machine, MachineWatch, read_machine
 from polarnode.rollouts.services import Stages
 from polarnode.rollouts.stage_limits import FEW, SETTLE, Bounds, Readings, Standing, State, begin, decide
 from polarnode.support.semaphore import PrioritySemaphore
@@ -243,8 +243,8 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         Machine(memory_mb=9000, disk_mb=90_000, cpu=1)
     ] * 1000
     held: list[bool] = []
-    watch = PressureWatch(
-        stages=stages, bounds=BOUNDS, ready_limit=4, engines=lambda: engine, read=lambda: machines.pop(0), hold=held.append
+    watch = MachineWatch(
+        stages=stages, bounds=BOUNDS, ready_limit=4, engines=lambda: engine, read=lambda: machines.pop(0), pause_prewarm=held.append
     )  # fmt: skip
     async with stages.run.slot(priority=50), trio.open_nursery() as nursery:
         await nursery.start(started, watch)
@@ -260,7 +260,7 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         nursery.cancel_scope.cancel()
 
 
-async def started(watch: PressureWatch, task_status: trio.TaskStatus[None]) -> None:
+async def started(watch: MachineWatch, task_status: trio.TaskStatus[None]) -> None:
     async with trio.open_nursery() as nursery:
         ready = trio.Event()
         nursery.start_soon(watch.run, ready)

@@ -73,7 +73,7 @@ async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_pat
         (
             {"harness": HarnessSpec(import_path="session_kit:BROKEN_HARNESS")},
             None,
-            "can not be launched with these settings: no such thing",
+            "cannot be launched with these settings: no such thing",
         ),
         (
             {"harness": HarnessSpec(import_path="session_kit:WRONG_HARNESS")},
@@ -92,7 +92,7 @@ async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_pat
         (
             {"evaluator": EvaluatorSpec(import_path="session_kit:PICKY")},
             None,
-            "can not work with this config: 'threshold'",
+            "cannot work with this config: 'threshold'",
         ),
         (
             {"evaluator": EvaluatorSpec(import_path="session_kit:NO_EVALUATOR")},
