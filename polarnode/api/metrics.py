@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from polarnode.api.callbacks import CallbackStatistics
 from polarnode.containers.pool import RuntimesStatistics
+from polarnode.core.weights import WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
-from polarnode.engine.weight_values import WeightsStatus
 from polarnode.support.metrics import LagStatistics, NodeCounters
 from polarnode.support.semaphore import SemaphoreStatistics
 
@@ -42,7 +42,7 @@ class Figures:
     pass_s: float = 0.0
     lag: LagStatistics = field(factory=LagStatistics)
     runtimes: RuntimesStatistics | None = None
-    weights: WeightsStatus | None = None
+    weights: WeightsState | None = None
 
 
 def exposition(figures: Figures) -> bytes:
@@ -163,7 +163,7 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     )
 
 
-def _of_weights(weights: WeightsStatus) -> Iterator[Metric]:
+def _of_weights(weights: WeightsState) -> Iterator[Metric]:
     updates = CounterMetricFamily("polarnode_weight_updates", "Updates of the weights.", labels=["outcome"])
     updates.add_metric(["served"], weights.updates)
     updates.add_metric(["failed"], weights.failures)

@@ -25,16 +25,14 @@ from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.core.weights import UpdateOpened, WeightsReport, WeightsState, WeightsStatus
 from polarnode.engine.weight_values import (
     BroadcastBucket,
     GroupOrder,
     MemoryOrder,
     PauseOrder,
     TensorBucket,
-    UpdateOpened,
     UpdateOrder,
-    UpdateReport,
-    WeightsStatus,
 )
 from polarnode.journal.values import ConsumerRecord, JournalStatistics, SessionRecord
 from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
@@ -294,13 +292,6 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
 
 
 @frozen(kw_only=True)
-class Weights(WeightsStatus):
-    """The weights now, and the last updates, newest first."""
-
-    history: tuple[dict[str, Json], ...]
-
-
-@frozen(kw_only=True)
 class Joined:
     """A process group that the engine is in."""
 
@@ -356,11 +347,11 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=UpdateOrder,
         status=201,
         again=200,
-        answer=UpdateReport,
+        answer=WeightsReport,
         errors=(409, 413, 503),
     ),
     ("GET", "/v1/weights"): Operation(
-        summary="The weights served, and those before.", tag="weights", answer=Weights
+        summary="The weights served, and those before.", tag="weights", answer=WeightsStatus
     ),
     ("POST", "/v1/weights/updates"): Operation(
         summary="Begin an update of several requests.",
@@ -383,11 +374,11 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         tag="weights",
         status=201,
         again=200,
-        answer=UpdateReport,
+        answer=WeightsReport,
         errors=(404, 409, 503),
     ),
     ("DELETE", "/v1/weights/updates/<update_id>"): Operation(
-        summary="Give an update up.", tag="weights", answer=WeightsStatus, errors=(404, 409)
+        summary="Give an update up.", tag="weights", answer=WeightsState, errors=(404, 409)
     ),
     ("POST", "/v1/weights/groups"): Operation(
         summary="Join a process group to receive weights in.",
@@ -405,18 +396,18 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         tag="weights",
         body=PauseOrder,
         optional_body=True,
-        answer=WeightsStatus,
+        answer=WeightsState,
         errors=(409, 413, 503),
     ),
     ("POST", "/v1/engine/resume"): Operation(
-        summary="Let generation go on.", tag="weights", answer=WeightsStatus, errors=(409, 503)
+        summary="Let generation go on.", tag="weights", answer=WeightsState, errors=(409, 503)
     ),
     ("POST", "/v1/engine/memory/release"): Operation(
         summary="Lend the GPUs' memory.",
         tag="weights",
         body=MemoryOrder,
         optional_body=True,
-        answer=WeightsStatus,
+        answer=WeightsState,
         errors=(409, 413, 503),
     ),
     ("POST", "/v1/engine/memory/resume"): Operation(
@@ -424,7 +415,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         tag="weights",
         body=MemoryOrder,
         optional_body=True,
-        answer=WeightsStatus,
+        answer=WeightsState,
         errors=(409, 413, 503),
     ),
     ("POST", "/v1/capture"): Operation(

@@ -12,6 +12,7 @@ from polarnode.api.query import read_query
 from polarnode.api.service import NotFound, json_response
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
+from polarnode.core.weights import WeightsReport
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.update import Make
 from polarnode.engine.weight_values import (
@@ -22,7 +23,6 @@ from polarnode.engine.weight_values import (
     Served,
     TensorBucket,
     UpdateOrder,
-    UpdateReport,
 )
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
@@ -124,7 +124,7 @@ class WeightsRoutes:
         return json_response(plain(await self.control.take(await _body(MemoryOrder, optional=True))))
 
 
-def _reported(report: UpdateReport) -> Response:
+def _reported(report: WeightsReport) -> Response:
     return json_response(plain(report), 201 if report.created else 200)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from polarnode.client.api import Captured, CaptureSession
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import ClientError, Event, SessionStatus, Submitted, TaskStatus, Unreachable
-from polarnode.client.weights import WeightsReport, WeightsStatus
+from polarnode.core.weights import WeightsReport, WeightsStatus
 
 if TYPE_CHECKING:
     from polarnode.client.asynchronous import AsyncPolarnodeClient

@@ -23,7 +23,6 @@ from polarnode.client.requests import Request, Script, T, answered, part
 from polarnode.client.scripts import Follower, Following, Patience, patiently
 from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
 from polarnode.client.values import ClientError, Submitted, Unreachable
-from polarnode.client.weights import Mode, WeightsReport
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
@@ -31,6 +30,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.core.weights import UpdateMode, WeightsReport
 
 # ── capturing ────────────────────────────────────────────────────────────
 
@@ -221,7 +221,7 @@ class Api:
         return self.patiently(requests.trajectory(session_id, turns=turns, arrays=arrays))
 
     def update_weights(
-        self, version: str, path: str | None, source: Mapping[str, Json] | None, mode: Mode
+        self, version: str, path: str | None, source: Mapping[str, Json] | None, mode: UpdateMode
     ) -> Script[WeightsReport]:
         if (path is None) == (source is None):
             raise Refused(
@@ -234,7 +234,12 @@ class Api:
         )
 
     def push_weights(
-        self, version: str, buckets: Iterable[Mapping[str, Json]], kind: str, group: str | None, mode: Mode
+        self,
+        version: str,
+        buckets: Iterable[Mapping[str, Json]],
+        kind: str,
+        group: str | None,
+        mode: UpdateMode,
     ) -> Script[WeightsReport]:
         source: dict[str, Json] = {"kind": kind} if group is None else {"kind": kind, "group": group}
         return weights.push(version, source, buckets, mode, self._patience())

@@ -42,13 +42,13 @@ from polarnode.client.requests import (
 )
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
 from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
-from polarnode.client.weights import Backend, MemoryTag, Mode, PauseMode, WeightsReport, WeightsStatus
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
 from polarnode.core.task import CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
 from polarnode.groups.group import Group
 
 # ── awaiting http ────────────────────────────────────────────────────────────
@@ -450,7 +450,7 @@ class AsyncPolarnodeClient:
         *,
         path: str | Path | None = None,
         source: Mapping[str, Json] | None = None,
-        mode: Mode = "in_place",
+        mode: UpdateMode = "in_place",
     ) -> WeightsReport:
         return await self._run(
             self._api.update_weights(version, None if path is None else str(path), source, mode)
@@ -463,7 +463,7 @@ class AsyncPolarnodeClient:
         *,
         kind: Literal["tensor", "distributed"] = "tensor",
         group: str | None = None,
-        mode: Mode = "in_place",
+        mode: UpdateMode = "in_place",
     ) -> WeightsReport:
         return await self._run(self._api.push_weights(version, buckets, kind, group, mode))
 

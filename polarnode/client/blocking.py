@@ -37,13 +37,13 @@ from polarnode.client.requests import (
 )
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
 from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
-from polarnode.client.weights import Backend, MemoryTag, Mode, PauseMode, WeightsReport, WeightsStatus
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
 from polarnode.core.task import CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
 from polarnode.groups.group import Group
 
 # ── blocking http ────────────────────────────────────────────────────────────
@@ -387,7 +387,7 @@ class PolarnodeClient:
         *,
         path: str | Path | None = None,
         source: Mapping[str, Json] | None = None,
-        mode: Mode = "in_place",
+        mode: UpdateMode = "in_place",
     ) -> WeightsReport:
         """Serve new weights as `version` on every engine: of a checkpoint's folder on the node's machine, or
         of another `source` (docs/weights.md).
@@ -401,7 +401,7 @@ class PolarnodeClient:
         *,
         kind: Literal["tensor", "distributed"] = "tensor",
         group: str | None = None,
-        mode: Mode = "in_place",
+        mode: UpdateMode = "in_place",
     ) -> WeightsReport:
         """Serve new weights as `version`, sent in buckets of `polarnode.client.tensors`; with
         kind="distributed" over a `group` that was joined.

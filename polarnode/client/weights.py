@@ -8,19 +8,21 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from attrs import field, frozen
-
 from polarnode.client.requests import Request, Script, answered, ask, asked, part
 from polarnode.client.scripts import Patience, patiently
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.conversation import Json
+from polarnode.core.weights import (
+    Backend,
+    MemoryTag,
+    PauseMode,
+    UpdateMode,
+    UpdateOpened,
+    WeightsReport,
+    WeightsStatus,
+)
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["in_place", "retract", "drain", "abort"]
-PauseMode = Literal["in_place", "retract", "abort"]
-Backend = Literal["nccl", "gloo"]
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 UPDATES = "/v1/weights/updates"
 
@@ -31,65 +33,13 @@ UPDATE_SILENCE_S = (
 )
 
 
-@frozen(kw_only=True)
-class HostReport:
-    """What one engine host said; `seconds` since the update began."""
-
-    index: int
-    ok: bool = True
-    message: str = ""
-    seconds: float = 0.0
-
-
-@frozen(kw_only=True)
-class WeightsReport:
-    """An update that is served. `created` is False when the version was served already."""
-
-    version: str
-    mode: str
-    source: Mapping[str, Json]
-    seconds: float
-    hosts: tuple[HostReport, ...] = ()
-    created: bool = True
-
-
-@frozen(kw_only=True)
-class WeightsUpdate:
-    """An update of the history; `at` is seconds since the epoch."""
-
-    version: str
-    mode: str = ""
-    source: Mapping[str, Json] = field(factory=dict)
-    seconds: float = 0.0
-    at: float = 0.0
-    hosts: tuple[HostReport, ...] = ()
-
-
-@frozen(kw_only=True)
-class WeightsStatus:
-    """The weights now: the version served, the one being loaded, how generation is held if it is, and
-    updates, newest first.
-    """
-
-    version: str
-    versions: tuple[str, ...] = ()
-    updating: str | None = None
-    paused: str | None = None
-    released: tuple[str, ...] = ()
-    updates: int = 0
-    failures: int = 0
-    last_seconds: float | None = None
-    warning: str | None = None
-    history: tuple[WeightsUpdate, ...] = ()
-
-
-def update(version: str, source: Mapping[str, Json], mode: Mode) -> Request[WeightsReport]:
+def update(version: str, source: Mapping[str, Json], mode: UpdateMode) -> Request[WeightsReport]:
     return answered(
         WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S
     )
 
 
-def _order(version: str, source: Mapping[str, Json], mode: Mode) -> dict[str, Json]:
+def _order(version: str, source: Mapping[str, Json], mode: UpdateMode) -> dict[str, Json]:
     return {"version": version, "source": dict(source), "mode": mode}
 
 
@@ -100,21 +50,11 @@ def status() -> Request[WeightsStatus]:
 # ── an update of several requests ─────────────────────────────────────────────
 
 
-@frozen(kw_only=True)
-class UpdateOpened:
-    """An update under way: it is given up by the node `idle_s` seconds after its last bucket."""
-
-    update_id: str
-    version: str = ""
-    buckets: int = 0
-    idle_s: float = 0.0
-
-
 def push(
     version: str,
     source: Mapping[str, Json],
     buckets: Iterable[Mapping[str, Json]],
-    mode: Mode,
+    mode: UpdateMode,
     patience: Patience,
 ) -> Script[WeightsReport]:
     """Begin, one bucket after the other, and commit. Whatever fails before that, the node goes on with what

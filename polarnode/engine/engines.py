@@ -18,13 +18,14 @@ from attrs import define, field
 
 from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.weights import PauseMode, UpdateMode
 from polarnode.engine.calls import check_order, to_generate
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
-from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, PauseMode, Ready
+from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
 from polarnode.engine.routing import EngineStatistics, Router
 from polarnode.engine.settings import EngineSettings, check, gpu_groups
-from polarnode.engine.update import ALIVE, Make, Update, UpdateMode
+from polarnode.engine.update import ALIVE, Make, Update
 
 # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and keep-alives
 # hold the harness's connection open meanwhile

@@ -18,6 +18,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.errors import EngineError
+from polarnode.core.weights import PauseMode
 from polarnode.engine.calls import Call
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.host_resources import Wires, log_tail, open_log, open_scratch, open_wires
@@ -34,7 +35,6 @@ from polarnode.engine.protocol import (
     LoadDisk,
     Message,
     Pause,
-    PauseMode,
     Piece,
     Ready,
     Routed,

@@ -7,6 +7,7 @@ import trio
 from attrs import define, field
 
 from polarnode.core.errors import Conflict, EngineError
+from polarnode.core.weights import WeightsState
 from polarnode.engine.host import Host
 from polarnode.engine.protocol import JoinGroup, LeaveGroup, Memory
 from polarnode.engine.update import STEP_S, Make
@@ -16,7 +17,6 @@ from polarnode.engine.weight_values import (
     GroupOrder,
     MemoryOrder,
     TensorBucket,
-    WeightsStatus,
     broadcast,
     check_group,
     tensors,
@@ -36,7 +36,7 @@ class EngineControl:
 
     # ── memory ────────────────────────────────────────────────────────────────
 
-    async def release(self, order: MemoryOrder) -> WeightsStatus:
+    async def release(self, order: MemoryOrder) -> WeightsState:
         """Give memory back to others. Only while generation is held by retract or abort, so that no request
         holds any.
         """
@@ -52,7 +52,7 @@ class EngineControl:
             self.weights.discarded |= "weights" in order.tags and not self.keeps
             return self.weights.status()
 
-    async def take(self, order: MemoryOrder) -> WeightsStatus:
+    async def take(self, order: MemoryOrder) -> WeightsState:
         """Take released memory again; generation stays held."""
         async with self.weights.alone():
             await self._memory(order, release=False)

@@ -18,8 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 from attrs import define, field, fields, frozen
 
 from polarnode.core.conversation import Json
-
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+from polarnode.core.weights import MemoryTag, PauseMode
 
 
 @frozen(kw_only=True)
@@ -141,7 +140,6 @@ _HEAD = 4
 # a config.json has one of these where the model is a mixture
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
-PauseMode = Literal["in_place", "retract", "abort"]
 HostFinish = Literal["stop", "length", "abort"]
 
 

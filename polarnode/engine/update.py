@@ -6,12 +6,12 @@ process with unknown weights must not serve.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import trio
 from attrs import define, field
 
 from polarnode.core.errors import EngineError, Refused
+from polarnode.core.weights import PauseMode, UpdateMode
 from polarnode.engine.host import Host, Loaded
 from polarnode.engine.protocol import (
     BeginUpdate,
@@ -20,12 +20,10 @@ from polarnode.engine.protocol import (
     Continue,
     Done,
     Pause,
-    PauseMode,
     RollBack,
     ToHost,
 )
 
-UpdateMode = Literal["in_place", "retract", "drain", "abort"]
 Make = Callable[[int, Host], ToHost]
 
 # seconds for one step on all hosts: 70 GB from a network disk take four minutes; it also bounds a sender that

@@ -21,9 +21,10 @@ from attrs import field, frozen
 
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
+from polarnode.core.weights import Backend, HostReport, MemoryTag, PauseMode, UpdateMode
 from polarnode.engine.host import Host
-from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, MemoryTag, ToHost
-from polarnode.engine.update import Make, UpdateMode
+from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, ToHost
+from polarnode.engine.update import Make
 
 # ── values ────────────────────────────────────────────────────────────
 
@@ -97,14 +98,14 @@ class GroupOrder:
     port: int
     world_size: int
     rank_offset: int = 1
-    backend: Literal["nccl", "gloo"] = "nccl"
+    backend: Backend = "nccl"
 
 
 @frozen(kw_only=True)
 class PauseOrder:
     """How generation is held."""
 
-    mode: Literal["in_place", "retract", "abort"] = "in_place"
+    mode: PauseMode = "in_place"
 
 
 @frozen(kw_only=True)
@@ -112,44 +113,6 @@ class MemoryOrder:
     """What memory of the GPUs is meant."""
 
     tags: tuple[MemoryTag, ...] = ALL_MEMORY
-
-
-@frozen(kw_only=True)
-class HostReport:
-    """One engine host: how long its loads took. `ok` is always true: one host that is not is an update that
-    is none.
-    """
-
-    index: int
-    seconds: float
-    ok: bool = True
-
-
-@frozen(kw_only=True)
-class UpdateReport:
-    """An update that is served. `created` is False when it was served before and this is the same answer
-    again.
-    """
-
-    version: str
-    mode: UpdateMode
-    source: dict[str, str]
-    seconds: float
-    hosts: tuple[HostReport, ...]
-    created: bool = True
-
-
-@frozen(kw_only=True)
-class UpdateOpened:
-    """An update of several requests; `buckets` have come, and it is given up `idle_s` seconds after
-    the last.
-    """
-
-    update_id: str
-    version: str
-    mode: UpdateMode
-    buckets: int
-    idle_s: float
 
 
 @frozen(kw_only=True)
@@ -167,23 +130,6 @@ class Served:
     model: str  # the checkpoint the node was started with
     files: str = ""  # the fingerprint of a disk source's files
     at: float = field(default=0.0)
-
-
-@frozen(kw_only=True)
-class WeightsStatus:
-    """The weights now. `versions` are those of this life of the node, oldest first; `released` is memory that
-    others have.
-    """
-
-    version: str
-    versions: tuple[str, ...]
-    updating: str | None
-    paused: str | None
-    released: tuple[str, ...]
-    updates: int
-    failures: int
-    last_seconds: float | None
-    warning: str | None
 
 
 def digest(order: UpdateOrder) -> str:

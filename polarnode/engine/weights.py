@@ -16,19 +16,16 @@ from attrs import define, evolve, field
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, EngineError, Refused
+from polarnode.core.weights import HostReport, UpdateOpened, WeightsReport, WeightsState
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import Engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.update import Make, Update
 from polarnode.engine.weight_values import (
     DiskSource,
-    HostReport,
     PauseOrder,
     Served,
-    UpdateOpened,
     UpdateOrder,
-    UpdateReport,
-    WeightsStatus,
     check,
     digest,
     loads,
@@ -48,8 +45,8 @@ def plain_of(served: Served) -> dict[str, Json]:
     return body
 
 
-def report_of(served: Served, *, created: bool) -> UpdateReport:
-    return UpdateReport(
+def report_of(served: Served, *, created: bool) -> WeightsReport:
+    return WeightsReport(
         version=served.version,
         mode=served.mode,
         source=served.source,
@@ -61,7 +58,7 @@ def report_of(served: Served, *, created: bool) -> UpdateReport:
 
 async def report_if_served(
     journal: Journal, versions: Sequence[str], order: UpdateOrder
-) -> UpdateReport | None:
+) -> WeightsReport | None:
     """The report of an order whose weights are served already; None for a new one. Conflict for a version
     that names other weights.
 
@@ -182,7 +179,7 @@ class Weights:
 
     # ── an update of one request ──────────────────────────────────────────────
 
-    async def update(self, order: UpdateOrder) -> UpdateReport:
+    async def update(self, order: UpdateOrder) -> WeightsReport:
         """Serve new weights from now on. Conflict for a version that was used for others; Refused and
         EngineError with the old ones served.
         """
@@ -200,7 +197,7 @@ class Weights:
                 retryable=False,
             )
 
-    async def _update(self, order: UpdateOrder, makes: list[Make]) -> UpdateReport:
+    async def _update(self, order: UpdateOrder, makes: list[Make]) -> WeightsReport:
         began = trio.current_time()
         files = await self._files(order)
         async with self._counted(order.version), self.engines.updating(order.mode) as update:
@@ -262,7 +259,7 @@ class Weights:
             raise
         held.buckets, held.last_seen = held.buckets + 1, trio.current_time()
 
-    async def commit(self, update_id: str) -> UpdateReport:
+    async def commit(self, update_id: str) -> WeightsReport:
         """All buckets are there: serve them."""
         async with self._lock:
             held = self.opened(update_id)
@@ -332,7 +329,7 @@ class Weights:
 
     async def _commit(
         self, order: UpdateOrder, update: Update, began: float, *, digest: str, files: str, buckets: int
-    ) -> UpdateReport:
+    ) -> WeightsReport:
         with trio.CancelScope(shield=True):
             await update.check()
         served = Served(
@@ -395,14 +392,14 @@ class Weights:
                 "the memory of the weights is released: take it again first, by POST /v1/engine/memory/resume"
             )
 
-    async def pause(self, order: PauseOrder) -> WeightsStatus:
+    async def pause(self, order: PauseOrder) -> WeightsState:
         """Hold generation until `resume`; calls that come meanwhile wait."""
         async with self.alone():
             self.insist_closed()
             await self.engines.pause(order.mode)
             return self.status()
 
-    async def resume(self) -> WeightsStatus:
+    async def resume(self) -> WeightsState:
         async with self.alone():
             self.insist_closed()
             if self.released:
@@ -426,8 +423,8 @@ class Weights:
         """Newest first, HISTORY at most."""
         return tuple(served_of(row) for row in await self.journal.weights(HISTORY))
 
-    def status(self) -> WeightsStatus:
-        return WeightsStatus(
+    def status(self) -> WeightsState:
+        return WeightsState(
             version=self.engines.versions[-1],
             versions=self.engines.versions,
             updating=self._updating,

@@ -8,10 +8,10 @@ import pytest
 
 from polarnode.core import codec
 from polarnode.core.errors import Refused
+from polarnode.core.weights import HostReport
 from polarnode.engine.weight_values import (
     BroadcastBucket,
     GroupOrder,
-    HostReport,
     Served,
     UpdateOrder,
     broadcast,

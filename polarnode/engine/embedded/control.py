@@ -16,6 +16,7 @@ from typing import Any, assert_never, get_args
 import numpy
 from attrs import define, evolve, field
 
+from polarnode.core.weights import PauseMode
 from polarnode.engine.protocol import (
     BeginUpdate,
     CheckUpdate,
@@ -33,7 +34,6 @@ from polarnode.engine.protocol import (
     LoadTensors,
     Memory,
     Pause,
-    PauseMode,
     Piece,
     RollBack,
     Routed,

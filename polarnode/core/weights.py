@@ -1,0 +1,91 @@
+"""What is said of weights on the wire: the node writes these values, and its clients read them.
+
+Invariant: a field here is a field of the API, with its row in docs/weights.md. Fields that a node of an
+earlier release does not write have defaults.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+
+# what becomes of calls under way: they go on as they are, from their prompts again, to their ends, or end
+UpdateMode = Literal["in_place", "retract", "drain", "abort"]
+PauseMode = Literal["in_place", "retract", "abort"]
+Backend = Literal["nccl", "gloo"]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+
+@frozen(kw_only=True)
+class HostReport:
+    """One engine host: the seconds its loads took. `ok` is always true, because an update that fails on one
+    host is not served.
+    """
+
+    index: int
+    seconds: float = 0.0
+    ok: bool = True
+
+
+@frozen(kw_only=True)
+class WeightsReport:
+    """An update that is served. `created` is False when the version was served before and this is the same
+    answer again.
+    """
+
+    version: str
+    mode: UpdateMode
+    source: Mapping[str, str]
+    seconds: float
+    hosts: tuple[HostReport, ...] = ()
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class UpdateOpened:
+    """An update of several requests. `buckets` counts those that came; the node gives the update up `idle_s`
+    seconds after the last.
+    """
+
+    update_id: str
+    version: str = ""
+    mode: UpdateMode = "in_place"
+    buckets: int = 0
+    idle_s: float = 0.0
+
+
+@frozen(kw_only=True)
+class WeightsUpdate:
+    """An update of the history; `at` is seconds since the epoch."""
+
+    version: str
+    mode: UpdateMode = "in_place"
+    source: Mapping[str, str] = field(factory=dict)
+    seconds: float = 0.0
+    hosts: tuple[HostReport, ...] = ()
+    at: float = 0.0
+
+
+@frozen(kw_only=True)
+class WeightsState:
+    """The weights now: the version served, the one being loaded, and how generation is held, if it is.
+
+    `versions` are those since the node started, oldest first; `released` names the GPU memory that is lent.
+    """
+
+    version: str
+    versions: tuple[str, ...] = ()
+    updating: str | None = None
+    paused: str | None = None
+    released: tuple[str, ...] = ()
+    updates: int = 0
+    failures: int = 0
+    last_seconds: float | None = None
+    warning: str | None = None
+
+
+@frozen(kw_only=True)
+class WeightsStatus(WeightsState):
+    """The weights now, and the last updates, newest first, where they were asked for."""
+
+    history: tuple[WeightsUpdate, ...] = ()
