@@ -150,8 +150,8 @@ class ModelRequest:
     stream: bool = False
     include_usage: bool = True  # chat: only when stream_options asks for it
     hints: Mapping[str, str] = field(factory=dict)
-    ignored: tuple[str, ...] = ()  # JSON paths of fields we read and did not use
-    # sentences a reader of the turn should see: what was asked and can only be done in part
+    ignored: tuple[str, ...] = ()  # JSON paths of fields that were read and not used
+    # notes for the turn: requests that can only be met in part
     notes: tuple[str, ...] = ()
     constraint: Constraint | None = None
     choices: int = 1
@@ -237,7 +237,7 @@ class Answer:
     finish_reason: FinishReason
     stop_string: str | None = None
     malformed_calls: int = 0
-    # of the visible text, where they were asked for
+    # of the visible text, where they were requested
     logprobs: tuple[TokenLogprob, ...] = field(default=(), metadata=json_key(None))
 
     @property

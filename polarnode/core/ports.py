@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
     """A model's tokenizer and chat template, loaded. `control` maps every added token's text to its id."""
 
     @property
-    def vocab_size(self) -> int: ...  # ids the model's embedding can take, not only those the tokenizer knows
+    def vocab_size(self) -> int: ...  # ids in the model's embedding, not only those the tokenizer knows
 
     @property
     def control(self) -> Mapping[str, int]: ...

@@ -214,11 +214,11 @@ class TaskSpec:
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)
-    # what a later prompt shows of sampled thoughts: all, or what the model's template would
+    # which sampled thinking a later prompt shows: all, or what the model's template would
     thinking: Literal["keep", "template"] = "keep"
     carry: CarrySpec = field(factory=CarrySpec)
     group: GroupSpec = field(factory=GroupSpec)
-    callback_url: str | None = None  # told of each event of the task by a POST, until it takes it
+    callback_url: str | None = None  # each event of the task is sent to it by POST until it is accepted
     # what it is sent: `event`, each event as the stream has it, or a format that the node registered
     callback_format: str = "event"
     metadata: Mapping[str, Json] = field(factory=dict)

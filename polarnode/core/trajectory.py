@@ -25,7 +25,7 @@ from polarnode.core.conversation import (
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
-# partial: cut by the client's leaving or an abort; failed: the engine's fault
+# partial: the client left or aborted; failed: the engine's fault
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
 
@@ -88,7 +88,7 @@ class Turn:
     logprobs: Float32Array = field(metadata=FULL)
     version_spans: tuple[VersionSpan, ...] = field(default=(), metadata=FULL)
     finish_reason: FinishReason = "stop"
-    # what was asked, for recognising a retry
+    # hash of the request, to recognise a retry
     request_key: str = field(default="", metadata=FULL)
     # lineage key of the request's whole path, so that a session can be rebuilt from its turns
     before_key: str = field(default="", metadata=FULL)
@@ -102,10 +102,10 @@ class Turn:
     started: float = field(default=0.0, metadata=json_key("timing.started"))
     first_token_s: float | None = field(default=None, metadata=json_key("timing.first_token_s"))
     ended_s: float = field(default=0.0, metadata=json_key("timing.ended_s"))
-    notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity: whatever a reader should know
+    notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity
     top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs") | FULL)
     routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts") | FULL)
-    # of the request's `messages`, so many are the parent's path; None in journals of 0.1
+    # how many of the request's `messages` are in the parent's path; None in journals of 0.1
     matched: int | None = None
     messages: int | None = None
     # None where only ids are known: in journals of 0.1, and of calls merged by tokens

@@ -71,11 +71,11 @@ class Group:
 
 # ── usable members ────────────────────────────────────────────────────────────────────────────────
 
-# Whose faults are the machine's. Not `journal`, whose own writer tries again, nor `laws`: the same tokens
-# would break them again.
+# Boundaries whose faults are the machine's. Not `journal`, whose writer retries, nor `laws` (violated
+# invariants): the same tokens would violate them again.
 MACHINE: Final = frozenset({"runtime", "engine", "node"})
-STALE: Final = "stale"  # what the reason of a member begins with that is too far behind
-# what the reason of a session begins with that was ended because its group had enough
+STALE: Final = "stale"  # first word of the reason of a member that is too far behind
+# first words of the reason of a session that was ended because its group had enough
 EARLY_STOP: Final = "early stop"
 
 

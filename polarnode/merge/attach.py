@@ -36,13 +36,13 @@ from polarnode.merge.references import PLACE_DIGITS, Located, References
 
 # ── plans ─────────────────────────────────────────────────────────────────────────────────────────
 
-# Why a turn continues another: its client left before the answer, and asked the same again. The answer of
-# both is the later one's.
+# Why a turn continues another: its client left before the answer and sent the same request again. The answer
+# of both is the later one's.
 RESUMED: Final = "resumed"
-# Why a turn stands beside another of the same call: its client asked for several answers.
+# Why a call has several turns: its client requested several answers.
 CHOICE: Final = "choice"
-# Why a turn begins a row though it could extend one: its task shows the model what the template shows, and
-# that leaves out earlier thoughts.
+# Why a turn begins a row though it could extend one: its task uses the template's thinking policy, and the
+# template leaves out earlier thinking.
 THINKING_TEMPLATE: Final = "thinking_template"
 
 
@@ -117,8 +117,8 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
     is nothing to join.
     """
     kept: list[Message] = []
-    joined: dict[int, int] = {}  # turn to how many messages it came in
-    last: int | None = None  # where the assistant message stands that only results stand behind
+    joined: dict[int, int] = {}  # turn to the number of messages it came in
+    last: int | None = None  # the place of the assistant message that only tool results follow
     for message in request.conversation.messages:
         turn = (
             None
@@ -126,7 +126,7 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
             else _turn(kept[last], message, references)
         )
         if turn is not None and last is not None:
-            # its words are the first one's, or none
+            # its text is the first one's, or empty
             kept[last] = kept[last].joined(evolve(message, text="", thinking=""))
             joined[turn] = joined.get(turn, 1) + 1
             continue
@@ -216,7 +216,7 @@ class _Pass:
     stray: tuple[int, str] | None = None
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
-    # the first message that the earlier request this one goes longest with had otherwise
+    # the first message that differs from the earlier request with the longest common beginning
     diverged: int | None = None
     # the last turn after `best` whose answer stands here, but not the user message it answered
     follows: int | None = None

@@ -108,7 +108,7 @@ def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int,
     if low == floor:
         return floor
     if low >= sample:
-        # a sample as long as the limit or longer: the one token that it cannot be without
+        # a sample as long as the limit or longer: keep one token before it
         return max(floor, sample - 1)
     end = ends[bisect_left(ends, low)]
     return end if end < sample else low
@@ -151,7 +151,7 @@ def rows(
 
 def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
     leaf, length = line[-1], cut.end - cut.start
-    # first, while the arrays that are eight times as large are not there: it is copied once
+    # first, before the arrays that are eight times as large exist: it is copied once
     mask = _mask(line, trained, cut)
     token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
     with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:

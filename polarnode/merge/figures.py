@@ -15,15 +15,15 @@ from polarnode.core.trajectory import LeftOut, Turn
 # ── notes ─────────────────────────────────────────────────────────────────────────────────────────
 
 EDITED: Final = "edited"  # a message of ours came back changed, proven by its ids: its tokens are kept
-AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id tells which
-REWRITTEN: Final = "rewritten"  # an assistant message is not what the turn at its place answered
-FOREIGN: Final = "foreign"  # an assistant message that this session sampled nowhere near
-# the first message that is not what an earlier request of the same conversation had there
+AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id decides
+REWRITTEN: Final = "rewritten"  # an assistant message differs from the answer of the turn at its place
+FOREIGN: Final = "foreign"  # an assistant message that this session did not sample
+# the first message that differs from an earlier request of the same conversation
 DIVERGED: Final = "diverged"
-VOLATILE: Final = "volatile"  # the user message that a turn answered is gone or changed
-RESUMED: Final = "resumed"  # it goes on with the cut sample of another turn
-CLOSED: Final = "closed"  # the parent's sample had no end, and was given one
-THINKING: Final = "thinking"  # which thoughts the model was shown, where its task lets the template decide
+VOLATILE: Final = "volatile"  # the user message that a turn answered is missing or changed
+RESUMED: Final = "resumed"  # it continues the cut sample of another turn
+CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
+THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
 WORDS: Final = (
     EDITED,
@@ -38,8 +38,8 @@ WORDS: Final = (
     THINKING,
 )
 
-KEPT: Final = "its tokens are kept"  # how a note of an edit ends
-AS_SHOWN: Final = "the model sees it as the request shows it"  # and how where the prompt is rendered anew
+KEPT: Final = "its tokens are kept"  # the end of a note on an edit
+AS_SHOWN: Final = "the model sees it as the request shows it"  # the same where the prompt is rendered again
 
 _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
@@ -80,7 +80,7 @@ def shows_thinking(notes: Iterable[str]) -> bool:
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
-# What is counted by word, and what is counted alone. `prefix_hit_rate` is worked out of the sums.
+# What is counted by word, and what is counted alone. `prefix_hit_rate` is computed from the sums.
 BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
 ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "tokens_sampled", "malformed_calls")
 

@@ -183,7 +183,7 @@ def check_trace(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_
     _check_mask(name, trace)
     _check_logprobs(name, trace, by_index)
     _check_versions(name, trace, line)
-    _check_carried(name, trace, line)
+    _check_extras(name, trace, line)
 
 
 def _check_spans(name: str, trace: Trace, by_index: Mapping[int, Turn], *, train_failed: bool) -> None:
@@ -221,13 +221,13 @@ def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     expected = [
         _span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset
     ]
-    # what a turn is worth is no law of tokens
+    # a turn's reward is no invariant of tokens
     places = [evolve(span, reward=None) for span in trace.turn_spans]
     if trace.offset < 0 or places != expected:
-        said = f"its last turn was conditioned on {_shown(expected)}"
+        conditioned_on = f"its last turn was conditioned on {_shown(expected)}"
         raise InvariantViolated(
             f"invariant 1: {name}, from token {trace.offset} on, has the samples {_shown(trace.turn_spans)},"
-            f" {said}"
+            f" {conditioned_on}"
         )
     tokens = trace.token_ids.tobytes()  # bytes compare as memory, typed views item by item
     for turn in line:
@@ -311,7 +311,7 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
         )
 
 
-def _check_carried(name: str, trace: Trace, line: Sequence[Turn]) -> None:
+def _check_extras(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     """The top logprobs and experts of a trace are its turns', row for row; it may have none."""
     trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
     if trace.top is not None and trace.top != top_of(line, trained):

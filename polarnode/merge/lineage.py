@@ -32,7 +32,7 @@ from polarnode.merge.turn_kinds import TurnGraph, TurnName
 
 # ── thinking policy ───────────────────────────────────────────────────────────────────────────────
 
-# Whether a model's template leaves out the thoughts of turns before these messages.
+# Whether a model's template leaves out the thinking of turns before these messages.
 DropsThinking = Callable[[Sequence[Message]], bool]
 
 

@@ -60,15 +60,15 @@ _SIGNS: Final = (
         "the request asks who speaks next",
     ),
 )
-# How the user message begins that stands for the history it replaced.
-_TELLS_SUMMARY: Final = (
+# First words of the user message that replaces the history it summarises.
+_SUMMARY_STARTS: Final = (
     "Another language model started to solve this problem",  # Codex
     "This session is being continued from a previous conversation",  # Claude Code
     "The conversation history before this point was compacted into",  # Pi
     "<state_snapshot>",  # Gemini CLI, Qwen Code
 )
 
-# What Gemini CLI gives to its sub-agents alone, to end with.
+# The tool that Gemini CLI gives to its sub-agents alone, to end with.
 _SUBAGENT_TOOL: Final = "complete_task"
 
 # A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones
@@ -156,7 +156,7 @@ class PathIndex:
         """
         if not self._seen:
             return "first"
-        if tells_summary(messages):
+        if holds_summary(messages):
             return "compaction"
         news = (
             ("tools", f"t{path.tools}"),
@@ -204,18 +204,18 @@ def _has_tools(turn: Turn) -> bool:
     return after_agent.partition(".")[0] not in ("", NONE)
 
 
-def tells_summary(messages: tuple[Message, ...]) -> bool:
+def holds_summary(messages: tuple[Message, ...]) -> bool:
     """Whether a history begins again from a summary of itself."""
     return any(
-        message.role == "user" and message.text.lstrip().startswith(_TELLS_SUMMARY) for message in messages
+        message.role == "user" and message.text.lstrip().startswith(_SUMMARY_STARTS) for message in messages
     )
 
 
 def _sign(messages: tuple[Message, ...]) -> _Sign | None:
     """The sign of a side call that a request bears."""
-    heads = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
+    system_texts = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
     ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
-    starts = {"system": heads, "user": ends}
+    starts = {"system": system_texts, "user": ends}
     return next(
         (sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in starts[sign.place])), None
     )

@@ -19,7 +19,7 @@ from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Trace, Turn
 
 ExtraName = Literal["top_logprobs", "routed_experts"]
-MISSING_PREFIX: Final = "not carried: "  # how a turn's note begins that says why
+MISSING_PREFIX: Final = "not carried: "  # first words of a turn's note on why extras are missing
 CUT: Final = "the sample was cut before its end"
 LIMIT: Final = "the session has used up the node's carried_mb"
 
@@ -170,7 +170,7 @@ class SessionExtras:
     spec: CarrySpec
     limit: int
     size: int = field(default=0, init=False)  # bytes
-    without: int = field(default=0, init=False)  # turns that lack something they were to carry
+    without: int = field(default=0, init=False)  # turns with missing extras
     # by turn: how many positions have their experts, from 0 on, without a gap
     _covered: dict[int, int] = field(factory=dict, init=False)
 

@@ -267,7 +267,7 @@ class Forest:
     _lines: int = 0
     _lengths: "array[int]" = field(factory=ids)  # at which turns end, ascending, each once
     _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns by the key of their text, the latest last
-    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn that was asked a prompt, by its key
+    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn with a prompt, by the prompt's key
 
     @property
     def turn_ids(self) -> list[Name]:
@@ -331,7 +331,7 @@ class Forest:
         if not place or self._lengths[place - 1] != placed.end:
             self._lengths.insert(place, placed.end)
         # Of two texts with one length and one hash the later is found first and proven false: that costs a
-        # row and breaks no law.
+        # row and violates no invariant.
         self._ends.setdefault(end_key, []).append(placed)
 
     def turns(self, session_id: str) -> Iterator[Turn]:

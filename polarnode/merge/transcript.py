@@ -86,7 +86,7 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
         and turn.heard is not None
         and not turn.heard.messages
     )
-    if goes_on and turn.reason == RESUMED:  # its answer has what was spoken before it
+    if goes_on and turn.reason == RESUMED:  # its answer includes what was sampled before it
         messages[-1] = message
     elif goes_on and before is not None and before.finish_reason not in ("stop", "tool_calls"):
         messages[-1] = messages[-1].joined(message)

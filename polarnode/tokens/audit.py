@@ -142,7 +142,7 @@ def _head(messages: Sequence[Message], *, follows: bool) -> int:
 def _fault(kind: Kind, probe: Callable[[Renderer], bool], renderer: Renderer) -> str | None:
     try:
         return None if probe(renderer) else _WHAT[kind]
-    except (Refused, ModelError):  # it says so itself, or leaves the text out, or fails on it
+    except (Refused, ModelError):  # the template refuses it, leaves the text out, or fails
         return _WHAT[kind]
 
 
@@ -206,7 +206,7 @@ _TOOL: Final = Tool(
     name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
 )
 _OTHER: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
-# the last of its turn: what follows it is behind the turn
+# the last of its turn: what follows it comes after the turn
 _CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')
 _RESULTS: Final = tuple(
     Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER))

@@ -62,7 +62,7 @@ class Manner:
     `arguments`: the object itself (a text that is no object is refused), either, or JSON text.
     `thinking`: the key of an assistant's thinking. `text_apart`: the template drops or moves the text
     beside a call, so the text becomes a message of its own. `one_call`: it shows one call for each
-    message, so several are shown one after another, each with its result. `spoken_ids`: it shows a
+    message, so several are shown one after another, each with its result. `model_call_ids`: it shows a
     call's id, which is the model's own `functions.name:0`.
     """
 
@@ -70,7 +70,7 @@ class Manner:
     thinking: Literal["reasoning_content", "thinking"] = "reasoning_content"
     text_apart: bool = False
     one_call: bool = False
-    spoken_ids: bool = False
+    model_call_ids: bool = False
 
 
 @frozen(kw_only=True)
@@ -227,7 +227,7 @@ ROWS: Final = (
         manner=Manner(),
     ),
     FamilyRow(
-        name="chatml",  # SmolLM2, and whoever else writes plain turns: it has no way to call
+        name="chatml",  # SmolLM2 and other models with plain turns: no tool calls
         written=(f"<|im_start|>assistant\n{_IM}user\ny",),
         prompts=(f"y{_IM}assistant\n",),
         turn_end="<|im_end|>",
@@ -243,7 +243,7 @@ ROWS: Final = (
         ends=("<|eom_id|>",),
         turn_starts=("<|start_header_id|>",),
         stops=("<|eom_id|>", "<|end_of_text|>"),
-        # before code for tools of Llama's own too, which no harness offers: that is text
+        # also before code for Llama's built-in tools, which no harness offers: that is text
         call=("<|python_tag|>", None),
         syntax="bare_json",
         manner=Manner(arguments="either", text_apart=True, one_call=True),
@@ -375,7 +375,7 @@ ROWS: Final = (
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         separator="<|tool_call_argument_begin|>",
         syntax="numbered",
-        manner=Manner(arguments="either", spoken_ids=True),
+        manner=Manner(arguments="either", model_call_ids=True),
     ),
     FamilyRow(
         name="minimax_m2",
@@ -403,7 +403,7 @@ ROWS: Final = (
         stops=("<eos>",),
     ),
     FamilyRow(
-        # a call is answered within the model's own turn, and the response's mark is what ends the sample
+        # a call is answered within the model's own turn, and the response's mark ends the sample
         name="gemma4",
         written=('<|tool_call>call:look{a:<|"|>x<|"|>,b:1}<tool_call|>',),
         prompts=("y<turn|>\n<|turn>model\n", "y<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"),
@@ -444,7 +444,7 @@ def fits(row: FamilyRow, tokenizer: Tokenizer) -> bool:
         return False
     try:
         text = tokenizer.render(_probe(row), tools=(), generation_prompt=True, thinking=None)
-    except (Refused, ModelError):  # another family's template may not take the probe at all
+    except (Refused, ModelError):  # another family's template may refuse the probe
         return False
     return any(written in text for written in row.written) and text.endswith(row.prompts)
 

@@ -36,7 +36,7 @@ from polarnode.tokens.tool_calls import SPACE, ReadCall
 # ── what may be shown ─────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["text", "thinking"]
-TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where nobody asks for them
+TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where they are not requested
 
 
 @define(eq=False)
@@ -207,7 +207,7 @@ _LogprobList = list[TokenLogprob]
 @define(eq=False, kw_only=True)
 class Writing:
     """What is being written. `mode` changes with marks, and where a header turns out to be text;
-    `spoken_ids` are the model's own ids of calls.
+    `model_call_ids` are the model's own ids of calls.
     """
 
     family: Family
@@ -215,14 +215,16 @@ class Writing:
     flow: Flow
     calls: int = field(default=0, init=False)
     malformed_calls: int = field(default=0, init=False)
-    spoken_ids: list[str] = field(factory=list, init=False)
+    model_call_ids: list[str] = field(factory=list, init=False)
     _tokenizer: Tokenizer
     _tools: tuple[Tool, ...]
     _call_id: Callable[[int], str]
     # what is held back: a call, a header, blanks between calls, a thought's label
     _region: Region = field(factory=Region, init=False)
     _body_at: int = field(default=0, init=False)  # where in it the call's body begins
-    _label: str = field(default="", init=False)  # what may stand at the thought's head and is none of it
+    _label: str = field(
+        default="", init=False
+    )  # what may stand at the head of a thought without being part of it
     # whether the next text or thought is of another message than the one before
     _new_message: bool = field(default=False, init=False)
     _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
@@ -368,7 +370,7 @@ class Writing:
         for call in read:
             self.flow.call(ToolCall(id=self._call_id(self.calls), name=call.name, arguments=call.arguments))
             self.calls += 1
-            self.spoken_ids += [] if call.spoken_id is None else [call.spoken_id]
+            self.model_call_ids += [] if call.model_id is None else [call.model_id]
         self._region.clear()
 
     def _give_back(self) -> None:

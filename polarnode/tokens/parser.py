@@ -139,9 +139,9 @@ class Parser:
         return self._writing.malformed_calls
 
     @property
-    def spoken_ids(self) -> tuple[str, ...]:
+    def model_call_ids(self) -> tuple[str, ...]:
         """The model's own ids of its calls, in order, in families that have them."""
-        return tuple(self._writing.spoken_ids)
+        return tuple(self._writing.model_call_ids)
 
     @property
     def mode(self) -> Mode:
@@ -245,7 +245,7 @@ class Parser:
         self._writing.go_on(before._writing)
 
 
-def spoken_ids(
+def model_call_ids(
     sampled: "array[int]", tokenizer: Tokenizer, family: Family, *, opens_thinking: bool = False
 ) -> tuple[str, ...]:
     """The model's own ids of a sampled turn's calls, in order; empty in families whose calls have none.
@@ -257,7 +257,7 @@ def spoken_ids(
     begun = _last(sampled, family.turn_starts)
     parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=opens_thinking)
     parser.feed(sampled[0 if begun is None else begun + 1 :])
-    return parser.spoken_ids
+    return parser.model_call_ids
 
 
 def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, started: Mode = "text") -> Mode:

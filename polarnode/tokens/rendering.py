@@ -70,7 +70,7 @@ def messages_shape(
 
 def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
     """A call that the model did not sample here; `place` counts the calls of the conversation."""
-    return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.spoken_ids else call.id)
+    return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.model_call_ids else call.id)
 
 
 def tools_shape(tools: Sequence[Tool]) -> list[Shape]:

@@ -25,7 +25,7 @@ from polarnode.core.errors import ModelError, boundary
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
-from polarnode.tokens.parser import mode_at_end, spoken_ids
+from polarnode.tokens.parser import mode_at_end, model_call_ids
 from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer
 from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, TokenizationCache, load_tokenizer
 
@@ -205,7 +205,7 @@ class Template:
         calls = conversation.messages[at].calls
         return AnsweredTurn(
             calls=calls,
-            model_ids=spoken_ids(sampled, self.tokenizer, self.family) if calls else (),
+            model_ids=model_call_ids(sampled, self.tokenizer, self.family) if calls else (),
             calls_before=before,
         )
 

@@ -37,7 +37,7 @@ _CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punct
 _BYTES_BEGIN: Final = "<0x"
 _PREFIXED: Final = (
     'it puts a space before every text, so what a client wrote would not come back: set "legacy": false and'
-    ' "add_prefix_space": false in tokenizer_config.json, or write tokenizer.json anew, if the model was'
+    ' "add_prefix_space": false in tokenizer_config.json, or write tokenizer.json again, if the model was'
     " trained so"
 )
 
@@ -304,8 +304,8 @@ def _with_template(path: Path) -> tuple[Any, bool]:
             " there (save_pretrained)"
         )
     with boundary(ModelError, f"the tokenizer in {path} cannot be loaded"):
-        # The last is said because transformers otherwise warns of a wrong pattern in whatever folder does not
-        # name its version.
+        # The last argument stops a warning of transformers about a wrong pattern, for folders that do not name
+        # their version.
         chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)
     if not chat.chat_template:
         raise ModelError(
@@ -319,8 +319,8 @@ def _of_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
     """A checkpoint that has a tiktoken.model (Kimi) and code of its own, which is not run."""
     ranked = read_ranks(path)
     template = path / "chat_template.jinja"
-    told = template.read_text() if template.is_file() else ranked.config.get("chat_template")
-    if not isinstance(told, str):
+    source = template.read_text() if template.is_file() else ranked.config.get("chat_template")
+    if not isinstance(source, str):
         raise ModelError(
             f"the tokenizer in {path} has no chat template: put the model's chat_template.jinja into the"
             " folder"
@@ -330,7 +330,7 @@ def _of_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         if isinstance(ranked.config.get(name), str)
     }
-    return kind(tokenizer_object=ranked.tokenizer, chat_template=told, **named), ranked.sorts_tools
+    return kind(tokenizer_object=ranked.tokenizer, chat_template=source, **named), ranked.sorts_tools
 
 
 def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTokenizer:

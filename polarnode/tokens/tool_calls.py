@@ -25,7 +25,7 @@ class ReadCall:
 
     name: str
     arguments: str
-    spoken_id: str | None = None
+    model_id: str | None = None
 
 
 def read_value(text: str) -> Json:

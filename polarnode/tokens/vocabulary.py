@@ -110,10 +110,10 @@ def _falls_back(model: Any) -> bool:
 def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
     """The bytes of every token. ModelError where one spells no bytes, or a byte has no token."""
     spelled = _lettered(vocabulary) if kind == "byte-level" else _pieced(vocabulary)
-    known = (
+    covered = (
         set(spelled.values()) if kind == "byte-level" else {_BYTE_TOKENS.get(token) for token in vocabulary}
     )
-    missing = [byte for byte in range(256) if bytes([byte]) not in known]
+    missing = [byte for byte in range(256) if bytes([byte]) not in covered]
     if missing:
         raise ModelError(f"it has no token for the byte 0x{missing[0]:02X}: texts that hold it would lose it")
     return spelled
@@ -126,9 +126,9 @@ def state(part: Any) -> dict[str, Any]:
 
 
 def _lettered(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
-    known = {letter: byte for byte, letter in byte_letters().items()}
+    byte_of = {letter: byte for byte, letter in byte_letters().items()}
     try:
-        return {number: bytes(known[letter] for letter in token) for token, number in vocabulary.items()}
+        return {number: bytes(byte_of[letter] for letter in token) for token, number in vocabulary.items()}
     except KeyError as unknown:
         raise ModelError(
             f"its vocabulary holds the letter {unknown}, which stands for no byte: it is not a byte-level one"

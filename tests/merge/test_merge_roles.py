@@ -8,7 +8,7 @@ from merge_toys import BASH, Session, ask, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.merge.roles import PathIndex, reclassify_roles, tells_summary
+from polarnode.merge.roles import PathIndex, holds_summary, reclassify_roles
 
 MAIN = Path(agent=NONE, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
 CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary."
@@ -95,8 +95,8 @@ def test_talk_about_a_summary_is_none(messages: tuple[Message, ...]) -> None:
 
 
 def test_only_a_user_tells_a_summary() -> None:
-    assert tells_summary((system(), user(CLAUDE_TELLS), user("go on")))
-    assert not tells_summary((system(CLAUDE_TELLS), told("c", CLAUDE_TELLS)))
+    assert holds_summary((system(), user(CLAUDE_TELLS), user("go on")))
+    assert not holds_summary((system(CLAUDE_TELLS), told("c", CLAUDE_TELLS)))
 
 
 @pytest.mark.parametrize(

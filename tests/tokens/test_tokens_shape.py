@@ -148,7 +148,7 @@ def test_calls_are_counted_through_a_conversation_where_their_ids_are_shown() ->
         Message(role="assistant", calls=(ONE,)),
         Message(role="tool", text="r", call_id="c1"),
     ]
-    shapes = messages_shape(said, manner=Manner(spoken_ids=True), earlier=Earlier(count=3))
+    shapes = messages_shape(said, manner=Manner(model_call_ids=True), earlier=Earlier(count=3))
     assert [shape["tool_call_id"] for shape in shapes if shape["role"] == "tool"] == [
         "functions.f2:4",
         "functions.f1:5",

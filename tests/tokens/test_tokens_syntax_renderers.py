@@ -97,7 +97,7 @@ def test_both_know_what_kimi_called_its_calls() -> None:
     toy, text = TOYS["numbered"], WRITERS["numbered"](cases()[-1])
     parser = toy.parser()
     parser.feed(toy.spelled(text))
-    assert parser.spoken_ids == tuple(call.id for call in theirs("numbered", text).tool_calls)
+    assert parser.model_call_ids == tuple(call.id for call in theirs("numbered", text).tool_calls)
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))

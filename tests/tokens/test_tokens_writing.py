@@ -25,7 +25,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.tokens.families import Mode
 from polarnode.tokens.output_parser import Writing, fold
-from polarnode.tokens.parser import mode_at_end, spoken_ids
+from polarnode.tokens.parser import mode_at_end, model_call_ids
 
 TEXT, THINK = TextPart, ThinkingPart
 END = {name: next(iter(toy.control)) for name, toy in TOYS.items()}
@@ -44,7 +44,13 @@ def outcome(toy: Toy, chunks: Sequence["array[int]"], *, ended: bool, **asked: o
     finished = parser.finish("stop" if ended else "length")
     assert fold([*deltas, *finished.deltas]) == finished.answer.parts
     assert all(not isinstance(delta, TextDelta | ThinkingDelta) or delta.text for delta in deltas)
-    return finished.answer, parser.stopped, parser.thinking_tokens, parser.malformed_calls, parser.spoken_ids
+    return (
+        finished.answer,
+        parser.stopped,
+        parser.thinking_tokens,
+        parser.malformed_calls,
+        parser.model_call_ids,
+    )
 
 
 def read(name: str, text: str, *, ended: bool = True, **asked: object) -> Answer:
@@ -441,18 +447,18 @@ def test_what_the_model_called_its_calls() -> None:
         + CALLS["numbered"].replace("}", "")
         + CALLS["numbered"].replace("look:0", "see:8")
     )
-    assert spoken_ids(toy.spelled(calls + END["numbered"]), toy, toy.family) == (
+    assert model_call_ids(toy.spelled(calls + END["numbered"]), toy, toy.family) == (
         "functions.look:7",
         "functions.see:8",
     )
     earlier = toy.spelled(CALLS["numbered"] + END["numbered"] + "<|im_assistant|>" + calls)
-    assert spoken_ids(earlier, toy, toy.family) == ("functions.look:7", "functions.see:8")
+    assert model_call_ids(earlier, toy, toy.family) == ("functions.look:7", "functions.see:8")
     thought = toy.spelled(CALLS["numbered"] + "</think>" + calls)
-    assert spoken_ids(thought, toy, toy.family, opens_thinking=True) == (
+    assert model_call_ids(thought, toy, toy.family, opens_thinking=True) == (
         "functions.look:7",
         "functions.see:8",
     )
-    assert spoken_ids(TOYS["json"].spelled(CALLS["json"]), TOYS["json"], TOYS["json"].family) == ()
+    assert model_call_ids(TOYS["json"].spelled(CALLS["json"]), TOYS["json"], TOYS["json"].family) == ()
 
 
 @pytest.mark.parametrize(
@@ -557,7 +563,7 @@ def test_telling_changes_nothing_else(
     ]
     finished = parser.finish("length")
     assert evolve(finished.answer, logprobs=()) == plain
-    assert [parser.thinking_tokens, parser.malformed_calls, parser.spoken_ids] == counts
+    assert [parser.thinking_tokens, parser.malformed_calls, parser.model_call_ids] == counts
     assert (
         tuple(
             t for delta in (*deltas, *finished.deltas) if isinstance(delta, TextDelta) for t in delta.logprobs

@@ -157,8 +157,8 @@ class Begun:
         if self._key is None:
             return True
         self._keys.add(self._key)
-        known, self._key, self._between = self._key in _KEYS, None, "colon"
-        return known
+        is_key, self._key, self._between = self._key in _KEYS, None, "colon"
+        return is_key
 
     def _plain(self, letter: str) -> bool:
         if letter in SPACE:
