@@ -304,8 +304,7 @@ def _with_template(path: Path) -> tuple[Any, bool]:
             " there (save_pretrained)"
         )
     with boundary(ModelError, f"the tokenizer in {path} cannot be loaded"):
-        # The last argument stops a warning of transformers about a wrong pattern, for folders that do not name
-        # their version.
+        # The last argument stops transformers' warning about a wrong pattern, for folders without a version.
         chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)
     if not chat.chat_template:
         raise ModelError(
