@@ -1,5 +1,6 @@
-"""One model request as a machine: told what happened, it says what to do. Whoever waits imports it from here.
+"""One model call from its request to its recorded turn.
 
-Below the line: nothing in this room waits, reads a clock or opens a socket. `events` and `commands` are its
-two vocabularies, `machine` decides.
+`machine` decides what happens, in the events and commands of `call_events`, without waiting, clocks or
+sockets; `call` drives it. `live_sessions` keeps the sessions, `endpoint` serves them, `replay` plans recorded
+sessions.
 """

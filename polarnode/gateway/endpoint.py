@@ -1,23 +1,14 @@
-"""Requests as harnesses sent them, one file each, for `polarnode replay` and for whoever wonders what a
-harness says.
+"""The model endpoint: the providers' routes for harnesses that hold a session's key, and the recording of
+requests.
 
-Off unless a setting names a folder. The rule for whoever edits it: what is written is the request as it came,
-but for its key, which opens a session; nothing of it is ever read back by the node.
+It is plain ASGI because the status of a response is chosen as late as its first bytes, and one request is
+three tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
+trainer uses.
 
-The model plane: the providers' routes, for harnesses that have a session's key. Nothing a trainer can do is
-served here.
-
-Plain ASGI on purpose: the status of an answer is chosen as late as its first bytes, and one request is three
-tasks around one exchange; a framework's response object would cut that in two. The rules for whoever edits
-it: every answer is in the provider's own shape, refusals too, and no request is refused before its body was
-read, because clients do not look before they have sent it.
-
-The one door of all captures: a socket of the machine itself, where each key finds its own session and no
-other.
-
-The rule for whoever edits it: its plane knows captures alone, so that no key of a container's session opens
-anything here; and a request goes through a door of its own capture, so that one capture's bodies never take
-another's room.
+Invariants. Every response has the provider's own shape, refusals included. No request is refused before its
+body was read, because clients do not read while they send. The endpoint of captures accepts only keys of
+captures, and the bodies of each capture have a budget of their own. A recorded request is written as it came,
+except for its key, and is never read back by the node.
 """
 
 import logging
@@ -74,9 +65,7 @@ class Recordings:
     async def keep(
         self, session_id: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        """Write one request. What can not be written is logged: a full disk must not end the sessions that
-        are looked at.
-        """
+        """Write one request. A failed write is logged: a full disk must not end the recorded sessions."""
         self._count[session_id] += 1
         file = self.folder / session_id / f"{self._count[session_id]:02}-request.json"
         try:
@@ -125,7 +114,7 @@ def _write(file: Path, content: bytes) -> None:
 
 # ── model plane ────────────────────────────────────────────────────────────
 
-ANY_SESSION: Final = "any"  # the folder of requests that came through a door of no one session
+ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
 
@@ -149,8 +138,8 @@ _UNKNOWN_KEY: Final = Fault(
 
 @frozen(kw_only=True)
 class _Request:
-    """A request that has a route, whole. `target` is its path with its query; `door` is the session whose
-    socket it came through.
+    """A request that has a route, whole. `target` is its path with its query; `endpoint` is the session whose
+    model endpoint it was sent to.
     """
 
     route: Route
@@ -163,7 +152,7 @@ class _Request:
 
 @define(eq=False, kw_only=True)
 class ModelPlane:
-    """The routes of one node. `app_for` makes the app of one session's door."""
+    """The routes of one node. `app_for` makes the app of one session's model endpoint."""
 
     sessions: LiveSessions
     model: Model
@@ -171,10 +160,9 @@ class ModelPlane:
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
-        """The ASGI app of a door: only the key of `session_id` opens it. None lets in the key of every live
-        session.
+        """The ASGI app of a model endpoint, which accepts only the key of `session_id`; None accepts the key
+        of every live session.
         """
-
         budget = BodyBudget()
 
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
@@ -212,8 +200,8 @@ class ModelPlane:
     async def _answer(
         self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, endpoint: str | None
     ) -> Reply | Incoming | ClientDisconnected:
-        """What becomes of a request. The body is let go of with this: a call of minutes keeps only what was
-        read from it.
+        """The reply to a request, or the call to run for it. The body is released here: a call of minutes
+        keeps only what was read from it.
         """
         if isinstance(body, ClientDisconnected):
             return body
@@ -227,12 +215,10 @@ class ModelPlane:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if not isinstance(body, bytes):
             return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _OVERLOADED)
-        return await self._routed(
-            _Request(route=found, target=target, query=query, headers=headers, body=body, endpoint=endpoint)
+        request = _Request(
+            route=found, target=target, query=query, headers=headers, body=body, endpoint=endpoint
         )
-
-    async def _routed(self, request: _Request) -> Reply | Incoming:
-        match request.route.operation:
+        match found.operation:
             case "models" | "model":
                 return self._listed(request)
             case "count_tokens":
@@ -240,12 +226,10 @@ class ModelPlane:
             case "generate" | "compact":
                 return await self._incoming(request)
             case _:
-                assert_never(request.route.operation)
+                assert_never(found.operation)
 
     def _listed(self, request: _Request) -> Reply:
-        """The model, for anyone who has no key yet (hermes probes without one); a wrong key is still
-        told so.
-        """
+        """The model, also without a key (hermes probes without one); a wrong key is refused."""
         dialect = request.route.dialect
         session = self._session(request)
         if isinstance(session, Fault) and session_keys(request.target, request.headers):
@@ -256,8 +240,8 @@ class ModelPlane:
         )
 
     async def _counted(self, request: _Request) -> Reply:
-        """How many tokens a request's prompt has: it is rendered as it would be, behind the turn it extends,
-        and nothing is recorded.
+        """The number of tokens of a request's prompt, rendered after the turn it extends. Nothing is
+        recorded.
         """
         dialect = request.route.dialect
         session = self._session(request)
@@ -345,11 +329,11 @@ async def _refuse_upgrade(send: ASGISendCallable) -> None:
     await send({"type": "websocket.http.response.body", "body": _NO_WEBSOCKET, "more_body": False})
 
 
-# ── capture door ────────────────────────────────────────────────────────────
+# ── endpoint of captures ────────────────────────────────────────────────────────────
 
-# no session's id: whoever has no key may look at what anybody may, and is refused the rest
+# no session's id: a client without a key gets what needs none, and is refused the rest
 NOBODY: Final = ""
-ENDPOINTS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made anew
+ENDPOINTS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made again
 
 
 @define(eq=False)
@@ -363,7 +347,7 @@ class CaptureEndpoint:
         await self._endpoint(self._whose(scope))(scope, receive, send)
 
     def _whose(self, scope: Scope) -> str:
-        """The capture whose key a request carries, also one that is over, which its own door says."""
+        """The capture whose key a request carries, also one that is over: its own endpoint refuses that."""
         if scope["type"] != "http":
             return NOBODY
         query = scope["query_string"].decode("latin1")

@@ -1,9 +1,8 @@
-"""One recorded request: method, target, headers and body, in whatever spelling a recorder gave them, read by
-the provider it was sent to.
+"""Reads one recorded request (method, target, headers and body) in whatever format a recorder wrote it.
 
-The rule for whoever edits it: the shape of the file is taken generously, because every recorder has its own;
-what the request says is read by the provider and by nobody else. What is no provider's route is no error:
-harnesses probe for other kinds of servers.
+The file format is read leniently, because every recorder has its own; the request itself is read by the
+provider that it was sent to. A target without a provider's route is no error: harnesses probe for other kinds
+of servers.
 """
 
 from base64 import b64decode
@@ -28,7 +27,7 @@ _KEY_BYTES: Final = 16  # names one body of a session's some thousand
 
 @frozen(kw_only=True)
 class Recorded:
-    """What one file says. `key` names the body. Without `request` nothing was asked of the model; `error` is
+    """The content of one file. `key` names the body. Without `request` the model was not called; `error` is
     why, if that is a fault.
 
     `failed`: the recorded answer is known to have been none.
@@ -58,14 +57,14 @@ class _Sent:
 
 
 def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
-    """A recorded request, and its response's bytes where they were kept. Never raises: what can not be read
+    """A recorded request, and its response's bytes where they were kept. Never raises: what cannot be read
     says so in `error`.
     """
     try:
         sent = _sent(_object(content))
         found = route(sent.method, sent.target, sent.headers)
         # one file of thousands must not end the others
-        with boundary(Refused, "the provider can not read it"):
+        with boundary(Refused, "the provider cannot read it"):
             request = _request(found, sent, memory)
     except PolarnodeError as error:
         return Recorded(file=file, route=_route(content), error=sentence(error))
@@ -106,7 +105,7 @@ def _route(content: bytes) -> Route | None:
 
 
 def sentence(error: PolarnodeError) -> str:
-    """What an error says, behind the path of its field where it names one."""
+    """An error's message, after the path of its field where it names one."""
     path = getattr(error, "path", None)
     return f"{path}: {error}" if path else str(error)
 

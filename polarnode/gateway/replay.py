@@ -1,17 +1,13 @@
-"""What each recorded request was answered with, found where a harness shows it: in the requests that came
-after.
+"""Replays a recorded session: plans its requests in their order, as a live session would, each answered
+before the next.
 
-The rules for whoever edits it. Requests are compared as lineage compares them, by the keys of their paths, so
-a harness may trim, sort and rename here exactly as it may in a live session. An answer belongs to the last
-request that asked for it before it was first shown: those of the same path before that one had none, or they
-would not have been asked again.
+What a request was answered with is found in the requests that follow it. Requests are compared by the keys of
+their paths, as lineages compare them, so a harness may trim, sort and rename. An answer belongs to the last
+request of its path before it was first shown: the earlier ones had none, or they would not have been sent
+again.
 
-A recorded session planned as a live one would be: every request in its order, each answered before the next
-is path.
-
-Whoever edits this decides nothing here: kinds, lineages and roles are `merge`'s, prompts are the template's.
-A sample's ids are the template's spelling of the answer that was shown, since nobody recorded what was
-sampled.
+Kinds, lineages and roles are decided by `merge`, prompts by the template. The ids of a sample are the
+template's spelling of the shown answer, since the sampled ids were not recorded.
 """
 
 from array import array
@@ -169,7 +165,7 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
 def _path(conversation: Conversation, memo: Memo, number: int) -> _Path:
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
-    except Refused:  # whoever plans it is told why; nobody goes on from it
+    except Refused:  # planning it reports why; no request extends it
         return _Path(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
@@ -191,7 +187,7 @@ def _answer(message: Message) -> Answer:
     )
 
 
-# ── session ────────────────────────────────────────────────────────────
+# ── planning a session ────────────────────────────────────────────────────────────
 
 _SECRET: Final = bytes(32)  # no id of a recording is ours, so none is ever proven
 _QUESTION: Final = Message(role="user", text="u")
@@ -200,7 +196,7 @@ _QUESTION: Final = Message(role="user", text="u")
 @frozen(kw_only=True)
 class Line:
     """What became of one recorded request. `parent` is the file it extends; everything but `file` is None
-    where nothing was asked.
+    where the model was not called.
     """
 
     file: str
@@ -274,7 +270,7 @@ class _Player:
     def play(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
         """Plan one request, render it, and end it as it ended."""
         try:
-            with boundary(Refused, "it can not be planned"):  # one file of thousands must not end the others
+            with boundary(Refused, "it cannot be planned"):  # one file of thousands must not end the others
                 self._turn(recorded, request, ended)
         except PolarnodeError as error:
             self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=sentence(error)))
@@ -320,7 +316,7 @@ class _Player:
         )
 
     def lines(self) -> dict[str, Line]:
-        """What became of each file that asked for something."""
+        """One line for each file with a model request."""
         played = {line.file: line for line in self._errors}
         return played | {
             line.file: line for line in map(self._line, reclassify_roles(tuple(self._turns.values())))

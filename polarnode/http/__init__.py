@@ -1,1 +1,1 @@
-"""The two planes: what harnesses reach and what trainers reach."""
+"""The one HTTP server (Hypercorn, patched here) and what its ASGI apps share."""

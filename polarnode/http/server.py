@@ -1,9 +1,9 @@
-"""Sockets, and how Hypercorn and Quart are set to serve them.
+"""Listening sockets, and how Hypercorn and Quart are configured to serve them.
 
-The rule for whoever edits it: this file mends hypercorn 0.18 and quart-trio 0.12, whose defaults leak
-connections, cut streams and can not be stopped. Each mend says what was seen without it and has a test;
-pyproject pins both. The control plane is served here once, and one door per session, so opening and closing a
-server is cheap and closing is bounded whatever a peer does.
+This module patches hypercorn 0.18 and quart-trio 0.12, whose defaults leak connections, cut streams and
+cannot be stopped. Each patch names what was measured without it and has a test; pyproject pins both. The
+control plane is served here once, and one model endpoint per session, so opening and closing a server is
+cheap and closing is bounded whatever a peer does.
 """
 
 import errno
@@ -106,7 +106,7 @@ def mend(app: QuartTrio) -> None:
 @asynccontextmanager
 async def open_server(app: ASGIFramework, where: socket.socket | Address) -> AsyncIterator[Address]:
     """Serve `app` on an address, or on a listening socket that is handed over (closed at the end).
-    ConfigError when the address is not to be had.
+    ConfigError when the address is not available.
 
     The app gets no lifespan events: what it needs is opened around it. The server outlives the block, even
     one that is cancelled, and then closes: idle connections at once, answers under way after ANSWERING_S,
@@ -142,7 +142,7 @@ def listening_socket(address: Address) -> socket.socket:
             else "choose another with --host and --port"
         )
         raise ConfigError(
-            f"can not listen on {address.host} port {address.port} ({error.strerror}): {remedy}"
+            f"cannot listen on {address.host} port {address.port} ({error.strerror}): {remedy}"
         ) from error
 
 
@@ -253,7 +253,7 @@ class _Connection(TCPServer):
 
     async def _write(self, data: bytes) -> None:
         """As Hypercorn's, shield and all, but that it counts, and lets a head wait for what comes
-        behind it.
+        after it.
         """
         writes: ConnectionWrites = self.state[WRITES]  # what `_Server` put there
         data, self._held = self._held + data, b""

@@ -1,1 +1,1 @@
-"""One file a provider: read a request, write an answer, whole or streamed."""
+"""The model providers, a folder each: read a request, write its answer, whole or streamed."""

@@ -1,16 +1,12 @@
-"""What a provider module is: a reader of requests and a writer of answers, without a clock, a socket or a
-thought of its own.
+"""What a provider module implements: `Dialect` reads requests, `StreamWriter` writes a streamed answer, both
+without a clock or a socket.
 
-The rule for whoever edits it: everything a provider says to a client goes through `Dialect` and
-`StreamWriter`, and everything that can go wrong is a `FaultKind`. A new kind is added here and mypy then
-names every dialect whose table lacks it. What is decided about a request (who may ask, what is sampled, when
-to stop) is not decided here.
+Everything a provider sends to a client goes through these two, and everything that can go wrong is a
+`FaultKind`: mypy names every dialect whose table lacks a new kind. Decisions about a request (who may send
+it, what is sampled, when to stop) are made elsewhere.
 
-Server-sent events as bytes.
-
-The rule: an event's data is JSON on one line (JSON escapes its line breaks), in UTF-8, and every event ends
-with an empty line. Comments are not offered: Codex, Qwen Code and OpenClaw do not count them as life, and
-Gemini CLI throws the answer away when it sees one.
+Server-sent events are JSON on one line, in UTF-8, ended by an empty line. Comments are not offered: Codex,
+Qwen Code and OpenClaw do not count them as activity, and Gemini CLI drops the answer when it sees one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +18,7 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
 from polarnode.core.errors import ContextTooLong, Refused
 
-# ── contract ────────────────────────────────────────────────────────────
+# ── requests and answers ────────────────────────────────────────────────────────────
 
 JSON_TYPE = "application/json"
 # without a charset: Qwen Code ends at once when this is not exactly an event stream
@@ -75,8 +71,8 @@ class Fault:
 
     @classmethod
     def of(cls, error: Refused) -> "Fault":
-        """The fault a refusal is: harnesses compact on `context_too_long`, so it is told apart from other bad
-        requests.
+        """The fault a refusal is: harnesses compact on `context_too_long`, so it is distinguished from other
+        bad requests.
         """
         if isinstance(error, ContextTooLong):
             return cls(
@@ -106,7 +102,7 @@ class Reply:
 
 @frozen(kw_only=True)
 class ModelCallInfo:
-    """What an answer must carry beside its words.
+    """One model call, as its answer names it.
 
     `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the
     opaque reference put where a dialect signs thinking.
@@ -170,7 +166,7 @@ class Envelope:
 @frozen
 class LastWords:
     """What a stream that failed says before it is ended properly: for an API whose clients know a failure by
-    these words, and lose them when the connection breaks behind them.
+    these words, and lose them when the connection breaks after them.
     """
 
     data: bytes
@@ -198,7 +194,7 @@ class StreamWriter(Protocol):
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
         """After headers are out: an error event to send before the TCP connection is broken; None, only break
-        it. Never end such a stream cleanly, but behind `LastWords` that no client takes for an answer's end.
+        it. Never end such a stream cleanly, but after `LastWords` that no client takes for an answer's end.
         """
         ...
 
@@ -263,7 +259,7 @@ def error_reply(status: int, body: Json, fault: Fault) -> Reply:
     return Reply(status=status, headers=tuple(headers), body=dump_json(body))
 
 
-# ── sse ────────────────────────────────────────────────────────────
+# ── server-sent events ────────────────────────────────────────────────────────────
 
 DONE = b"data: [DONE]\n\n"
 

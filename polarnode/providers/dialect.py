@@ -1,10 +1,8 @@
-"""The door of this room: which provider a request speaks, who is asking, and the words others need for a
-provider (from `contract`).
+"""Which provider's API a request uses, by its path and headers, and which session keys it carries.
 
-The rule for whoever edits it: a path is matched by its end, under any prefix, because base URLs differ by a
-`/v1` more or less and the prefix may carry the session. What is not a provider's route has no route: an
-answer to a probe for another kind of server (`/api/v1/models`, `/props`, `/api/tags`) would make the harness
-speak that server's language.
+A path is matched by its end, under any prefix, because base URLs differ by a `/v1` and the prefix may carry
+the session. Only a provider's routes are answered: an answer to a probe for another kind of server
+(`/api/v1/models`, `/props`, `/api/tags`) would make the harness use that server's API.
 """
 
 import re
@@ -79,7 +77,7 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
 
-# Google's: the model's name, which may hold anything, and the method behind its last colon. All of AI
+# Google's: the model's name, which may hold anything, and the method after its last colon. All of AI
 # Studio's paths and Vertex's.
 _METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
 _METHODS: Mapping[str, tuple[Operation, bool]] = {

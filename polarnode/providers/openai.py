@@ -1,16 +1,11 @@
-"""What OpenAI's two APIs share: what a fault is called, and how a model is listed, as its SDKs and the
-harnesses on them understand it.
+"""What OpenAI's two APIs share: errors, the list of models, and tools that take plain text.
 
-Whoever changes a row should look up what the harnesses do on its status: they retry 429 and 5xx, stop on
-other 4xx, compact on one code. Codex tries 429 again only with `retry-after`, 5xx thirty times in 25 s, and
-ends its run on 400.
+Harnesses act on the status of an error: they retry 429 and 5xx, stop on other 4xx, and compact on one code.
+Codex retries 429 only with `retry-after`, 5xx thirty times in 25 s, and ends its run on 400.
 
-Tools that take plain text: what OpenAI's APIs call custom, and the model knows as a function of one string,
-`input`.
-
-The rule for whoever edits it: the text is put in and taken out here and nowhere else, so that a call comes
-back as the one that was made. A grammar is shown to the model and enforced by nothing; whoever reads one says
-so in a note.
+A tool that takes plain text (`custom`) is shown to the model as a function of one string, `input`. The text
+is wrapped and unwrapped only here, so that a call comes back as it was made. A grammar is shown to the model
+and not enforced; its reader leaves a note.
 """
 
 from collections.abc import Mapping
@@ -147,7 +142,7 @@ def text_of(arguments: str) -> str:
 
 
 def object_of(arguments: str) -> dict[str, Json] | None:
-    """A call's arguments taken apart; None where they are no object, or hold what can not be written again
+    """A call's arguments taken apart; None where they are no object, or hold what cannot be written again
     (half a character, 65 bits).
     """
     try:

@@ -1,9 +1,9 @@
-"""What the providers' shapes share: reading a body, refusing a field, and putting parts of text together.
+"""What the providers' shapes share: reading a body, refusing a field, and joining parts of text.
 
-A provider's shapes are attrs classes that say which JSON we take; `wire.structure` reads them and finds the
-path of what does not fit. The rule for whoever edits them: unknown fields are always taken (a 400 makes
-Claude Code change its prompt and ends most others), content we can not show the model never is. A validator
-raises `Refused`; without a path it names the object, with one it names a field of it.
+A provider's shapes are attrs classes of the JSON it accepts; `core.codec.json.structure` reads them and
+reports the path of what does not fit. Unknown fields are always accepted (a 400 makes Claude Code change its
+prompt and ends most others); content that the model cannot see never is. A validator raises `Refused`;
+without a path it names the object, with one it names a field of it.
 """
 
 import json
@@ -77,7 +77,7 @@ def _writable(value: Json) -> bool:
 
 
 def _deepest(value: Json) -> str:
-    """The path to what is nested too deeply, as far as a person would look for it."""
+    """The path to what is nested too deeply, as far as a user would look for it."""
     path = "$"
     for _ in range(2):
         inside = (
@@ -96,7 +96,7 @@ def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
 
 
 def within(low: float, high: float) -> Check:
-    """A validator: the number lies in [low, high], or is not said."""
+    """A validator: the number lies in [low, high], or is absent."""
 
     def check(_: object, field: Any, value: float | None) -> None:
         if value is not None and not low <= value <= high:
@@ -106,7 +106,7 @@ def within(low: float, high: float) -> Check:
 
 
 def at_least(low: int) -> Check:
-    """A validator: the number is not below `low` and one the engine can hold, or is not said."""
+    """A validator: the number is not below `low` and one the engine can hold, or is absent."""
 
     def check(_: object, field: Any, value: int | None) -> None:
         if value is not None and value < low:
@@ -119,14 +119,14 @@ def at_least(low: int) -> Check:
 
 def seed_fits(_: object, field: Any, value: int | None) -> None:
     """A validator: the seed is an integer of 64 bits, and leaves room for one more a choice, or is
-    not said.
+    absent.
     """
     if value is not None and not -SEEDS <= value <= SEEDS:
         raise Refused(f"{field.alias} must be from {-SEEDS} to {SEEDS}, not {value}", path=f"$.{field.alias}")
 
 
 def above_zero(high: float) -> Check:
-    """A validator: the number lies in (0, high], or is not said."""
+    """A validator: the number lies in (0, high], or is absent."""
 
     def check(_: object, field: Any, value: float | None) -> None:
         if value is not None and not 0 < value <= high:
@@ -164,7 +164,7 @@ def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None)
 
 
 def unserved(sentence: str) -> Check:
-    """A validator: the field is not said, for what we would otherwise have to leave out without a word."""
+    """A validator: the field is absent, for what we would otherwise have to leave out silently."""
 
     def check(_: object, field: Any, value: object) -> None:
         if value is not None:

@@ -1,9 +1,8 @@
-"""Text a harness puts into a request and takes out of the next: dropped before matching and rendering, so
-that histories only grow.
+"""Text that a harness puts into a request and removes from the next: dropped before matching and rendering,
+so that histories only grow.
 
-The rule for whoever adds to it: only what is known, by its marks, to be written by a harness about the moment
-of asking, and never a word that a person wrote or a result that the model waits for. What is dropped is told
-by the reader among the request's `ignored`.
+Only text that is marked as written by a harness about the moment of the request is dropped, never a word of a
+user or a result that the model waits for. The reader reports what it drops in the request's `ignored`.
 """
 
 import re
@@ -20,7 +19,7 @@ from polarnode.providers.shapes import paragraphs
 _BILLING: Final = "x-anthropic-billing-header:"
 
 # What OpenClaw tells of its running processes and helpers between these lines: after the conversation, in a
-# user message of its own or at the end of the last one, and before what a person says meanwhile.
+# user message of its own or at the end of the last one, and before what a user writes meanwhile.
 _MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
 _LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
 

@@ -55,7 +55,7 @@ def test_a_state_folder_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     with (
         listening_socket(Address(host="127.0.0.1", port=0)) as taken,
-        pytest.raises(ConfigError, match=r"can not listen on 127.0.0.1 port"),
+        pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1 port"),
     ):
         serve.serve(NodeConfig(cpu=True, port=taken.getsockname()[1], state_dir=str(tmp_path / "state")))
     assert os.listdir(tmp_path / "state") == []

@@ -497,7 +497,7 @@ def test_our_own_summary_comes_back_as_a_users_message() -> None:
 def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
     found = heard({"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"})
     assert (len(found.messages), found.ignored) == (1, ["$.input[0]"])
-    assert "can not be read" in found.notes[0]
+    assert "cannot be read" in found.notes[0]
 
 
 def test_what_one_agent_tells_another_is_a_users_message() -> None:

@@ -1,8 +1,7 @@
-"""Anthropic Messages: what Claude Code speaks, and Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and
-OpenClaw when told to.
+"""Anthropic Messages: the API of Claude Code, and of Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and
+OpenClaw when so configured.
 
-`shapes` is the JSON we take, `messages` and `read` make a conversation of it, `write` an answer, `errors` a
-fault, `ids` spells our references; this file only ties them together.
+`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers and errors.
 """
 
 from collections.abc import Sequence

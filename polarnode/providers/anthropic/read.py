@@ -1,20 +1,12 @@
-"""Anthropic Messages: blocks of content as the text a model is shown.
+"""Anthropic Messages: a request as a conversation, its tools and its sampling.
 
-The rule: the same block is the same text wherever it stands and whatever else the request holds, but for a
-tool that is referred to: what it is, is said at that place, once its request has it, because the list at the
-head must stay as it was.
+The order of a user message's blocks is kept, and a tool result becomes a message of its own. Consecutive
+assistant messages are one turn, as this API defines (an echoed answer may come back split); user and system
+messages stay one to one, so that an append-only history stays append-only. The same block is the same text
+wherever it stands; a tool that is referred to later is described at that place, because the list at the head
+must not change. `is_error` adds nothing: harnesses report the error in the result's text.
 
-Anthropic Messages: its messages into ours, which are flat.
-
-The rules: the order of a user message's blocks is kept, a tool result becoming a message of its own;
-assistant messages in a row are one turn, as this API defines (an echoed answer may come back split), while
-user and system messages stay one to one, so that a history that is only appended to reads as one that is only
-appended to. `is_error` adds nothing: harnesses say in the result's text what went wrong.
-
-Anthropic Messages: a request into a conversation, its tools and how to sample.
-
-The rule: no field we do not know is ever a reason to refuse, because Claude Code answers a 400 by changing
-its prompt.
+An unknown field is never a reason to refuse, because Claude Code answers a 400 by changing its prompt.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,7 +132,7 @@ def messages(
     system: SystemContent, shapes: Iterable[MessageShape], later: Mapping[str, str] = NO_TOOLS
 ) -> tuple[Message, ...]:
     """The whole conversation: the system prompt first, when there is one. `later` are the deferred tools, as
-    they are told where referred to.
+    they are described where referred to.
     """
     head = paragraphs(without_lines(text) for text in _texts(system))
     found = [Message(role="system", text=head)] if head else []
@@ -178,7 +170,7 @@ def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
 
 
 def foreign(shapes: Iterable[MessageShape]) -> Iterator[str]:
-    """The paths of blocks that another server's own tools left behind."""
+    """The paths of blocks that another server's own tools left."""
     for place, shape in enumerate(shapes):
         for index, block in enumerate(shape.content if isinstance(shape.content, tuple) else ()):
             if isinstance(block, ServerBlock):
@@ -332,8 +324,8 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
 
 @frozen(kw_only=True)
 class _Listed:
-    """The tools at the head; those that are told where a result refers to them; and the paths of those the
-    model never sees.
+    """The tools at the head; those that are described where a result refers to them; and the paths of those
+    the model never sees.
     """
 
     tools: tuple[Tool, ...]

@@ -1,9 +1,9 @@
-"""Anthropic Messages: the JSON we take, as attrs classes. Unknown fields (`cache_control`, `citations`,
-betas) are taken and left unread.
+"""Anthropic Messages: the JSON we accept, as attrs classes. Unknown fields (`cache_control`, `citations`,
+betas) are accepted and not read.
 
-What a model would have to see and can not (images, PDFs, files elsewhere) is refused by a validator; what
-another server ran itself (`ServerBlock`) and a tool without an `input_schema` run on Anthropic's machines,
-and are dropped by the reader.
+Content that the model would have to see and cannot (images, PDFs, files elsewhere) is refused by a validator.
+Blocks of tools that run on Anthropic's machines (`ServerBlock`, a tool without an `input_schema`) are dropped
+by the reader.
 """
 
 from typing import Any, Literal
@@ -120,7 +120,7 @@ class ToolReferenceBlock:
 
 @frozen
 class UnseenBlock:
-    """An image inside a tool result, where it is told."""
+    """An image inside a tool result, where it is described."""
 
     type: Literal["image", "container_upload"]
 

@@ -1,20 +1,15 @@
-"""Anthropic Messages: how our references look on this wire.
+"""Anthropic Messages: answers, whole or as events, errors, and the spelling of tool-call ids.
 
-The house mints tool-call ids as `call_…`; this API's clients see `toolu_…` of the same. Both ways are here,
-so that the id a harness echoes is again, letter for letter, the one that was minted and signed. An id of
-neither kind (another server's history) passes unchanged.
+Ids are minted as `call_…` and shown to this API's clients as `toolu_…`. Both directions are here, so that an
+echoed id is again exactly the one that was minted and signed. Other ids (another server's history) pass
+unchanged.
 
-Anthropic Messages: what a fault is called, as its SDKs and Claude Code understand it.
+Claude Code acts on the status of an error: it retries 429, 5xx, 529, 408, 409 and 401 ten times over three
+minutes, ends on 413, and on any other 400 drops features one by one, which changes the prompt.
 
-Whoever changes a row should know what Claude Code does on its status: 429, 5xx, 529, 408, 409 and 401 are
-tried ten times over three minutes, 413 ends it, and any other 400 makes it drop features one by one, which
-changes the prompt.
-
-Anthropic Messages: an answer, whole or as events.
-
-The rules: every event has its `event:` line (without it Claude Code sees nothing and asks a second time); a
-tool's input comes only as `input_json_delta` (input in the block's start is ignored and the tool called with
-{}); every thinking block is signed before it stops.
+Every event has its `event:` line (without it Claude Code sees nothing and asks a second time). A tool's input
+comes only as `input_json_delta` (input in the block's start is ignored and the tool called with {}). Every
+thinking block is signed before it stops.
 """
 
 from collections.abc import Sequence
@@ -60,7 +55,7 @@ def outward(call_id: str) -> str:
 
 
 def inward(tool_use_id: str) -> str:
-    """The id as the house minted it."""
+    """The id as it was minted."""
     return _OURS + tool_use_id.removeprefix(_THEIRS) if tool_use_id.startswith(_THEIRS) else tool_use_id
 
 

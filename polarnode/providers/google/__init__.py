@@ -1,8 +1,6 @@
-"""Google generateContent: what Gemini CLI speaks, and Qwen Code, Pi and opencode when told to.
+"""Google generateContent: the API of Gemini CLI, and of Qwen Code, Pi and opencode when so configured.
 
-`shapes` is the JSON we take (`names` spells its fields, `schemas` its schemas), `contents`, `tools` and
-`read` make a conversation of it, `write` an answer, `ids` reads our ids, `errors` a fault; this file only
-ties them together.
+`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers and errors.
 """
 
 from collections.abc import Sequence

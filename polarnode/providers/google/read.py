@@ -1,27 +1,18 @@
-"""Google: its contents into our messages, which are flat.
+"""Google generateContent: a request as a conversation, its tools and its sampling.
 
-The rules: the order of a user content's parts is kept, a functionResponse becoming a message of its own;
-model contents in a row are one turn (the SDK's chats keep every chunk of a stream as a content), while user
-contents stay one to one, so that a history that is only appended to reads as one that is only appended to. A
-result answers the call whose id it has, else the first open call of its name.
+The order of a user content's parts is kept, and a functionResponse becomes a message of its own. Consecutive
+model contents are one turn (the SDK's chats keep every chunk of a stream as a content); user contents stay
+one to one, so that an append-only history stays append-only. A result answers the call of its id, else the
+first open call of its name.
 
-Google: its schema language (a cut of OpenAPI 3.0 with types in capitals) into JSON Schema, which templates
-show and engines enforce.
+Google's schema language (a subset of OpenAPI 3.0 with types in capitals) becomes JSON Schema, which templates
+show and engines enforce. The client's key order is kept, because a prompt is made of it; JSON Schema passes
+unchanged. Both languages are accepted in every field: many clients write JSON Schema into `parameters`, and
+Gemini CLI's router writes types in capitals into `responseJsonSchema`.
 
-The rule for whoever edits it: the client's key order is kept, because a prompt is made of it, and the same
-schema always becomes the same text. What is JSON Schema already passes through unchanged. Both languages
-stand in every field, whatever its name: many clients write JSON Schema into `parameters`, and Gemini CLI's
-router writes types in capitals into `responseJsonSchema`.
-
-Google: its tools, and which of them the model is to call.
-
-The rule: what runs on Google's servers (googleSearch, codeExecution, urlContext …) is never shown to the
-model; `names` reports it as ignored.
-
-Google generateContent: a request into a conversation, its tools and how to sample.
-
-The rule: no field we do not know is ever a reason to refuse; it is reported as ignored. What the path says
-(the model's name, whether to stream) is in the envelope, because this API's body does not say it.
+Tools that run on Google's servers (googleSearch, codeExecution, urlContext …) are never shown to the model
+and reported as ignored; so is every unknown field. The model's name and whether to stream come from the path,
+through the envelope.
 """
 
 import re
@@ -337,7 +328,7 @@ def _type(value: Json) -> Json:
 
 
 def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """The schema, or null: said with the type where there is one, else as one more alternative."""
+    """The schema, or null: written with the type where there is one, else as one more alternative."""
     kinds, alternatives, words = schema.get("type"), schema.get("anyOf"), schema.get("enum")
     if isinstance(kinds, str) and kinds != "null":
         schema["type"] = [kinds, "null"]
@@ -375,7 +366,7 @@ def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
 
 
 def tool_choice(config: shapes.ToolConfig | None, declared: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
-    """What the model must call, in the house's words, and sentences on what of it can not be said there."""
+    """What the model must call, in our terms, and notes on what of it cannot be expressed."""
     calling = config.functionCallingConfig if config is not None else None
     if calling is None:
         return "auto", ()

@@ -1,16 +1,12 @@
-"""Google: the two spellings of a field's name, and the fields nobody reads.
+"""Google generateContent: the JSON we accept, as attrs classes with camelCase names.
 
-Proto JSON takes `systemInstruction` and `system_instruction` alike, and clients send both. So names are put
-into one spelling before a shape is made of the JSON; what stands in a field we only pass on (arguments,
-results, schemas) keeps its own names. The rule for whoever edits it: no value is changed here, and a field
-that is spelled twice keeps the first spelling's value, as proto does.
+Proto JSON accepts `systemInstruction` and `system_instruction` alike, and clients send both, so names are
+respelled before a shape is made. Fields that are only passed on (arguments, results, schemas) keep their own
+names. No value is changed, and a field that is spelled twice keeps the first spelling's value, as proto does.
 
-Google generateContent: the JSON we take, as attrs classes. Names are camelCase here; `names` has put
-snake_case ones into it before.
-
-A part is one class, not a union, because this API tells its kinds apart by which field is there. What a model
-would have to see and can not is refused by a validator; fields that only decorate are named so that they are
-known, and left unread.
+A part is one class, not a union, because this API tells its kinds apart by which field is present. Content
+that the model would have to see and cannot is refused by a validator; fields that only decorate are named so
+that they are known, and not read.
 """
 
 import re
@@ -117,8 +113,8 @@ _CACHE = "cached contents are not served here: send the conversation itself, its
 
 @frozen
 class Blob:
-    """Bytes inside a part. Text is text, however it is wrapped; anything else is refused, but told where a
-    function gave it.
+    """Bytes inside a part. Text is text, however it is wrapped; anything else is refused, but described where
+    a function gave it.
     """
 
     mimeType: str = ""
@@ -218,7 +214,7 @@ class PartShape:
     mediaResolution: Json = None
 
     def check_readable(self, path: str) -> None:
-        """Refused, with the path of what the model can not read."""
+        """Refused, with the path of what the model cannot read."""
         if self.fileData is not None:
             raise Refused(str(not_text("fileData")), path=f"{path}.fileData")
         if self.inlineData is not None:
@@ -240,7 +236,7 @@ def parts(value: Parts) -> tuple[PartShape, ...]:
 class Content:
     """`function` and `tool` are roles of this API's first version, for what is now a user's functionResponse.
 
-    What the model can not see is refused, but told beside a functionResponse: there it is what a function
+    What the model cannot see is refused, but described beside a functionResponse: there it is what a function
     found.
     """
 

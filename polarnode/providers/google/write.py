@@ -1,23 +1,19 @@
-"""Google: how our tool-call ids come back on this wire.
+"""Google generateContent: answers (whole, as server-sent events, or as a JSON array in pieces), errors, and
+tool-call ids.
 
-They go out as the house minted them (`call_…`). Gemini CLI can be set to keep its own book of contexts, and
-then puts the function's name and two underscores before every id; other clients drop ids and keep the
-signature beside the call. Both are read back to the id that was minted, letter for letter. An id of another
-kind (the ones Gemini CLI invents, another server's history) passes unchanged.
+Ids go out as they were minted (`call_…`). Gemini CLI can be set to keep its own contexts, and then puts the
+function's name and two underscores before every id; other clients drop ids and keep the signature beside the
+call. Both are read back to exactly the minted id. Other ids (those Gemini CLI invents, another server's
+history) pass unchanged.
 
-Google: what a fault is called, in the shape of google.rpc.Status that its SDKs and Gemini CLI read.
+Errors have the shape of google.rpc.Status. Gemini CLI (0.61, measured) retries 429 and 5xx ten times over 200
+s; every other 4xx ends it at once with exit code 1, a long context too. `RetryInfo` is the least it waits (5
+s, doubling, without one); over 300 s it gives up at once, and so it does where a message says that its limit
+is 0 or its capacity exhausted. It does not read the header.
 
-Whoever changes a row should know what Gemini CLI (0.61, tried) does on its status: 429 and 5xx are tried ten
-times over 200 s, every other 4xx ends it at once with exit code 1, a long context too. `RetryInfo` is the
-least it waits (5 s, doubling, without one); over 300 s it gives up at once, and so it does where a message
-says its limit is 0 or its capacity exhausted. The header it does not read.
-
-Google generateContent: an answer, whole, as server-sent events, or as a JSON array that comes piece by piece.
-
-The rules: parts stand in the order they were sampled; a call is one part, whole; a chunk without anything to
-say has an empty text, because the official SDK drops a chat's turn from its history over a content without
-parts, and Gemini CLI a finished answer over a comment. Thoughts are shown only to who asked for them
-(`includeThoughts`), and counted for everyone.
+Parts stand in the order they were sampled, and a call is one whole part. A chunk without content has an empty
+text, because the official SDK drops a chat's turn over a content without parts, and Gemini CLI a finished
+answer over a comment. Thoughts are shown only on request (`includeThoughts`), and always counted.
 """
 
 import re
@@ -68,7 +64,7 @@ _REFERENCE = re.compile(rb"[0-9a-f]{16}")
 
 
 def inward(call_id: str, name: str) -> str:
-    """The id as the house minted it."""
+    """The id as it was minted."""
     bare = call_id.removeprefix(f"{name}__")
     return bare if _OURS.fullmatch(bare) else call_id
 
@@ -119,7 +115,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's sentence, behind its path unless it names it itself; a long context in Google's own
+    """The fault's sentence, after its path unless it names it itself; a long context in Google's own
     words.
     """
     if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:

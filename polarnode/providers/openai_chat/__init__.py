@@ -1,8 +1,7 @@
-"""OpenAI Chat Completions: what mini-swe-agent, OpenHands, Qwen Code, Pi, opencode, OpenClaw and hermes
-speak.
+"""OpenAI Chat Completions: the API of mini-swe-agent, OpenHands, Qwen Code, Pi, opencode, OpenClaw and
+hermes.
 
-`shapes` is the JSON we take, `read` makes a conversation of it, `write` an answer; this file only ties them
-together.
+`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers.
 """
 
 from collections.abc import Sequence

@@ -1,17 +1,12 @@
-"""Chat Completions: what an answer must match, as OpenAI, SGLang and vLLM (old and new) let a client say it.
+"""Chat Completions: a request as a conversation, with its constraint and whether to think.
 
-The rule for whoever adds a spelling: a row of `_said`, with the path a client would look for.
+One message in, one message out, in order. A client's text is kept verbatim; only the spelling is normalised
+(`developer` is `system`, part lists become text, null and "" and [] are the same). `refs` collect every
+opaque id of an assistant message, unchecked.
 
-Chat Completions: whether to think, in the words of the several servers clients were written for.
-
-The rule for whoever adds a word: the first that says something wins, from the most to the least literal; an
-effort other than none leaves it to the template, which knows no efforts.
-
-Chat Completions: a request's shapes into a conversation.
-
-The rule: one message in, one message out, in order. What a client wrote is kept letter for letter; only the
-spelling goes (`developer` is `system`, part lists become text, null and "" and [] are the same). `refs`
-collect every opaque id of an assistant message, unjudged.
+Constraints and thinking are read in the spellings of OpenAI, SGLang and vLLM, old and new. Of several words
+on thinking the first that is set wins, from the most to the least literal; an effort other than none is left
+to the template, which knows no efforts.
 """
 
 import json
@@ -153,7 +148,7 @@ def thinking(request: ChatRequest) -> bool | None:
 
 
 def unused(request: ChatRequest) -> Iterator[str]:
-    """The paths of what was said of thinking and of the template, and not used."""
+    """The paths of settings on thinking and on the template that are not used."""
     if request.reasoning_effort not in (None, "none"):
         yield "$.reasoning_effort"
     if request.reasoning is not None and request.reasoning.effort not in (None, "none"):

@@ -1,8 +1,9 @@
-"""Chat Completions: the JSON we take, as attrs classes. Unknown fields are taken everywhere and left unread.
+"""Chat Completions: the JSON we accept, as attrs classes. Unknown fields are accepted everywhere and not
+read.
 
-What a model would have to see and can not (images, sound) or a client would wait for and not get (spoken
-answers, the old function_call API) is refused by a validator; what only decorates is left out of the class.
-Tools have their own module.
+Content that the model would have to see and cannot (images, sound), or that a client would wait for and not
+get (audio answers, the old function_call API), is refused by a validator. Fields that only decorate have no
+attribute.
 """
 
 from typing import Any, Literal
@@ -55,7 +56,7 @@ class NotTextPart:
 
 @frozen
 class UnseenPart:
-    """The same in a tool's result, where it is told."""
+    """The same in a tool's result, where it is described."""
 
     type: NotText
 
@@ -176,7 +177,7 @@ class ChatRequest:
     """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are
     OpenAI's, `top_k` … are SGLang's.
 
-    What an answer must match is said in OpenAI's way or in SGLang's and vLLM's, old and new.
+    Constraints come in OpenAI's spelling or in SGLang's and vLLM's, old and new.
     """
 
     model: str

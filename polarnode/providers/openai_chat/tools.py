@@ -1,8 +1,8 @@
 """Chat Completions: tools, and calls of them, both ways.
 
-A custom (freeform) tool is shown to the model as a function of one string, `input`; its `spelling` is how the
-writer knows to answer a call of it as custom, and the reader makes the same of an echoed one. A tool of any
-other type runs on a server of its own: the model can not call it, and its path is named.
+A custom (freeform) tool is shown to the model as a function of one string, `input`; by its `spelling` the
+writer answers a call of it as custom, and the reader makes the same of an echoed one. A tool of any other
+type runs on a server of its own: the model cannot call it, and its path is reported.
 """
 
 from typing import Literal, TypeVar, assert_never
@@ -109,7 +109,7 @@ class AllowedTools:
 
 @frozen
 class AllowedChoice:
-    """A subset of the tools: taken for its mode, as all tools are rendered and the subset can not be enforced
+    """A subset of the tools: taken for its mode, as all tools are rendered and the subset cannot be enforced
     by a prompt.
     """
 
@@ -170,7 +170,7 @@ def _rule(shape: CustomShape) -> str:
 
 
 def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
-    """The choice in the house's words."""
+    """The choice in our terms."""
     match choice:
         case None:
             return "auto"

@@ -1,16 +1,13 @@
-"""Chat Completions: OpenRouter's `reasoning_details`, the one opaque field of this API that a client gives
-back.
+"""Chat Completions: answers, whole or as chunks, and OpenRouter's `reasoning_details`.
 
-It names the turn an answer was, which a turn without tool calls has no other way to say. The rule for whoever
-edits it: written only for clients that speak OpenRouter's dialect (they ask with `reasoning` or
-`include_reasoning`), because to the others it is an unknown field; never twice in an answer, and never for
-several choices, which are several turns.
+`finish_reason` is exactly `tool_calls` whenever there is a call, whatever else ended the answer, because
+OpenClaw executes nothing otherwise and Qwen Code, opencode and hermes ask again. A call is sent in one chunk,
+id, name and arguments together.
 
-Chat Completions: an answer, whole or as chunks.
-
-The rule: `finish_reason` is exactly `tool_calls` whenever there is a call, whatever else ended the answer,
-because OpenClaw executes nothing otherwise and Qwen Code, opencode and hermes ask again. A call is sent in
-one chunk, id, name and arguments together.
+`reasoning_details` is the one opaque field of this API that a client returns. It names the turn of an answer,
+which a turn without tool calls cannot do otherwise. It is written only for clients of OpenRouter's API (they
+send `reasoning` or `include_reasoning`), because to others it is an unknown field; once in an answer, and
+never for several choices, which are several turns.
 """
 
 from collections import Counter
@@ -45,7 +42,7 @@ def wants_details(request: ChatRequest) -> bool:
 
 
 def details(call: ModelCallInfo) -> dict[str, Json]:
-    """What is laid over the message, or over a delta: nothing for who did not ask."""
+    """What is merged over the message, or over a delta: nothing unless it was requested."""
     if not call.request.extras.get(DETAILS):
         return {}
     return {
@@ -164,7 +161,7 @@ class ChatStream:
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
-                # Tokens that are no letter yet are told of at once: they would be missing from their text's
+                # Tokens that are no letter yet are reported at once: they would be missing from their text's
                 # own chunk.
                 return (
                     self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs)

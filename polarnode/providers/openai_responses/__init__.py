@@ -1,9 +1,9 @@
-"""OpenAI Responses: what Codex speaks, and Qwen Code, Pi, opencode, OpenClaw, hermes, OpenHands and
-mini-swe-agent when told to.
+"""OpenAI Responses: the API of Codex, and of Qwen Code, Pi, opencode, OpenClaw, hermes, OpenHands and
+mini-swe-agent when so configured.
 
-`shapes` is the JSON we take, `read` makes a conversation of it (`items` its messages, `tools` its tools,
-`hints` who asks), `output` and `write` spell an answer, `errors` a stream's fault; `history` remembers
-answers, `compaction` and `sealed` are what we let clients carry for us. This file only ties them together.
+`shapes` is the JSON we accept, `read` makes a conversation of it (`items` its messages, `tools` its tools),
+`write` makes answers and errors, `history` keeps answers for later requests and seals what clients carry for
+us.
 """
 
 from collections.abc import Sequence

@@ -1,20 +1,16 @@
-"""Responses: how a history becomes one item. The model is asked for a summary, which travels sealed and comes
-back as a user's message.
+"""Responses: what outlives one answer: compaction summaries, sealed content, and stored answers.
 
-The rule for whoever edits it: `_INTRODUCTION` begins with the words by which `merge.roles` knows a history
-that was compacted, and both sentences stay as they are while sessions live, because they are part of prompts.
+Compaction: the model is asked for a summary, which travels sealed and comes back as a user's message.
+`_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history, and both
+sentences stay as they are while sessions live, because they are part of prompts.
 
-Responses: our own `encrypted_content`, which clients carry without reading it.
+Sealed content is our own `encrypted_content`, which clients carry without reading it. It is no secret: it was
+sampled for this very client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as ours. What was
+sealed yesterday must open today: a new kind of content gets a new field, never another spelling.
 
-It is no secret: what it holds was sampled for this very client. It is compact, [A-Za-z0-9_-] only, and says
-by its beginning that it is ours. The rule for whoever edits it: what was sealed yesterday must open today; a
-new kind of content gets a new field, never another spelling.
-
-Responses: what a session remembers of its answers, for `previous_response_id` and `item_reference`.
-
-The rule for whoever edits it: an answer is kept as what it adds. Clients that never ask us to remember send
-the whole conversation every time, and kept whole a session of a thousand turns would hold gigabytes; so a
-kept input says which earlier one it begins with.
+Stored answers serve `previous_response_id` and `item_reference`. An answer is kept as what it adds, with the
+name of the earlier one that its input begins with: most clients send the whole conversation every time, and
+kept whole a session of a thousand turns would hold gigabytes.
 """
 
 import re
@@ -53,12 +49,12 @@ _INTRODUCTION: Final = (
 
 def retold(summary: str) -> str:
     """The message that stands for the history that was summarized. A model that called a tool instead wrote
-    nothing, and that is said.
+    nothing, and the text states that.
     """
     return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
 
 
-# ── sealed ────────────────────────────────────────────────────────────
+# ── sealed content ────────────────────────────────────────────────────────────
 
 _OURS: Final = "pn1_"
 # bytes once opened: a million tokens of thinking are 4-6 MB; a client may send a small text that unpacks to
@@ -117,7 +113,7 @@ def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-# ── history ────────────────────────────────────────────────────────────
+# ── stored answers ────────────────────────────────────────────────────────────
 
 _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
@@ -153,7 +149,7 @@ def _reference(signature: str) -> list[str]:
 
 
 def previous(memory: Memory, name: str) -> list[Object]:
-    """All that was said up to the end of an answer: its input and its output."""
+    """The conversation up to the end of an answer: its input and its output."""
     # a session's other dialects remember things of their own
     kept = memory.recall(name) if name.startswith(_ANSWER) else None
     if not isinstance(kept, dict):
@@ -206,7 +202,7 @@ def to_keep(memory: Memory, items: list[Object]) -> StoredInput:
 
 
 def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
-    """Remember an answer: what its input added, and what was said."""
+    """Remember an answer: what its input added, and its output."""
     memory.keep(name, {"base": kept["base"], "input": kept["added"], "output": compact(output)})
     head: Object = {"name": name, "length": kept["length"], "digest": kept["digest"]}
     memory.keep(_HEADS, cast(Json, [*_heads(memory), head][-_MOST_HEADS:]))

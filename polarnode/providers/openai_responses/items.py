@@ -1,9 +1,9 @@
-"""Responses: its items into messages, which are flat.
+"""Responses: a request's items as messages.
 
-The rules: items of the assistant in a row (thinking, text, calls) are one answer and become one message,
-joined as `Answer` joins its parts; everything else stays one to one, so that a history that is only appended
-to reads as one that is only appended to. What the model can not be shown is named by its path, but for images
-and files, which its user means it to see: those are refused.
+Consecutive assistant items (thinking, text, calls) are one answer and become one message, joined as `Answer`
+joins its parts; everything else stays one to one, so that an append-only history stays append-only. Content
+that cannot be shown to the model is reported by its path, except images and files, which the user means it to
+see: those are refused.
 """
 
 import re
@@ -96,7 +96,7 @@ class Transcript:
         self._answering = False
         self._texts, self._thoughts, self._calls, self._refs = [], [], [], []
 
-    # ── what is said ──────────────────────────────────────────────────────────
+    # ── messages ──────────────────────────────────────────────────────────
 
     def message(self, item: Object, path: str) -> None:
         shape = shaped(item, MessageItem, path)
@@ -129,14 +129,14 @@ class Transcript:
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 
     def compaction(self, item: Object, path: str) -> None:
-        """Our own summary of what was said before. Another server's can not be opened: the conversation
+        """Our own summary of the earlier conversation. Another server's cannot be opened: the conversation
         begins after it.
         """
         ours = unseal(shaped(item, CompactionItem, path).encrypted_content or "")
         if ours is None or ours.summary is None:
             self.ignored.append(path)
             self.notes.append(
-                f"{path.removeprefix('$.')}: the compaction was not made by this node and can not be read"
+                f"{path.removeprefix('$.')}: the compaction was not made by this node and cannot be read"
             )
         else:
             self.add(Message(role="user", text=retold(ours.summary)))
@@ -201,7 +201,7 @@ class Transcript:
         )
 
     def additional_tools(self, item: Object, path: str) -> None:
-        """Tools of the head where nobody has said anything yet, else a message at their place."""
+        """Tools of the head where there is no message yet, else a message at their place."""
         tools = shaped(item, AdditionalToolsItem, path).tools or ()
         if not self._answering and all(message.role == "system" for message in self.messages):
             self.head.read(tools, f"{path}.tools")

@@ -1,12 +1,10 @@
-"""Responses: who is asking, from the headers of Codex and opencode and from what they repeat in the body.
+"""Responses: a request as a conversation, its tools, its sampling and its agent.
 
-The rule for whoever edits it: an agent has a name only where its harness says that it is not the main one,
-because a second name for the main agent would make a second one of it.
+The agent is read from the headers of Codex and opencode and from what they repeat in the body. It has a name
+only where its harness marks it as not the main one, because a second name for the main agent would make a
+second agent of it.
 
-Responses: a request into a conversation, its tools and how to sample.
-
-The rule: no field, item or tool we do not know is ever a reason to refuse; what can not be honoured and would
-be missed is.
+An unknown field, item or tool is never a reason to refuse; what cannot be honoured and would be missed is.
 """
 
 from collections.abc import Iterator, Mapping
@@ -152,7 +150,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     )
 
 
-# ── what is said ──────────────────────────────────────────────────────────────
+# ── transcript ──────────────────────────────────────────────────────────────
 
 
 def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Object]]:

@@ -1,9 +1,8 @@
-"""Responses: the JSON we take, as attrs classes. Unknown fields (`status`, `phase`,
-`internal_chat_message_metadata_passthrough` …) are taken everywhere and left unread.
+"""Responses: the JSON we accept, as attrs classes. Unknown fields (`status`, `phase`,
+`internal_chat_message_metadata_passthrough` …) are accepted everywhere and not read.
 
-The rule for whoever edits them: items, tools and parts of content are open sets here (every release of Codex
-brings new ones), so each is shaped by its `type` where it is read, and a type nobody knows is named in
-`ignored`, never refused.
+Items, tools and parts of content are open sets (every release of Codex brings new ones), so each is shaped by
+its `type` where it is read, and an unknown type is reported in `ignored`, never refused.
 """
 
 from typing import Literal
@@ -19,7 +18,7 @@ Object = dict[str, Json]
 
 @frozen
 class PartShape:
-    """A part of content; which field holds its text is said by `type`."""
+    """A part of content; `type` tells which field holds its text."""
 
     type: str
     text: str | None = None
@@ -30,7 +29,7 @@ class PartShape:
 Content = str | tuple[PartShape, ...] | None
 
 
-# ── items: what was said ──────────────────────────────────────────────────────
+# ── items ──────────────────────────────────────────────────────
 
 
 @frozen
@@ -217,7 +216,7 @@ class ResponsesRequest:
     """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only
     warms a connection.
 
-    Items and tools, and what is said again in the answer (`text`, `reasoning`), are kept as they were sent,
+    Items and tools, and what is echoed in the answer (`text`, `reasoning`), are kept as they were sent,
     and shaped by who reads them.
     """
 
@@ -240,7 +239,7 @@ class ResponsesRequest:
     text: Object | None = None
     truncation: str | None = None
     client_metadata: Json = None
-    metadata: Json = None  # this and the next are only said again
+    metadata: Json = None  # this and the next are only echoed
     max_tool_calls: Json = None
     prompt_cache_key: Json = None
     safety_identifier: Json = None

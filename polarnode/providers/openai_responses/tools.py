@@ -1,9 +1,9 @@
-"""Responses: the tools a model is shown, and which of its calls is spelled how.
+"""Responses: the tools shown to the model, and the spelling of its calls.
 
-The rule for whoever edits it: whatever the client can run is shown to the model as a function, under one name
-(`namespace.name`), with a `spelling` by which the writer finds the way back; what runs on the API's own
-servers is dropped and its path named. A tool that appears in the middle of a conversation is text at that
-place (`told`), so that what stands before it stays as it was.
+Every tool that the client can run is shown as a function, under one name (`namespace.name`), with a
+`spelling` by which the writer finds the way back; tools that run on the API's own servers are dropped and
+their path is reported. A tool that appears in the middle of a conversation is text at that place
+(`describe_tools`), so that what stands before it does not change.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -229,7 +229,7 @@ def _line(tool: Tool) -> str:
 
 
 def tool_choice(choice: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
-    """The choice in the house's words, and what a reader of the turn should know of it."""
+    """The choice in our terms, and the notes on what is not obeyed."""
     if choice is None:
         return "auto", []
     if isinstance(choice, str):

@@ -1,20 +1,13 @@
-"""Responses: what a fault is called inside a stream, as Codex and the others on this API understand it.
+"""Responses: answers, whole or as events, their items, and errors inside a stream.
 
-Whoever changes it should know what Codex does: `response.failed` ends its run for some codes and starts it
-again for others, while a broken connection always starts it again.
+An item's id is the answer's id and its place, the same in a stream and whole; `call_id` is the id that was
+minted and signed. A call is spelled as its tool wants it, and as a plain `function_call` where the model's
+arguments do not fit that spelling, so that the harness's own check reports it to the model.
 
-Responses: the parts of an answer as this API's items, and the object they are put into.
-
-The rules: an item's id is the answer's id and its place, so that it is the same in a stream and whole;
-`call_id` is the id the house minted and signed; a call is spelled as its tool wants it, and as a plain
-`function_call` where what the model wrote does not fit that spelling, so that the harness's own check of its
-tool's input tells the model.
-
-Responses: an answer, whole or as events.
-
-The rules: every event has an `event:` line and a `sequence_number`, counted from 0; `response.created` is the
-very first, because OpenAI's SDK reads nothing before it; an item is closed by `response.output_item.done`, at
-which Codex executes a call without waiting for the end.
+Every event has an `event:` line and a `sequence_number`, counted from 0. `response.created` is the very
+first, because OpenAI's SDK reads nothing before it. An item is closed by `response.output_item.done`, at
+which Codex executes a call without waiting for the end. `response.failed` ends Codex's run for some codes and
+restarts it for others; a broken connection always restarts it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -220,7 +213,7 @@ def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
 
 
 def _by_kind(kind: str, arguments: str) -> Object | None:
-    """What stands in a call of this kind; None where the arguments can not be put into it."""
+    """What stands in a call of this kind; None where the arguments cannot be put into it."""
     value = openai.object_of(arguments)
     if value is None:
         return None
@@ -372,8 +365,8 @@ class ResponseStream:
 
     def failed(self, fault: Fault) -> bytes | None:
         """Break the connection for what can be tried again: Codex, Pi and all others then ask the same again,
-        while Pi ends its run on any error event. What can not (the session is over, the context too long) is
-        said by `response.failed`, on which they stop or compact.
+        while Pi ends its run on any error event. What cannot (the session is over, the context too long) is
+        reported by `response.failed`, on which they stop or compact.
         """
         error = in_stream(fault)
         if error is None:
