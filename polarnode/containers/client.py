@@ -82,7 +82,8 @@ async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | 
         async with await trio.open_unix_socket(str(socket)) as stream:
             connection = h11.Connection(h11.CLIENT)
             await _send(stream, connection, method, path, body, {"Connection": "close"})
-            return await _reply(stream, connection)
+            head = await _event(stream, connection)
+            return await _rest(stream, connection, head.status_code)
 
 
 @asynccontextmanager
@@ -126,11 +127,6 @@ async def _event(stream: trio.SocketStream, connection: h11.Connection) -> Any:
     while (event := connection.next_event()) is h11.NEED_DATA:
         connection.receive_data(bytes(await stream.receive_some(READ)))
     return event
-
-
-async def _reply(stream: trio.SocketStream, connection: h11.Connection) -> PodmanReply:
-    head = await _event(stream, connection)
-    return await _rest(stream, connection, head.status_code)
 
 
 async def _rest(stream: trio.SocketStream, connection: h11.Connection, status: int) -> PodmanReply:
@@ -292,14 +288,11 @@ class ContainerClient:
 
 
 def _checked(answer: Any) -> Any:
-    if not answer.ok:
-        raise APIError(_explanation(answer))
-    return answer
-
-
-def _explanation(answer: Any) -> str:
+    """The response, or APIError with the service's own message where it refused."""
+    if answer.ok:
+        return answer
     try:
         parsed = answer.json()
-        return str(parsed.get("message") or parsed.get("cause") or parsed)
     except ValueError:
-        return f"status {answer.status_code}"
+        raise APIError(f"status {answer.status_code}") from None
+    raise APIError(str(parsed.get("message") or parsed.get("cause") or parsed))

@@ -151,20 +151,15 @@ class PodmanCopies:
         async with self.limiter:
             try:
                 (await call(self.api, "POST", f"/commit?{urlencode(parameters, doseq=True)}")).json()
-                await self._mend(f"{REPOSITORY}:{unfinished}", runtime)
+                layer = await self._upper(f"/images/{REPOSITORY}:{unfinished}/json")
+                source = await self._upper(f"/containers/{runtime.id}/json")
+                with boundary(RuntimeFault, "the layer of a copy could not be mended"):
+                    await trio.to_thread.run_sync(mend, layer, source, runtime.shift)
                 to = urlencode({"repo": REPOSITORY, "tag": name.rpartition(":")[2]})
                 (await call(self.api, "POST", f"/images/{REPOSITORY}:{unfinished}/tag?{to}")).json()
             finally:
                 with trio.move_on_after(COMMIT_S, shield=True):
                     await self._drop(unfinished)
-
-    async def _mend(self, image: str, runtime: PodmanRuntime) -> None:
-        layer, source = (
-            await self._upper(f"/images/{image}/json"),
-            await self._upper(f"/containers/{runtime.id}/json"),
-        )
-        with boundary(RuntimeFault, "the layer of a copy could not be mended"):
-            await trio.to_thread.run_sync(mend, layer, source, runtime.shift)
 
     async def _upper(self, path: str) -> Path:
         """The folder of an image's or a container's own layer."""

@@ -63,8 +63,9 @@ class Copy:
                 self._folder(left, right, b"", 0)
                 self._dress(right, os.fstat(left))
         except OSError as error:
+            name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
             raise EvaluatorError(
-                f"the workspace could not be copied to a fresh runtime: {_named(error)}{reason_of(error)}"
+                f"the workspace could not be copied to a fresh runtime: {name}{reason_of(error)}"
             ) from error
 
     def _folder(self, left: int, right: int, path: bytes, depth: int) -> None:
@@ -250,7 +251,3 @@ def _entered(stack: ExitStack, entry: TreeEntry, flags: int) -> int | None:
         if error.errno != errno.EXDEV:
             raise
         return None
-
-
-def _named(error: OSError) -> str:
-    return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""

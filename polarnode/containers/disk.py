@@ -135,7 +135,8 @@ class DiskWatch:
                 await trio.sleep(LOOK_S)
                 space = disk_space_at(self.store)
                 due = self._due(due, space)
-                for each in self._rested(due):
+                now = trio.current_time()
+                for each in [self._watched[id] for id in due if self._watched[id].not_before <= now]:
                     due.discard(each.id)
                     each.not_before = math.inf  # until this measurement is done
                     nursery.start_soon(self._measure, each)
@@ -151,10 +152,6 @@ class DiskWatch:
             return due & self._watched.keys()
         self._space, self._all_at = space, now
         return set(self._watched)
-
-    def _rested(self, due: set[str]) -> list[WatchedContainer]:
-        now = trio.current_time()
-        return [self._watched[id] for id in due if self._watched[id].not_before <= now]
 
     async def _measure(self, watched: WatchedContainer) -> None:
         async with self._limiter:

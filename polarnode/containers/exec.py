@@ -207,21 +207,16 @@ class Execs:
     async def _end(self, exec_id: str | None, alone: bool) -> None:
         """TERM, a grace period, KILL. Never raises: the teardown of the container ends what remains."""
         try:
-            if exec_id is not None:
-                await self._end_group(exec_id)
+            state = await self._inspect(exec_id) if exec_id is not None else {}
+            if exec_id is not None and state["Running"] and state["Pid"]:
+                self.inside.signal_group(state["Pid"], signal.SIGTERM)
+                with trio.move_on_after(TERM_GRACE):
+                    await self._wait_ended(exec_id)
+                self.inside.signal_group(state["Pid"], signal.SIGKILL)
             if alone:
                 await self.inside.kill_all()
         except RuntimeFault:
             return  # the container is gone, or is about to be
-
-    async def _end_group(self, exec_id: str) -> None:
-        state = await self._inspect(exec_id)
-        if not state["Running"] or not state["Pid"]:
-            return
-        self.inside.signal_group(state["Pid"], signal.SIGTERM)
-        with trio.move_on_after(TERM_GRACE):
-            await self._wait_ended(exec_id)
-        self.inside.signal_group(state["Pid"], signal.SIGKILL)
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:

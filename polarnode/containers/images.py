@@ -75,27 +75,24 @@ class Images:
         the end of the build's log, and Refused for a name that is neither a recipe nor an image of this
         store.
         """
-        if name not in self._available:
-            async with self._locks.setdefault(name, trio.Lock()):
-                await self._ensured(name)
-
-    async def _ensured(self, name: str) -> None:
         if name in self._available:
             return
-        builder = await self._opened()
+        async with self._locks.setdefault(name, trio.Lock()):
+            if name not in self._available:
+                await self._ensure_locked(name)
+                self._available.add(name)
+
+    async def _ensure_locked(self, name: str) -> None:
+        async with self._opening:
+            if self._builder is None:
+                self._builder = await open_builder(self.settings, self.log, self.report)
+            builder = self._builder
         # checked beside builds: a session whose image exists does not wait for another's build
         async with self._checks:
             stands = await builder.stands(name)
         if not stands:
             async with self._one_at_a_time:
                 await builder.build_missing(name)
-        self._available.add(name)
-
-    async def _opened(self) -> "Builder":
-        async with self._opening:
-            if self._builder is None:
-                self._builder = await open_builder(self.settings, self.log, self.report)
-            return self._builder
 
 
 async def ensure_images(
@@ -198,10 +195,11 @@ class Builder:
         return await self.tools.succeeds("image", "exists", image)
 
     async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
-        return [recipe for recipe in ordered if not await self._is_built(recipe)]
-
-    async def _is_built(self, recipe: Recipe) -> bool:
-        return await self._is_labelled(recipe.image, {RECIPE_LABEL: recipe.digest})
+        return [
+            recipe
+            for recipe in ordered
+            if not await self._is_labelled(recipe.image, {RECIPE_LABEL: recipe.digest})
+        ]
 
     async def _is_labelled(self, image: str, labels: Mapping[str, str]) -> bool:
         """Whether the image has these labels. Inspects the one image: a listing of all fails whenever another
@@ -285,19 +283,15 @@ async def _one_builder(store: Store, report: Callable[[str], None]) -> AsyncIter
     """
     held = os.open(store.state_dir / "build.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        await _wait_locked(held, report)
+        reported = False
+        while not _locked(held):
+            if not reported:
+                report("waiting for another node that builds images")
+                reported = True
+            await trio.sleep(LOCK_POLL)
         yield
     finally:
         os.close(held)
-
-
-async def _wait_locked(held: int, report: Callable[[str], None]) -> None:
-    reported = False
-    while not _locked(held):
-        if not reported:
-            report("waiting for another node that builds images")
-            reported = True
-        await trio.sleep(LOCK_POLL)
 
 
 def _locked(held: int) -> bool:

@@ -336,15 +336,11 @@ class Pool:
         for shelf in self._shelves.values():
             shelf.waiting = 0
         for request in self._requests.values():
-            shape, count = self._expected_shape(request)
+            shape, count = request.shape, request.count
+            if request.workspace is not None:
+                copy, count = self.expected(request.workspace, request.count)
+                shape = evolve(shape, image=copy) if copy else shape
             self._shelf(shape).waiting += count
-
-    def _expected_shape(self, request: PrewarmRequest) -> tuple[Shape, int]:
-        """The shape and number they will take: of a copy where there is one."""
-        if request.workspace is None:
-            return request.shape, request.count
-        copy, count = self.expected(request.workspace, request.count)
-        return (evolve(request.shape, image=copy) if copy else request.shape), count
 
     def _stale(self, shelf: Shelf) -> list[PodmanRuntime]:
         worn = [runtime for runtime in shelf.ready if not shelf.usable(runtime, shelf.lifetime_s)]

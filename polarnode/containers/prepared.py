@@ -283,16 +283,16 @@ class Workspaces(Generic[Kind]):
             if surplus <= 0:
                 return
             image = state.image
-            if image is not None and state.making is None and await self._removed(image):
+            if image is None or state.making is not None:
+                continue
+            try:
+                removed = await self.copies.remove(image)
+            except RuntimeFault as fault:
+                _log.warning("the prepared image %s could not be removed: %s", image, fault)
+                continue
+            if removed:
                 self._forget(workspace, image)
                 surplus -= 1
-
-    async def _removed(self, image: str) -> bool:
-        try:
-            return await self.copies.remove(image)
-        except RuntimeFault as fault:
-            _log.warning("the prepared image %s could not be removed: %s", image, fault)
-            return False
 
     def _forget(self, workspace: Workspace, image: str) -> None:
         state = self._states.get(workspace)

@@ -338,7 +338,9 @@ async def base_image(
 ) -> str:
     """The name of an image to build on, which is in the store afterwards."""
     if configured is not None:
-        await _fetch(tools, configured, report)
+        if not await tools.succeeds("image", "exists", configured):
+            report(f"pulling {configured}")
+            await tools.run_podman(f"pulling {configured}", "pull", "--quiet", configured)
         return configured
     for image in (BUILT, PUBLIC):
         if await tools.succeeds("image", "exists", image):
@@ -347,13 +349,6 @@ async def base_image(
         return PUBLIC
     await _build(tools, store, report)
     return BUILT
-
-
-async def _fetch(tools: Tools, image: str, report: Callable[[str], None]) -> None:
-    if await tools.succeeds("image", "exists", image):
-        return
-    report(f"pulling {image}")
-    await tools.run_podman(f"pulling {image}", "pull", "--quiet", image)
 
 
 async def _pulled(tools: Tools, report: Callable[[str], None]) -> bool:

@@ -329,15 +329,21 @@ class Starter:
             account = await trio.to_thread.run_sync(_prepare, files, shape)
             await self.client.start(name)
             undo.pop_all()
-        return self._runtime(
-            name,
-            shape,
-            account,
-            expires,
-            inside,
-            files,
-            endpoint,
-            self._watch_disk(name, shape, inside, layer),
+        watched = self._watch_disk(name, shape, inside, layer)
+        execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
+        return PodmanRuntime(
+            id=name,
+            endpoint=endpoint,
+            workdir=shape.workdir,
+            user=shape.user,
+            account=account,
+            expires=expires,
+            inside=inside,
+            files=files,
+            execs=execs,
+            watched=watched,
+            client=self.client,
+            on_close=self._forget,
         )
 
     async def _made(
@@ -380,33 +386,6 @@ class Starter:
         if layer is not None:
             self.watch.add(watched)
         return watched
-
-    def _runtime(
-        self,
-        name: str,
-        shape: Shape,
-        account: Account,
-        expires: float,
-        inside: Inside,
-        files: ContainerFiles,
-        endpoint: socket.socket,
-        watched: WatchedContainer,
-    ) -> PodmanRuntime:
-        execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
-        return PodmanRuntime(
-            id=name,
-            endpoint=endpoint,
-            workdir=shape.workdir,
-            user=shape.user,
-            account=account,
-            expires=expires,
-            inside=inside,
-            files=files,
-            execs=execs,
-            watched=watched,
-            client=self.client,
-            on_close=self._forget,
-        )
 
     def _forget(self, name: str) -> None:
         self.watch.discard(name)

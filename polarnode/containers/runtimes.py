@@ -128,20 +128,13 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
     sweeper, then the service.
     """
     ready = await configure_store(settings.state_dir)
-    async with _served(settings, ready.findings, ready.store, ready.podman) as runtimes:
-        yield runtimes
-
-
-@asynccontextmanager
-async def _served(
-    settings: RuntimesSettings, findings: PodmanFindings, store: Store, podman: Path
-) -> AsyncIterator[Runtimes]:
-    service = PodmanService(podman, store, store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+    socket = ready.store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
+    service = PodmanService(ready.podman, ready.store, socket)
     client = ContainerClient(service.socket, settings.calls)
     try:
         async with (
             open_background(service.run),
-            _pooled(settings, findings, service, client, store) as runtimes,
+            _pooled(settings, ready.findings, service, client, ready.store) as runtimes,
         ):
             yield runtimes
     finally:

@@ -106,9 +106,11 @@ def _forward(request: h11.Request) -> Forward | Denial:
             status=403,
         )
     host, port = spelled(authority[1]), int(authority[2] or HTTP_PORT)
-    fault = _host_fault(request, host, port) or _framing_fault(request)
+    fault = _host_fault(request, host, port)
     if fault is not None:
         return _malformed(fault)
+    if len(_framing(request)) > 1:  # two lengths of one body can be read as two requests
+        return _malformed("a body has either a Content-Length or a Transfer-Encoding, not both")
     return Forward(host=host, port=port, request=_rewritten(request, host, port, found[2]))
 
 
@@ -125,15 +127,6 @@ def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
                 " same"
             )
     return None
-
-
-def _framing_fault(request: h11.Request) -> str | None:
-    """Why the framing is ambiguous: two lengths of one body can be read as two requests."""
-    return (
-        "a body has either a Content-Length or a Transfer-Encoding, not both"
-        if len(_framing(request)) > 1
-        else None
-    )
 
 
 def _framing(request: h11.Request) -> list[bytes]:
