@@ -1,4 +1,4 @@
-# Two commands: `make demo` runs the main job on the embedded model, `make test` passes the tests. Each sets up what it needs.
+# `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
 .PHONY: demo test setup check gpu-test harness-matrix meaning learn learn-ablations learn-trl clean
 
 PY := .venv/bin/python
@@ -16,23 +16,23 @@ setup:
 gpu-test: setup
 	$(PY) -m pytest -m gpu tests/test_gpu.py
 
-# Every harness in every API it speaks, and the table of docs/harnesses.md: half an hour and some 8 GB of images the first time.
+# Run every harness in every API that it speaks, and write the table of docs/harnesses.md: half an hour, some 8 GB of images the first time.
 harness-matrix: setup
 	$(PY) tools/harness_matrix.py
 
-# Sessions of every harness, their rows through transformers, and the tables of docs/token-fidelity.md: half an hour on two quiet cores.
+# Run sessions of every harness, check their rows in transformers, write the tables of docs/token-fidelity.md: half an hour on two idle cores.
 meaning: setup
 	$(PY) tools/meaning.py
 
-# The loop that learns, on a node of its own, with the figures and tables of docs/learning.md: OUT/report.json, curve.svg, log.jsonl. What is expected
-# of the 96 held-out tasks is 0.8 less two standard deviations.
+# Run the GRPO loop of docs/learning.md on its own node: OUT/report.json, curve.svg, log.jsonl. It must reach, on the 96 held-out tasks, 0.8 less two
+# standard deviations.
 learn: setup
 	$(PY) -m examples.grpo --out out/grpo --stop-at 0.88 --expect 0.72
 
 learn-ablations: setup
 	$(PY) -m examples.grpo.ablations --out out/grpo-ablations
 
-# TRL stands in an environment of its own, over the node's.
+# TRL is in an environment of its own, on top of the node's.
 learn-trl: setup
 	$(PY) tools/trl_environment.py
 	TRL_EXPERIMENTAL_SILENCE=1 .venv/trl/bin/python -m examples.grpo.with_trl --out out/grpo-trl --steps 7

@@ -1,10 +1,10 @@
-"""What reading costs a node: events a second to 1, 4 and 16 readers, as JSON and as base64, made once or for
-each; and what slow readers cost.
+"""Measure what readers cost a node.
 
-python benchmarks/delivery.py [SESSIONS]     (default 300 sessions of 20 turns, 2800 tokens each)
+    python benchmarks/delivery.py [SESSIONS]     (default 300 sessions of 20 turns, 2800 tokens each)
 
-The readers are processes of their own, on the same machine, which count bytes and parse nothing. Compare the
-ratios of one run.
+Prints events a second for 1, 4 and 16 readers, as JSON and as base64, with JSON shared or made for each, and
+the cost of slow readers. Readers are processes on the same machine that count bytes and parse nothing.
+Compare the ratios of one run.
 """
 
 import socket
@@ -119,21 +119,21 @@ async def read_all(
 ) -> Reading:
     """So many readers at once read everything; `kept` bytes of JSON are kept for the next."""
     journal._recent = Recent(limit=kept)
-    said: list[str] = []
+    outputs: list[str] = []
 
     async def read() -> None:
         path = f"/v1/trajectories/stream?follow=false&after=0&arrays={arrays}"
-        told = await trio.run_process(
+        result = await trio.run_process(
             [sys.executable, "-c", READER, address.host, str(address.port), path], capture_stdout=True
         )
-        said.append(told.stdout.decode())
+        outputs.append(result.stdout.decode())
 
     before = time.process_time()
     async with trio.open_nursery() as nursery:
         for _ in range(readers):
             nursery.start_soon(read)
     cpu = time.process_time() - before
-    times = [tuple(map(float, each.split())) for each in said]
+    times = [tuple(map(float, each.split())) for each in outputs]
     return Reading(
         took=max(end for _, end, _ in times) - min(began for began, _, _ in times),
         cpu=cpu,

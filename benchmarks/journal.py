@@ -1,5 +1,4 @@
-"""What the journal costs: durable turns a second with group commit, the latency of one flush, and bytes on
-disk.
+"""Measure the journal: durable turns a second with group commit, latency of one flush, bytes on disk.
 
 python benchmarks/journal.py [TURNS]     (default 20000 turns of 60 new prompt tokens and 80 sampled)
 """

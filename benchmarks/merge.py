@@ -1,16 +1,15 @@
-"""What merging costs, by shape and size of a session: time of each turn and of the rows, memory, and whether
-anything was lost.
+"""Measure merging by shape and size of a session: time of each turn and of the rows, memory, losses.
 
     python benchmarks/merge.py                          a minute: every shape small, two of them at 1,000 turns and 128k tokens
     python benchmarks/merge.py --full                   half an hour: every shape from 10 turns to 5,000
     python benchmarks/merge.py 1000:128000 --shape mixed --path text
 
-`text` is a session of our own model plane: each request echoes its agent's whole history, as harnesses do,
-and is planned, known and kept by `Lineages`. `tokens` is the same session as another gateway would have
-recorded it, merged as `polarnode merge` does: prompt ids, a line of JSON a call. Writing the line is not
-counted, reading it is; building is with checking, and its rows are JSON. Times are of the CPU, so a busy
-machine raises them less than its clock, but does. `build peak` is what building holds at its most over what
-it made. Exit code 1 when rows or trained tokens are not as due.
+`text` is a session of the node's model plane: each request echoes its agent's whole history, as harnesses do,
+and goes through `Lineages`. `tokens` is the same session as another gateway would have recorded it, merged as
+`polarnode merge` does: prompt ids, one JSON line per call. Reading the line is counted, writing it is not;
+building includes checks, and its rows are JSON. Times are CPU times, which a busy machine raises less than
+wall times. `build peak` is the peak memory of building over the size of its result. Exit code 1 if rows or
+trained tokens are not as expected.
 """
 
 import argparse
@@ -381,7 +380,7 @@ class Elsewhere(Player):
 
 
 def _line(number: int, prompt: "array[int]", sampled: "array[int]") -> bytes:
-    said: dict[str, Any] = {
+    line: dict[str, Any] = {
         "session_id": "s",
         "turn_id": number,
         "prompt_ids": numpy.frombuffer(prompt, dtype=numpy.int32),
@@ -389,7 +388,7 @@ def _line(number: int, prompt: "array[int]", sampled: "array[int]") -> bytes:
         "logprobs": numpy.full(len(sampled), -0.25, dtype=numpy.float32),
         "weight_version": "0",
     }
-    return orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What `polarnode merge` costs: time of reading and of making rows, ids a second, and peak memory, for
-several shapes of a session.
+"""Measure `polarnode merge`: time of reading and of making rows, ids a second, peak memory, by shape.
 
     python benchmarks/merge_calls.py [TURNS:TOKENS ...]     (default 29:32000 1000:128000)
 
-Calls are made as they are read, so that no shape needs a file; making them is not counted. 5000:128000 reads
-2 GB and takes some minutes.
+Calls are generated while they are read, so no shape needs a file; generating them is not counted. 5000:128000
+reads 2 GB and takes some minutes.
 """
 
 import random
@@ -85,9 +84,9 @@ def extended(numbers: random.Random, turn: int, text: Text, step: int) -> bytes:
     """A call that adds `step` tokens to a text, a third of them sampled."""
     text += some(numbers, step - step // 3)
     sampled = some(numbers, step // 3)
-    said = f'{{"session_id":"s","turn_id":{turn},"prompt_ids":[{",".join(text)}],"sampled_ids":[{",".join(sampled)}],'
+    head = f'{{"session_id":"s","turn_id":{turn},"prompt_ids":[{",".join(text)}],"sampled_ids":[{",".join(sampled)}],'
     text += sampled
-    return (said + f'"logprobs":[{",".join(["-0.25"] * len(sampled))}]}}').encode()
+    return (head + f'"logprobs":[{",".join(["-0.25"] * len(sampled))}]}}').encode()
 
 
 def some(numbers: random.Random, count: int) -> Text:

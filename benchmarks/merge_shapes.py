@@ -1,9 +1,8 @@
-"""The sessions that merging is measured with: who asks when, whose history was replaced, whose answer comes
-back in other tokens.
+"""The sessions that merging is measured with: order of agents, replaced histories, re-tokenized answers.
 
-A shape is a sequence of asks and says nothing of texts or ids, so that the same session is played to the
-lineages of our own model plane and to `polarnode merge`. Whoever adds one adds the rows it must give:
-`rows_due` counts them from the asks alone.
+A shape is a sequence of asks without texts or ids, so the same session can be played to the node's lineages
+and to `polarnode merge`. When you add a shape, add the rows it must give: `rows_due` counts them from the
+asks alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

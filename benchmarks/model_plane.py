@@ -1,13 +1,12 @@
-"""What a model call costs the node, in each API, plain and streamed; and what the node adds to the engine's
-own time, at 1 to 1,000 agents.
+"""Measure what a model call costs the node, in each API, plain and streamed, with 1 to 1,000 agents.
 
     python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--group N]
     [--profile]
 
-The load is the one the peers were measured with: sessions of 29 turns, requests growing from 13.5 to 127 KB,
-a tool call in every turn, 256 sampled tokens a turn. The node has one core, the load and the (simulated)
-engine another. CPU a request is the figure to trust where others use the machine too. `cost`: the engine
-answers at once. `paced`: it takes its time, and latency is what the client waited beyond that.
+The load is that of the published measurements of other systems: sessions of 29 turns, requests growing from
+13.5 to 127 KB, a tool call in every turn, 256 sampled tokens a turn. The node has one core, the load and the
+(simulated) engine another. Trust CPU time per request if others use the machine too. `cost`: the engine
+answers at once. `paced`: the engine takes its time, and latency is what the client waited beyond that.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ class Gateway:
 @asynccontextmanager
 async def open_gateway(simulation: dict[str, Any], *, doors: int, sessions: int) -> AsyncIterator[Gateway]:
     node, beside = cores()
-    said = {
+    settings = {
         "simulation": simulation,
         "doors": doors,
         "sessions": sessions,
@@ -70,7 +69,7 @@ async def open_gateway(simulation: dict[str, Any], *, doors: int, sessions: int)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(GATEWAY),
-        json.dumps(said),
+        json.dumps(settings),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -87,7 +86,7 @@ async def _line(process: "asyncio.subprocess.Process") -> dict[str, Any]:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
-        raise RuntimeError("the node ended: what it said is above")
+        raise RuntimeError("the node ended: its output is above")
     found: dict[str, Any] = json.loads(line)
     return found
 
@@ -282,8 +281,8 @@ def tell_profile(file: Path, *, rows: int = 110) -> None:
     stacks = file.read_text()
     own, within, total = Counter[str](), Counter[str](), 0
     for line in stacks.splitlines():
-        stack, _, said = line.rpartition(" ")
-        frames, count = stack.split(";"), int(said)
+        stack, _, samples = line.rpartition(" ")
+        frames, count = stack.split(";"), int(samples)
         total += count
         own[frames[-1]] += count
         within.update(dict.fromkeys(frames, count))

@@ -1,7 +1,6 @@
-"""The load: agents that play sessions of tool calls over raw sockets, spending as little as they can on it.
+"""The load generator: agents that play sessions of tool calls over raw sockets, as cheaply as possible.
 
-asyncio, and a client of a few lines: the load generator has one core for a thousand agents, and what it
-spends is not the node's.
+It uses asyncio and a client of a few lines, because it has one core for a thousand agents.
 """
 
 import asyncio
@@ -97,8 +96,8 @@ class Agent:
         )
         for turn in range(turns):
             answer = await self._ask(opening + b",".join(history) + b"]}", key, turn)
-            said, calls = api.read(answer)
-            echoed = [orjson.dumps(each) for each in said]
+            messages, calls = api.read(answer)
+            echoed = [orjson.dumps(each) for each in messages]
             grown = (LAST - FIRST) // (TURNS - 1) - sum(map(len, echoed)) - 100
             history += [*echoed, *(orjson.dumps(each) for each in api.result(calls, text.of(max(50, grown))))]
 

@@ -1,7 +1,6 @@
-"""The four APIs as a harness of each speaks them, no more than a benchmark needs: what is asked, and what of
-an answer is said again.
+"""The four APIs as a harness uses them, as far as a benchmark needs: requests, and answers sent back.
 
-History is kept as JSON text, made once: a harness's own work is not what is measured.
+History is kept as JSON text, made once: a harness's own work is not measured.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -95,9 +94,9 @@ def _messages_joined(events: list[Json]) -> Json:
             if "text" in delta:
                 blocks[-1]["text"] += delta["text"]
     for block in blocks:
-        said = block.pop("json")
+        arguments = block.pop("json")
         if block["type"] == "tool_use":
-            block["input"] = orjson.loads(said or "{}")
+            block["input"] = orjson.loads(arguments or "{}")
     return {"content": blocks}
 
 

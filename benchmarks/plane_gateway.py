@@ -1,9 +1,8 @@
-"""The node's side of `benchmarks/model_plane.py`: a model plane, its sessions, their journal, and a simulated
-engine, in one process.
+"""The node's side of `benchmarks/model_plane.py`: model plane, sessions, journal and simulated engine.
 
-Started by the benchmark with its settings as JSON. It prints where it serves, then answers each line on its
-input with figures of itself. One door a session, as a node has them; what a door leads to is the program
-people run.
+One process, started by the benchmark with its settings as JSON. It prints its address, then answers each line
+of its input with measurements of itself. Each session has its own model endpoint, as on a node; the code
+behind it is the node's.
 """
 
 import ctypes
@@ -76,7 +75,7 @@ class Figures:
             await trio.sleep(TICK)
             self.lags.append(time.perf_counter() - before - TICK)
 
-    def told(self, folder: Path) -> dict[str, Any]:
+    def as_json(self, folder: Path) -> dict[str, Any]:
         """Since the start, but for the lag: since it was last asked. `kept` is memory after what is free was
         given back, `rss` before.
         """
@@ -107,7 +106,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def main(said: dict[str, Any]) -> None:
+async def main(settings: dict[str, Any]) -> None:
     """Serve until the input ends."""
     model = load_model(TINY_MODEL)
     with tempfile.TemporaryDirectory(prefix="pnbench") as name:
@@ -116,7 +115,7 @@ async def main(said: dict[str, Any]) -> None:
             model_path=TINY_MODEL,
             device="cpu",
             state_dir=folder / "engine",
-            simulated=simulated(model, said["simulation"]),
+            simulated=simulated(model, settings["simulation"]),
         )
         (folder / "journal").mkdir()
         async with (
@@ -124,10 +123,10 @@ async def main(said: dict[str, Any]) -> None:
             open_engines(engine) as engines,
         ):
             figures = Figures(journal)
-            plane = ModelPlane(sessions=sessions(said["sessions"], figures), model=served(model, engines))
+            plane = ModelPlane(sessions=sessions(settings["sessions"], figures), model=served(model, engines))
             # beside the load: what is measured is the node's own core
-            os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, said["beside"])
-            async with doors(plane, said["doors"]) as ports:
+            os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, settings["beside"])
+            async with doors(plane, settings["doors"]) as ports:
                 with rare_collections():
                     await answer(figures, {"ports": ports, "pid": os.getpid()}, folder / "journal")
 
@@ -137,19 +136,19 @@ async def answer(figures: Figures, served: dict[str, Any], folder: Path) -> None
     figures.watch_collections()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(figures.watch_lag)
-        say(served)
+        emit(served)
         while await trio.to_thread.run_sync(sys.stdin.readline):
             await figures.journal.flushed()
-            say(figures.told(folder))
+            emit(figures.as_json(folder))
         nursery.cancel_scope.cancel()
 
 
-def simulated(model: LoadedModel, said: dict[str, Any]) -> Simulated:
+def simulated(model: LoadedModel, settings: dict[str, Any]) -> Simulated:
     family = model.family
     marks = Marks(
         turn_end=family.turn_end, think_open=family.think_open, think_close=family.think_close, call_open=family.call_open, call_close=family.call_close
     )  # fmt: skip
-    return Simulated(simulation=Simulation(**said), marks=marks, vocab_size=model.tokenizer.vocab_size)
+    return Simulated(simulation=Simulation(**settings), marks=marks, vocab_size=model.tokenizer.vocab_size)
 
 
 def sessions(count: int, figures: Figures) -> LiveSessions:
@@ -184,7 +183,7 @@ async def doors(plane: ModelPlane, count: int) -> AsyncIterator[list[int]]:
         ]
 
 
-def say(figures: dict[str, Any]) -> None:
+def emit(figures: dict[str, Any]) -> None:
     print(json.dumps(figures), flush=True)
 
 

@@ -1,15 +1,13 @@
-"""What prewarming is worth: containers started a second, how much of INIT hides behind RUN, and how long an
-evaluator waits for its own runtime.
+"""Measure prewarming: containers a second, how much of INIT hides behind RUN, waits of evaluators.
 
     python benchmarks/runtimes.py                 two minutes, real Podman, no engine: harnesses that sleep
     python benchmarks/runtimes.py --sessions 32 --run-s 10 --files 2000
 
-Three ways of the same work, in one run and one after the other, so that what the machine does besides falls
-on all: `each prepares` is a cold start and the task's steps in every container; `from a copy` prepares once
-and starts the others from the copy, still cold; `prewarmed` has warm ones of the copy besides. Ratios are to
-the first row. From the first harness that runs to the last that begins, `RUN idle` is the part of RUN's
-places that stood empty, and `hidden` the part of the time in which somebody was in INIT and no place stood
-empty for it.
+Does the same work in three ways, one after another in one run, so that other load affects all of them. `each
+prepares` is a cold start and the task's steps in every container. `from a copy` prepares once and starts the
+others from the copy, still cold. `prewarmed` also has warm containers of the copy. Ratios are to the first
+row. Between the start of the first harness and that of the last, `RUN idle` is the share of empty run slots,
+and `hidden` the share of the time in INIT during which no run slot was empty.
 """
 
 import argparse

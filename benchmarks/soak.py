@@ -1,15 +1,13 @@
-"""Whether a node holds: hundreds of sessions through a whole one, and what of its memory, descriptors,
-threads and containers stays behind.
+"""Run hundreds of sessions through a whole node and report what memory, descriptors and containers remain.
 
     python benchmarks/soak.py [--sessions 500] [--at-once 64] [--turns 4] [--think 1.0] [--tokens 256] [--nice
     0] [--profile FILE]
 
-The node is `polarnode` as people start it, in its own process, with real Podman and the simulated engine.
-Each session is a program in a container that calls the model some turns and thinks between them. Figures of
-the node's process come from /proc and from its own status; the load of the machine is printed with them, for
-they hold for nothing else. `--profile` has py-spy look at the node meanwhile.
+The node is `polarnode` in its own process, with real Podman and the simulated engine. Each session is a
+program in a container that calls the model for some turns and pauses between them. Measurements come from
+/proc and from the node's status; the machine's load is printed with them. `--profile` runs py-spy on the node.
 
-Exit code 1 when a session did not complete, or something was left behind.
+Exit code 1 if a session did not complete, or something remained.
 """
 
 import os
@@ -90,7 +88,7 @@ class Node:
     def look(self) -> Look:
         """One look, kept."""
         status, folder = self.client.status(), Path("/proc") / str(self.process.pid)
-        said = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
         loop, scheduler, below = status["loop"], status["scheduler"], descendants(self.process.pid)
         self.seen |= {pid: started for pid in below if (started := start_of(pid)) is not None}
         self.looks.append(
@@ -98,9 +96,9 @@ class Node:
                 at=time.monotonic(),
                 ended=scheduler["ended"],
                 live=scheduler["live"],
-                rss=int(said["VmRSS"].split()[0]) << 10,
+                rss=int(status["VmRSS"].split()[0]) << 10,
                 descriptors=len(list((folder / "fd").iterdir())),
-                threads=int(said["Threads"]),
+                threads=int(status["Threads"]),
                 processes=len(below),
                 p50=loop["p50"],
                 p99=loop["p99"],
@@ -140,14 +138,14 @@ def serving(options: Namespace, folder: Path) -> Iterator[Node]:
     )
     argv = [sys.executable, "-m", "polarnode.cli", "--config", str(folder / "node.toml")]
     with (
-        (folder / "said.log").open("wb") as said,
-        subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT) as process,
+        (folder / "node.log").open("wb") as log,
+        subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
         try:
             node = Node(
                 process=process, client=PolarnodeClient(f"http://127.0.0.1:{port}"), state=folder / "state"
             )
-            wait_ready(node, folder / "said.log")
+            wait_ready(node, folder / "node.log")
             yield node
         finally:
             process.send_signal(signal.SIGINT)
@@ -195,10 +193,10 @@ def submit(node: Node, options: Namespace) -> None:
 def watched(node: Node, options: Namespace) -> float:
     """Look at the node until all sessions are over; returns the seconds it took."""
     started = time.monotonic()
-    told = 0.0
+    printed = 0.0
     while (seen := node.look()).ended < options.sessions:
-        if seen.at - told >= 30:
-            told = seen.at
+        if seen.at - printed >= 30:
+            printed = seen.at
             print(line(seen, started), flush=True)
         time.sleep(EVERY_S)
     print(line(seen, started), flush=True)
@@ -313,10 +311,10 @@ def start_of(pid: int) -> str | None:
     ask how it ended.
     """
     try:
-        told = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if told[0] in "ZX" else told[19]
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def settled(node: Node) -> Look:

@@ -1,4 +1,4 @@
-"""A builder of one's own: of every line of turns one row, in which the last answer alone is trained.
+"""A builder of your own: one row per lineage, in which only the last answer is trained.
 
 A task names it by its import path, and the node must allow that module (`polarnode --allow-import
 own_builder`, with its folder on PYTHONPATH):
@@ -7,8 +7,8 @@ own_builder`, with its folder on PYTHONPATH):
     import_path = "own_builder:last_answers"
     config = { train_cut = false }
 
-The laws are held on what it returns: rows are token for token what the engine saw, and each sampled token is
-trained once or its turn left out.
+The node checks the invariants on the result: rows are exactly what the engine saw, and each sampled token is
+trained once or its turn is left out.
 """
 
 from collections.abc import Mapping, Sequence

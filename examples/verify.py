@@ -1,13 +1,12 @@
-"""Checks a trajectories.jsonl with nothing of polarnode: plain transformers says whether every recorded
-logprob is the model's own.
-
-For each trace: one forward pass in float32, log-softmax of the logits over each turn's temperature, compared
-at the trainable tokens; for each turn in it: the trace up to the turn's sample is the prompt whose SHA-256
-was recorded. Exit code 1 when anything is off, or nothing was there. A trace with an offset (the task set
-max_row_tokens) is looked at behind what the session's other traces show of its row. Where context was cut
-away it can not be judged from this file: such traces are counted, and said.
+"""Check the logprobs of a trajectories.jsonl with plain transformers, without any code of polarnode.
 
     python examples/verify.py out/demo/trajectories.jsonl [--model polarnode/models/tiny] [--tolerance 0.02]
+
+For each trace: one forward pass in float32, log-softmax of the logits over each turn's temperature, compared
+at the trainable tokens. For each turn in it: the trace up to the turn's sample is the prompt whose SHA-256
+was recorded. Exit code 1 if anything differs, or the file has no trace. A trace with an offset (the task set
+max_row_tokens) is joined with the session's other traces of its row. Where context was cut away it cannot be
+judged from this file; such traces are counted and reported.
 """
 
 import argparse
@@ -47,9 +46,9 @@ def main() -> int:
             if row is None:
                 cut += 1
                 continue
-            off, said = check(model, trajectory, row, given.tolerance)
+            off, problems = check(model, trajectory, row, given.tolerance)
             worst, traces, tokens = max(worst, off), traces + 1, tokens + sum(trace["loss_mask"])
-            wrong += [f"{trajectory['session_id']} trace {number}: {sentence}" for sentence in said]
+            wrong += [f"{trajectory['session_id']} trace {number}: {sentence}" for sentence in problems]
     print(f"{traces} traces, {tokens} trainable tokens, largest difference of a logprob {worst:.2e}")
     if cut:
         print(f"{cut} traces are not judged: max_row_tokens cut away what their samples were conditioned on")

@@ -1,8 +1,8 @@
-"""Runs the whole live matrix and writes its table into docs/harnesses.md: `make harness-matrix`, or some
-cases: `harness_matrix.py NAME...`.
+"""Run the live matrix and write its table into docs/harnesses.md.
 
-A case that was not run keeps its row. The exit code is the tests'. Rule for whoever edits it: nothing is
-judged here; the rows are what tests/live/test_harness_matrix.py saw, failed cases too.
+`make harness-matrix` runs all cases, `harness_matrix.py NAME...` some. A case that was not run keeps its row.
+The exit code is that of the tests. Rows are what tests/live/test_harness_matrix.py recorded, failed cases too;
+nothing is judged here.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Runs sessions of every harness and writes what their rows mean into docs/token-fidelity.md: `make meaning`,
-or `meaning.py FOLDER` to read what a run left there.
+"""Run sessions of every harness and write the comparison of their rows into docs/token-fidelity.md.
 
-Two kinds of sessions, all at temperature 1 unless their line says otherwise, all kept: the policy alone, from
-`polarnode run`; and behind a script that leads it into a harness's work, from
-tests/live/test_meaning_live.py. Rule for whoever edits it: nothing is judged or chosen here.
+`make meaning` runs everything; `meaning.py FOLDER` reads what a run left there. There are two kinds of
+sessions, all at temperature 1 unless their line says otherwise, all kept: the policy alone, from `polarnode
+run`; and after a script that leads it into a harness's work, from tests/live/test_meaning_live.py. Nothing is
+judged or selected here.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""A part of a page that a program writes, between two marks that are comments. What stands around them is
-people's.
-"""
+"""Replace the part of a page between two marker comments, and leave the rest unchanged."""
 
 from pathlib import Path
 

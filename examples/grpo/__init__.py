@@ -1,3 +1,4 @@
-"""A loop that learns: a node with a real harness in Podman, a plain GRPO trainer, and the weights going back
-into the node. docs/learning.md.
+"""A GRPO loop: a node with a real harness in Podman, a plain trainer, weights updated in place.
+
+See docs/learning.md.
 """

@@ -1,10 +1,9 @@
-"""The loop in one command: a node of its own, a real harness in Podman, held-out tasks before and after, and
-the curve between.
+"""Run the whole loop: own node, real harness in Podman, held-out tasks before and after, learning curve.
 
     python -m examples.grpo [--out out/grpo] [--stop-at 0.8]
 
-Leaves OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a node that runs already.
-Exit code 1 where what it should have learned was not learned (`--expect`).
+Writes OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a running node. Exit code
+1 if the result is below `--expect`.
 """
 
 import argparse
@@ -138,7 +137,9 @@ def parsed(
     parser.add_argument(
         "--overlap", action="store_true", help="roll the next step out while this one is trained on"
     )
-    parser.add_argument("--retokenise", action="store_true", help="train on rows made anew of their text")
+    parser.add_argument(
+        "--retokenise", action="store_true", help="train on rows re-tokenized from their text"
+    )
     for name in ("steps", "prompts", "samples", "seed", "evaluate"):
         parser.add_argument(f"--{name}", type=int, default=getattr(plan, name))
     for name in ("lr", "scale_lr", "final_lr", "clip", "cap", "clip_norm"):

@@ -1,12 +1,11 @@
-"""The paper's ablations in small: each arm is the whole loop with one thing changed, on the same tasks in the
-same order.
+"""The paper's ablations in small: each arm is the whole loop with one change, on the same tasks.
 
     python -m examples.grpo.ablations [--arms faithful,per_request,retokenised] [--seeds 0,1] [--out
     out/grpo-ablations]
 
-Leaves a folder for each arm and seed as `python -m examples.grpo` does, curves.svg with all of them, and
-table.md for docs/learning.md. An arm whose report is there already is not run again, so a table can be made
-bit by bit.
+Writes a folder for each arm and seed as `python -m examples.grpo` does, curves.svg with all of them, and
+table.md for docs/learning.md. An arm that has a report is not run again, so a table can be made in several
+runs.
 """
 
 import argparse
@@ -76,20 +75,21 @@ def table(reports: dict[tuple[str, int], dict[str, Any]]) -> str:
     """Markdown, a line an arm and seed."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for (arm, seed), report in reports.items():
-        said = report["summary"]
+        summary = report["summary"]
         shares = (
-            "-" if said[name] is None else f"{said[name]:.3f}" for name in ("before", "last_steps", "after")
+            "-" if summary[name] is None else f"{summary[name]:.3f}"
+            for name in ("before", "last_steps", "after")
         )
-        counts = (f"{said[name]:,}" for name in ("steps", "sessions", "rows", "updates", "tokens_trained"))
+        counts = (f"{summary[name]:,}" for name in ("steps", "sessions", "rows", "updates", "tokens_trained"))
         lines.append(
             (
                 arm,
                 str(seed),
                 *shares,
                 *counts,
-                f"{said['training_s']:.0f}",
-                f"{said['learned_s']:.0f}",
-                f"{said['load_before']:.1f}",
+                f"{summary['training_s']:.0f}",
+                f"{summary['learned_s']:.0f}",
+                f"{summary['load_before']:.1f}",
             )
         )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,6 +1,4 @@
-"""Curves as SVG, by hand: a trainer's machine need not have a plotting library. Rule for whoever edits it: a
-pure function of the numbers.
-"""
+"""Write curves as SVG, without a plotting library. Keep this a pure function of the numbers."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,8 +1,7 @@
-"""Sampling many sessions in step, in plain torch: Qwen3's forward pass one token at a time, the prompt that
-all share read once and kept once.
+"""Sample many sessions in step, in plain torch: Qwen3's forward pass with a shared prompt computed once.
 
-Rule for whoever edits it: its logits are transformers' own, within rounding;
-`tests/examples/test_examples_grpo.py` holds it to that.
+Invariant: its logits are those of transformers, within rounding; `tests/examples/test_examples_grpo.py`
+checks this.
 """
 
 from typing import Any

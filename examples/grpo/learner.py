@@ -1,9 +1,8 @@
-"""The policy in training: rows of a node in, one optimizer step out. Plain torch and transformers; knows
-nothing of a node.
+"""The policy in training: rows in, one optimizer step out. Plain torch and transformers; no node.
 
-Rule for whoever edits it: a row is what the engine saw and sampled, id for id, so `worst` of a first step is
-the difference of two ways to compute the same numbers. What all rows of a step begin with (a harness's own
-prompt) is computed once, as one cache for all of them.
+Invariant: a row is what the engine saw and sampled, id for id, so `worst` of a first step is the difference
+of two ways to compute the same numbers. The prompt that all rows of a step share (the harness's) is computed
+once, as one cache for all of them.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is said of a step: a line of log.jsonl, and one to look at."""
+"""Write the log of a step: a line of log.jsonl, and a line for the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from polarnode.groups import Group
 def log(file: Path, kind: str, line: Mapping[str, Any]) -> None:
     with file.open("a") as lines:
         lines.write(json.dumps({"kind": kind, **line}) + "\n")
-    print(kind, *(f"{name} {said(value)}" for name, value in line.items()), flush=True)
+    print(kind, *(f"{name} {formatted(value)}" for name, value in line.items()), flush=True)
 
 
-def said(value: object) -> str:
+def formatted(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

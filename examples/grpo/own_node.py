@@ -1,8 +1,6 @@
-"""A node for one run: `polarnode --cpu` as a program of its own, in a process group of its own, stopped in
-order at the end.
+"""Start and stop a node for one run: `polarnode --cpu` as a program in its own process group.
 
-Rule for whoever edits it: a trainer needs nothing of a node but its address. What is here is only so that one
-command does it all.
+A trainer needs only a node's address; this is a convenience for running everything with one command.
 """
 
 import os
@@ -25,7 +23,7 @@ POLL_S = 0.2
 
 @contextmanager
 def own_node(folder: Path, *, run_limit: int, model: Path | None = None) -> Iterator[PolarnodeClient]:
-    """A node that serves until the end of the block; what it said is in `folder`/node.txt."""
+    """A node that serves until the end of the block; what it log is in `folder`/node.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     port, token = free_port(), os.urandom(16).hex()
     command = [
@@ -41,13 +39,13 @@ def own_node(folder: Path, *, run_limit: int, model: Path | None = None) -> Iter
         str(folder / "state"),
     ]
     command += [] if model is None else ["--model", str(model)]
-    with (folder / "node.txt").open("ab") as said:
+    with (folder / "node.txt").open("ab") as log:
         process = subprocess.Popen(
             command,
             env={**os.environ, "POLARNODE_TOKEN": token, "POLARNODE_NODE_ID": f"grpo-{os.getpid()}-{port}"},
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=log,
+            stderr=log,
             start_new_session=True,  # Ctrl-C is the trainer's; it then asks the node to stop
         )
     try:

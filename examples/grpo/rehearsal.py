@@ -1,12 +1,11 @@
-"""The same learning without a node: to look for a recipe in minutes, where a session costs a hundredth of a
-harness's.
+"""Train without a node: find a recipe in minutes, with sessions at a hundredth of a harness's cost.
 
     python -m examples.grpo.rehearsal --steps 12 --every 3 [--harness pi] [--lr 3e-5] [--final-lr 3e-2]
     [--inner 4]
 
-Tasks, learner and loss are the loop's own; the prompt is the harness's, from a capture (`python -m
-examples.tiny_policy.capture`), and its tools are simulated. Rule for whoever edits it: it says what a recipe
-may do, and never stands for a run with the harness itself.
+Tasks, learner and loss are the loop's own. The prompt is the harness's, from a capture (`python -m
+examples.tiny_policy.capture`), and its tools are simulated. Its results are indications; they do not replace
+a run with the harness itself.
 """
 
 import argparse
@@ -38,15 +37,15 @@ NAMES = {"pi": "pi", "mini_swe_agent": "mini"}
 
 @dataclass
 class Seat:
-    """One session under way: `heard` waits to be read, `said` is the turn so far."""
+    """One session under way: `pending` waits to be read, `sampled` is the turn so far."""
 
     task: Task
     bench: Workbench
-    heard: list[int]
+    pending: list[int]
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     turns: int = 0
     over: bool = False
 
@@ -78,7 +77,7 @@ class Stage:
         with tempfile.TemporaryDirectory(prefix="bench") as root:
             Path(root).chmod(0o711)  # what a policy writes is run as nobody, who must come through here
             seats = [self.seat(Path(root, str(number)), task) for number, task in enumerate(given)]
-            ready = {number: (seat.heard.pop(0), 0.0, False) for number, seat in enumerate(seats)}
+            ready = {number: (seat.pending.pop(0), 0.0, False) for number, seat in enumerate(seats)}
             while ready:
                 ready = self.beat(decoder, seats, ready)
             return [(self.row(seat), seat.reward) for seat in seats]
@@ -114,7 +113,7 @@ class Stage:
             if seat.over:
                 continue
             after[number] = (
-                (seat.heard.pop(0), 0.0, False) if seat.heard else (next_token, next_logprob, True)
+                (seat.pending.pop(0), 0.0, False) if seat.pending else (next_token, next_logprob, True)
             )
         return after
 
@@ -123,12 +122,12 @@ class Stage:
 
     def hear(self, seat: Seat, token: int) -> None:
         """What comes of a sampled token: nothing, a tool's answer, or the end."""
-        seat.said.append(token)
+        seat.sampled.append(token)
         seat.over = len(seat.ids) >= LONGEST - 1
-        if token != self.learner.tokenizer.eos_token_id and len(seat.said) < tasks.MAX_TOKENS:
+        if token != self.learner.tokenizer.eos_token_id and len(seat.sampled) < tasks.MAX_TOKENS:
             return
-        answer, seat.said, seat.turns = (
-            understand(self.learner.tokenizer.decode(seat.said)),
+        answer, seat.sampled, seat.turns = (
+            understand(self.learner.tokenizer.decode(seat.sampled)),
             [],
             seat.turns + 1,
         )
@@ -136,7 +135,7 @@ class Stage:
             seat.over = True
             return
         try:
-            seat.heard = list(
+            seat.pending = list(
                 self.learner.tokenizer.encode(response(use(self.harness, seat.bench, answer.calls[0])))
             )
         except Submitted:
@@ -186,8 +185,8 @@ def look(stage: Stage, sessions: int, count: int, kinds: Sequence[str]) -> None:
         kind: [reward for reward, task in zip(rewards, asked, strict=True) if task.kind == kind]
         for kind in kinds
     }
-    said = " ".join(f"{kind} {sum(found):.0f}/{len(found)}" for kind, found in by_kind.items())
-    print(f"held out after {sessions} sessions: {sum(rewards) / len(rewards):.3f} ({said})", flush=True)
+    by_task = " ".join(f"{kind} {sum(found):.0f}/{len(found)}" for kind, found in by_kind.items())
+    print(f"held out after {sessions} sessions: {sum(rewards) / len(rewards):.3f} ({by_task})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""A row made anew of its conversation, as gateways of text make it: rendered once with the model's own
-template, encoded, the answers' spans trained.
+"""Re-tokenize a row from its conversation, as text gateways do: render, encode, train the answers' spans.
 
-The other side of the ablation. Rule for whoever edits it: it favours the text. Every message is as the node
-heard it, the thoughts are kept, and a span begins and ends where the template itself puts an answer.
+The other arm of the ablation. It favours the text: every message is as the node received it, the thoughts are
+kept, and a span begins and ends where the template itself puts an answer.
 """
 
 from typing import Any

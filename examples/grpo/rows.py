@@ -1,8 +1,6 @@
-"""Rows of a node as tensors: padded at the end, and what all of them begin with (a harness's own prompt)
-once.
+"""Rows of a node as padded tensors, with the prompt that all of them share kept once.
 
-Rule for whoever edits it: a row is what the engine saw and sampled, id for id; nothing here adds an id or
-takes one away.
+Invariant: a row is what the engine saw and sampled, id for id; nothing here adds or removes an id.
 """
 
 import math

@@ -1,8 +1,7 @@
-"""The tasks of a run as the node takes them: those of `examples.tiny_policy.tasks`, in a real harness, scored
-by their own check.
+"""The tasks of a run as TaskSpecs: those of `examples.tiny_policy.tasks`, scored by their own check.
 
-Rule for whoever edits it: a pure function of its arguments; a step's tasks are the same whatever was learned,
-so that runs can be compared.
+Keep this a pure function of its arguments: a step's tasks do not depend on what was learned, so runs can be
+compared.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
-"""GRPO against a node that runs: submit a step's tasks, read their groups, take a step, give the node the new
-weights. Again.
+"""GRPO against a running node: submit a step's tasks, read their groups, take a step, push the weights.
 
-Rule for whoever edits it: everything of a node is its client's; everything of learning is `learner.py`'s. A
-step's tasks are known beforehand, so that runs of one seed differ by what they are told to and by chance
-alone.
+Everything about the node is in its client, everything about learning in `learner.py`. A step's tasks are
+fixed in advance, so runs of one seed differ only by their options and by chance.
 """
 
 import shutil

@@ -1,10 +1,9 @@
-"""The same loop in TRL's GRPOTrainer: its `rollout_func` asks a node, a callback gives the node each step's
-weights.
+"""The same loop in TRL's GRPOTrainer: `rollout_func` calls a node, a callback pushes each step's weights.
 
     make learn-trl        (an environment with TRL beside the node's own, then: python -m examples.grpo.with_trl [--out out/grpo-trl])
 
-Rule for whoever edits it: TRL decides all of the learning. Its prompts are names of tasks, for what a model
-is really asked is the harness's.
+TRL decides everything about learning. Its prompts are names of tasks, because the model's real prompt is the
+harness's.
 """
 
 import argparse

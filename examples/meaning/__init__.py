@@ -1,7 +1,6 @@
-"""Proof of meaning: trajectories through their checkpoint in plain transformers, as they are and as peers
-would tokenise them again.
+"""Proof of meaning: run trajectories through their checkpoint in transformers, recorded and re-tokenized.
 
 `python -m examples.meaning out/trajectories.jsonl --requests out/requests` prints the table of
-docs/token-fidelity.md. Rule for whoever edits it: nothing here comes from polarnode but, in `echoes.py`, the
-reading of a provider's request; what is compared is told in the table's words.
+docs/token-fidelity.md. Nothing here comes from polarnode except, in `echoes.py`, the reading of a provider's
+request.
 """

@@ -1,10 +1,9 @@
-"""Prints what becomes of recorded logprobs when a row is kept, and when it is tokenised again. Exit code 1
-when a kept row is off.
+"""Print what becomes of recorded logprobs when a row is kept, and when it is re-tokenized.
 
     python -m examples.meaning out/trajectories.jsonl --requests out/requests [--model polarnode/models/tiny]
     [--tolerance 0.02]
 
-Rule for whoever edits it: this only puts together what the other modules find.
+Exit code 1 if a kept row differs. This module only combines the results of the others.
 """
 
 import argparse

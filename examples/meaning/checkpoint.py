@@ -1,6 +1,4 @@
-"""The model and its tokenizer, as transformers has them. Rule for whoever edits it: float32, transformers'
-own forward pass, nothing of an engine.
-"""
+"""The model and its tokenizer in transformers: float32, its own forward pass, nothing of an engine."""
 
 from pathlib import Path
 from typing import Any

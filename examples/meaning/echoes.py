@@ -1,10 +1,8 @@
-"""The conversation as a harness sent it with each request, in the shape chat templates read; and which
-request was which turn.
+"""Read the conversation that a harness sent with each request, and match requests with turns.
 
-`polarnode run --record-requests FOLDER` keeps the requests. Reading them is the only thing here that is
-polarnode's: every gateway reads them, and the two ways compared are to differ in nothing but what becomes of
-the model's own turns. Rule for whoever edits it: what can not be matched for sure is not compared, and
-counted.
+`polarnode run --record-requests FOLDER` keeps the requests. Reading them is the only code of polarnode used
+here: every gateway reads them, and the two ways compared differ only in what becomes of the model's own
+turns. What cannot be matched for sure is counted and not compared.
 """
 
 import json

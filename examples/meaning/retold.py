@@ -1,9 +1,7 @@
-"""The same row made again of its text, in the two ways of gateways that keep no ids, and which of the sampled
-tokens are still in it.
+"""Re-tokenize a row in the two ways of gateways that keep no ids, and find which sampled tokens remain.
 
-Rule for whoever edits it: the comparison favours the text. Its row keeps every control token, and a sampled
-token counts as kept wherever the longest common runs of ids leave it one; what is then compared is the
-model's logprob of that very token.
+The comparison favours the text: its row keeps every control token, and a sampled token counts as kept if it is
+in the longest common runs of ids. What is then compared is the model's logprob of that token.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""What is counted of a harness's sessions, and the lines of the tables. Rule for whoever edits it: a share
-has its whole beside it.
+"""Count the results of a harness's sessions and format the lines of the tables.
+
+Every share is printed with its total.
 """
 
 from collections.abc import Iterable

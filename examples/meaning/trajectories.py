@@ -1,6 +1,4 @@
-"""What a trajectories.jsonl says, as little of it as the proof needs. Rule for whoever edits it: whatever can
-not be checked ends the program.
-"""
+"""Read the parts of a trajectories.jsonl that the proof needs. What cannot be checked ends the program."""
 
 import json
 import math
@@ -83,32 +81,32 @@ def sessions(files: list[Path]) -> Iterator[Session]:
             yield session(json.loads(line))
 
 
-def session(said: dict[str, Any]) -> Session:
-    if said.get("arrays", "json") != "json":
+def session(data: dict[str, Any]) -> Session:
+    if data.get("arrays", "json") != "json":
         sys.exit("the arrays are base64: export them with arrays=json")
-    turns = {each["index"]: turn(each) for each in said["turns"]}
+    turns = {each["index"]: turn(each) for each in data["turns"]}
     return Session(
-        id=said["session_id"],
-        harness=said["harness"]["name"],
+        id=data["session_id"],
+        harness=data["harness"]["name"],
         turns=turns,
-        rows=[row(trace, turns) for trace in said["traces"]],
+        rows=[row(trace, turns) for trace in data["traces"]],
     )
 
 
-def turn(said: dict[str, Any]) -> Turn:
-    if said.get("prompt_delta") is None:
+def turn(data: dict[str, Any]) -> Turn:
+    if data.get("prompt_delta") is None:
         sys.exit("the turns are without their tokens: export them with turns=full")
-    used = said["sampling"]["used"]
+    used = data["sampling"]["used"]
     if any(used.get(name) not in (None, neutral) for name, neutral in PENALTIES.items()):
-        sys.exit(f"turn {said['index']} was sampled with a penalty, which this does not recompute")
+        sys.exit(f"turn {data['index']} was sampled with a penalty, which this does not recompute")
     return Turn(
-        index=said["index"],
-        parent=said["parent"],
-        delta=said["prompt_delta"],
-        close_length=said["close_length"],
-        sampled=said["sampled"],
+        index=data["index"],
+        parent=data["parent"],
+        delta=data["prompt_delta"],
+        close_length=data["close_length"],
+        sampled=data["sampled"],
         temperature=float(used.get("temperature") or 1.0),  # greedy ones are of the plain logits
-        answer=said["answer"],
+        answer=data["answer"],
     )
 
 

@@ -1,7 +1,7 @@
 """Lessons as tensors.
 
-A prompt is ten times as long as a demonstration.  Where all tasks of a step share one, it is computed once
-and its keys and values are handed to every demonstration after it.
+A prompt is ten times as long as a demonstration. If all tasks of a step share one, it is computed once, and
+its keys and values are reused for every demonstration after it.
 """
 
 import random

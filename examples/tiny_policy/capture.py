@@ -1,8 +1,9 @@
-"""Record what the real harnesses send: their prompts, their tools, and how they format tool results.
+"""Record what the real harnesses send: their prompts, their tools, and their format of tool results.
 
     python -m examples.tiny_policy.capture --pi PATH/pi --mini PATH/mini
 
-The requests are third-party prose, so they are kept in an ignored cache and made anew wherever training runs.
+The requests are third-party prose, so they are kept in an ignored cache and recorded again on each machine
+that trains.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Demonstrations: what a competent small policy does with each harness's own tools, and what a careless one
-does.
+"""Demonstrations: what a competent small policy does with each harness's tools, and what a careless one does.
 
-A demonstration is a generator: it yields what the model says and is sent what the harness answers.  A
-careless one (`noise` above 0) forgets, guesses, gives up and spells its JSON oddly, because reinforcement
-learning needs a policy that fails sometimes and can do better.
+A demonstration is a generator: it yields the model's output and receives the harness's. A careless one
+(`noise` above 0) forgets, guesses, gives up and spells its JSON oddly, because reinforcement learning needs a
+policy that fails sometimes and can do better.
 """
 
 import json

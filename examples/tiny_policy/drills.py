@@ -1,7 +1,7 @@
-"""Exercises in copying, before any task: lists said twice, and values looked up by their key.
+"""Copying exercises before any task: lists repeated, and values looked up by key.
 
-A policy that cannot copy a word learns every form of the demonstrations and nothing of their content, for as
-long as one cares to wait.  A few hundred small steps of this make copying form first.
+A policy that cannot copy a word learns the form of the demonstrations and nothing of their content. A few
+hundred small steps of this make copying form first.
 """
 
 import random

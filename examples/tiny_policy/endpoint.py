@@ -1,7 +1,7 @@
-"""A chat-completions endpoint on loopback: what a real harness talks to while we watch or evaluate.
+"""A chat-completions endpoint on loopback for recording and evaluating real harnesses.
 
-It answers every request with what one function returns, whole or streamed as the request asks.  It is a
-test instrument of this example, not a server: the node has its own.
+It answers every request with the result of one function, whole or streamed as requested. It is a test
+instrument of this example, not a server.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Run an unmodified harness once, in a throw-away directory, against an endpoint on loopback.
+"""Run an unmodified harness once, in a temporary directory, against an endpoint on loopback.
 
-The directory is mounted over the workdir in a mount namespace of its own, so that the harness sees the path
-it sees in production.  The environment is built from nothing: no variable of ours reaches the harness.
+The directory is mounted over the workdir in its own mount namespace, so the harness sees the same path as in
+production. The environment starts empty: no variable of ours reaches the harness.
 """
 
 import json

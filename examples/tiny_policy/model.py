@@ -1,4 +1,4 @@
-"""The policy's shape, and how it is written to disk.
+"""The policy's shape, and how it is saved.
 
 Large enough to copy and look up, small enough to ship in a wheel as float32 and to sample on a CPU.
 """

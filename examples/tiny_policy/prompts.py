@@ -1,7 +1,7 @@
-"""What each harness says before the model's first word, with everything that varies between machines varied.
+"""Each harness's prompt before the model's first token, with everything that varies between machines varied.
 
-The prose is the harness's own, from a capture.  Date, installation path, kernel and the like are drawn anew
-for every prompt, so that the policy cannot lean on them.
+The prose is the harness's own, from a capture. Date, installation path, kernel and the like are drawn at
+random for every prompt, so the policy cannot rely on them.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The policy at work: sampling at temperature 1, session by session, with nothing said ever encoded again."""
+"""Run the policy: sampling at temperature 1, session by session; sampled ids are never encoded again."""
 
 import json
 import random

@@ -1,7 +1,7 @@
-"""A family of small, verifiable file tasks, from an order to write one word to a hunt over two files.
+"""A family of small, verifiable file tasks, from writing one word to a search over two files.
 
-A task is a pure function of its seed.  One in five pairs of answer and target is held out of training, so
-that an evaluation asks for things the policy was never shown.
+A task is a pure function of its seed. One in five pairs of answer and target is held out of training, so an
+evaluation uses things that the policy has not seen.
 """
 
 import random

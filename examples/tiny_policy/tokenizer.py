@@ -1,7 +1,7 @@
-"""The policy's own tokenizer: byte-level BPE with Qwen3's split and control tokens, learned where it is used.
+"""The policy's tokenizer: byte-level BPE with Qwen3's split and control tokens, learned on its own use.
 
-Learning it on the harnesses' prompts and on the demonstrations makes prompts short; being byte-level, it
-still spells any text.
+Learning it on the harnesses' prompts and on the demonstrations makes prompts short; being byte-level, it can
+still encode any text.
 """
 
 import inspect

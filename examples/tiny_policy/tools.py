@@ -1,7 +1,7 @@
-"""The harnesses' tools, run for real in a throw-away directory and reported in the harnesses' own words.
+"""The harnesses' tools, executed in a temporary directory and reported in the harnesses' own format.
 
-Commands name the workdir; here it is another directory, so its name is exchanged on the way in and out.
-The wording of results was read off captures (see capture.py).
+Commands name the workdir; here it is another directory, so its name is replaced on the way in and out. The
+format of results was taken from captures (see capture.py).
 """
 
 import json

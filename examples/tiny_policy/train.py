@@ -1,9 +1,9 @@
-"""Make `polarnode-tiny` from nothing: record the harnesses, demonstrate, learn a tokenizer, learn a policy.
+"""Make `polarnode-tiny` from scratch: record the harnesses, demonstrate, learn a tokenizer, train a policy.
 
     python -m examples.tiny_policy.train --out DIR [--round 2]
 
-First exercises in copying, because copying must form before anything else can; then demonstrations, under
-short prompts and then whole ones; then some careless ones, for variety; then careful ones again.
+Copying exercises come first, because copying must form before anything else; then demonstrations, under short
+prompts and then whole ones; then some careless ones, for variety; then careful ones again.
 """
 
 import argparse

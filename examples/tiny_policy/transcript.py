@@ -1,7 +1,7 @@
-"""Whole sessions as text: what the node would feed the model, and which parts the model says itself.
+"""Whole sessions as text: what the node gives the model, and which parts the model samples itself.
 
-The pieces are those of the node: one full render, then what was sampled, then the suffix that the template
-renders after a turn's end.  Nothing that was said is ever rendered again.
+The pieces are those of the node: one full render, then the sample, then the suffix that the template renders
+after a turn's end. Nothing is rendered twice.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The small world of the tasks: the words, keys and file names they are made of."""
+"""The vocabulary of the tasks: words, keys and file names."""
 
 
 def _listed(text: str) -> tuple[str, ...]:

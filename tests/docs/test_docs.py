@@ -1,4 +1,4 @@
-"""The documents against the program: what they name exists, and what exists they name."""
+"""Compare the pages with the program: names exist, and every field, route and setting is documented."""
 
 import json
 import re
