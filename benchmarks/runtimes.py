@@ -331,7 +331,7 @@ async def open_scheduler(
         journal=notes,
         runtimes=runtimes,
         stages=stages,
-        serve_door=_no_door,
+        serve_endpoint=_no_door,
         context_length=4096,
         log_dir=folder,
         ensure_image=_image_is_there,

@@ -135,7 +135,7 @@ class Node:
         await self.scheduler.registry.stop(cancel=cancel)
 
     def status(self) -> dict[str, Json]:
-        """The node at a glance."""
+        """The node now, as JSON for `GET /v1/status`."""
         return {
             "node": self.config.node_id,
             "model": {

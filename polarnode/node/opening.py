@@ -283,15 +283,15 @@ async def _open_sessions(
     model: LoadedModel,
     plane: ModelPlane,
 ) -> AsyncIterator[Scheduler]:
-    def serve_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:
-        return open_server(plane.app_for(session_id), door)
+    def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
+        return open_server(plane.app_for(session_id), listener)
 
     services = NodeServices(
         identity=NodeIdentity(node=config.node_id, model=model.name),
         journal=journal,
         runtimes=runtimes,
         stages=_stages(config),
-        serve_door=serve_door,
+        serve_endpoint=serve_endpoint,
         context_length=engines.context_length,
         log_dir=_sessions_dir(config),
         ensure_image=images.ensure,

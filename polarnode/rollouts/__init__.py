@@ -1,4 +1,1 @@
-"""Captures: sessions whose harness its caller runs. `Captures` is what others hold.
-
-The rule for whoever edits it: what other rooms use is imported from here.
-"""
+"""Rollouts: tasks become sessions, and sessions become trajectories."""

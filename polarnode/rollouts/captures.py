@@ -42,9 +42,7 @@ INSTRUCTION: Final = "(a capture: whoever holds its key runs its harness)"
 
 
 def task_of(spec: CaptureSpec) -> TaskSpec:
-    """The task identity places a capture and its like hold. None of them is tried again: the node can not run
-    their harness.
-    """
+    """The task whose samples are captures. None is tried again: the node cannot run their harness."""
     return TaskSpec(
         instruction=INSTRUCTION,
         harness=HarnessSpec(name=HARNESS),

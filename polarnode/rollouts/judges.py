@@ -145,11 +145,11 @@ def _words(reply: JudgeReply, secret: str | None) -> str:
 
 def _retry_after(reply: JudgeReply, now: float) -> float:
     """Seconds, or a date, as the header has it; 0 where there is none that can be read."""
-    said = reply.headers.get("retry-after", "").strip()
-    if said.replace(".", "", 1).isdecimal():
-        return float(said)
+    header = reply.headers.get("retry-after", "").strip()
+    if header.replace(".", "", 1).isdecimal():
+        return float(header)
     try:
-        found = parsedate_to_datetime(said) if said else None
+        found = parsedate_to_datetime(header) if header else None
     except ValueError:
         return 0.0
     if found is None:
@@ -194,93 +194,93 @@ class HttpJudge:
     client: httpx2.AsyncClient
     now: Callable[[], float] = time.time  # what a Retry-After with a date is compared with
     _secret: str | None = field(default=None, alias="secret", repr=False)
-    _places: trio.CapacityLimiter = field(init=False)
-    _asked: int = field(default=0, init=False)
+    _slots: trio.CapacityLimiter = field(init=False)
+    _questions: int = field(default=0, init=False)
     _again: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
 
-    @_places.default
-    def _make_places(self) -> trio.CapacityLimiter:
+    @_slots.default
+    def _make_slots(self) -> trio.CapacityLimiter:
         return trio.CapacityLimiter(self.config.at_once)
 
     async def ask(self, question: Question) -> str:
-        """The answer's text. Whoever has to wait before asking again keeps its place: others would meet the
+        """The answer's text. Whoever has to wait before asking again keeps its slot: others would meet the
         same refusal.
         """
-        self._asked += 1
+        self._questions += 1
         try:
-            async with self._places_for_one():
+            async with self._slot():
                 return await self._answered(request_body(self.config, question))
         except EvaluatorError:
             self._failed += 1
             raise
 
     async def ask_each(self, questions: Sequence[Question]) -> list[str]:
-        """All of them at once, as far as there are places; answers in order. The first that fails ends the
+        """All of them at once, as far as there are slots; answers in order. The first that fails ends the
         others.
         """
         answers: list[str] = [""] * len(questions)
         failed: list[PolarnodeError] = []
         async with trio.open_nursery() as nursery:
 
-            async def one(place: int) -> None:
+            async def one(index: int) -> None:
                 try:
-                    answers[place] = await self.ask(questions[place])
+                    answers[index] = await self.ask(questions[index])
                 except PolarnodeError as error:  # as a value: raised, the nursery would wrap it in a group
                     failed.append(error)
                     nursery.cancel_scope.cancel()
 
-            for place in range(len(questions)):
-                nursery.start_soon(one, place)
+            for index in range(len(questions)):
+                nursery.start_soon(one, index)
         if failed:
             raise failed[0]
         return answers
 
     def statistics(self) -> JudgeStatistics:
         """The counts now."""
-        places = self._places.statistics()
+        slots = self._slots.statistics()
         return JudgeStatistics(
-            asked=self._asked,
+            asked=self._questions,
             again=self._again,
             failed=self._failed,
-            under_way=places.borrowed_tokens,
-            waiting=places.tasks_waiting,
+            under_way=slots.borrowed_tokens,
+            waiting=slots.tasks_waiting,
         )
 
     @asynccontextmanager
-    async def _places_for_one(self) -> AsyncIterator[None]:
+    async def _slot(self) -> AsyncIterator[None]:
         borrower = object()  # one evaluator may have several questions under way
-        await self._places.acquire_on_behalf_of(borrower)
+        await self._slots.acquire_on_behalf_of(borrower)
         try:
             yield
         finally:
-            self._places.release_on_behalf_of(borrower)
+            self._slots.release_on_behalf_of(borrower)
 
     async def _answered(self, body: bytes) -> str:
-        said = await self._attempt(body)
+        answer = await self._attempt(body)
         for attempt in range(1, self.config.attempts):
-            if isinstance(said, str):
-                return said
-            pause = _pause(said, attempt)
-            if said.after_s > LONGEST_WISH_S:
+            if isinstance(answer, str):
+                return answer
+            pause = _pause(answer, attempt)
+            if answer.after_s > LONGEST_WISH_S:
                 raise EvaluatorError(
-                    f"judge {self.name} asks to be left alone for {said.after_s:.0f} s: {said.reason}"
+                    f"judge {self.name} asks to be left alone for {answer.after_s:.0f} s: {answer.reason}"
                 )
-            logger.info("judge %s is asked again in %.1f s: %s", self.name, pause, said.reason)
+            logger.info("judge %s is asked again in %.1f s: %s", self.name, pause, answer.reason)
             self._again += 1
             await trio.sleep(pause)
-            said = await self._attempt(body)
-        if isinstance(said, str):
-            return said
+            answer = await self._attempt(body)
+        if isinstance(answer, str):
+            return answer
         attempts = "one attempt" if self.config.attempts == 1 else f"{self.config.attempts} attempts"
-        raise EvaluatorError(f"judge {self.name} gave no answer in {attempts}: {said.reason}")
+        raise EvaluatorError(f"judge {self.name} gave no answer in {attempts}: {answer.reason}")
 
     async def _attempt(self, body: bytes) -> str | Passes:
         with trio.move_on_after(self.config.answer_s):
             try:
                 with boundary(EvaluatorError, f"judge {self.name} could not be asked"):
                     return read_reply(
-                        await self._sent(body), who=f"judge {self.name}", now=self.now(), secret=self._secret
+                        await self._post(body), who=f"judge {self.name}", now=self.now(), secret=self._secret
                     )
             except EvaluatorError as error:
                 if isinstance(error.__cause__, httpx2.TransportError):
@@ -290,7 +290,7 @@ class HttpJudge:
                 raise
         return Passes(f"no answer within {self.config.answer_s:g} s")
 
-    async def _sent(self, body: bytes) -> JudgeReply:
+    async def _post(self, body: bytes) -> JudgeReply:
         received = bytearray()
         # left so, and not by an error, the generators inside the response are closed from within
         with trio.CancelScope() as enough:
@@ -308,8 +308,8 @@ class HttpJudge:
         )
 
 
-def _pause(said: Passes, attempt: int) -> float:
-    return PAUSES.delay(attempt - 1, at_least_s=said.after_s, draw=random.random())
+def _pause(passes: Passes, attempt: int) -> float:
+    return PAUSES.delay(attempt - 1, at_least_s=passes.after_s, draw=random.random())
 
 
 @define(eq=False)

@@ -116,7 +116,7 @@ class NodeServices:
     runtimes: Runtimes
     stages: Stages
     # serves the model endpoint of a session on its socket
-    serve_door: Callable[[str, socket], AbstractAsyncContextManager[object]]
+    serve_endpoint: Callable[[str, socket], AbstractAsyncContextManager[object]]
     context_length: int
     log_dir: Path
     ensure_image: Callable[[str], Awaitable[None]]

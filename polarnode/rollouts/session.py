@@ -168,7 +168,7 @@ class Session:
                 return error
 
     async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
-        """A place in INIT, but not to sit in it and wait for what a sibling prepares."""
+        """Take a slot of INIT, but not while a sibling prepares the same workspace."""
         await init.enter_async_context(self._init_stage(scope))
         while self._containers.preparing():
             await init.aclose()
@@ -177,7 +177,7 @@ class Session:
 
     @asynccontextmanager
     async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
-        """A place in INIT with its budget running: one budget for all attempts; waiting for the place is
+        """A slot of INIT with its budget running: one budget for all attempts; waiting for the slot is
         free.
         """
         async with self._slot(self.services.stages.init):
@@ -212,7 +212,7 @@ class Session:
     ) -> Result | PolarnodeError:
         try:
             launch = await self._furnished(runtime)
-            async with self.services.serve_door(self.identity.session_id, runtime.endpoint):
+            async with self.services.serve_endpoint(self.identity.session_id, runtime.endpoint):
                 await init.aclose()
                 ran = await self._ready_and_run(runtime, launch, expires, prefetched)
         except PolarnodeError as error:
@@ -220,7 +220,7 @@ class Session:
         return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, prefetched)
 
     async def _furnished(self, runtime: PodmanRuntime) -> Launch:
-        """All that a harness needs is in its place, and nothing but its workspace can be written any more."""
+        """Put what the harness needs into the container, and seal all but its workspace."""
         endpoint = Endpoint(
             base_url=runtime.base_url,
             key=self.live.key,
@@ -293,7 +293,7 @@ class Session:
             return Result(outcome=outcome)
         self._enter("post")
         try:
-            # now, and not when there is a place: what a harness left running takes from those that still run
+            # now, and not when there is a slot: what a harness left running takes from those that still run
             await runtime.end_processes()
         except RuntimeFault as fault:
             return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
@@ -303,7 +303,7 @@ class Session:
                     self._containers, runtime, outcome, self.live.lineages.turns, prefetched
                 )
 
-    # ── its scopes, places and times ──────────────────────────────────────────
+    # ── scopes, slots and times ────────────────────────────────────────────────
 
     def _slot(self, stage: PrioritySemaphore) -> AbstractAsyncContextManager[None]:
         return stage.slot(priority=self.order.spec.priority)

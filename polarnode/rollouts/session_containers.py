@@ -108,7 +108,7 @@ async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str |
 
 # ── prefetched runtime ────────────────────────────────────────────────────────
 
-LAST = -1  # priority of its place: a session's is 0 to 100
+LAST = -1  # priority of its slot: a session's is 0 to 100
 
 logger = logging.getLogger(__name__)
 

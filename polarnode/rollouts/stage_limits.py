@@ -1,11 +1,12 @@
-"""From what a node reads of its machine and its engine to how many sessions may be in each stage. Pure: one
-step a second, no clock.
+"""Decides how many sessions may be in each stage, from readings of the machine and the engine.
+
+Pure: one step a second, no clock.
 
 INIT stops where memory or disk are short: a session that began needs both until it is over. RUN shrinks by a
-part where the engine's queue is long and grows by one where it is short, as TCP does, because nobody can say
-beforehand how many agents an engine feeds: more of them make no more tokens, they only grow old while they
-wait on one another. POST shrinks where programs wait for the CPU. The rule for whoever edits it: nothing
-stops for ever; with nobody at work one session begins whatever is short, since waiting would free nothing.
+part where the engine's queue is long and grows by one where it is short, as TCP does, because the
+number of agents an engine can feed is unknown in advance: more of them make no more tokens, they only wait on
+one another. POST shrinks where programs wait for the CPU. Invariant: nothing
+stops for ever; with no session at work one begins whatever is short, since waiting would free nothing.
 """
 
 from attrs import evolve, frozen
@@ -36,7 +37,7 @@ POST_PART = 4  # of so many parts of its limit POST keeps one: evaluations also 
 
 @frozen(kw_only=True)
 class Bounds:
-    """What the node's config says: the most of each stage, and MiB that are kept free."""
+    """Limits of the node's config: the most of each stage, and MiB that are kept free."""
 
     init: int
     run: int
@@ -47,7 +48,7 @@ class Bounds:
 
 @frozen(kw_only=True)
 class Readings:
-    """The machine and the engine at one moment; None where it can not be told. `waiting` and `running` are
+    """The machine and the engine at one moment; None where it is unknown. `waiting` and `running` are
     the engine's requests.
     """
 
@@ -107,10 +108,10 @@ def _init(state: State, readings: Readings, standing: Standing, bounds: Bounds) 
     return evolve(state, init=0 if standing.at_work else 1, init_held=held)
 
 
-def _short(what: str, left: float | None, reserve: int, needed: float) -> str | None:
-    if left is None or left >= reserve * needed:
+def _short(what: str, free: float | None, reserve: int, needed: float) -> str | None:
+    if free is None or free >= reserve * needed:
         return None
-    return f"{what}: {left:.0f} MiB left of the {reserve} kept free"
+    return f"{what}: {free:.0f} MiB left of the {reserve} kept free"
 
 
 def _run(state: State, readings: Readings, standing: Standing, bounds: Bounds) -> State:

@@ -94,7 +94,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
                 run=PrioritySemaphore(limit=0),
                 post=PrioritySemaphore(limit=0),
             ),
-            serve_door=no_container,
+            serve_endpoint=no_container,
             context_length=CONTEXT,
             log_dir=folder,
             ensure_image=no_container,

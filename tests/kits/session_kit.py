@@ -213,7 +213,7 @@ async def town(
         journal=notes,
         runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
         stages=stages,
-        serve_door=lambda session_id, door: _door(doors, session_id, door),
+        serve_endpoint=lambda session_id, door: _door(doors, session_id, door),
         context_length=4096,
         log_dir=tmp_path,
         ensure_image=_ensure_image,
