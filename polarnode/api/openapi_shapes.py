@@ -20,9 +20,9 @@ from attrs import field, frozen
 
 from polarnode.api.query import FILTERS
 from polarnode.api.routes import Ack
-from polarnode.api.service import Submitted
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
+from polarnode.core.status import Consumers, SessionStatus, Submitted, TaskStatus
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.core.weights import UpdateOpened, WeightsReport, WeightsState, WeightsStatus
@@ -34,48 +34,28 @@ from polarnode.engine.weight_values import (
     TensorBucket,
     UpdateOrder,
 )
-from polarnode.journal.values import ConsumerRecord, JournalStatistics, SessionRecord
+from polarnode.journal.values import JournalStatistics
 from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
 
 # ── answers ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Session(SessionRecord):
-    """A session at a glance; `status` is pending until it is over."""
-
-    status: str
-
-
-@frozen(kw_only=True)
-class Task:
-    """A task and the sessions that hold its places."""
-
-    task_id: str
-    group_id: str
-    idempotency_key: str | None
-    submitted: float
-    finished: bool
-    counts: dict[str, int]
-    sessions: tuple[Session, ...]
-
-
-@frozen(kw_only=True)
-class WholeTask(Task):
+class TaskWithSpec(TaskStatus):
     """A task with its spec, every default written out."""
 
     spec: TaskSpec
 
 
 @frozen(kw_only=True)
-class Tasks:
+class TasksAnswer:
     """A page of tasks."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[TaskStatus, ...]
 
 
 @frozen(kw_only=True)
-class Cancelled:
+class CancelAnswer:
     """Whether sessions of the task were under way."""
 
     task_id: str
@@ -83,7 +63,7 @@ class Cancelled:
 
 
 @frozen(kw_only=True)
-class Position:
+class PositionAnswer:
     """Where a consumer is."""
 
     consumer: str
@@ -91,14 +71,7 @@ class Position:
 
 
 @frozen(kw_only=True)
-class Consumers:
-    """All that are known."""
-
-    consumers: tuple[ConsumerRecord, ...]
-
-
-@frozen(kw_only=True)
-class Forgotten:
+class ForgottenAnswer:
     """A consumer for which nothing is kept any more."""
 
     consumer: str
@@ -127,13 +100,13 @@ class Formatted:
 class WholeSession:
     """A session with its turns in full, and its trajectory without them."""
 
-    session: Session
+    session: SessionStatus
     turns: tuple[dict[str, Json], ...]
     trajectory: Trajectory | None
 
 
 @frozen(kw_only=True)
-class Status:
+class NodeStatusAnswer:
     """The node at a glance; what else is in it is told on the API's page."""
 
     node: str
@@ -141,21 +114,21 @@ class Status:
 
 
 @frozen(kw_only=True)
-class Health:
+class HealthAnswer:
     """200 says it."""
 
     ok: bool
 
 
 @frozen(kw_only=True)
-class Ready:
+class ReadyAnswer:
     """503 says that it is not."""
 
     ready: bool
 
 
 @frozen(kw_only=True)
-class Fault:
+class ErrorBody:
     """What went wrong, and what to do."""
 
     type: str
@@ -167,7 +140,7 @@ class Fault:
 class Refusal:
     """Every refusal."""
 
-    error: Fault
+    error: ErrorBody
 
 
 # ── operations ────────────────────────────────────────────────────────────
@@ -222,17 +195,17 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ("GET", "/v1/tasks"): Operation(
         summary="Tasks, newest first.",
         query=("limit", "before"),
-        answer=Tasks,
+        answer=TasksAnswer,
         leads_to={
             "/tasks/0/task_id": ("DELETE", "/v1/tasks/<task_id>"),
             "/tasks/0/sessions/0/session_id": ("GET", "/v1/trajectories/<session_id>"),
         },
     ),
     ("GET", "/v1/tasks/<task_id>"): Operation(
-        summary="A task, with its spec and its sessions.", answer=WholeTask, errors=(404,)
+        summary="A task, with its spec and its sessions.", answer=TaskWithSpec, errors=(404,)
     ),
     ("DELETE", "/v1/tasks/<task_id>"): Operation(
-        summary="End a task's sessions with what they have.", answer=Cancelled, errors=(404,)
+        summary="End a task's sessions with what they have.", answer=CancelAnswer, errors=(404,)
     ),
     ("GET", "/v1/trajectories/stream"): Operation(
         summary="Events as they come, for ever or until there are no more.",
@@ -241,7 +214,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         content="text/event-stream",
     ),
     ("POST", "/v1/trajectories/ack"): Operation(
-        summary="Move a consumer's position forward.", body=Ack, answer=Position, errors=(413,)
+        summary="Move a consumer's position forward.", body=Ack, answer=PositionAnswer, errors=(413,)
     ),
     ("GET", "/v1/consumers"): Operation(
         summary="Who reads the stream under a name, and how far behind.",
@@ -249,7 +222,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         leads_to={"/consumers/0/consumer": ("DELETE", "/v1/consumers/<path:consumer>")},
     ),
     ("DELETE", "/v1/consumers/<path:consumer>"): Operation(
-        summary="Keep nothing for a consumer any more.", answer=Forgotten, errors=(404, 409)
+        summary="Keep nothing for a consumer any more.", answer=ForgottenAnswer, errors=(404, 409)
     ),
     ("GET", "/v1/trajectories/<session_id>"): Operation(
         summary="A session that is over.",
@@ -272,15 +245,15 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         content="application/x-ndjson",
         also=("application/vnd.apache.parquet",),
     ),
-    ("GET", "/v1/status"): Operation(summary="The node now.", tag="node", answer=Status),
+    ("GET", "/v1/status"): Operation(summary="The node now.", tag="node", answer=NodeStatusAnswer),
     ("GET", "/metrics"): Operation(summary="Its numbers, for Prometheus.", tag="node", content="text/plain"),
     ("GET", "/healthz"): Operation(
-        summary="Whether the process serves.", tag="node", answer=Health, open=True
+        summary="Whether the process serves.", tag="node", answer=HealthAnswer, open=True
     ),
     ("GET", "/readyz"): Operation(
         summary="Whether tasks are taken and an engine answers.",
         tag="node",
-        answer=Ready,
+        answer=ReadyAnswer,
         errors=(503,),
         open=True,
     ),
@@ -292,7 +265,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
 
 
 @frozen(kw_only=True)
-class Joined:
+class JoinedGroupAnswer:
     """A process group that the engine is in."""
 
     name: str
@@ -301,14 +274,14 @@ class Joined:
 
 
 @frozen(kw_only=True)
-class Left:
+class LeftGroupAnswer:
     """A process group that the engine was in."""
 
     name: str
 
 
 @frozen(kw_only=True)
-class Captures:
+class CapturesAnswer:
     """Those that are open."""
 
     captures: tuple[CaptureStatus, ...]
@@ -385,11 +358,11 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         tag="weights",
         body=GroupOrder,
         status=201,
-        answer=Joined,
+        answer=JoinedGroupAnswer,
         errors=(409, 413, 503),
     ),
     ("DELETE", "/v1/weights/groups/<name>"): Operation(
-        summary="Leave it.", tag="weights", answer=Left, errors=(404, 409, 503)
+        summary="Leave it.", tag="weights", answer=LeftGroupAnswer, errors=(404, 409, 503)
     ),
     ("POST", "/v1/engine/pause"): Operation(
         summary="Hold generation.",
@@ -429,7 +402,9 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 429, 507),
         leads_to={"/session_id": ("DELETE", "/v1/capture/<session_id>")},
     ),
-    ("GET", "/v1/capture"): Operation(summary="Captures that are open.", tag="captures", answer=Captures),
+    ("GET", "/v1/capture"): Operation(
+        summary="Captures that are open.", tag="captures", answer=CapturesAnswer
+    ),
     ("GET", "/v1/capture/<session_id>"): Operation(
         summary="A capture, open or over.", tag="captures", answer=CaptureOpen | CaptureOver, errors=(404,)
     ),

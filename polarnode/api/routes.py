@@ -21,10 +21,11 @@ from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task
 from polarnode.core.codec.trajectories import trajectory_json, turns_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict
+from polarnode.core.status import SessionRecord
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
 from polarnode.journal.journal import check_consumer
-from polarnode.journal.values import SessionRecord, TaskRecord
+from polarnode.journal.values import TaskRecord
 from polarnode.rollouts.captures import Captures
 
 # ── routes ────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Protocol
 
 import trio
-from attrs import frozen
 from quart import Response
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
@@ -18,6 +17,7 @@ from polarnode.api.metrics import Figures
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
+from polarnode.core.status import Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.engine.weight_values import PauseOrder
@@ -28,17 +28,6 @@ from polarnode.rollouts.scheduler import LiveSessionStatus
 # ── the port ────────────────────────────────────────────────────────────
 
 __all__ = ["Busy", "Conflict", "DiskFull", "Service", "Submitted"]
-
-
-@frozen(kw_only=True)
-class Submitted:
-    """A task that was taken. `created` is False when it had been taken before and this is the same answer
-    again.
-    """
-
-    task_id: str
-    session_ids: tuple[str, ...]
-    created: bool = True
 
 
 class CapturesService(Protocol):

@@ -18,7 +18,8 @@ from polarnode.cli import output
 from polarnode.cli.output import harmless, open_console
 from polarnode.cli.sources import SourceSelection, build_images, note_lines, written_whole
 from polarnode.client.blocking import PolarnodeClient
-from polarnode.client.values import Event, Submitted
+from polarnode.client.values import Event
+from polarnode.core.status import Submitted
 from polarnode.node.config import NodeConfig
 from polarnode.sources.values import SourcedTask
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from polarnode.client.api import Captured, CaptureSession
 from polarnode.client.blocking import PolarnodeClient
-from polarnode.client.values import ClientError, Event, SessionStatus, Submitted, TaskStatus, Unreachable
+from polarnode.client.values import ClientError, Event, Unreachable
+from polarnode.core.status import SessionStatus, Submitted, TaskStatus
 from polarnode.core.weights import WeightsReport, WeightsStatus
 
 if TYPE_CHECKING:

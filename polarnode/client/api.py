@@ -19,15 +19,16 @@ from typing import Any, Literal
 from attrs import define, evolve, field, frozen
 
 from polarnode.client import requests, weights
-from polarnode.client.requests import Request, Script, T, answered, part
+from polarnode.client.requests import ClientRequest, Script, T, answered, part
 from polarnode.client.scripts import Follower, Following, Patience, patiently
 from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
-from polarnode.client.values import ClientError, Submitted, Unreachable
+from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
+from polarnode.core.status import Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.core.weights import UpdateMode, WeightsReport
@@ -52,7 +53,7 @@ class BaseUrls:
 
 
 @frozen(kw_only=True)
-class Opened:
+class ClientCapture:
     """A capture that is open."""
 
     session_id: str
@@ -86,7 +87,7 @@ class CaptureSession:
     Set `reward` and the rest before the block ends; `result` is there behind it.
     """
 
-    opened: Opened
+    opened: ClientCapture
     reward: float | None = None
     status: Literal["completed", "failed", "cancelled"] = "completed"
     exit_code: int | None = None
@@ -149,11 +150,11 @@ def named(spec: CaptureSpec | None, **said: Any) -> CaptureSpec:
     return whole if whole.task_id is not None else evolve(whole, task_id=f"capture-{token_hex(8)}")
 
 
-def begin(spec: CaptureSpec) -> Request[Opened]:
-    return answered(Opened, "POST", "/v1/capture", plain(spec))
+def begin(spec: CaptureSpec) -> ClientRequest[ClientCapture]:
+    return answered(ClientCapture, "POST", "/v1/capture", plain(spec))
 
 
-def end(session_id: str, said: CaptureEnd) -> Request[Captured]:
+def end(session_id: str, said: CaptureEnd) -> ClientRequest[Captured]:
     return answered(
         Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(said), silence_s=END_SILENCE_S
     )
@@ -208,7 +209,7 @@ class Api:
     ack_every_s: float = ACK_EVERY_S
     now: Callable[[], float] = time.monotonic
 
-    def patiently(self, request: Request[T]) -> Script[T]:
+    def patiently(self, request: ClientRequest[T]) -> Script[T]:
         return patiently(request, self._patience())
 
     def submit(self, spec: TaskSpec | dict[str, Json], idempotency_key: str | None) -> Script[Submitted]:
@@ -246,7 +247,7 @@ class Api:
 
     # ── captures ──────────────────────────────────────────────────────────────
 
-    def begin_capture(self, spec: CaptureSpec) -> Script[Opened]:
+    def begin_capture(self, spec: CaptureSpec) -> Script[ClientCapture]:
         return self.patiently(begin(spec))
 
     def end_capture(self, session: CaptureSession) -> Script[Captured]:

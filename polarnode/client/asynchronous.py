@@ -28,12 +28,12 @@ from polarnode.client.api import END_SILENCE_S, LEAVING_S, Api, CaptureSession, 
 from polarnode.client.blocking import specs_of
 from polarnode.client.requests import (
     Ask,
+    ClientRequest,
     Close,
     Command,
     Give,
     Open,
     Read,
-    Request,
     Running,
     Script,
     Sleep,
@@ -41,11 +41,12 @@ from polarnode.client.requests import (
     ask,
 )
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
-from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
+from polarnode.client.values import Event, Unreachable, read_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
+from polarnode.core.status import Consumer, Submitted, TaskStatus
 from polarnode.core.task import CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
@@ -195,14 +196,14 @@ class _Wire:
                 await anyio.sleep(seconds)
         return None
 
-    async def _ask(self, request: Request[Any]) -> bytes:
+    async def _ask(self, request: ClientRequest[Any]) -> bytes:
         response = await self._send(request)
         try:
             return await self._whole(response)
         finally:
             await _closed(response)  # noqa: ASYNC102 - shielded and bounded in `_closed`
 
-    async def _open(self, request: Request[Any]) -> str:
+    async def _open(self, request: ClientRequest[Any]) -> str:
         await self.close()
         self._response = await self._send(request)
         self._pieces = self._response.aiter_raw()
@@ -223,7 +224,7 @@ class _Wire:
             self.http.reading.discard(self)
             await _closed(response, pieces)
 
-    async def _send(self, request: Request[Any]) -> httpx2.Response:
+    async def _send(self, request: ClientRequest[Any]) -> httpx2.Response:
         """The head of an answer of 2xx; ClientError for another."""
         mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
         url = self.http.base_url.rstrip("/") + request.path

@@ -23,12 +23,12 @@ from polarnode.client import requests, weights
 from polarnode.client.api import Api, CaptureSession, Reading, named
 from polarnode.client.requests import (
     Ask,
+    ClientRequest,
     Close,
     Command,
     Give,
     Open,
     Read,
-    Request,
     Running,
     Script,
     Sleep,
@@ -36,11 +36,12 @@ from polarnode.client.requests import (
     ask,
 )
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
-from polarnode.client.values import Consumer, Event, Submitted, TaskStatus, Unreachable, read_error
+from polarnode.client.values import Event, Unreachable, read_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
+from polarnode.core.status import Consumer, Submitted, TaskStatus
 from polarnode.core.task import CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
@@ -113,14 +114,14 @@ class _Wire:
                 time.sleep(seconds)
         return None
 
-    def _ask(self, request: Request[Any]) -> bytes:
+    def _ask(self, request: ClientRequest[Any]) -> bytes:
         with closing(self._connect(request)) as connection:
             try:
                 return self._send(connection, request).read()
             except (OSError, HTTPException) as error:
                 raise self.http.unreachable(error) from error
 
-    def _open(self, request: Request[Any]) -> str:
+    def _open(self, request: ClientRequest[Any]) -> str:
         self.close()
         self._connection = self._connect(request)
         try:
@@ -146,12 +147,12 @@ class _Wire:
             self._connection.close()
         self._connection = self._response = None
 
-    def _connect(self, request: Request[Any]) -> HTTPConnection:
+    def _connect(self, request: ClientRequest[Any]) -> HTTPConnection:
         url = urlsplit(self.http.base_url)
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         return kind(url.hostname or "127.0.0.1", url.port, timeout=request.silence_s)
 
-    def _send(self, connection: HTTPConnection, request: Request[Any]) -> HTTPResponse:
+    def _send(self, connection: HTTPConnection, request: ClientRequest[Any]) -> HTTPResponse:
         """The head of an answer of 2xx; ClientError for another."""
         mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
         path = urlsplit(self.http.base_url).path.rstrip("/") + request.path

@@ -18,13 +18,14 @@ from urllib.parse import quote, urlencode
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.client.values import Consumer, Consumers, Submitted, TaskStatus, read_answer, read_object
+from polarnode.client.values import read_answer, read_object
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.codec.trajectories import Turns, read_trajectory
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
+from polarnode.core.status import Consumer, Consumers, Submitted, TaskStatus
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 
@@ -36,7 +37,7 @@ SILENCE_S = 30.0  # the node speaks at least every 10 s on a stream; three misse
 
 
 @frozen(kw_only=True)
-class Request(Generic[T]):
+class ClientRequest(Generic[T]):
     """One request, and how its answer is read. `path` holds its query, `headers` none of the client's own."""
 
     method: str
@@ -53,14 +54,14 @@ class Ask:
     answer.
     """
 
-    request: Request[Any]
+    request: ClientRequest[Any]
 
 
 @frozen
 class Open:
     """Send the request and leave its body to be read; answer its content type. Raises as Ask."""
 
-    request: Request[Any]
+    request: ClientRequest[Any]
 
 
 @frozen
@@ -91,7 +92,7 @@ Command = Ask | Open | Read | Close | Sleep | Give
 Script = Generator[Command, Any, T]
 
 
-def ask(request: Request[T]) -> Script[T]:
+def ask(request: ClientRequest[T]) -> Script[T]:
     """One request, once."""
     body = yield Ask(request)
     return request.read(body)
@@ -157,10 +158,10 @@ def request(
     body: Mapping[str, Json] | None = None,
     *,
     silence_s: float = SILENCE_S,
-) -> Request[T]:
+) -> ClientRequest[T]:
     """A request, with a body of JSON if it has one."""
     sent = None if body is None else dump_json(dict(body))
-    return Request(
+    return ClientRequest(
         method=method,
         path=path,
         read=read,
@@ -172,7 +173,7 @@ def request(
 
 def asked(
     method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S
-) -> Request[dict[str, Any]]:
+) -> ClientRequest[dict[str, Any]]:
     """A request whose answer is an object, taken as it is."""
     return request(read_object, method, path, body, silence_s=silence_s)
 
@@ -184,7 +185,7 @@ def answered(
     body: Mapping[str, Json] | None = None,
     *,
     silence_s: float = SILENCE_S,
-) -> Request[T]:
+) -> ClientRequest[T]:
     """A request whose answer is a `shape`."""
     return request(partial(read_answer, shape=shape), method, path, body, silence_s=silence_s)
 
@@ -192,20 +193,20 @@ def answered(
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
-def submit(spec: TaskSpec | dict[str, Json], *, idempotency_key: str) -> Request[Submitted]:
+def submit(spec: TaskSpec | dict[str, Json], *, idempotency_key: str) -> ClientRequest[Submitted]:
     plain = answered(Submitted, "POST", "/v1/tasks", task_json(spec) if isinstance(spec, TaskSpec) else spec)
     return evolve(plain, headers={**plain.headers, "Idempotency-Key": idempotency_key})
 
 
-def task(task_id: str) -> Request[dict[str, Any]]:
+def task(task_id: str) -> ClientRequest[dict[str, Any]]:
     return asked("GET", f"/v1/tasks/{part(task_id)}")
 
 
-def task_status(task_id: str) -> Request[TaskStatus]:
+def task_status(task_id: str) -> ClientRequest[TaskStatus]:
     return answered(TaskStatus, "GET", f"/v1/tasks/{part(task_id)}")
 
 
-def tasks(*, limit: int, before: str | None) -> Request[list[dict[str, Any]]]:
+def tasks(*, limit: int, before: str | None) -> ClientRequest[list[dict[str, Any]]]:
     return request(
         lambda body: list(read_object(body)["tasks"]),
         "GET",
@@ -213,14 +214,14 @@ def tasks(*, limit: int, before: str | None) -> Request[list[dict[str, Any]]]:
     )
 
 
-def cancel(task_id: str) -> Request[bool]:
+def cancel(task_id: str) -> ClientRequest[bool]:
     return request(lambda body: bool(read_object(body)["cancelled"]), "DELETE", f"/v1/tasks/{part(task_id)}")
 
 
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
-def acknowledge(consumer: str, seq: int) -> Request[int]:
+def acknowledge(consumer: str, seq: int) -> ClientRequest[int]:
     return request(
         lambda body: int(read_object(body)["position"]),
         "POST",
@@ -229,41 +230,43 @@ def acknowledge(consumer: str, seq: int) -> Request[int]:
     )
 
 
-def trajectory(session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64") -> Request[Trajectory]:
+def trajectory(
+    session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64"
+) -> ClientRequest[Trajectory]:
     path = f"/v1/trajectories/{part(session_id)}" + query_string(turns=turns, arrays=arrays)
     return request(lambda body: read_trajectory(read_object(body)), "GET", path)
 
 
-def formatted(session_id: str, *, format: str, arrays: Arrays) -> Request[dict[str, Any]]:
+def formatted(session_id: str, *, format: str, arrays: Arrays) -> ClientRequest[dict[str, Any]]:
     return asked("GET", f"/v1/trajectories/{part(session_id)}" + query_string(format=format, arrays=arrays))
 
 
-def session(session_id: str) -> Request[dict[str, Any]]:
+def session(session_id: str) -> ClientRequest[dict[str, Any]]:
     return asked("GET", f"/v1/sessions/{part(session_id)}")
 
 
-def artifacts(session_id: str) -> Request[bytes]:
+def artifacts(session_id: str) -> ClientRequest[bytes]:
     return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
 
 
-def export(**said: object) -> Request[bytes]:
+def export(**said: object) -> ClientRequest[bytes]:
     return request(bytes, "GET", "/v1/export" + query_string(**said))
 
 
-def consumers() -> Request[tuple[Consumer, ...]]:
+def consumers() -> ClientRequest[tuple[Consumer, ...]]:
     return request(lambda body: read_answer(body, Consumers).consumers, "GET", "/v1/consumers")
 
 
-def forget_consumer(consumer: str) -> Request[dict[str, Any]]:
+def forget_consumer(consumer: str) -> ClientRequest[dict[str, Any]]:
     return asked("DELETE", f"/v1/consumers/{part(consumer)}")
 
 
 # ── the node ──────────────────────────────────────────────────────────────────
 
 
-def status() -> Request[dict[str, Any]]:
+def status() -> ClientRequest[dict[str, Any]]:
     return asked("GET", "/v1/status")
 
 
-def metrics() -> Request[str]:
+def metrics() -> ClientRequest[str]:
     return request(bytes.decode, "GET", "/metrics")

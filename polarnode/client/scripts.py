@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from polarnode.client.requests import Close, Open, Read, Request, Script, Sleep, T, ask
+from polarnode.client.requests import ClientRequest, Close, Open, Read, Script, Sleep, T, ask
 from polarnode.client.values import ClientError, Event, Unreachable
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import read_json
@@ -62,7 +62,7 @@ class Patience:
         return min(pause, left)
 
 
-def patiently(request: Request[T], patience: Patience) -> Script[T]:
+def patiently(request: ClientRequest[T], patience: Patience) -> Script[T]:
     """One request that may be sent more than once: again when it was not answered, or when there was
     no room.
     """
@@ -256,7 +256,9 @@ class Follower:
 
     def _open(self) -> Script[None]:
         headers = {} if self.position is None else {"Last-Event-ID": str(self.position)}
-        request: Request[Any] = Request(method="GET", path=self.following.path, headers=headers, read=bytes)
+        request: ClientRequest[Any] = ClientRequest(
+            method="GET", path=self.following.path, headers=headers, read=bytes
+        )
         found = yield Open(request)
         if not found.startswith(CONTENT_TYPE):
             raise ClientError(

@@ -24,10 +24,10 @@ from collections.abc import Callable, Container, Iterable
 from attrs import define, field, frozen
 
 from polarnode.client.requests import (
+    ClientRequest,
     Give,
     Open,
     Read,
-    Request,
     Script,
     acknowledge,
     ask,
@@ -301,7 +301,7 @@ class Groups:
 # ── bodies ────────────────────────────────────────────────────────────────────
 
 
-def pieces(request: Request[bytes]) -> Script[None]:
+def pieces(request: ClientRequest[bytes]) -> Script[None]:
     """A body as it comes; first b"", when it is known to be there."""
     yield Open(request)
     yield Give(b"")
@@ -309,7 +309,7 @@ def pieces(request: Request[bytes]) -> Script[None]:
         yield Give(data)
 
 
-def objects(request: Request[bytes]) -> Script[None]:
+def objects(request: ClientRequest[bytes]) -> Script[None]:
     """A body's lines, each an object. What stands behind the last line's end is nothing of a whole body."""
     yield Open(request)
     whole = Lines()

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from polarnode.client.requests import Request, Script, answered, ask, asked, part
+from polarnode.client.requests import ClientRequest, Script, answered, ask, asked, part
 from polarnode.client.scripts import Patience, patiently
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.conversation import Json
@@ -33,7 +33,7 @@ UPDATE_SILENCE_S = (
 )
 
 
-def update(version: str, source: Mapping[str, Json], mode: UpdateMode) -> Request[WeightsReport]:
+def update(version: str, source: Mapping[str, Json], mode: UpdateMode) -> ClientRequest[WeightsReport]:
     return answered(
         WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S
     )
@@ -43,7 +43,7 @@ def _order(version: str, source: Mapping[str, Json], mode: UpdateMode) -> dict[s
     return {"version": version, "source": dict(source), "mode": mode}
 
 
-def status() -> Request[WeightsStatus]:
+def status() -> ClientRequest[WeightsStatus]:
     return answered(WeightsStatus, "GET", "/v1/weights")
 
 
@@ -92,7 +92,7 @@ def _give_up(update_id: str) -> Script[None]:
 
 def join(
     name: str, address: str, port: int, world_size: int, rank_offset: int, backend: Backend
-) -> Request[dict[str, Any]]:
+) -> ClientRequest[dict[str, Any]]:
     said: dict[str, Json] = {
         "name": name,
         "address": address,
@@ -103,21 +103,23 @@ def join(
     return asked("POST", "/v1/weights/groups", said | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
 
 
-def leave(name: str) -> Request[dict[str, Any]]:
+def leave(name: str) -> ClientRequest[dict[str, Any]]:
     return asked("DELETE", f"/v1/weights/groups/{part(name)}")
 
 
 # ── the engine ────────────────────────────────────────────────────────────────
 
 
-def memory(verb: Literal["release", "resume"], tags: Sequence[MemoryTag] | None) -> Request[WeightsStatus]:
+def memory(
+    verb: Literal["release", "resume"], tags: Sequence[MemoryTag] | None
+) -> ClientRequest[WeightsStatus]:
     body: dict[str, Json] = {} if tags is None else {"tags": list(tags)}
     return answered(WeightsStatus, "POST", f"/v1/engine/memory/{verb}", body, silence_s=UPDATE_SILENCE_S)
 
 
-def pause(mode: PauseMode) -> Request[WeightsStatus]:
+def pause(mode: PauseMode) -> ClientRequest[WeightsStatus]:
     return answered(WeightsStatus, "POST", "/v1/engine/pause", {"mode": mode}, silence_s=UPDATE_SILENCE_S)
 
 
-def resume() -> Request[WeightsStatus]:
+def resume() -> ClientRequest[WeightsStatus]:
     return answered(WeightsStatus, "POST", "/v1/engine/resume", silence_s=UPDATE_SILENCE_S)

@@ -22,6 +22,7 @@ from attrs import define, field
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import JournalError, Refused, boundary
+from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
@@ -48,14 +49,12 @@ from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
     BACKLOG_BYTES,
     DISK_FREE_BYTES,
-    ConsumerRecord,
     EventKind,
     EventPage,
     Filters,
     JournalStatistics,
     Progress,
     Retention,
-    SessionRecord,
     TaskRecord,
     TrajectoryEncoder,
     UnfinishedSession,
@@ -97,10 +96,10 @@ def statistics(
 
 def consumer_records(
     progress: Progress, waiting: Waiting, streams: Mapping[str, int]
-) -> tuple[ConsumerRecord, ...]:
+) -> tuple[Consumer, ...]:
     """Every consumer, in the order of their names. `streams` counts open streams by consumer."""
     return tuple(
-        ConsumerRecord(
+        Consumer(
             consumer=name,
             position=at.seq,
             behind_events=progress.behind(at.seq),
@@ -253,7 +252,7 @@ class Journal:
         """How many streams of a consumer are open."""
         return self._reading[consumer]
 
-    def consumers(self) -> tuple[ConsumerRecord, ...]:
+    def consumers(self) -> tuple[Consumer, ...]:
         """Every consumer, and how far it is behind."""
         return consumer_records(self._progress, self._writer.waiting(), self._reading)
 

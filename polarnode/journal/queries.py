@@ -15,6 +15,7 @@ from attrs import define, field
 
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
+from polarnode.core.status import SessionRecord
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.journal.schema import snapshot
@@ -22,7 +23,6 @@ from polarnode.journal.values import (
     PRUNED,
     EventPage,
     Filters,
-    SessionRecord,
     StoredEvent,
     TaskRecord,
     TrajectoryEncoder,

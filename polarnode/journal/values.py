@@ -8,8 +8,9 @@ from attrs import field, frozen
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.trajectories import Turns, trajectory_json
+from polarnode.core.status import SessionRecord
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.merge.trajectory import Identity
 
 EventKind = Literal["trajectory", "group", "task", "attempt"]
@@ -25,27 +26,6 @@ TASK_DISK_FREE_BYTES: Final = 512 << 20
 DISK_FREE_BYTES: Final = 256 << 20  # half of it, for the sessions that run when no new task is taken
 # Share of `Retention.everything` that is not acknowledged: beyond it trajectories would soon be forgotten.
 TASK_UNACKNOWLEDGED: Final = 0.95
-
-
-@frozen(kw_only=True)
-class SessionRecord:
-    """A session without its turns. `outcome` is None until its trajectory is published; times are seconds
-    since the epoch.
-
-    `attempt` counts the sessions of its place in the group from 0; `retried_as` is the session that took its
-    place, if any.
-    """
-
-    session_id: str
-    task_id: str
-    sample_index: int
-    outcome: Outcome | None
-    reward: float | None
-    turns: int
-    sampled_tokens: int
-    finished: float | None
-    attempt: int = 0
-    retried_as: str | None = None
 
 
 @frozen(kw_only=True)
@@ -224,27 +204,6 @@ class Progress:
     def behind(self, seq: int) -> int:
         """Events kept after `seq`."""
         return self.last_seq - max(seq, self.first_seq - 1)
-
-
-@frozen(kw_only=True)
-class ConsumerRecord:
-    """A consumer and how far it is behind. `behind_events` counts all kinds after its position, whatever it
-    filters; `behind_bytes` is about what they take.
-
-    `missed` counts events after its position that were pruned; it will get a `gap`. `moved` is when its
-    position last moved, `heard` when it last acknowledged, or opened or closed a stream, in seconds since the
-    epoch. `holds`: what it has not acknowledged is kept for it.
-    """
-
-    consumer: str
-    position: int
-    behind_events: int
-    behind_bytes: int
-    missed: int
-    moved: float
-    heard: float
-    connected: int  # streams open under its name
-    holds: bool
 
 
 @frozen(kw_only=True)

@@ -40,10 +40,11 @@ from polarnode.client.scripts import (
     read_event,
 )
 from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, events
-from polarnode.client.values import Submitted, read_error
+from polarnode.client.values import read_error
 from polarnode.client.weights import join, leave
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.status import Submitted
 from polarnode.core.task import CaptureSpec
 from polarnode.groups import Group
 

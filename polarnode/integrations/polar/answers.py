@@ -23,11 +23,12 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.status import SessionRecord
 from polarnode.http.asgi import body_json
 from polarnode.journal.entries import RUN
 from polarnode.journal.journal import Journal
 from polarnode.journal.queries import Recent
-from polarnode.journal.values import SessionRecord, StoredEvent, TaskRecord
+from polarnode.journal.values import StoredEvent, TaskRecord
 from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 

@@ -1,0 +1,93 @@
+"""What a node says of tasks, sessions and consumers: the journal and the API write these values, and clients
+read them.
+
+Invariant: a field here is a field of the API (docs/api.md). Fields that a node of an earlier release does not
+write have defaults. Times are seconds since the epoch.
+"""
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from polarnode.core.trajectory import Outcome
+
+
+@frozen(kw_only=True)
+class Submitted:
+    """A task that is in the node's journal. `created` is False when it was there before and this is the same
+    answer again.
+    """
+
+    task_id: str
+    session_ids: tuple[str, ...]
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class SessionRecord:
+    """A session without its tokens. `outcome` is None until its trajectory is published.
+
+    `attempt` counts the sessions of its place in the group from 0; `retried_as` is the session that took its
+    place, where one did.
+    """
+
+    session_id: str
+    task_id: str = ""
+    sample_index: int = 0
+    outcome: Outcome | None = None
+    reward: float | None = None
+    turns: int = 0
+    sampled_tokens: int = 0
+    finished: float | None = None
+    attempt: int = 0
+    retried_as: str | None = None
+
+
+@frozen(kw_only=True)
+class SessionStatus(SessionRecord):
+    """A session without its tokens; `status` is its outcome's, or "pending" until it is over."""
+
+    status: str
+
+
+@frozen(kw_only=True)
+class TaskStatus:
+    """A task and the sessions that hold its places: `counts` of them by status; `finished` when none is
+    pending.
+    """
+
+    task_id: str
+    group_id: str
+    idempotency_key: str | None = None
+    submitted: float = 0.0
+    finished: bool
+    counts: Mapping[str, int]
+    sessions: tuple[SessionStatus, ...]
+
+
+@frozen(kw_only=True)
+class Consumer:
+    """A named reader of the stream. `behind_events` counts all kinds after its position, whatever it filters;
+    `behind_bytes` is about what they take.
+
+    `missed`: events after its position that were pruned, which a `gap` reports to it. `moved` is when its
+    position last did, `heard` when it last acknowledged, or opened or closed a stream. `holds`: what it has
+    not acknowledged is kept for it (docs/delivery.md).
+    """
+
+    consumer: str
+    position: int
+    behind_events: int = 0
+    behind_bytes: int = 0
+    missed: int = 0
+    moved: float = 0.0
+    heard: float = 0.0
+    connected: int = 0  # streams open under its name
+    holds: bool = True
+
+
+@frozen(kw_only=True)
+class Consumers:
+    """All consumers that the node keeps a position for."""
+
+    consumers: tuple[Consumer, ...]
