@@ -1,20 +1,15 @@
-"""A file a test writes its reward to: what stood there is taken away first, and what it holds is read
-strictly.
+"""`command`: run the task's own test program. Its exit code, or the number in a reward file, is the reward.
 
-A harness may have been in the same container before: a file, a link, a folder or a pipe of its own where the
-reward is to be. The rule for whoever edits it: nothing is read that was not written after `clear`, no link is
-followed, and what is no finite number is no reward.
+Config: `argv` (a program with its arguments) or `script` (text for `sh`); `reward_file` (absolute path, to
+which the test writes a number or `{"reward": number, ...}`; it is removed before the test); `user` (default:
+the runtime's; root in a container without capabilities can write less, not more). The harness shares the
+runtime: set `fresh_runtime` where a reward must not be forged.
 
-`command`: the task's own test is run in the runtime. Its exit code is the verdict, or the number it writes to
-a reward file.
+`session_completed`: 1 when the session is `completed` and its harness called the model, else 0. A test of the
+workspace says more.
 
-Config: `argv` (a program with its arguments), or `script` (text for `sh`); `reward_file` (absolute path the
-test writes one number or `{"reward": number, ...}` to, removed before the test so that a harness can not have
-left one); `user` (default: the runtime's, since root in a container without capabilities can write less, not
-more). A harness shares this runtime: ask for `fresh_runtime` where a reward must not be forged.
-
-`session_completed`: 1 when the session is `completed` and its harness had called the model, else 0. Prefer a
-test of what it left.
+Invariant: a reward file is read only if it was written after `clear`, and no link is followed: the harness
+may have left a file, link, folder or pipe in its place.
 """
 
 import json
@@ -29,7 +24,7 @@ from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
 from polarnode.evaluators.contract import TAIL, Evaluator, Finished, is_finite, stderr_tail
 
-# ── reward files ────────────────────────────────────────────────────────────
+# ── reward files ───────────────────────────────────────────────────────────────
 
 REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
 
@@ -83,7 +78,7 @@ def without(value: Mapping[str, Json], *names: str) -> dict[str, Json]:
     return {name: kept for name, kept in value.items() if name not in names}
 
 
-# ── command ────────────────────────────────────────────────────────────
+# ── command ────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -112,7 +107,7 @@ def check(config: Mapping[str, Json]) -> None:
 
 
 async def evaluate(finished: Finished) -> Verdict:
-    """Run the test and read its verdict; a test that can not be judged raises EvaluatorError."""
+    """Run the test and read its verdict; a test that cannot be judged raises EvaluatorError."""
     config = read_config(finished.config)
     if config.reward_file is not None:
         await clear(finished.runtime, [config.reward_file], user=config.user)
@@ -149,7 +144,7 @@ def _tail(ended: Ended) -> str:
 EVALUATOR = Evaluator(name="command", evaluate=evaluate, check=check)
 
 
-# ── session completed ────────────────────────────────────────────────────────────
+# ── session completed ──────────────────────────────────────────────────────────
 
 
 async def evaluate_completed(finished: Finished) -> Verdict:

@@ -1,23 +1,12 @@
-"""What an evaluator is: an async function from what a session left to a verdict.
+"""The evaluator interface, and what several evaluators share: config checks, reward checks, test programs.
 
-It is given the runtime (the harness's own, its processes ended; or a clean one holding a copy of the
-workspace), what was recorded and the task's config. It awaits nothing but runtimes and judges, imports no
-Trio, and is ended by the session's post budget when it hangs.
+An evaluator is an async function from a finished session to a verdict. It judges in the harness's runtime,
+after its processes have ended, or in a clean one with a copy of the workspace. It imports no Trio and awaits
+only runtimes and judges; the session's post budget ends it when it hangs.
 
-An evaluator's `config` as a value. One reader, so that every refusal names its field in the words of the task
-that was submitted.
-
-Rewards as numbers: what may be one, whose they are, and how several become one.
-
-Pure. The rule for whoever edits it: a reward that is no number, or of a turn nobody made, is an error with
-its words, never left out; what several evaluators say is added up so that each trace is worth what it would
-be worth were they one.
-
-How an evaluator runs a program: within its own seconds, both streams as one text, and only its end kept.
-
-There is no clock below the shell, so it is the container's own `timeout` that ends a program; an image
-without one has the session's post budget. The rule for whoever edits it: whatever a test started is ended
-before anything is read that it may have written.
+Invariants: a reward that is no finite number, or that belongs to no turn or lineage of the session, is an
+error and never dropped. Every process that a test started is ended before its results are read. The
+container's own `timeout` limits a program; in an image without one only the post budget does.
 """
 
 import sys
@@ -32,7 +21,7 @@ from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Judge, Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 
-# ── evaluator ────────────────────────────────────────────────────────────
+# ── evaluator ──────────────────────────────────────────────────────────────────
 
 
 async def _prepared() -> None:
@@ -76,7 +65,7 @@ class Allowed:
 
 @frozen(kw_only=True)
 class Evaluator:
-    """One evaluator. `check` refuses a config it can not work with, when the task is submitted and not hours
+    """One evaluator. `check` refuses a config it cannot work with, when the task is submitted and not hours
     later.
 
     `fresh`: it always judges in a fresh runtime. `copies`: the workdir as the harness left it is copied into
@@ -90,7 +79,7 @@ class Evaluator:
     copies: bool = True
 
 
-# ── settings ────────────────────────────────────────────────────────────
+# ── config checks ──────────────────────────────────────────────────────────────
 
 Config = TypeVar("Config")
 ROOT = "$.evaluator.config"
@@ -134,7 +123,7 @@ def command(name: str, text: str | None) -> None:
         )
 
 
-# ── rewards ────────────────────────────────────────────────────────────
+# ── rewards ────────────────────────────────────────────────────────────────────
 
 LARGEST = sys.float_info.max  # of a reward: beyond it, and for what is no number, a comparison fails
 
@@ -199,7 +188,7 @@ def summed(verdicts: Sequence[tuple[float, Verdict]]) -> tuple[float, dict[int, 
     return session, by_lineage, by_turn
 
 
-# ── running ────────────────────────────────────────────────────────────
+# ── test programs ──────────────────────────────────────────────────────────────
 
 TAIL = 2000  # characters of an output kept in metrics: enough for a traceback's end
 # of an output that are read for names of tests: a suite prints some 100 KB, and reading 2 MiB holds the event

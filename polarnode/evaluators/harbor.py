@@ -1,10 +1,9 @@
-"""`harbor`: the tests of a Harbor task, put into the container once the agent is gone, and the reward they
-write.
+"""`harbor`: run the tests of a Harbor task after the agent has ended, and read the reward they write.
 
-Harbor's own convention: `tests/` is at /tests, `bash /tests/test.sh` runs in the workdir, and writes
-/logs/verifier/reward.txt (a number) or reward.json (an object of them). Tests of the older Terminal-Bench
-(`run-tests.sh`, no reward file) are judged by their exit code. The rule for whoever edits it: the agent may
-have made /tests and /logs/verifier its own before, so that both are emptied first, and no link is followed.
+As in Harbor, `tests/` is at /tests, and `bash /tests/test.sh` runs in the workdir and writes
+/logs/verifier/reward.txt (a number) or reward.json (an object of numbers). Tests of the older Terminal-Bench
+(`run-tests.sh`, no reward file) are judged by their exit code. Invariant: /tests and /logs/verifier are
+emptied before the tests, and no link is followed, because the agent may have written there.
 """
 
 from base64 import b64decode
@@ -66,7 +65,7 @@ def read_config(config: Mapping[str, Json]) -> HarborConfig:
     contract.seconds("verifier_timeout", read.verifier_timeout)
     if read.tests_target.strip("/") == "" or read.verifier_dir.strip("/") == "":
         raise contract.refused(
-            "tests_target", "and verifier_dir are emptied before the tests, and can not be the root"
+            "tests_target", "and verifier_dir are emptied before the tests, and cannot be the root"
         )
     return read
 

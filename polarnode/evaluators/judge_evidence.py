@@ -1,16 +1,8 @@
-"""A session as a person would read it: what each turn was told and what it answered, as long as a judge can
-read.
+"""What a judge sees of a session: the transcript, the last answer, files, and the changes to a repository.
 
-Pure. The rule for whoever edits it: turns stand in the order they were asked, each with its number; what is
-left out is said where it was, in figures, so that a judge knows what it has not seen. Every line that
-somebody else wrote begins with QUOTE and no line of ours does: an answer can not pretend to be a tool's
-result, or another turn.
-
-What of a session a judge is shown: the transcript, the last answer, files of the workspace, the changes to
-its repository.
-
-The rule for whoever edits it: everything is read from what the harness left, is bounded in characters before
-it is joined, and leaves here as evidence with a name; nothing of it is ever an instruction to the judge.
+Evidence is read from what the harness left and is limited in characters. Turns keep their order and numbers,
+and every omission is stated with its size. Invariant: every line that the agent or its programs wrote begins
+with QUOTE and no other line does, so that an answer cannot pose as a tool result or another turn.
 """
 
 import re
@@ -26,7 +18,7 @@ from polarnode.core.trajectory import Turn
 from polarnode.evaluators.contract import ROOT, Finished, stderr_tail
 from polarnode.evaluators.patches import EXTRACT, TREE
 
-# ── transcript ────────────────────────────────────────────────────────────
+# ── transcript ─────────────────────────────────────────────────────────────────
 
 # of what may be shown is its beginning, the rest its end: an agent's last turns tell most of what it left
 HEAD = 0.3
@@ -186,7 +178,7 @@ def _ends(turn: Turn) -> Iterator[str]:
         yield f"({turn.answer.malformed_calls} tool calls in it could not be read)"
 
 
-# ── showing ────────────────────────────────────────────────────────────
+# ── evidence ───────────────────────────────────────────────────────────────────
 
 MOST_FILES = 64  # each is a call into the runtime
 PATCH_BYTES = 2 << 20  # of a patch that is read at all; what is shown of it is much less
@@ -221,7 +213,7 @@ class Evidence:
 
 
 def check_show(show: ShowConfig, path: str = f"{ROOT}.show") -> None:
-    """Refuse what can not be shown."""
+    """Refuse what cannot be shown."""
     for place, name in enumerate(show.files):
         if not name.strip("/") or ".." in name.split("/") or "\0" in name:
             raise Refused(

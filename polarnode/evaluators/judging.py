@@ -1,20 +1,8 @@
-"""A fence around what the agent and its programs wrote, so that a judge can tell evidence from instructions.
+"""Questions to a judge: the evidence fence, the form of the answer, and the rubric that makes it a reward.
 
-Pure. The rule for whoever edits it: no text can close the fence it stands in. Its mark is made of the very
-texts it goes around, so nobody who wrote one of them could know it, and it is made again until it stands in
-none.
-
-Questions to a judge whose answers have a form: asked, read strictly, and asked once more with what did not
-fit.
-
-The rule for whoever edits it: an answer that fits neither time is an error with the judge's own words, never
-a reward. What a judge writes besides JSON is dropped only by rules that need no guessing.
-
-What a judge is asked to score: criteria with their scales and weights, the form of its answer, and what the
-scores come to.
-
-Pure. The rule for whoever edits it: an answer is taken as the form says or not at all; no score is guessed,
-cut to its scale or left out.
+The mark of a fence is derived from the texts it encloses, so that none of them can contain it. An answer that
+does not fit its form is requested once more with the reason; if it does not fit again, the evaluator fails.
+Invariant: no score is guessed, clipped to its scale or dropped.
 """
 
 import re
@@ -52,7 +40,7 @@ class JudgeConfig:
     body: Mapping[str, Json] = field(factory=dict)
 
 
-# ── fence ────────────────────────────────────────────────────────────
+# ── fence ──────────────────────────────────────────────────────────────────────
 
 MARK_DIGITS = 20  # hex digits: 80 bits, as many as nobody finds by trying
 
@@ -96,7 +84,7 @@ def _mark(texts: Iterable[str], tries: int) -> str:
     return f"EVIDENCE-{digest.hexdigest()[:MARK_DIGITS]}"
 
 
-# ── asking ────────────────────────────────────────────────────────────
+# ── questions ──────────────────────────────────────────────────────────────────
 
 T = TypeVar("T")
 
@@ -189,7 +177,7 @@ def json_of(text: str) -> Json:
     return codec.read_json((blocks[0] if len(blocks) == 1 else answer).encode("utf-8", "replace"))
 
 
-# ── what their configs have in common ─────────────────────────────────────────
+# ── config checks ──────────────────────────────────────────────────────────────
 
 
 def check_judge(name: str, allowed: Allowed, path: str) -> None:
@@ -216,7 +204,7 @@ def check_answer(*, max_tokens: int, temperature: float, path: str) -> None:
         raise Refused(f"temperature must be 0 to 2, not {temperature}", path=f"{path}.temperature")
 
 
-# ── rubric ────────────────────────────────────────────────────────────
+# ── rubric ─────────────────────────────────────────────────────────────────────
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a property's name that every endpoint takes in a JSON schema
 MOST_CRITERIA = 32  # of one question: a judge loses sight of more, and its answer grows past its tokens
@@ -335,7 +323,7 @@ def list_of(form: Mapping[str, Json], number: str) -> dict[str, Json]:
 
 
 def rubric_of(words: str | None, criteria: Sequence[CriterionConfig], path: str = ROOT) -> Rubric:
-    """The rubric of a config. Refused where there is nothing to score, or a criterion can not be."""
+    """The rubric of a config. Refused where there is nothing to score, or a criterion cannot be."""
     if not criteria:
         if not (words or "").strip():
             raise Refused("a judge needs a rubric, criteria, or both: say what it should score", path=path)

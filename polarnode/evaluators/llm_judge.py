@@ -1,12 +1,9 @@
-"""`llm_judge`: a model scores what a session left by a rubric. It is one of the node's own judges, named by
-the task and never addressed by it.
+"""`llm_judge`: one of the node's judges, a model, scores a session by a rubric.
 
-Config: `judge` (a name of the node's settings); `rubric` (words) and/or `criteria` (name, description,
-weight, scale); `show` (what of the session is shown); `max_tokens` and `temperature` of the answer. The
-reward is the weighted mean of the scores, each on its scale as 0 to 1.
-
-The rule for whoever edits it: what the agent wrote reaches the judge as evidence inside a fence, and the
-scores as numbers that fit their scales; a judge that gives none is an error, never a 0.
+Config: `judge` (a name in the node's settings); `rubric` (text) and/or `criteria` (name, description, weight,
+scale); `show` (what of the session the judge sees); `max_tokens` and `temperature` of the answer. The reward
+is the weighted mean of the scores, each scaled to 0..1. Invariant: the agent's text reaches the judge only as
+fenced evidence, and a judge without a valid answer is an error, never a reward of 0.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,23 +1,14 @@
-"""The shell of patches: run in containers of any image that has git, sh and the usual tools.
+"""The agent's work as a patch: extracted from its container and applied to a clean runtime.
 
-Exit codes: 3 no repository, 4 no such base; anything else is git's own. The rule for whoever edits it: `git`
-is only ever called with our own GIT_DIR, or for `apply` in a clean runtime, and every git setting that this
-machine's, the image's or the agent's files could hold is off.
+The scripts run in any image with git, sh and the usual tools; they exit with 3 for no repository, 4 for no
+such base, and git's own code otherwise. Only objects are read from the agent's git: a separate repository
+beside the worktree ignores the config, hooks, filters, index and excludes that an agent could have set. The
+base is the clean runtime's worktree, so the patch holds the agent's changes and nothing of the image:
+committed, staged, untracked, deleted and binary files, also in submodules and nested repositories. Patches
+are parsed as bytes: names need not be text.
 
-A patch in git's own format, read as its files. Pure, and of bytes: names need not be text, and a form feed
-ends no line.
-
-The rule for whoever edits it: a line that begins a file can stand nowhere else, since inside a hunk every
-line has a sign before it and base85 has no spaces.
-
-The patch of what an agent left: taken out of its container, put onto a clean one.
-
-Nothing of the agent's git is asked but its objects. A repository of our own beside the worktree has no
-config, hooks, filters, index or excludes that an agent could have set; the base is the clean runtime's
-worktree, so that a patch holds what the agent did and not what its image had lying about. Committed, staged,
-untracked, deleted, binary, in a submodule or in a repository of the agent's own: all of it is in. The rule
-for whoever edits it: what an agent can break is `Unusable`, its reward; what a task or machine has wrong is
-an EvaluatorError.
+Invariants: every git setting of the machine, the image or the agent is off. What an agent can break is
+`Unusable` and becomes its reward; a fault of the task or the machine is an EvaluatorError.
 """
 
 import re
@@ -32,7 +23,7 @@ from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Ended, Runtime
 from polarnode.evaluators.contract import stderr_tail
 
-# ── patch scripts ────────────────────────────────────────────────────────────
+# ── scripts ────────────────────────────────────────────────────────────────────
 
 NO_REPOSITORY = "{} is no git repository"
 NO_BASE = "the repository at {} does not hold the base {}"
@@ -220,7 +211,7 @@ exit "$code"
 """
 
 
-# ── patch sections ────────────────────────────────────────────────────────────
+# ── parsing ────────────────────────────────────────────────────────────────────
 
 BEGINS = b"diff --git "
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"')
@@ -292,7 +283,7 @@ def _unquoted(name: bytes) -> bytes:
     return _ESCAPED.sub(plain, name)
 
 
-# ── patches ────────────────────────────────────────────────────────────
+# ── extract and apply ──────────────────────────────────────────────────────────
 
 # a patch is read by people and diffs of a rewritten repository are a few MB; half of what a runtime keeps of
 # an output
@@ -359,7 +350,7 @@ async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unu
     base = await _base(clean, of)
     start = await _run(clean, of, base, b"")
     if start.exit_code != 0 or len(start.stdout) > PATCH_BYTES:
-        raise EvaluatorError(f"the image's own repository can not be read: {_failure(start, of, base)}")
+        raise EvaluatorError(f"the image's own repository cannot be read: {_failure(start, of, base)}")
     ended = await _run(agent, of, base, start.stdout)
     if ended.exit_code != 0 or len(ended.stdout) > PATCH_BYTES:
         return Unusable(reason=f"what the agent left gives no patch: {_failure(ended, of, base)}")

@@ -1,13 +1,8 @@
-"""Several evaluators as one: each judges in turn, in the same runtime, and their rewards are added up, each
-times its weight.
+"""Find the evaluator of a task: a built-in one by name, the user's own by import path, or a weighted sum.
 
-The rule for whoever edits it: there is no reward of some of the parts. One that fails fails the whole, by its
-name; and none of them begins beside what the one before it left running.
-
-Which evaluator a task means: one of ours by name, the user's own by import path, or several of them as one.
-
-The rule for whoever edits it: an evaluator that works alike on every node is a row of ALIKE; one that must
-know what this node allows a task to name is made for it, by a row of MADE.
+Built-in evaluators are rows of ALIKE; those that depend on what the node allows are made by a row of MADE.
+In a sum each evaluator judges in turn in the same runtime, after the processes of the one before it have
+ended. If one fails, the whole sum fails with its name: there is no partial reward.
 """
 
 from collections import Counter
@@ -24,7 +19,7 @@ from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import command, harbor, llm_judge, swebench, test_on_output, turn_rewards
 from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_rewards, finite, summed
 
-# ── combined ────────────────────────────────────────────────────────────
+# ── weighted sum ───────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -37,7 +32,7 @@ class WeightedEvaluator:
 
 
 def combined(parts: Sequence[WeightedEvaluator]) -> Evaluator:
-    """The parts as one Evaluator. Refused where they can not share a runtime.
+    """The parts as one Evaluator. Refused where they cannot share a runtime.
 
     It is fresh when one of them is, and needs a copy of the workdir when one of them does.
     """
@@ -90,14 +85,14 @@ def _check_shared(parts: Sequence[WeightedEvaluator], names: Sequence[str], *, f
     if len(clean) > 1:
         place = names.index(clean[1])
         sentence = (
-            f"{clean[0]} and {clean[1]} both put the agent's work onto a clean workdir: they can not share a"
+            f"{clean[0]} and {clean[1]} both put the agent's work onto a clean workdir: they cannot share a"
             " runtime"
         )
         raise Refused(f"{sentence}; keep one of them", path=f"$.evaluator.parts[{place}]")
     if fresh and clean and copied:
         sentence = (
             f"{names[copied[0]]} judges the workdir as the harness left it and {clean[0]} a clean one: they"
-            " can not share a runtime"
+            " cannot share a runtime"
         )
         raise Refused(f"{sentence}; keep one of them", path=f"$.evaluator.parts[{copied[0]}]")
 
@@ -144,7 +139,7 @@ def _together(verdicts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
     return Verdict(reward=session, metrics=metrics, lineage_rewards=lineages, turn_rewards=turns)
 
 
-# ── registry ────────────────────────────────────────────────────────────
+# ── lookup ─────────────────────────────────────────────────────────────────────
 
 MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {
     "llm_judge": llm_judge.evaluator,

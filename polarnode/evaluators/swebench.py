@@ -1,12 +1,8 @@
-"""The agent's patch on a clean copy of the instance's image, the instance's own tests on top, and the
-package's grader over their output.
+"""`swebench`: judge instances of SWE-bench and SWE-Gym with the `swebench` package's log parsers and grader.
 
-The rule for whoever edits it: nothing the agent wrote stands where a test is to stand, and a log that does
-not hold the marks of the script exactly once is no log of that run. An image or a row that is wrong is an
-EvaluatorError; a patch that is wrong is a reward of 0.
-
-`swebench`: instances of SWE-bench and SWE-Gym, judged by the `swebench` package's own specs, log parsers and
-grader, in a clean container.
+The agent's patch is applied to a clean copy of the instance's image, then the instance's own tests.
+Invariant: no file of the agent stands in the place of a test, and a log must hold the script's marks
+exactly once. A wrong image or row is an EvaluatorError; a wrong patch is a reward of 0.
 """
 
 import os
@@ -26,7 +22,7 @@ KINDS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
 def check(config: Mapping[str, Json]) -> None:
-    """Refuse at submission what would fail after the run: a row that can not be judged, or a node without the
+    """Refuse at submission what would fail after the run: a row that cannot be judged, or a node without the
     package.
     """
     read_spec(read_config(config), swebench_specs.load())

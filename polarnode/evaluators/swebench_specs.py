@@ -1,22 +1,12 @@
-"""What a task says to the `swebench` evaluator: a row of the dataset, and what the row or the package does
-not know.
+"""What the `swebench` evaluator needs: its config, the pure parts of the `swebench` package, and test specs.
 
-The rule for whoever edits it: Polar's keys are taken as they are, and a row that can not be judged is refused
-when it is submitted.
+Importing `swebench.harness` would import docker, datasets and modal and read a .env file into the node's
+environment. The parts that judge are imported without them, once, and sys.modules is restored afterwards.
+They are no public interface, so that other versions of the package are refused.
 
-The pure parts of the `swebench` package: its specs, parsers and grader, without what surrounds them.
-
-Importing `swebench.harness` imports docker, datasets and modal, which takes seconds and reads a .env file
-into the node's environment; the parts that judge need none of it. The rule for whoever edits it: they are
-imported once, with nothing in the place of their neighbours, and whatever stood in sys.modules stands there
-again afterwards. Another version is refused, since these parts are no public interface.
-
-How an instance is tested: the script its row brings, or one made of a test command.
-
-Rows of swebench 5 bring `eval_script` and `log_parser`, and the package makes its spec of them. Others
-(SWE-Gym, one's own) have a command: the task's, or the one SWE-Gym's own fork of the package runs for that
-repository. The rule for whoever edits it: what tests are, the row says; a test file never comes from the
-agent.
+Rows of swebench 5 bring `eval_script` and `log_parser`. Other rows need a test command: the task's, or the
+one that SWE-Gym's fork of the package runs for the repository. Invariants: Polar's config keys are accepted
+unchanged, a row that cannot be judged is refused at submission, and tests never come from the agent.
 """
 
 import json
@@ -36,7 +26,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.evaluators import contract, patches
 
-# ── config ────────────────────────────────────────────────────────────
+# ── config ─────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -100,7 +90,7 @@ def _column(name: str, message: str) -> Refused:
     return Refused(f"instance.{name} {message}", path=f"{contract.ROOT}.instance.{name}")
 
 
-# ── package ────────────────────────────────────────────────────────────
+# ── package ────────────────────────────────────────────────────────────────────
 
 VERSION = "5.0.2"
 INSTALL = f"pip install --no-deps swebench=={VERSION} unidiff"
@@ -181,7 +171,7 @@ def _package(name: str) -> ModuleType:
     """A package without its __init__: only where its modules lie."""
     top = util.find_spec(name.partition(".")[0])
     if top is None or not top.submodule_search_locations:
-        raise Refused(f"the swebench package can not be read: {INSTALL}", path="$.evaluator.name")
+        raise Refused(f"the swebench package cannot be read: {INSTALL}", path="$.evaluator.name")
     module = ModuleType(name)
     module.__path__ = [f"{top.submodule_search_locations[0]}/{'/'.join(name.split('.')[1:])}".rstrip("/")]
     return module
@@ -200,7 +190,7 @@ def _nothing(*arguments: object, **named: object) -> None:
     return None
 
 
-# ── specs ────────────────────────────────────────────────────────────
+# ── specs ──────────────────────────────────────────────────────────────────────
 
 # swebench's: what a runner is not given
 NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
@@ -289,7 +279,7 @@ def read_spec(config: SwebenchConfig, package: Package) -> Spec:
     )
 
 
-# ── a row that brings its script ──────────────────────────────────────────────
+# ── rows with a script ─────────────────────────────────────────────────────────
 
 
 def _row(instance: Mapping[str, Json], package: Package) -> dict[str, Any]:
@@ -330,7 +320,7 @@ def _known(parser: str, package: Package, name: str) -> str:
     return parser
 
 
-# ── a command ─────────────────────────────────────────────────────────────────
+# ── rows with a test command ───────────────────────────────────────────────────
 
 
 def _own(config: SwebenchConfig, lines: list[str], package: Package) -> Any:

@@ -1,9 +1,7 @@
-"""`test_on_output`: the agent's patch on a clean runtime, and its tests' PASSED and FAILED lines as they were
-expected. Polar's config as it is.
+"""`test_on_output`: apply the agent's patch to a clean runtime and compare the status of each test.
 
-The rule for whoever edits it: a config of Polar's gets the verdict Polar gives it. Stricter in one thing
-only: where two lines speak of one test, the worse counts, so that a PASSED printed by the code under test
-hides no failure.
+Polar's config is accepted unchanged and gets Polar's verdict, with one stricter rule: where two lines name
+the same test, the worse status counts, so that a PASSED printed by the tested code hides no failure.
 """
 
 import json
@@ -134,7 +132,7 @@ def _verdict(wanted: Mapping[str, str], ran: ProgramResult, patch: patches.Patch
     return Verdict(reward=float(resolved), metrics=metrics)
 
 
-# ── what pytest -rA prints ────────────────────────────────────────────────────
+# ── output of pytest -rA ───────────────────────────────────────────────────────
 
 
 def statuses(output: str) -> dict[str, str]:

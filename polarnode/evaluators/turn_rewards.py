@@ -1,24 +1,9 @@
-"""Rules that give a turn a reward by itself: cheap, the same on every run, and seen in the record alone.
+"""`turn_rewards`: rewards for each turn or lineage, from rules, a user function, a judge, or their sum.
 
-Pure. The rule for whoever edits it: a rule counts what nobody would do on purpose, and how often; what it is
-worth is the task's to say. Add one as a row of RULES, named by what it counts.
-
-What `turn_rewards` can be told, and what it refuses.
-
-The rule for whoever edits it: every default is the one whose effect a reader would guess; a setting that
-would do nothing is refused.
-
-A judge's rewards for single turns or lineages: one question for each, or one for all of them.
-
-The rule for whoever edits it: each item is judged once or its number stands among those that were not; a list
-that has one twice, or one that was not asked about, does not fit.
-
-`turn_rewards`: process rewards, for each turn or each lineage, from rules, a function of your own, a judge,
-or all of them added up.
-
-They stand in the spans of their turns (`of = "turn"`) or in the traces of their lineages (`of = "lineage"`).
-The session's reward is `weights.outcome` (times 1 or 0, by how it ended) plus `weights.turns` times their
-`total`: the sum, the mean, or none of it.
+They are written to the spans of turns (`of = "turn"`) or to the traces of lineages (`of = "lineage"`). The
+session's reward is `weights.outcome` (times 1 or 0, by how it ended) plus `weights.turns` times their
+`total`: the sum, the mean, or none. A rule counts events in the record alone; add one as a row of RULES. A
+setting without effect is refused. Invariant: each item is judged once or counted as not judged.
 """
 
 import json
@@ -63,7 +48,7 @@ from polarnode.evaluators.judging import (
     rubric_of,
 )
 
-# ── rules ────────────────────────────────────────────────────────────
+# ── rules ──────────────────────────────────────────────────────────────────────
 
 Turns = Mapping[int, Turn]
 
@@ -123,7 +108,7 @@ def counted(rules: Sequence[str], turns: Sequence[Turn]) -> dict[int, dict[str, 
     return {each.index: {name: RULES[name](each, by_index) for name in rules} for each in shown_turns(turns)}
 
 
-# ── config ────────────────────────────────────────────────────────────
+# ── config ─────────────────────────────────────────────────────────────────────
 
 Whose = Literal["turn", "lineage"]
 Total = Literal["sum", "mean", "none"]
@@ -216,7 +201,7 @@ def _check_turn_judge(judge: TurnJudgeConfig, path: str) -> None:
             raise Refused(f"{name} must be 1 to {most}", path=f"{path}.{name}")
 
 
-# ── judging ────────────────────────────────────────────────────────────
+# ── judge ──────────────────────────────────────────────────────────────────────
 
 # questions written and asked at a time: each takes 0.5 ms of the node's one loop, and a judge takes about as
 # many at once
@@ -304,7 +289,7 @@ async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str,
     return found, misfits
 
 
-# ── what is asked ─────────────────────────────────────────────────────────────
+# ── questions ──────────────────────────────────────────────────────────────────
 
 
 def _of_all(asking: _Asking) -> Question:
@@ -372,7 +357,7 @@ def _question(
     return question(system, user, schema=form, max_tokens=config.max_tokens, temperature=config.temperature)
 
 
-# ── what is read ──────────────────────────────────────────────────────────────
+# ── answers ────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -418,7 +403,7 @@ def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, Score]]:
     }
 
 
-# ── turn rewards ────────────────────────────────────────────────────────────
+# ── evaluator ──────────────────────────────────────────────────────────────────
 
 __all__ = ["NAME", "TurnRewardsConfig", "evaluator", "read_config"]
 
@@ -488,7 +473,7 @@ def _added(sources: list[Numbers]) -> Numbers:
     return {number: sum(source.get(number, 0.0) for source in sources) for number in numbers}
 
 
-# ── where they come from ──────────────────────────────────────────────────────
+# ── rules and functions ────────────────────────────────────────────────────────
 
 
 def _by_rules(finished: Finished, config: TurnRewardsConfig) -> tuple[Numbers, Json]:

@@ -1,24 +1,14 @@
-"""What a harness module is, and what every one of them sets.
+"""The harness interface, how the end of a harness is judged, and writers for its config files.
 
-A harness is an agent program we never change. Its module says: which image of `runtimes/` carries it, which
-version was measured, which APIs it can be told to speak, whether its exit code can be believed, and how it is
-launched (argv, environment, files). Rule for whoever adds one: no argument goes through a shell, the
-environment is written from nothing, telemetry and updates are off, and what the harness can not do (MCP
-servers, skills) stays False here, so that a task that asks for it is refused. The node's own environment
-never reaches a harness.
+A harness is an agent program that is never modified. Its module names the image in `runtimes/` that holds it,
+the measured version, the APIs it speaks, whether its exit code is reliable, and how it is launched (argv,
+environment, files). In a new harness: pass no argument through a shell, build the environment from nothing,
+turn telemetry and updates off, and leave unsupported features (MCP servers, skills) False, so that tasks that
+need them are refused. The node's own environment never reaches a harness.
 
-How a harness's run ended, judged by its exit code and, where that lies, by the session's turns.
-
-A failure behind an engine that died is the engine's: a harness whose last call the engine failed had nothing
-left to go on with. Measured: pi, openclaw, hermes and gemini_cli exit 0 having done nothing, opencode exits 1
-after a compaction although its work is done. Rule for whoever edits it: an exit code is overruled only by
-what the model plane itself saw, and the reason says so.
-
-How values are spelt in the files harnesses read. JSON is JSON and YAML's subset; only TOML needs a writer of
-its own.
-
-Rule for whoever edits it: what a task says (names, URLs, arguments) is data in every spelling, whatever
-characters it holds.
+A failure after the engine died is the engine's. Measured: pi, openclaw, hermes and gemini_cli exit 0 having
+done nothing; opencode exits 1 after a compaction although its work is done. An exit code is overruled only by
+the recorded turns, and the reason says so. In config files, text of a task is data in every format.
 """
 
 import json
@@ -33,7 +23,7 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.core.trajectory import Outcome, Turn
 
-# ── harness ────────────────────────────────────────────────────────────
+# ── harness ────────────────────────────────────────────────────────────────────
 
 # a name no harness knows gives the simplest behaviour (harnesses.md 14.16)
 DEFAULT_MODEL_NAME = "local-model"
@@ -123,7 +113,7 @@ def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
             )
 
 
-# ── exits ────────────────────────────────────────────────────────────
+# ── outcomes ───────────────────────────────────────────────────────────────────
 
 
 def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
@@ -189,7 +179,7 @@ def _said_its_last(turn: Turn) -> bool:
     )
 
 
-# ── spelling ────────────────────────────────────────────────────────────
+# ── config files ───────────────────────────────────────────────────────────────
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

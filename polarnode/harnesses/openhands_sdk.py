@@ -2,7 +2,7 @@
 streams.
 
 Measured with 1.58.0: ends by its `finish` tool or a text without a call. It gives a call 300 s and asks
-again, and an answer that is not streamed can not be kept alive, so the limit is raised. A context overflow is
+again, and an answer that is not streamed cannot be kept alive, so the limit is raised. A context overflow is
 fatal to it but for the condenser, which is told a share of the window.
 """
 

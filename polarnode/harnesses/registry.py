@@ -1,4 +1,4 @@
-"""Which harness a task means: one of ours by name, or the user's own by import path."""
+"""Find the harness of a task: a built-in one by name, or the user's own by import path."""
 
 from polarnode.core.errors import Refused
 from polarnode.core.plugins import load_value

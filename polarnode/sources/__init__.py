@@ -1,9 +1,8 @@
-"""Where tasks come from: files and folders people already have, read into TaskSpecs, with what could not be
-said beside each.
+"""Task sources: files and folders read into TaskSpecs, each with notes on what could not be expressed.
 
-The rule for whoever edits it: nothing of a source is dropped in silence. A field without a meaning here is a
-note of its task; where leaving it out would change what the task asks for, the task is refused. A new kind is
-one module and one row of `source.READERS`.
+Invariant: no field of a source is dropped silently. A field without an effect here is a note of its task;
+where ignoring it would change what the task asks for, the task is refused. A new kind of source is one
+module and one row of `source.READERS`.
 """
 
 from polarnode.sources.source import Source, read_source

@@ -1,14 +1,9 @@
-"""A Harbor task.toml (schemas 1.0 to 1.4) as attrs classes: the fields we act on. Others are known by name in
-`harbor.py`, to be told of.
+"""Harbor task directories (task.toml schemas 1.0 to 1.4): one, or a folder of them.
 
-Harbor itself ignores fields it does not know, so that unknown ones are notes and never refusals.
-
-Harbor task directories: task.toml, instruction.md, environment/, tests/; one, or a folder of them.
-
-instruction.md is the instruction; tests/ go inline to the evaluator `harbor` and never into the agent's
-container before it is over; solution/ goes nowhere. The rule for whoever edits it: what Harbor would do and
-we do not is a note where the task still asks the same of the agent, and a refusal where it does not (several
-steps, several containers, GPUs, another machine's operating system).
+instruction.md becomes the instruction. tests/ go to the evaluator `harbor` and reach the container only after
+the agent has ended; solution/ is never used. A field of Harbor's without an effect here is a note; one that
+changes what the agent is asked for (several steps, several containers, GPUs, another operating system) is a
+refusal. Unknown fields are notes, as Harbor ignores them.
 """
 
 import re
@@ -33,7 +28,7 @@ from polarnode.sources.reading import (
 )
 from polarnode.sources.values import Build, FoundTask, Overrides, Unread
 
-# ── harbor shapes ────────────────────────────────────────────────────────────
+# ── shapes ─────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -94,7 +89,7 @@ class HarborTask:
     steps: tuple[Mapping[str, Json], ...] = ()
 
 
-# ── harbor ────────────────────────────────────────────────────────────
+# ── tasks ──────────────────────────────────────────────────────────────────────
 
 WORKDIR = "/app"  # where most of these tasks work; taken where neither task.toml nor the Dockerfile says
 POST_MARGIN_S = 60.0  # beyond the verifier's own seconds: its files are copied, its reward is read
@@ -214,7 +209,7 @@ def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
         raise Refused("it has no tests/test.sh, so that nothing says what it is worth")
 
 
-# ── the image ─────────────────────────────────────────────────────────────────
+# ── image and runtime ──────────────────────────────────────────────────────────
 
 
 def _image(environment: HarborEnvironment, folder: Path) -> _Image:
@@ -281,7 +276,7 @@ def _filled(text: str, path: str) -> str:
         if found[2] is None:
             what = f"{path.removeprefix('$.')} takes {found[1]} from the machine's environment"
             raise Refused(
-                f"{what}: say its value in the file given by --with, under runtime.env or"
+                f"{what}: set its value in the file given by --override, under runtime.env or"
                 " evaluator.config.env",
                 path=path,
             )
@@ -299,7 +294,7 @@ def _place(artifact: str | Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# ── the rest ──────────────────────────────────────────────────────────────────
+# ── evaluator, budgets, notes ──────────────────────────────────────────────────
 
 
 def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
@@ -339,8 +334,8 @@ def _notes(task: HarborTask, raw: Mapping[str, Any], image: _Image, folder: Path
     environment = task.environment
     if environment.workdir is None and image.start.workdir is None:
         yield (
-            f"its workdir is the image's own, which is not known here: {WORKDIR} is taken; runtime.workdir in"
-            " --with says another"
+            f"its workdir is the image's own, which is not known here: {WORKDIR} is used; set runtime.workdir"
+            " in --override to change it"
         )
     if environment.allow_internet is not False and environment.network_mode in (None, "public"):
         yield (

@@ -1,14 +1,8 @@
-"""Polar's task files: a TaskRequest as JSON, YAML, or one a line.
+"""Polar's TaskRequests as tasks: from JSON, YAML or JSONL files, or sent to a node.
 
-The rule for whoever edits it: every field of a TaskRequest is either said here in our words, told as a note,
-or refused. A field that tunes how Polar's own machinery works is a note; one without which the agent or its
-judge would meet another task is a refusal.
-
-A TaskRequest that was sent to a node and not read from a file of the sender's own.
-
-The rule for whoever edits it: Polar's gateway copies whatever file of its machine a request names. Here such
-a path must lie below a folder that the person who runs the node has opened to tasks, and what it leads to
-must lie there too.
+Invariant: every field is converted, noted or refused. A field that tunes Polar's own machinery is a note; one
+without which the agent or its evaluator would get another task is a refusal. In a request sent to a node, a
+path on the node's machine must lie, links resolved, below a folder that the node's config opens to tasks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +29,7 @@ from polarnode.sources.polar_spec import (
 from polarnode.sources.reading import lines, named, read_json, read_line, read_text, read_yaml
 from polarnode.sources.values import FoundTask, Overrides, Unread
 
-# ── polar ────────────────────────────────────────────────────────────
+# ── tasks ──────────────────────────────────────────────────────────────────────
 
 # Settings of Polar's presets that change what the agent is, and that no preset here takes.
 ANOTHER_AGENT = (
@@ -143,13 +137,13 @@ def task_found(request: Any, *, name: str, origin: str, folder: Path, served: bo
     )
 
 
-# ── who works ─────────────────────────────────────────────────────────────────
+# ── harness ────────────────────────────────────────────────────────────────────
 
 
 def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
     if agent.import_path is not None or agent.harness is None:
         raise Refused(
-            "a harness class of Polar's own kind can not run here: write it as a polarnode.harnesses Harness",
+            "a harness class of Polar's own kind cannot run here: write it as a polarnode.harnesses Harness",
             path="$.agent.import_path",
         )
     found: dict[str, Json] = {"name": agent.harness, "env": dict(agent.env)}
@@ -215,7 +209,7 @@ def _skills(folder: Path) -> dict[str, Json]:
     return found
 
 
-# ── how long, what of it is trained ───────────────────────────────────────────
+# ── budgets and builder ────────────────────────────────────────────────────────
 
 
 def _budgets(task: PolarTask, notes: Notes) -> dict[str, Json]:
@@ -239,13 +233,13 @@ def _builder(task: PolarTask, notes: Notes) -> dict[str, Json]:
             notes.add(f"builder.config.{name} is not needed: the engine's own tokens are kept")
     if ":" in task.builder.strategy:
         raise Refused(
-            "a builder of Polar's own kind can not run here: write it as a polarnode builder",
+            "a builder of Polar's own kind cannot run here: write it as a polarnode builder",
             path="$.builder.strategy",
         )
     return {"name": task.builder.strategy, "config": config}
 
 
-# ── what is told ──────────────────────────────────────────────────────────────
+# ── notes ──────────────────────────────────────────────────────────────────────
 
 
 def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
@@ -257,7 +251,7 @@ def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
     if task.runtime is not None and task.runtime.workdir is None:
         notes.add(
             f"runtime.workdir is the image's own, which is not known here: {WORKDIR} is taken;"
-            " runtime.workdir in --with says another"
+            " set runtime.workdir in --override to change it"
         )
 
 
@@ -272,7 +266,7 @@ def _note_unknown(request: Mapping[str, Any], notes: Notes) -> None:
             )
 
 
-# ── polar requests ────────────────────────────────────────────────────────────
+# ── requests to a node ─────────────────────────────────────────────────────────
 
 ROOT = Path("/")
 # Where a field of ours stands in a request, by the longest beginning of its path.
@@ -292,7 +286,7 @@ def request_found(request: Any, *, volumes: tuple[str, ...]) -> FoundTask:
     """The task of a request; `volumes` are the folders of this machine that tasks may see. It reads the files
     that the request names.
 
-    Refused, with the field's path, where it can not be had here.
+    Refused, with the field's path, where it cannot be had here.
     """
     for where, name in _named(codec.structure(request, PolarTask)):
         _check(name, where, volumes)

@@ -1,13 +1,7 @@
-"""Polar's TaskRequest, as its own models write it: the classes it is read with. Unknown fields are refused
-there by nobody, so they are noted here.
+"""The shapes of Polar's TaskRequest, and its evaluators and runtimes converted to polarnode's.
 
-Polar's evaluators in our words, whose configs are named as Polar names them.
-
-The rule for whoever edits it: a reward is what is trained, so that a judge with no counterpart here is
-refused, never noted. What stands in its config is looked at by the evaluator itself, when the task is
-submitted.
-
-Polar's RuntimeSpec in our words: image, files, steps, limits, volumes.
+Unknown fields are kept for a note. An evaluator without a counterpart is refused, never noted, because its
+reward is trained on; the config itself is checked by the evaluator when the task is submitted.
 """
 
 from base64 import b64encode
@@ -23,7 +17,7 @@ from polarnode.core.errors import Refused
 from polarnode.sources.reading import LARGEST_FILE, below, inline, mode_of, read_bytes
 from polarnode.sources.swe import instance_value
 
-# ── polar shapes ────────────────────────────────────────────────────────────
+# ── shapes ─────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -117,7 +111,7 @@ class PolarTask:
     metadata: Mapping[str, Json] = field(factory=dict)
 
 
-# ── polar judges ────────────────────────────────────────────────────────────
+# ── evaluators ─────────────────────────────────────────────────────────────────
 
 Note = Callable[[str], None]
 SWE = ("swebench_harness", "swegym_git_diff")
@@ -194,7 +188,7 @@ def _needed(config: dict[str, Json], name: str) -> Json:
     return config.pop(name)
 
 
-# ── polar runtime ────────────────────────────────────────────────────────────
+# ── runtimes ───────────────────────────────────────────────────────────────────
 
 WORKDIR = "/work"
 SESSION_FOLDER = "/polar/session"
@@ -225,7 +219,7 @@ def runtime_value(runtime: PolarRuntime, folder: Path, note: Note) -> dict[str, 
 
 def _refuse_other_worlds(runtime: PolarRuntime) -> None:
     if runtime.import_path is not None:
-        raise Refused("a runtime class of Polar's own kind can not run here", path="$.runtime.import_path")
+        raise Refused("a runtime class of Polar's own kind cannot run here", path="$.runtime.import_path")
     if runtime.gpus:
         raise Refused(
             "it asks for GPUs in the container, which has none: the node's GPUs serve the model",

@@ -1,20 +1,9 @@
-"""Files of a source as values: bytes, text, JSON, TOML, YAML; every refusal names the file and what to do.
+"""Read the files of a source: values, folders that travel with a task, Dockerfiles, and own task files.
 
-The rule for whoever edits it: a source is its user's own files, wherever they lie, but what a downloaded
-folder holds is somebody else's: `below` follows no link out of it.
-
-Folders that travel with a task: files inline for an evaluator, and the digest by which an image built from a
-folder is known.
-
-What a Dockerfile says of the place its container begins in: the workdir and the user of its last stage. Pure.
-
-The rule for whoever edits it: only what is certain is told. A name with a variable in it is unknown, because
-its value is known to the builder alone.
-
-polarnode's own tasks: one in a TOML or JSON file, or one a line in JSONL.
-
-In TOML, `instruction_file` and the `source` of a `[[runtime.files]]` are read relative to the task's own
-folder, wherever they lead: it is the user's own file.
+Every refusal names the file and the remedy. A user may name any of their files, but the content of a folder
+may come from elsewhere: `below` follows no link out of it. A Dockerfile gives the workdir and user of its
+last stage; a value with a variable in it is unknown. In a task's TOML, `instruction_file` and the `source`
+of `[[runtime.files]]` are relative to the folder of the task.
 """
 
 import hashlib
@@ -35,7 +24,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.values import Build, FoundTask, Overrides, Unread
 
-# ── reading ────────────────────────────────────────────────────────────
+# ── files ──────────────────────────────────────────────────────────────────────
 
 # bytes of one file that travels in a task: a spec is JSON in a journal, and a test suite is far smaller
 LARGEST_FILE = 16 << 20
@@ -47,7 +36,7 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise Refused(f"{file} can not be read: {error.strerror}") from error
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
 
 
 def read_text(file: Path) -> str:
@@ -89,7 +78,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
         with file.open("rb") as opened:
             yield from enumerate(opened, start=1)
     except OSError as error:
-        raise Refused(f"{file} can not be read: {error.strerror}") from error
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
 
 
 def named(refused: Refused, origin: str) -> Refused:
@@ -119,7 +108,7 @@ def mode_of(file: Path) -> int:
     return stat.S_IMODE(os.stat(file).st_mode) & 0o777
 
 
-# ── folders ────────────────────────────────────────────────────────────
+# ── folders ────────────────────────────────────────────────────────────────────
 
 TASK_IMAGES = "localhost/polarnode-task"  # Podman's own word for images no registry gave
 
@@ -184,10 +173,10 @@ def _hashed(file: Path) -> bytes:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").digest()
     except OSError as error:
-        raise Refused(f"{file} can not be read: {error.strerror}") from error
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
 
 
-# ── dockerfile ────────────────────────────────────────────────────────────
+# ── Dockerfiles ────────────────────────────────────────────────────────────────
 
 CONTINUED = re.compile(r"\\[ \t]*\n")
 HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
@@ -246,7 +235,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             yield word.upper(), rest.strip()
 
 
-# ── task files ────────────────────────────────────────────────────────────
+# ── task files ─────────────────────────────────────────────────────────────────
 
 
 def one(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:

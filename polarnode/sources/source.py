@@ -1,12 +1,7 @@
-"""Which kind of source a path is, by the names in a folder and the first bytes of a file.
+"""`read_source`: detect the kind of a path, read its tasks, and merge the user's overrides over each.
 
-The rule for whoever edits it: a guess that could be wrong is refused with the kinds it may be; `--kind`
-always decides.
-
-`read_source`: which kind a path is, its tasks one after another, and a user's overrides laid over each.
-
-The rule for whoever edits it: iterating is lazy and may be begun again; one task that can not be read never
-hides the next. Only a source that can not be read at all (no such file, no such kind, a torn dataset) raises.
+A kind that is ambiguous is refused with the candidates; `--kind` always decides. Iteration is lazy and can be
+repeated. A task that cannot be read never hides the next one; only an unreadable source raises.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +24,10 @@ from polarnode.sources.tables import is_dataset
 from polarnode.sources.terminal_bench import tasks as terminal_bench_tasks
 from polarnode.sources.values import KINDS, FoundTask, Kind, Overrides, SourcedTask, Unread, merged_over
 
-# ── detect ────────────────────────────────────────────────────────────
+# ── detection ──────────────────────────────────────────────────────────────────
 
 LOOKED_AT = 64  # entries of a folder that are looked into: a dataset of tasks shows in its first
-HOW = f"say what it is with --kind ({', '.join(KINDS)})"
+HOW = f"name its kind with --kind ({', '.join(KINDS)})"
 
 
 def detect(path: Path) -> Kind:
@@ -51,8 +46,7 @@ def _folder(folder: Path) -> Kind:
     if is_dataset(folder):
         return "swe"
     raise Refused(
-        f"{folder} is no folder of tasks that is known here: no task.toml with its instruction.md, no"
-        f" dataset; {HOW}"
+        f"{folder} is no known folder of tasks: no task.toml with instruction.md, no dataset; {HOW}"
     )
 
 
@@ -93,7 +87,7 @@ def _file(file: Path) -> Kind:
                 if file.name == "task.yaml" and not (isinstance(value, dict) and "agent" in value)
                 else "polar"
             )
-    raise Refused(f"{file} has no name that says what it is; {HOW}")
+    raise Refused(f"the kind of {file} cannot be detected by its name; {HOW}")
 
 
 def _lines(file: Path) -> Kind:
@@ -117,7 +111,7 @@ def _value(value: Any, file: Path, *, listed: bool) -> Kind:
     return "jsonl" if listed else "task"
 
 
-# ── source ────────────────────────────────────────────────────────────
+# ── sources ────────────────────────────────────────────────────────────────────
 
 Reader = Callable[[Path, Overrides], Iterator[FoundTask | Unread]]
 READERS: Mapping[Kind, Reader] = {
@@ -133,7 +127,7 @@ READERS: Mapping[Kind, Reader] = {
 @frozen(kw_only=True)
 class Source:
     """A path of some kind with what is laid over its tasks. Iterate `items` for all, `tasks` to stop at the
-    first that can not be read.
+    first that cannot be read.
     """
 
     path: Path
@@ -152,7 +146,7 @@ class Source:
             yield each if isinstance(each, Unread) else _sourced(each, self.overrides)
 
     def tasks(self) -> Iterator[SourcedTask]:
-        """As `items`; raises Refused where one can not be read, and where there is none at all."""
+        """As `items`; raises Refused where one cannot be read, and where there is none at all."""
         count = 0
         for item in self.items():
             if isinstance(item, Unread):
@@ -176,7 +170,7 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
     """
     where = Path(path)
     if not where.exists():
-        raise Refused(f"there is no {where}: name a file or a folder")
+        raise Refused(f"there is no {where}: give an existing file or folder")
     found_kind = kind or detect(where)
     return Source(path=where, kind=found_kind, overrides=overrides or Overrides())
 
@@ -208,8 +202,7 @@ def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, J
     harness, runtime = value.get("harness"), value.get("runtime")
     if harness is None:
         raise Refused(
-            "no harness is said: name one with --harness (such as pi), or under harness in the file given by"
-            " --with",
+            "the task names no harness: give --harness (such as pi), or harness in the --override file",
             path="$.harness",
         )
     if not found.foreign or not isinstance(harness, dict) or not isinstance(runtime, dict):

@@ -1,9 +1,7 @@
-"""Datasets in the shape of SWE-bench and SWE-Gym: a row is a repository at a commit, a problem, and the tests
-that say whether it is solved.
+"""Datasets like SWE-bench and SWE-Gym: a row is a repository at a commit, a problem, and its tests.
 
-The rule for whoever edits it: what solves or judges the problem (`patch`, `test_patch`, the names of tests,
-hints) is the evaluator's. Nothing of it may stand where a container could see it: not in the instruction, the
-runtime, the harness or the metadata.
+Invariant: what solves or judges the problem (`patch`, `test_patch`, names of tests, hints) goes to the
+evaluator only, never to the instruction, runtime, harness or metadata, where a container could see it.
 """
 
 import json

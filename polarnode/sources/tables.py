@@ -1,8 +1,7 @@
-"""Rows of a dataset that lies on disk: Parquet, Arrow (as `save_to_disk` writes it), JSON and JSONL; files of
-one, or a folder of splits.
+"""Rows of a dataset on disk: Parquet, Arrow (as `save_to_disk` writes it), JSON, JSONL; one file or splits.
 
-The rule for whoever edits it: rows come one at a time, whatever the file's size, and a dataset of several
-splits is never mixed: which one is meant is asked for. pyarrow is asked for only where a file needs it.
+Rows are read one at a time, whatever the size of the file. Splits are never mixed: with several, one must be
+named. pyarrow is imported only for files that need it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ def rows(path: Path, *, split: str | None) -> Iterator[DatasetRow]:
         yield from _rows_of(file)
 
 
-# ── which files ───────────────────────────────────────────────────────────────
+# ── files ──────────────────────────────────────────────────────────────────────
 
 
 def _files_of(folder: Path, split: str | None) -> Sequence[Path]:
@@ -86,7 +85,7 @@ def _is_data(file: Path) -> bool:
     )
 
 
-# ── their rows ────────────────────────────────────────────────────────────────
+# ── rows ───────────────────────────────────────────────────────────────────────
 
 
 def _rows_of(file: Path) -> Iterator[DatasetRow]:
@@ -132,7 +131,7 @@ def _parquet(file: Path) -> Iterator[Any]:
         with parquet.ParquetFile(file) as opened:
             yield from opened.iter_batches(batch_size=BATCH)
     except (OSError, pyarrow.ArrowException) as error:
-        raise Refused(f"{file} can not be read as Parquet: {error}") from error
+        raise Refused(f"{file} cannot be read as Parquet: {error}") from error
 
 
 def _arrow(file: Path) -> Iterator[Any]:
@@ -148,7 +147,7 @@ def _arrow(file: Path) -> Iterator[Any]:
                 whole = pyarrow.ipc.open_file(opened)
                 yield from (whole.get_batch(index) for index in range(whole.num_record_batches))
     except (OSError, pyarrow.ArrowException) as error:
-        raise Refused(f"{file} can not be read as Arrow: {error}") from error
+        raise Refused(f"{file} cannot be read as Arrow: {error}") from error
 
 
 def _pyarrow(file: Path) -> Any:

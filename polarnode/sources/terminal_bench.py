@@ -1,8 +1,7 @@
-"""Terminal-Bench's older tasks: task.yaml, a Dockerfile, tests/ and run-tests.sh.
+"""Terminal-Bench's older task format: task.yaml, a Dockerfile, tests/ and run-tests.sh.
 
-Its tests' output is read there by a parser of its own and no reward is written, so a task is taken only where
-its scripts alone say what it is worth: pytest, whose exit code is that. The rule for whoever edits it:
-anything else is refused with a pointer to the newer form.
+There, a parser reads the output of the tests and no reward is written. A task is accepted only if the exit
+code of pytest is its reward; any other is refused with a pointer to the newer format.
 """
 
 import re

@@ -1,10 +1,7 @@
-"""What a source gives: tasks with their origin and notes, what could not be read, and what a user lays over
-them. Pure values.
+"""The values of a source: tasks with their origin and notes, unreadable tasks, and the user's overrides.
 
-A user's words over a source's: partial TaskSpecs as JSON, laid one over the other. Pure.
-
-The rule for whoever edits it: an object that has a name (harness, builder, evaluator) is a program with its
-settings. Another name is another program, so that the settings of the first are not given to it.
+Overrides are partial TaskSpecs merged over a task. A harness, builder or evaluator with another name replaces
+the old one whole, so that the settings of one program are never passed to another.
 """
 
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 
-# ── shapes ────────────────────────────────────────────────────────────
+# ── shapes ─────────────────────────────────────────────────────────────────────
 
 Kind = Literal["task", "jsonl", "harbor", "terminal_bench", "swe", "polar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -92,7 +89,7 @@ class Unread:
     refused: Refused
 
 
-# ── overlay ────────────────────────────────────────────────────────────
+# ── overrides ──────────────────────────────────────────────────────────────────
 
 PROGRAMS = ("harness", "builder", "evaluator")
 IDENTITY = ("name", "import_path", "parts")

@@ -1,9 +1,7 @@
-"""A trajectory as each trainer takes it: one module a trainer, each a pure projection, field for field as
-that trainer documents it.
+"""A trajectory in the format of each trainer: one module a trainer, each a pure projection.
 
-The rule for whoever edits it: nothing is computed here that the trajectory does not say; what a format can
-not carry is named in its module's docstring, and what it needs besides (an advantage, a group's number) is an
-argument.
+Nothing is computed that the trajectory does not hold. What a format cannot carry is listed in its module's
+docstring, and what it needs besides (an advantage, a group's number) is an argument.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,7 +69,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(_FORMATS)
 
 def project(name: str, trajectory: Trajectory, *, arrays: Arrays = "list") -> Any:
     """One session in the format of that name. Refused for a name that is none, and for a session that the
-    format can not carry.
+    format cannot carry.
     """
     if name not in FORMATS:
         raise Refused(f"format must be one of {', '.join(FORMATS)}, not {name!r}", path="?format")

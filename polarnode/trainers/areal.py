@@ -1,6 +1,6 @@
 """AReaL: the dict of [1, T] tensors of each row, and of a whole rollout with its rows padded to one another.
 
-What it can not carry: temperatures, experts, the likeliest alternatives, versions that are no whole numbers
+What it cannot carry: temperatures, experts, the likeliest alternatives, versions that are no whole numbers
 (`number` reads yours). Versions are -1 on whatever was not trained here, a sample that is only context among
 it. AReaL takes a missing reward for 0, so that a session without one is refused.
 """

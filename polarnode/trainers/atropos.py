@@ -1,6 +1,6 @@
 """Atropos: the `ScoredData` of one group, which is one POST to its API's /scored_data.
 
-Masks hold the token itself where it is trained and -100 elsewhere, logprobs 1.0 elsewhere. What it can not
+Masks hold the token itself where it is trained and -100 elsewhere, logprobs 1.0 elsewhere. What it cannot
 carry: weight versions, temperatures but for one for all, experts, which row is of which session. Its trainers
 compare the scores of a group's sequences: a session of several rows counts there as often as it has rows, so
 give `advantages`, which were made session by session, when one has.

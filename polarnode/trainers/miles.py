@@ -1,7 +1,7 @@
 """miles: the fields of its `Sample` for each row, and the tensors its session server sends.
 
 A Sample is slime's but for names and types: experts are an int32 array [T - 1, layers, top_k], and a routing
-key stands where slime has a session id. What it can not carry is what slime's can not; `rollout_indexer_topk`
+key stands where slime has a session id. What it cannot carry is what slime's cannot; `rollout_indexer_topk`
 stays None, because the engine hosts report no indexer.
 """
 

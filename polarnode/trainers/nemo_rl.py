@@ -1,7 +1,7 @@
 """NeMo RL: a `message_log` for each row, and the output items of NeMo Gym that NeMo RL makes one from.
 
 In a message log whatever an assistant says is trained, so that a sample which is only context stands as the
-user's. What it can not carry: weight versions, temperatures, the likeliest alternatives, rewards of turns;
+user's. What it cannot carry: weight versions, temperatures, the likeliest alternatives, rewards of turns;
 words, unless `decode` is given. The experts of a row's last token, from which nothing was computed, are
 zeros.
 """

@@ -2,7 +2,7 @@
 are on the wire.
 
 Everything is as long as the row. `temperatures` are 1 and `advantages` 0 where nothing is trained; experts
-have a row of zeros for the last token. What it can not carry: weight versions (prime-rl counts them a
+have a row of zeros for the last token. What it cannot carry: weight versions (prime-rl counts them a
 rollout, outside of the sample), rewards, the likeliest alternatives, which session a row is of. A sample of a
 row that was cut (`part`) says nothing of its place in the whole.
 """

@@ -1,8 +1,7 @@
-"""What every format is made of: the rows of a session that teach, and what each of their tokens is.
+"""The rows of a session that train tokens, and the arrays every format is made from.
 
-The rule for whoever edits it: everything here reads a trace and says it again in another order or with
-another name; a number that a trajectory does not have is refused with the remedy, never made up. Numbers stay
-packed (numpy) until `given` says them as the caller wants.
+A format reorders and renames the arrays of a trace. Invariant: a number that a trajectory does not have is
+refused with the remedy, never invented. Arrays stay numpy until `as_arrays` converts them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -130,7 +129,7 @@ def only_row(trajectory: Trajectory) -> TrainedRow:
     return found[0]
 
 
-# ── weight versions ───────────────────────────────────────────────────────────
+# ── weight versions ────────────────────────────────────────────────────────────
 
 
 def version_number(version: str) -> int:
@@ -167,7 +166,7 @@ def version_array(row: TrainedRow, number: Number) -> Array:
     return found
 
 
-# ── sampling ──────────────────────────────────────────────────────────────────
+# ── sampling ───────────────────────────────────────────────────────────────────
 
 
 def temperatures(row: TrainedRow, temperature: float | None) -> Array:
@@ -189,7 +188,7 @@ def temperatures(row: TrainedRow, temperature: float | None) -> Array:
     return found
 
 
-# ── what is carried beside tokens ─────────────────────────────────────────────
+# ── routed experts and top logprobs ────────────────────────────────────────────
 
 
 def routed(row: TrainedRow) -> Array | None:
@@ -226,7 +225,7 @@ def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
     return ids.reshape(-1, top.k), logprobs.reshape(-1, top.k)
 
 
-# ── how it is handed over ─────────────────────────────────────────────────────
+# ── arrays ─────────────────────────────────────────────────────────────────────
 
 
 def as_arrays(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:

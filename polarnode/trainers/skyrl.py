@@ -2,7 +2,7 @@
 
 With several rows a session it is step-wise: rows in order, `is_last_step` closing each session. SkyRL then
 gives all of them the advantage of the last one's reward, so that lineages with rewards of their own are
-refused. What it can not carry: weight versions, temperatures, the likeliest alternatives, rewards of turns.
+refused. What it cannot carry: weight versions, temperatures, the likeliest alternatives, rewards of turns.
 """
 
 from collections.abc import Iterable

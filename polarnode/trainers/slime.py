@@ -1,6 +1,6 @@
 """slime: the fields of a `Sample` for each row, as `Sample.from_dict` takes them.
 
-What a Sample can not carry: a weight version for each token (it lists one for each stretch of a sample), a
+What a Sample cannot carry: a weight version for each token (it lists one for each stretch of a sample), a
 temperature, the likeliest alternatives. slime normalises rewards over the samples of a group: a session of
 several rows counts there as often as it has rows, unless your reward post-processing counts by `rollout_id`,
 which all rows of one session share. A session without a row is one Sample without tokens and with

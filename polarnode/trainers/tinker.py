@@ -1,7 +1,7 @@
 """Tinker: a `Datum` for each row, shifted by one as its losses want it: the input is every token but the
 last, the targets every one but the first.
 
-What a Datum can not carry: weight versions, temperatures, experts, rewards and which session it is of: keep
+What a Datum cannot carry: weight versions, temperatures, experts, rewards and which session it is of: keep
 those beside it. A row whose first token is trained has nothing that this token would be the target of, and is
 refused.
 """

@@ -1,7 +1,7 @@
 """TRL (1.16): what a GRPOTrainer's `rollout_func` returns, and the rows of async GRPO (turns, training
 sequences, rollout samples).
 
-What `rollout_func` can not carry: several rows a session (it takes one completion a prompt: keep one row with
+What `rollout_func` cannot carry: several rows a session (it takes one completion a prompt: keep one row with
 `of_roles`, or train the rest elsewhere), weight versions, experts; the likeliest alternatives, of which it
 wants a row for every token and not for the trained ones alone. TRL compares `logprobs` with its own only
 where it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`: of a row that

@@ -1,7 +1,7 @@
 """verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and
 as a padded `DataProto` (classic ones).
 
-What verl can not carry: a weight version for each token (it has the first and the last of a row, and only
+What verl cannot carry: a weight version for each token (it has the first and the last of a row, and only
 whole numbers: versions that are none leave `min_global_steps` and `max_global_steps` out); a temperature for
 each token; a reward for each row in V1, whose agent loop overwrites every row's with the last one's, so that
 lineages with rewards of their own need the classic trainer or a loop of yours.

@@ -191,7 +191,7 @@ def test_a_task_may_be_json(tmp_path: Path) -> None:
         (
             "t.toml",
             b'instruction_file = "gone.md"\nharness = { name = "pi" }',
-            "gone.md can not be read: No such file or directory",
+            "gone.md cannot be read: No such file or directory",
         ),
         ("t.json", b"{", "t.json: it is not JSON"),
         ("t.toml", b'instruction = "x"\nharness = { name = "po" }', "t.toml: no harness is called po"),

@@ -82,7 +82,7 @@ def test_the_form_is_whole_and_closed() -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_an_engine_that_constrains_takes_the_form(several: bool) -> None:
-    """With the grammar that SGLang, vLLM and our own engine use: what fits is sampled, what does not can not
+    """With the grammar that SGLang, vLLM and our own engine use: what fits is sampled, what does not cannot
     be.
     """
     grammars = pytest.importorskip("xgrammar")

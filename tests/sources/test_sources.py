@@ -75,7 +75,7 @@ def test_every_kind_has_a_reader() -> None:
         (
             "notes.txt",
             "x",
-            "has no name that says what it is; say what it is with --kind (task, jsonl, harbor",
+            "cannot be detected by its name; name its kind with --kind (task, jsonl, harbor",
         ),
         ("t.jsonl", "", "is empty: it holds no task"),
         ("t.json", "[{}]", "is a list of neither dataset rows nor Polar's tasks: write tasks as JSONL"),
@@ -93,9 +93,9 @@ def test_what_is_no_source_is_refused_at_once(tmp_path: Path, name: str, content
 
 
 def test_a_folder_of_nothing_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="is no folder of tasks that is known here"):
+    with pytest.raises(Refused, match="is no known folder of tasks"):
         read_source(tmp_path)
-    with pytest.raises(Refused, match=r"there is no .*gone: name a file or a folder"):
+    with pytest.raises(Refused, match=r"there is no .*gone: give an existing file or folder"):
         read_source(tmp_path / "gone")
 
 
@@ -129,7 +129,7 @@ def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: P
     assert "column" in said[2]
     assert said[3] == f"{file} line 5: num_samples must be 1 to 4096, not 0"
     assert said[4] == f"{file} line 6: a task is a JSON object, not list"
-    assert said[5].startswith(f"{file} line 8: no harness is said: name one with --harness")
+    assert said[5].startswith(f"{file} line 8: the task names no harness: give --harness")
     assert [each.refused.path for each in found if isinstance(each, Unread)][3] == "$.num_samples"
 
 

@@ -126,7 +126,7 @@ def test_a_folder_of_tasks_is_all_of_them_and_a_bad_one_hides_none(hello: Path) 
     found = items(hello.parent, harness="pi")
     assert [each.name for each in found] == ["bad", "hello"]
     assert isinstance(found[0], Unread)
-    assert str(found[0].refused) == f"{bad / 'instruction.md'} can not be read: No such file or directory"
+    assert str(found[0].refused) == f"{bad / 'instruction.md'} cannot be read: No such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_where_the_workdir_is_unknown_it_is_said(hello: Path) -> None:
     (hello / "environment" / "Dockerfile").write_text("FROM quay.example/x\nUSER $WHO\n")
     found = task(hello, harness="pi")
     assert found.spec.runtime.workdir == "/app"
-    assert "its workdir is the image's own, which is not known here: /app is taken" in found.notes[0]
+    assert "its workdir is the image's own, which is not known here: /app is used" in found.notes[0]
     unlimited = task(with_toml(hello, "[verifier]\ntimeout_sec = 5.0\n"), harness="pi")
     assert any(note.startswith("it may reach the whole internet") for note in unlimited.notes)
 
@@ -246,7 +246,7 @@ def test_what_is_too_large_to_travel_is_refused(hello: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="gone can not be read: No such file"):
+    with pytest.raises(Refused, match="gone cannot be read: No such file"):
         list(lines(tmp_path / "gone"))
 
 

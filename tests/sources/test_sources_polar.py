@@ -139,7 +139,7 @@ def test_an_agents_own_timeout_is_the_runs(tmp_path: Path) -> None:
     ("said", "sentence"),
     [
         ({"instruction": None}, "instruction is missing"),
-        ({"agent": {"import_path": "a:b"}}, "a harness class of Polar's own kind can not run here"),
+        ({"agent": {"import_path": "a:b"}}, "a harness class of Polar's own kind cannot run here"),
         ({"agent": {"harness": "shell"}}, "the harness shell has no custom_shell"),
         (
             {
@@ -162,7 +162,7 @@ def test_an_agents_own_timeout_is_the_runs(tmp_path: Path) -> None:
                     "prepare": [{"type": "upload_file", "source": "gone", "target": "/x"}],
                 }
             },
-            "gone can not be read",
+            "gone cannot be read",
         ),
         (
             {

@@ -260,7 +260,7 @@ def test_a_snapshot_of_the_hub_is_read_by_its_splits(tmp_path: Path) -> None:
 
 
 def test_a_torn_file_is_refused(tmp_path: Path) -> None:
-    for name, words in (("r.parquet", "can not be read as Parquet"), ("r.arrow", "can not be read as Arrow")):
+    for name, words in (("r.parquet", "cannot be read as Parquet"), ("r.arrow", "cannot be read as Arrow")):
         (tmp_path / name).write_bytes(b"PAR1 nothing of the kind")
         with pytest.raises(Refused, match=words):
             names(tmp_path / name)

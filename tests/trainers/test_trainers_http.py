@@ -80,7 +80,7 @@ async def test_what_a_format_can_not_carry_is_400_and_so_is_a_format_that_is_non
             ({"format": "trl"}, "has 2 rows and this format takes one a session"),
             ({"format": "trlx"}, f"must be one of {', '.join(FORMATS)}, parquet, not 'trlx'"),
             ({"format": "parquet"}, f"must be one of {', '.join(FORMATS)} here"),
-            ({"format": "verl", "turns": "full"}, "turns=full is of a trajectory's own JSON"),
+            ({"format": "verl", "turns": "full"}, "turns=full is for a trajectory's own JSON"),
         ):
             refused = await caller.get("/v1/trajectories/s0", **params)
             assert refused.status == 400
@@ -183,6 +183,6 @@ def test_the_document_of_the_api_names_what_is_said() -> None:
 
 
 def test_refusals_are_told_in_the_place_of_values() -> None:
-    said = json.loads(exports.told("areal", one_row(reward=None), "json"))
+    said = json.loads(exports.format_bytes("areal", one_row(reward=None), "json"))
     assert said["value"] is None
     assert "has no reward" in said["refused"]
