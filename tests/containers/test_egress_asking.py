@@ -102,16 +102,16 @@ def test_what_goes_out_is_one_request_for_the_host_that_was_allowed(
         "",
     ]
     request = received("\r\n".join(lines).encode())
-    asked = read(request, RULES) if request is not None else None
-    if isinstance(asked, Tunnel):
-        assert RULES.refusal(asked.host, asked.port) is None
-    if isinstance(asked, Forward):
-        assert RULES.refusal(asked.host, asked.port) is None
-        sent = h11.Connection(h11.CLIENT).send(asked.request)
+    parsed = read(request, RULES) if request is not None else None
+    if isinstance(parsed, Tunnel):
+        assert RULES.refusal(parsed.host, parsed.port) is None
+    if isinstance(parsed, Forward):
+        assert RULES.refusal(parsed.host, parsed.port) is None
+        sent = h11.Connection(h11.CLIENT).send(parsed.request)
         again = received(sent or b"")
         assert again is not None
         found = dict(again.headers)
-        assert found[b"host"].decode() == asked.host + ("" if asked.port == 80 else f":{asked.port}")
+        assert found[b"host"].decode() == parsed.host + ("" if parsed.port == 80 else f":{parsed.port}")
         names = [name for name, _ in again.headers]
         assert all(names.count(name) == 1 for name in (b"host", b"connection"))
         assert again.target.startswith(b"/")

@@ -112,10 +112,12 @@ def test_other_ports_are_refused(port: int) -> None:
 
 
 def test_a_long_list_is_not_told_whole() -> None:
-    told = egress_rules([f"n{index}.example" for index in range(100)], []).refusal("other.example", 443)
-    assert told is not None
-    assert "(n0.example, n1.example," in told
-    assert "and 92 more)" in told
+    refusal_text = egress_rules([f"n{index}.example" for index in range(100)], []).refusal(
+        "other.example", 443
+    )
+    assert refusal_text is not None
+    assert "(n0.example, n1.example," in refusal_text
+    assert "and 92 more)" in refusal_text
 
 
 @given(NAMES, LABELS)

@@ -93,7 +93,7 @@ def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "told"),
+    ("toml", "reported"),
     [
         ('base = "none"', "a/runtime.toml: base none is no recipe"),
         ('base = "a"', "a/runtime.toml: base a is its own base"),
@@ -102,9 +102,9 @@ def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
         ("harnesses = 3", "a/runtime.toml: "),
     ],
 )
-def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, told: str) -> None:
+def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, reported: str) -> None:
     write_recipe(tmp_path, "a", toml=toml)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         read_recipes(tmp_path)
 
 
@@ -116,8 +116,8 @@ def test_no_recipes_and_no_carrier_are_named(tmp_path: Path) -> None:
 
 
 def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
-    told = "http://a/debian/|bookworm|main\nhttp://b/x|nodistro|main\nhttp://a/debian/|bookworm-updates|main\nhttp://a/debian/|bookworm|main\n"
-    assert archive_lines(told, "bookworm") == [
+    reported = "http://a/debian/|bookworm|main\nhttp://b/x|nodistro|main\nhttp://a/debian/|bookworm-updates|main\nhttp://a/debian/|bookworm|main\n"
+    assert archive_lines(reported, "bookworm") == [
         "deb http://a/debian/ bookworm main",
         "deb http://a/debian/ bookworm-updates main",
     ]
@@ -208,29 +208,29 @@ def recipes_dir(tmp_path: Path, podman: None) -> Path:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
-def images_of(recipes_dir: Path, log: Path, told: list[str]) -> Images:
+def images_of(recipes_dir: Path, log: Path, reported: list[str]) -> Images:
     own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=recipes_dir)
-    return Images(settings=own, log=log, report=told.append)
+    return Images(settings=own, log=log, report=reported.append)
 
 
 @pytest.mark.podman
 async def test_what_is_missing_is_built_once_and_again_when_it_changed(
-    recipes_dir: Path, tmp_path: Path, told: list[str]
+    recipes_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     log = tmp_path / "log" / "images.log"
-    images = images_of(recipes_dir, log, told)
+    images = images_of(recipes_dir, log, reported)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
             nursery.start_soon(images.ensure, TEST_IMAGE)
-    built = [each for each in told if each.startswith("built runtime")]
-    assert len(built) == 1, told
+    built = [each for each in reported if each.startswith("built runtime")]
+    assert len(built) == 1, reported
     assert "base" not in built[0], "its base was there"
-    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
-    assert len([each for each in told if each.startswith("built")]) == 1
+    await images_of(recipes_dir, log, reported).ensure(TEST_IMAGE)
+    assert len([each for each in reported if each.startswith("built")]) == 1
     await _assert_made(recipes_dir, b"first\n")
     write_recipe(
         recipes_dir,
@@ -238,7 +238,7 @@ async def test_what_is_missing_is_built_once_and_again_when_it_changed(
         toml='base = "base"\n',
         containerfile="ARG BASE\nFROM ${BASE}\nRUN echo second > /tmp/made\n",
     )
-    await images_of(recipes_dir, log, told).ensure(TEST_IMAGE)
+    await images_of(recipes_dir, log, reported).ensure(TEST_IMAGE)
     await _assert_made(recipes_dir, b"second\n")
     shown = json.loads(await tools(log).ask("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
     assert shown[0]["Labels"][RECIPE_LABEL] == read_recipes(recipes_dir).by_name[TEST_IMAGE].digest
@@ -258,7 +258,7 @@ async def _assert_made(recipes_dir: Path, content: bytes) -> None:
 
 @pytest.mark.podman
 async def test_a_build_that_fails_says_its_last_words(
-    recipes_dir: Path, tmp_path: Path, told: list[str]
+    recipes_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     write_recipe(
         recipes_dir,
@@ -269,12 +269,12 @@ async def test_a_build_that_fails_says_its_last_words(
     with pytest.raises(
         RuntimeFault, match=r"(?s)building runtime broken failed with exit code 7, see .*the reason"
     ):
-        await images_of(recipes_dir, tmp_path / "log", told).ensure("broken")
+        await images_of(recipes_dir, tmp_path / "log", reported).ensure("broken")
 
 
 @pytest.mark.podman
 async def test_a_cancelled_build_ends_and_frees_the_lock(
-    recipes_dir: Path, tmp_path: Path, told: list[str]
+    recipes_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     write_recipe(
         recipes_dir,
@@ -282,7 +282,7 @@ async def test_a_cancelled_build_ends_and_frees_the_lock(
         toml='base = "base"\n',
         containerfile="ARG BASE\nFROM ${BASE}\nRUN sleep 5151515\n",
     )
-    images = images_of(recipes_dir, tmp_path / "log", told)
+    images = images_of(recipes_dir, tmp_path / "log", reported)
     with trio.move_on_after(6) as scope:
         await images.ensure("slow")
     assert scope.cancelled_caught
@@ -290,7 +290,7 @@ async def test_a_cancelled_build_ends_and_frees_the_lock(
         await images.ensure("base")
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and "5151515" in _command(pid)]
     write_recipe(recipes_dir, "quick", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\n")
-    await images_of(recipes_dir, tmp_path / "log", told).ensure("quick")
+    await images_of(recipes_dir, tmp_path / "log", reported).ensure("quick")
     listed = json.loads(await tools(tmp_path / "log").ask("ps", "--all", "--external", "--format", "json"))
     assert not [each for each in listed if each["State"] == "storage"], (
         "the next build removes what a killed one left"
@@ -306,8 +306,8 @@ def _command(pid: str) -> str:
 
 
 @pytest.mark.podman
-async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, told: list[str]) -> None:
-    images = Images(settings=settings(), log=tmp_path / "log", report=told.append)
+async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, reported: list[str]) -> None:
+    images = Images(settings=settings(), log=tmp_path / "log", report=reported.append)
     with pytest.raises(
         Refused, match=r"no image is called localhost/none/such; there are recipes for .*podman pull"
     ) as refused:
@@ -323,9 +323,9 @@ async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> N
 
 
 @pytest.mark.podman
-async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, told: list[str]) -> None:
-    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", report=told.append)
-    assert told == []
+async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, reported: list[str]) -> None:
+    await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", report=reported.append)
+    assert reported == []
 
 
 # ── tasks' own images, and harnesses on them ──────────────────────────────────
@@ -340,11 +340,11 @@ WORKDIR /testbed
 """
 
 
-def without_waits(told: list[str]) -> list[str]:
+def without_waits(reported: list[str]) -> list[str]:
     """What was said but of others on the same store: who holds its lock, and who removes images while old
     ones are looked for.
     """
-    return [each for each in told if not each.startswith(("waiting", "old layers stay"))]
+    return [each for each in reported if not each.startswith(("waiting", "old layers stay"))]
 
 
 def environment(folder: Path, what: str) -> Build:
@@ -369,54 +369,54 @@ def onto_dir(recipes_dir: Path) -> Path:
 
 @pytest.mark.podman
 async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
-    podman: None, tmp_path: Path, told: list[str]
+    podman: None, tmp_path: Path, reported: list[str]
 ) -> None:
     build = environment(tmp_path / "environment", token_hex(4))
-    await build_task_images(settings(), [build, build], log=tmp_path / "log", report=told.append)
-    await build_task_images(settings(), [build], log=tmp_path / "log", report=told.append)
-    assert without_waits(told) == [f"building {build.image} from {build.folder}"]
+    await build_task_images(settings(), [build, build], log=tmp_path / "log", report=reported.append)
+    await build_task_images(settings(), [build], log=tmp_path / "log", report=reported.append)
+    assert without_waits(reported) == [f"building {build.image} from {build.folder}"]
     assert environment(tmp_path / "environment", token_hex(4)).image != build.image
     await tools(tmp_path / "log").ask("rmi", "--force", build.image)
 
 
 @pytest.mark.podman
 async def test_a_tasks_folder_that_does_not_build_says_why(
-    podman: None, tmp_path: Path, told: list[str]
+    podman: None, tmp_path: Path, reported: list[str]
 ) -> None:
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN echo the reason; exit 9\n")
     build = build_of(tmp_path, "Dockerfile", limit_s=600.0)
     with pytest.raises(RuntimeFault, match=r"(?s)failed with exit code 9, see .*the reason"):
-        await build_task_images(settings(), [build], log=tmp_path / "log" / "log", report=told.append)
+        await build_task_images(settings(), [build], log=tmp_path / "log" / "log", report=reported.append)
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN sleep 600\n")
     slow = build_of(tmp_path, "Dockerfile", limit_s=5.0)
     with pytest.raises(RuntimeFault, match="did not end within its 5 s"):
-        await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", report=told.append)
+        await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", report=reported.append)
 
 
 @pytest.mark.podman
 async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_changed(
-    onto_dir: Path, tmp_path: Path, told: list[str]
+    onto_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     build, log = environment(tmp_path / "environment", "first"), tmp_path / "log"
     name = f"localhost/polarnode-test/{token_hex(4)}:latest"
     own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=onto_dir)
     await build_task_images(own, [build], log=log, report=lambda text: None)
     await tools(log).ask("tag", build.image, name)
-    images = images_of(onto_dir, log, told)
+    images = images_of(onto_dir, log, reported)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
             nursery.start_soon(images.ensure, on_top("tool", name))
-    assert [each.split(" in ")[0] for each in told if each.startswith("built")] == [
+    assert [each.split(" in ")[0] for each in reported if each.startswith("built")] == [
         f"built onto on {name}",
         f"built tool on {name}",
     ]
-    await images_of(onto_dir, log, told).ensure(on_top("tool", name))
-    assert len(without_waits(told)) == 4, "another node finds it there"
+    await images_of(onto_dir, log, reported).ensure(on_top("tool", name))
+    assert len(without_waits(reported)) == 4, "another node finds it there"
     await _assert_owned(own, on_top("tool", name), b"first\n")
     second = environment(tmp_path / "environment", "second")
     await build_task_images(own, [second], log=log, report=lambda text: None)
     await tools(log).ask("tag", second.image, name)
-    await images_of(onto_dir, log, told).ensure(on_top("tool", name))
+    await images_of(onto_dir, log, reported).ensure(on_top("tool", name))
     await _assert_owned(own, on_top("tool", name), b"second\n")
     made = [stage.image for stage in read_recipes(onto_dir).stages(on_top("tool", name))]
     shown = json.loads(await tools(log).ask("image", "inspect", made[0]))
@@ -445,18 +445,18 @@ async def _assert_owned(own: RuntimesSettings, image: str, what: bytes) -> None:
 
 @pytest.mark.podman
 async def test_a_harness_on_an_image_that_is_not_there_is_refused(
-    onto_dir: Path, tmp_path: Path, told: list[str]
+    onto_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     with pytest.raises(Refused, match="no image is called localhost/none/such"):
-        await images_of(onto_dir, tmp_path / "log", told).ensure(on_top("tool", "localhost/none/such"))
+        await images_of(onto_dir, tmp_path / "log", reported).ensure(on_top("tool", "localhost/none/such"))
 
 
 @pytest.mark.podman
 async def test_root_may_write_to_the_top_of_its_container_and_another_may_not(runtimes: Runtimes) -> None:
     """As in any other runtime: tasks that are run as root make folders there."""
     script = ["sh", "-c", "stat -c %a /; mkdir /made && echo made"]
-    for user, told in (("root", "755\nmade\n"), ("agent", "755\n")):
+    for user, reported in (("root", "755\nmade\n"), ("agent", "755\n")):
         async with runtimes.open(
             RuntimeSpec(image="base", user=user, read_only=False), session_id="top", lifetime_s=LIFETIME_S
         ) as runtime:
-            assert (await runtime.run(script)).stdout.decode() == told
+            assert (await runtime.run(script)).stdout.decode() == reported

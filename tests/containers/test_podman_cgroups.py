@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-def told(proc: Path, text: str) -> Path:
+def cgroup_files(proc: Path, text: str) -> Path:
     (proc / "7").mkdir(parents=True)
     (proc / "7" / "cgroup").write_text(text)
     return proc
@@ -33,7 +33,7 @@ def told(proc: Path, text: str) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
     text, folder = LAYOUTS[layout]
-    assert control_group_of(7, root=tmp_path, proc=told(tmp_path / "proc", text)) == ControlGroup(
+    assert control_group_of(7, root=tmp_path, proc=cgroup_files(tmp_path / "proc", text)) == ControlGroup(
         tmp_path / folder
     )
 

@@ -70,15 +70,15 @@ def listed(folder: Path) -> dict[bytes, tuple[object, ...]]:
     for path, names, files in os.walk(os.fsencode(folder)):
         for name in [b"", *names, *files]:
             full = os.path.join(path, name)
-            told = os.lstat(full)
-            content = os.readlink(full) if stat.S_ISLNK(told.st_mode) else b""
-            if stat.S_ISREG(told.st_mode):
+            found_stat = os.lstat(full)
+            content = os.readlink(full) if stat.S_ISLNK(found_stat.st_mode) else b""
+            if stat.S_ISREG(found_stat.st_mode):
                 content = Path(os.fsdecode(full)).read_bytes()
-            when = () if stat.S_ISLNK(told.st_mode) else (told.st_mtime_ns,)
+            when = () if stat.S_ISLNK(found_stat.st_mode) else (found_stat.st_mtime_ns,)
             found[os.path.relpath(full, os.fsencode(folder))] = (
-                told.st_mode,
-                told.st_uid,
-                told.st_gid,
+                found_stat.st_mode,
+                found_stat.st_uid,
+                found_stat.st_gid,
                 content,
                 *when,
             )
@@ -187,8 +187,8 @@ async def test_ids_are_those_inside(pair: Pair) -> None:
         os.chown(pair.source / name, number, number)
     os.chown(pair.source, 1_001_000, 1_001_000)
     await pair.copied(shifts=shifts)
-    told = {name: (pair.target / name).stat().st_uid for name in (".", "roots", "agents", "nobodys")}
-    assert told == {".": 2_001_000, "roots": 2_000_000, "agents": 2_001_000, "nobodys": 2_065_534}
+    found_stat = {name: (pair.target / name).stat().st_uid for name in (".", "roots", "agents", "nobodys")}
+    assert found_stat == {".": 2_001_000, "roots": 2_000_000, "agents": 2_001_000, "nobodys": 2_065_534}
 
 
 async def test_what_both_have_of_one_image_is_not_copied_again(pair: Pair) -> None:
@@ -356,10 +356,12 @@ async def test_a_large_workspace_goes_from_container_to_container(runtimes: Runt
         await source.seal(SMALL)
         await clean.put({"/work/stale/file": b"from the image", "/work/.stale": b""})
         await source.copy_workdir(clean)
-        told = [(await runtime.run(["sh", "-c", LIST], user="root")).stdout for runtime in (source, clean)]
-        assert told[0] == told[1]
-        assert b"./-odd name f 644" in told[0]
-        assert b"./owned/by/root f 600  0 0" in told[0]
+        found_stat = [
+            (await runtime.run(["sh", "-c", LIST], user="root")).stdout for runtime in (source, clean)
+        ]
+        assert found_stat[0] == found_stat[1]
+        assert b"./-odd name f 644" in found_stat[0]
+        assert b"./owned/by/root f 600  0 0" in found_stat[0]
         assert (await clean.run(["sh", "-c", "ls -A /tmp; ls | grep -c pipe"])).stdout == b"0\n"
         assert (
             await clean.run(["sh", "-c", "echo more >> a/b/.hidden && cat a/second"])
@@ -383,7 +385,7 @@ async def test_what_the_image_holds_is_not_copied(runtimes: Runtimes) -> None:
         await trio.to_thread.run_sync(made.run, "/etc", "/etc")
         assert made.looked > 100
         assert 3 <= made.copied <= 6, "Podman makes a file or two in each container"
-        told = [
+        found_stat = [
             (
                 await runtime.run(
                     ["sh", "-c", "find . -xdev -printf '%p %y %m %l %U %G %s\\n' | sort; cat bash.bashrc"]
@@ -391,9 +393,9 @@ async def test_what_the_image_holds_is_not_copied(runtimes: Runtimes) -> None:
             ).stdout
             for runtime in (source, clean)
         ]
-        assert told[0] == told[1]
-        assert b"./new f" in told[1]
-        assert b"debian_version" not in told[1]
+        assert found_stat[0] == found_stat[1]
+        assert b"./new f" in found_stat[1]
+        assert b"debian_version" not in found_stat[1]
 
 
 @pytest.fixture

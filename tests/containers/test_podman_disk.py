@@ -244,26 +244,26 @@ async def test_who_leaves_while_it_is_measured_is_forgotten(
 
 
 def test_the_room_is_that_of_the_folder(tmp_path: Path) -> None:
-    told = subprocess.run(
+    figures = subprocess.run(
         ["stat", "-f", "-c", "%f %S %d", str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout.split()
     room = disk_space_at(tmp_path)
-    assert room.content == pytest.approx(int(told[0]) * int(told[1]), rel=0.05)
-    assert room.files == pytest.approx(int(told[2]) * 4096, rel=0.05)
+    assert room.content == pytest.approx(int(figures[0]) * int(figures[1]), rel=0.05)
+    assert room.files == pytest.approx(int(figures[2]) * 4096, rel=0.05)
 
 
 def test_a_disk_without_room_for_files_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = os.statvfs(tmp_path)
-    content = told.f_bfree * told.f_frsize
+    figures = os.statvfs(tmp_path)
+    content = figures.f_bfree * figures.f_frsize
     # 0 where they are made as they are needed
     for files, free, least in ((1000, 10, 10 * 4096), (0, 0, content)):
         short = os.statvfs_result(
             (
-                told.f_bsize,
-                told.f_frsize,
-                told.f_blocks,
-                told.f_bfree,
-                told.f_bavail,
+                figures.f_bsize,
+                figures.f_frsize,
+                figures.f_blocks,
+                figures.f_bfree,
+                figures.f_bavail,
                 files,
                 free,
                 free,

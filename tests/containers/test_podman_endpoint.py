@@ -86,7 +86,7 @@ async def test_each_container_has_its_own_door(runtimes: Runtimes) -> None:
                 ended = await runtime.run(["python3", "-c", GET])
                 assert ended.stdout.decode().split() == ["200", runtime.id] * 3, ended.stderr
                 assert len(seen) == 3
-                assert all(asked.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n") for asked in seen)
+                assert all(sent.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n") for sent in seen)
             nursery.cancel_scope.cancel()
 
 
@@ -94,24 +94,24 @@ async def test_nothing_else_can_be_reached(runtimes: Runtimes, service_of_the_ma
     async with runtimes.open(SMALL, session_id="alone", lifetime_s=LIFETIME_S) as runtime:
         for user in (None, "root"):
             ended = await runtime.run(["python3", "-c", REACH, str(service_of_the_machine)], user=user)
-            told = dict(line.split(" ", 1) for line in ended.stdout.decode().splitlines())
+            printed = dict(line.split(" ", 1) for line in ended.stdout.decode().splitlines())
             assert ended.exit_code == 0, ended.stderr
-            assert told.pop("interfaces") == "['lo']"
-            assert told.pop("routes") == "0"
-            assert "REACHED" not in told.values(), told
-            assert len(told) == 11
+            assert printed.pop("interfaces") == "['lo']"
+            assert printed.pop("routes") == "0"
+            assert "REACHED" not in printed.values(), printed
+            assert len(printed) == 11
 
 
 async def test_the_machine_is_not_described_inside(runtimes: Runtimes) -> None:
     import socket
 
     async with runtimes.open(SMALL, session_id="names", lifetime_s=LIFETIME_S) as runtime:
-        told = (
+        printed = (
             await runtime.run(["sh", "-c", "cat /etc/hosts /etc/resolv.conf /etc/hostname"])
         ).stdout.decode()
-        assert "host.containers.internal" not in told
-        assert "nameserver" not in told
-        assert socket.gethostname() not in told.replace("polarnode-", "").split()
+        assert "host.containers.internal" not in printed
+        assert "nameserver" not in printed
+        assert socket.gethostname() not in printed.replace("polarnode-", "").split()
         assert (await runtime.run(["getent", "hosts", "localhost"])).exit_code == 0
 
 

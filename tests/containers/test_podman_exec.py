@@ -32,11 +32,11 @@ CODES = [
 
 async def running(runtime: PodmanRuntime) -> list[str]:
     """What runs in a container besides its first process and who looks."""
-    told = (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.decode().split()
+    printed = (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.decode().split()
     for own in ("polarnode-init", "sh", "cat"):
-        if own in told:
-            told.remove(own)
-    return told
+        if own in printed:
+            printed.remove(own)
+    return printed
 
 
 async def test_exit_codes_are_the_programs_own(runtimes: Runtimes) -> None:

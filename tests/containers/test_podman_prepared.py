@@ -40,27 +40,29 @@ SEEN = (
 
 def spec(*steps: str, user: str | None = None, **more: object) -> RuntimeSpec:
     """A task of its own: nobody else prepares the same."""
-    told = (PrepareStep(argv=("sh", "-c", step), user=user) for step in (*steps, f": {secrets.token_hex(8)}"))
-    return evolve(SMALL, prepare=tuple(told), **more)  # type: ignore[arg-type]
+    printed = (
+        PrepareStep(argv=("sh", "-c", step), user=user) for step in (*steps, f": {secrets.token_hex(8)}")
+    )
+    return evolve(SMALL, prepare=tuple(printed), **more)  # type: ignore[arg-type]
 
 
 def opened(
-    runtimes: Runtimes, asked: RuntimeSpec, session: str, *, shared: bool = True
+    runtimes: Runtimes, task_spec: RuntimeSpec, session: str, *, shared: bool = True
 ) -> AbstractAsyncContextManager[PodmanRuntime]:
     async def prepare(runtime: PodmanRuntime) -> None:
-        await session_containers.prepare(runtime, asked)
+        await session_containers.prepare(runtime, task_spec)
 
     return runtimes.open_prepared(
-        asked, session_id=session, lifetime_s=LIFETIME_S, prepare=prepare, shared=shared
+        task_spec, session_id=session, lifetime_s=LIFETIME_S, prepare=prepare, shared=shared
     )
 
 
 async def test_a_copy_is_what_it_was_copied_from(runtimes: Runtimes) -> None:
-    asked = spec(TREE)
-    async with opened(runtimes, asked, "first") as first:
+    task_spec = spec(TREE)
+    async with opened(runtimes, task_spec, "first") as first:
         prepared = (await first.run(["sh", "-c", SEEN])).stdout
         env = (await first.run(["env"])).stdout.splitlines()
-        async with opened(runtimes, asked, "second") as second:
+        async with opened(runtimes, task_spec, "second") as second:
             assert second.shift != first.shift, "in another range of ids"
             assert (await second.run(["sh", "-c", SEEN])).stdout == prepared
             assert sorted((await second.run(["env"])).stdout.splitlines()) == sorted(env)
@@ -70,11 +72,11 @@ async def test_a_copy_is_what_it_was_copied_from(runtimes: Runtimes) -> None:
 
 
 async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: Runtimes) -> None:
-    asked = spec("echo $$ > /work/who; sleep 1; date +%s%N > /work/when")
+    task_spec = spec("echo $$ > /work/who; sleep 1; date +%s%N > /work/when")
     seen: list[bytes] = []
 
     async def one(number: int) -> None:
-        async with opened(runtimes, asked, f"s{number}") as runtime:
+        async with opened(runtimes, task_spec, f"s{number}") as runtime:
             seen.append((await runtime.read("/work/when")) or b"")
             await runtime.put({"/work/when": b"mine"})
 
@@ -91,32 +93,32 @@ async def test_a_program_that_runs_on_is_not_copied(
     runtimes: Runtimes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    asked = spec("sleep 1000 >/dev/null 2>&1 &")
+    task_spec = spec("sleep 1000 >/dev/null 2>&1 &")
     for number in range(3):
-        async with opened(runtimes, asked, f"s{number}") as runtime:
+        async with opened(runtimes, task_spec, f"s{number}") as runtime:
             assert await runtime.busy()
     assert runtimes.statistics().copied == 0
     assert caplog.text.count("one of its steps left a process running") == 1
 
 
 async def test_a_step_that_fails_is_refused_to_each(runtimes: Runtimes) -> None:
-    asked = spec("echo no such thing >&2; exit 3")
+    task_spec = spec("echo no such thing >&2; exit 3")
     for number in range(2):
         with pytest.raises(Refused, match="exit code 3: no such thing"):
-            async with opened(runtimes, asked, f"s{number}"):
+            async with opened(runtimes, task_spec, f"s{number}"):
                 pass
     assert runtimes.statistics().live == 0
     assert runtimes.statistics().copied == 0
 
 
 async def test_a_copy_that_somebody_removed_is_made_again(runtimes: Runtimes) -> None:
-    asked = spec("echo here > /work/here")
-    async with opened(runtimes, asked, "one"):
+    task_spec = spec("echo here > /work/here")
+    async with opened(runtimes, task_spec, "one"):
         pass
-    (known,) = runtimes._workspaces._states.values()
-    assert known.image is not None
-    assert await runtimes._workspaces.copies.remove(known.image)
-    async with opened(runtimes, asked, "two") as runtime:
+    (state,) = runtimes._workspaces._states.values()
+    assert state.image is not None
+    assert await runtimes._workspaces.copies.remove(state.image)
+    async with opened(runtimes, task_spec, "two") as runtime:
         assert await runtime.read("/work/here") == b"here\n"
     assert runtimes.statistics().copied == 2
 
@@ -135,25 +137,25 @@ async def test_the_least_lately_used_goes_and_one_in_use_stays(podman: None) -> 
 
 async def test_warm_ones_are_of_the_copy(podman: None) -> None:
     async with open_runtimes(settings(warm=2)) as runtimes:
-        asked = spec("echo here > /work/here")
-        runtimes.prewarm(asked, 9)
+        task_spec = spec("echo here > /work/here")
+        runtimes.prewarm(task_spec, 9)
         await until(lambda: runtimes.statistics().warm == 1)
-        async with opened(runtimes, asked, "one"):
+        async with opened(runtimes, task_spec, "one"):
             await until(lambda: runtimes.statistics().warm == 1)
             before = runtimes.statistics().served_warm
-            async with opened(runtimes, asked, "two") as runtime:
+            async with opened(runtimes, task_spec, "two") as runtime:
                 assert await runtime.read("/work/here") == b"here\n"
             assert runtimes.statistics().served_warm == before + 1
-        runtimes.prewarm(asked, 0)
+        runtimes.prewarm(task_spec, 0)
         await until(lambda: runtimes.statistics().warm == 0)
 
 
 async def test_another_node_finds_the_copy(podman: None) -> None:
-    asked = spec("date +%s%N > /work/when")
+    task_spec = spec("date +%s%N > /work/when")
     async with open_runtimes(settings("one")) as one, open_runtimes(settings("two")) as two:
-        async with opened(one, asked, "first") as runtime:
+        async with opened(one, task_spec, "first") as runtime:
             when = await runtime.read("/work/when")
-        async with opened(two, asked, "second") as runtime:
+        async with opened(two, task_spec, "second") as runtime:
             assert await runtime.read("/work/when") == when
         assert (two.statistics().copied, two.statistics().reused) == (0, 1)
 
@@ -197,11 +199,11 @@ def test_a_layer_is_mended(tmp_path: Path) -> None:
         os.chown(layer / path, ids, ids, follow_symlinks=False)
     (layer / "deep/program").chmod(0o4755)
     mend(layer, source, 500_000)
-    told = {path: (layer / path).lstat() for path in ("deep", "deep/program", "deep/link")}
-    assert [(found.st_uid, found.st_gid) for found in told.values()] == [(0, 0), (1000, 1000), (12, 12)]
+    printed = {path: (layer / path).lstat() for path in ("deep", "deep/program", "deep/link")}
+    assert [(found.st_uid, found.st_gid) for found in printed.values()] == [(0, 0), (1000, 1000), (12, 12)]
     assert (
-        told["deep/program"].st_mode & 0o7777,
-        told["deep/program"].st_mtime_ns,
-        told["deep"].st_mtime_ns,
+        printed["deep/program"].st_mode & 0o7777,
+        printed["deep/program"].st_mtime_ns,
+        printed["deep"].st_mtime_ns,
     ) == (0o4755, 1_234_567_891, 77)
     assert Path("/etc/passwd").stat().st_uid == 0

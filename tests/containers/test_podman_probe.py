@@ -97,24 +97,24 @@ def test_a_folder_closed_to_others_costs_the_user_namespace(tmp_path: Path) -> N
 
 def test_settings_are_what_was_found(tmp_path: Path) -> None:
     store = store_at(tmp_path)
-    told = tomllib.loads(containers_conf(store, FOUND))
-    assert told["containers"]["default_ulimits"] == ["nofile=20000:20000", "nproc=4096:4096"]
-    assert told["engine"]["runtime"] == "runc"
-    assert told["engine"]["cgroup_manager"] == "cgroupfs"
-    assert told["engine"]["lock_type"] == "file"
-    assert told["engine"]["tmp_dir"] == f"{store.run_dir}/libpod"
-    assert told["network"]["network_backend"] == "netavark"
+    written = tomllib.loads(containers_conf(store, FOUND))
+    assert written["containers"]["default_ulimits"] == ["nofile=20000:20000", "nproc=4096:4096"]
+    assert written["engine"]["runtime"] == "runc"
+    assert written["engine"]["cgroup_manager"] == "cgroupfs"
+    assert written["engine"]["lock_type"] == "file"
+    assert written["engine"]["tmp_dir"] == f"{store.run_dir}/libpod"
+    assert written["network"]["network_backend"] == "netavark"
     other = evolve(FOUND, systemd=True, has_netavark=False, oci_runtime=Path("/usr/bin/crun"))
-    told = tomllib.loads(containers_conf(store, other))
-    assert told["engine"]["cgroup_manager"] == "systemd"
-    assert told["engine"]["runtime"] == "crun"
-    assert "network_backend" not in told["network"]
+    written = tomllib.loads(containers_conf(store, other))
+    assert written["engine"]["cgroup_manager"] == "systemd"
+    assert written["engine"]["runtime"] == "crun"
+    assert "network_backend" not in written["network"]
 
 
 def test_storage_is_ours_alone(tmp_path: Path) -> None:
     store = store_at(tmp_path)
-    told = tomllib.loads(storage_conf(store, FOUND))["storage"]
-    assert told == {
+    written = tomllib.loads(storage_conf(store, FOUND))["storage"]
+    assert written == {
         "driver": "overlay",
         "graphroot": f"{tmp_path}/storage",
         "runroot": f"{store.run_dir}/storage",
@@ -151,12 +151,12 @@ def test_podman_gets_our_files_and_nothing_of_ours_besides(
 ) -> None:
     monkeypatch.setenv("NODE_SECRET", "x")
     monkeypatch.setenv("https_proxy", "http://proxy")
-    told = store_at(tmp_path).environment()
-    assert "NODE_SECRET" not in told
-    assert told["https_proxy"] == "http://proxy", "pulls may need it"
-    assert told["CONTAINERS_CONF"] == f"{tmp_path}/etc/containers.conf"
-    assert told["HOME"] == str(tmp_path)
-    assert os.environ["HOME"] != told["HOME"]
+    written = store_at(tmp_path).environment()
+    assert "NODE_SECRET" not in written
+    assert written["https_proxy"] == "http://proxy", "pulls may need it"
+    assert written["CONTAINERS_CONF"] == f"{tmp_path}/etc/containers.conf"
+    assert written["HOME"] == str(tmp_path)
+    assert os.environ["HOME"] != written["HOME"]
 
 
 def test_a_container_is_confined() -> None:
@@ -191,8 +191,8 @@ def test_a_container_is_confined() -> None:
 def test_every_limit_of_a_process_is_told_with_the_others() -> None:
     """One that is given drops all that containers.conf names."""
     spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0)
-    told = {limit["type"]: (limit["soft"], limit["hard"]) for limit in spec["r_limits"]}  # type: ignore[union-attr,call-overload,index]
-    assert told == {
+    written = {limit["type"]: (limit["soft"], limit["hard"]) for limit in spec["r_limits"]}  # type: ignore[union-attr,call-overload,index]
+    assert written == {
         "nofile": (20000, 20000),
         "nproc": (4096, 4096),
         "fsize": (50 << 20, 50 << 20),

@@ -25,7 +25,7 @@ async def test_a_container_keeps_the_contract(runtimes: Runtimes, assertions) ->
 
 async def test_who_and_where_a_session_is(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="who", lifetime_s=LIFETIME_S) as runtime:
-        told = (
+        printed = (
             await runtime.run(
                 [
                     "sh",
@@ -34,13 +34,13 @@ async def test_who_and_where_a_session_is(runtimes: Runtimes) -> None:
                 ]
             )
         ).stdout.decode()
-        lines = told.splitlines()
+        lines = printed.splitlines()
         assert lines[:2] == ["1000", "/work"]
         assert runtime.home == "/home/agent"
-        assert "NoNewPrivs:\t1" in told
-        assert "Seccomp:\t2" in told
+        assert "NoNewPrivs:\t1" in printed
+        assert "Seccomp:\t2" in printed
         for kind in ("Eff", "Prm", "Bnd"):
-            assert f"Cap{kind}:\t0000000000000000" in told
+            assert f"Cap{kind}:\t0000000000000000" in printed
         if runtimes.findings.user_namespaces:
             ids = next(line.split() for line in lines if line.endswith("65536"))
             assert int(ids[1]) >= 0x7000_0000, "root in there is nobody here"
@@ -56,9 +56,9 @@ async def test_nothing_of_the_nodes_environment_goes_in(
     monkeypatch.setenv("NODE_SECRET", "do-not-leak")
     monkeypatch.setenv("HTTP_PROXY", "http://do-not-leak")
     async with runtimes.open(SMALL, session_id="env", lifetime_s=LIFETIME_S) as runtime:
-        told = (await runtime.run(["env"])).stdout.decode()
-        assert "do-not-leak" not in told
-        assert {line.partition("=")[0] for line in told.splitlines()} <= {
+        printed = (await runtime.run(["env"])).stdout.decode()
+        assert "do-not-leak" not in printed
+        assert {line.partition("=")[0] for line in printed.splitlines()} <= {
             "PATH",
             "HOME",
             "LANG",
@@ -73,12 +73,12 @@ async def test_files_belong_to_whom_they_are_given(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="files", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/deep/er/run.sh": b"#!/bin/sh\necho ran\n"}, mode=0o755)
         await runtime.put({"/srv/tests/hidden": b"x"}, user="root", mode=0o600)
-        told = (
+        printed = (
             await runtime.run(
                 ["stat", "-c", "%u:%g %a %n", "/work/deep", "/work/deep/er/run.sh", "/srv/tests/hidden"]
             )
         ).stdout.decode()
-        assert told.splitlines() == [
+        assert printed.splitlines() == [
             "1000:1000 755 /work/deep",
             "1000:1000 755 /work/deep/er/run.sh",
             "0:0 600 /srv/tests/hidden",
@@ -267,11 +267,11 @@ async def test_a_workdir_is_made_and_a_user_found(runtimes: Runtimes) -> None:
 
 
 async def test_what_can_not_start_is_a_fault_and_leaves_nothing(runtimes: Runtimes) -> None:
-    for spec, told in (
+    for spec, printed in (
         (RuntimeSpec(image="localhost/none/such"), "no such image|not known"),
         (RuntimeSpec(user="ghost"), "no user ghost"),
     ):
-        with pytest.raises(RuntimeFault, match=told):
+        with pytest.raises(RuntimeFault, match=printed):
             async with runtimes.open(spec, session_id="never", lifetime_s=LIFETIME_S):
                 pass
     assert runtimes.statistics().failed == 2

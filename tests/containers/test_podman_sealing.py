@@ -155,12 +155,12 @@ async def test_nobody_inside_can_undo_it(runtimes: Runtimes, user: str) -> None:
         await runtime.put({"/tmp/undo.py": UNDO.encode()})
         await runtime.seal(spec)
         ended = await runtime.run(["python3", "/tmp/undo.py"])
-        told = ended.stdout.decode()
-        assert told.endswith("tried\n"), ended.stderr
-        assert "WROTE" not in told
-        assert "remount DONE" not in told
-        assert "mount_setattr DONE" not in told
-        assert told.count("the root cannot be written Read-only file system") == 2
+        printed = ended.stdout.decode()
+        assert printed.endswith("tried\n"), ended.stderr
+        assert "WROTE" not in printed
+        assert "remount DONE" not in printed
+        assert "mount_setattr DONE" not in printed
+        assert printed.count("the root cannot be written Read-only file system") == 2
         await runtime.unseal()
         assert await runtime.read("/etc/x") is None
 

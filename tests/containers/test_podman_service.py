@@ -45,7 +45,7 @@ async def test_it_is_gone_with_the_block(podman: None) -> None:
 @pytest.mark.podman
 async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="through", lifetime_s=LIFETIME_S) as runtime:
-        told: list[int | str] = []
+        events: list[int | str] = []
 
         async def long() -> None:
             try:
@@ -60,9 +60,9 @@ async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes
                     ]
                 )
             except RuntimeFault as fault:
-                told.append(str(fault))
+                events.append(str(fault))
             else:
-                told.append(ended.exit_code)
+                events.append(ended.exit_code)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(long)
@@ -73,7 +73,7 @@ async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes
                 while not runtimes.statistics().service_restarts:  # noqa: ASYNC110 (seen from outside)
                     await trio.sleep(0.05)
             await runtime.put({"/work/go": b""})
-        assert told in (
+        assert events in (
             [0],
             ["the podman service died while a program ran in a container: its exit code is lost"],
         ), "never another's exit code"
@@ -147,8 +147,8 @@ def test_what_killed_nodes_left_of_their_services_is_removed(
     ]
     for path in (*kept, *gone):
         path.touch()
-    for told in (store.log_dir / f"{dead}-bb.log", store.log_dir / f"{dead}-cc.log"):
-        told.write_text("its last words")
+    for events in (store.log_dir / f"{dead}-bb.log", store.log_dir / f"{dead}-cc.log"):
+        events.write_text("its last words")
     os.utime(store.log_dir / f"{dead}-cc.log", (0, 0))
     sweep(store)
     assert all(path.exists() for path in kept)
@@ -156,14 +156,14 @@ def test_what_killed_nodes_left_of_their_services_is_removed(
 
 
 async def test_a_background_task_outlives_its_users_and_ends_after_them() -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     async def service(ready: trio.Event) -> None:
         ready.set()
         try:
             await trio.sleep_forever()
         finally:
-            told.append("service ended")
+            events.append("service ended")
 
     with trio.move_on_after(0.05):
         async with open_background(service):
@@ -172,8 +172,8 @@ async def test_a_background_task_outlives_its_users_and_ends_after_them() -> Non
             finally:
                 with trio.move_on_after(5, shield=True):
                     await trio.sleep(0.05)
-                    told.append("user cleaned up")
-    assert told == ["user cleaned up", "service ended"]
+                    events.append("user cleaned up")
+    assert events == ["user cleaned up", "service ended"]
 
 
 async def test_a_background_tasks_error_is_itself_and_ends_the_block() -> None:
