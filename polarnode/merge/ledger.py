@@ -1,9 +1,8 @@
-"""The turns of a session that ended: every token once, as deltas, and the keys by which a later request finds
-them.
+"""The turns of a session that ended, and the keys by which a later request finds them.
 
-Whoever edits this keeps three rules: nothing here is O(prompt ids) in Python objects, only memcpy; chains are
-walked, never recursed (a session may have thousands of turns); a parent always has a smaller index than its
-children.
+Every token is kept once, as deltas. Invariants: nothing here is O(prompt ids) in Python objects, only memcpy;
+chains are walked, never recursed (a session may have thousands of turns); a parent always has a smaller index
+than its children.
 """
 
 from array import array

@@ -1,10 +1,8 @@
-"""Signed references: which turn an echoed message came from, proven by opaque fields that harnesses hand
-back.
+"""Signed references: which turn an echoed message came from, proven by fields that harnesses return unread.
 
 A reference is put into tool-call ids and thinking signatures and found again in whatever spelling a harness
-returns. It tells twins apart and proves identity; it never overrides what a client changed. Whoever edits
-this keeps the signature: a model can write any id it likes, and must not be able to write one that we
-believe.
+returns. It distinguishes twins and proves identity; it never overrides what a client changed. References stay
+signed: a model can write any id, and must not be able to write one that is believed.
 """
 
 import hmac

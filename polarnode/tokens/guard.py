@@ -1,9 +1,9 @@
-"""Client text made inert while a template looks at it, and given back afterwards.
+"""Client text made inert while a template renders it, and restored afterwards.
 
 A control string is recognised by its first letter: wherever a client's string holds that letter, a letter
-nobody used stands for it during the render. So no text of a client can be taken for control text, neither
-alone nor joined with what the template puts beside it, and no template can be steered by it. Whoever edits
-this keeps stand-ins one letter for one: lengths and JSON escapes then stay as they are.
+that nobody used stands for it during the render. So no client text can become control text, neither alone nor
+joined with what the template puts beside it, and it cannot steer the template. A stand-in is one letter for
+one letter: lengths and JSON escapes stay as they are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
