@@ -80,8 +80,8 @@ class VolumeSpec:
 
 @frozen(kw_only=True)
 class RuntimeSpec:
-    """The container. `image` is a folder name of `runtimes/` or any image Podman has. There is no network; the
-    model endpoint is inside the container.
+    """The container. `image` is a folder name of `runtimes/` or any image Podman has. There is no network:
+    the model endpoint is inside the container.
 
     `add_harness`: the harness is built on top of `image` (any Debian or Ubuntu), once, because the image is
     the task's and not the harness's. `egress` are names of hosts that may be reached through the node's
