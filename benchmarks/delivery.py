@@ -49,7 +49,10 @@ print(began, time.monotonic(), size)
 
 
 class NoNode:
-    """What a control plane asks of a node for the routes that are not of the journal: nothing here."""
+    """The part of `Service` that the routes of the journal need."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
 
     def status(self) -> dict[str, Json]:
         return {}
@@ -98,7 +101,7 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
         for number in range(sessions):
             publish(journal, number)
         await journal.flushed()
-        service: Any = NoNode()
+        service: Any = NoNode(journal)
         async with open_server(create_app(service, token=None), Address(host="127.0.0.1", port=0)) as address:
             yield journal, address
 
