@@ -10,7 +10,7 @@ from polarnode.cli.serve import StopRequest, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
-from polarnode.integrations.nemo_gym.requests import Template
+from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.sources.reading import task_value
 
 
@@ -18,13 +18,15 @@ def serve_agent(template: Path, *, url: str, token: str | None, host: str, port:
     """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
     answer.
     """
-    parsed = Template(value=task_value(template))
+    parsed = TaskTemplate(value=task_value(template))
     trio.run(
         _serve, parsed, AsyncPolarnodeClient(url, token=token), Address(host=host, port=port), open_console()
     )
 
 
-async def _serve(template: Template, client: AsyncPolarnodeClient, where: Address, console: Console) -> None:
+async def _serve(
+    template: TaskTemplate, client: AsyncPolarnodeClient, where: Address, console: Console
+) -> None:
     async with trio.open_nursery() as nursery, client:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)

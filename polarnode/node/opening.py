@@ -21,8 +21,7 @@ from attrs import evolve
 
 from polarnode.api.app import Extension, create_app
 from polarnode.api.callbacks import CallbackFormat, open_callbacks
-from polarnode.api.routes import CaptureRoutes
-from polarnode.api.weights_routes import WeightsRoutes
+from polarnode.api.routes import CaptureRoutes, WeightsRoutes
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.probe import default_state_dir

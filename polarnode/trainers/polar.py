@@ -1,30 +1,12 @@
-"""The words of a row, as OpenAI Chat has them: what was asked before the first sample of the row, and all
-that came after.
+"""A trajectory as Polar's SessionResult, with its rows as Polar's Traces.
 
-The rule for whoever edits it: nothing is read back from tokens; where words are missing there are none.
+Polar's own classes read this. Its `timing` forbids unknown fields, so it has its four numbers and no more. A
+word of Polar's never gets a meaning that its bridges do not know; what Polar cannot express is in the
+metadata. A session that ran out of time has its rows and its reward here like any other; Polar's own would
+have none.
 
-What Polar's side knows a task by: its ids and what was said when it was taken, kept in the task's metadata
-under `polarnode`.
-
-The rule for whoever edits it: it travels with the task, so that whoever reads a trajectory a year later can
-still call it as its trainer did.
-
-Polar's words for what we say otherwise: where a session is, how it ended, why a sample did.
-
-The rule for whoever edits it: a word of Polar's is never given a meaning its bridges do not know; what it can
-not say stands in the metadata.
-
-A row as Polar's Trace: prompt, response, mask, and one logprob entry a token of the response.
-
-The rule for whoever edits it: some bridges read `loss_mask`, others take a token for trainable when its
-logprob entry has a `token`; both must say the same, token by token. The id stands for the text, as engines
-write it when they are asked for tokens and not for words.
-
-A trajectory as Polar's SessionResult, field by field.
-
-The rule for whoever edits it: Polar's own classes read this, and `timing` forbids what it does not know, so
-that there are its four numbers and no more. A session that ran out of time has its rows and its reward here
-like any other; Polar's own would have none.
+Some bridges read a row's `loss_mask`, others take a token for trainable when its logprob entry has a `token`:
+the two agree, token by token. The ids that a task came with are kept in its metadata under `polarnode`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,33 +26,34 @@ from polarnode.tokens.rendering import tools_shape
 
 
 @frozen(kw_only=True)
-class Words:
-    """`known` is False where a turn of the row has no words: it was recorded by polarnode 0.1, or is not in
-    the journal any more.
+class RowMessages:
+    """The messages of a row as OpenAI Chat has them: `prompt` before its first sample, `response` from there
+    on. `recorded` is False where a turn of the row has no messages: it was recorded by polarnode 0.1, or is
+    not in the journal any more. Nothing is decoded from tokens.
     """
 
     prompt: tuple[Message, ...] = ()
     response: tuple[Message, ...] = ()
     tools: Json = None
-    known: bool = False
+    recorded: bool = False
 
 
-def words_of(trace: Trace, turns: Mapping[int, Turn]) -> Words:
-    """The words of a row."""
+def messages_of(trace: Trace, turns: Mapping[int, Turn]) -> RowMessages:
+    """The messages of a row."""
     if not trace.turn_spans:
-        return Words()
+        return RowMessages()
     whole = transcript(turns, trace.turn_spans[-1].turn)
-    asked = prompt_of(turns, first_sampled(trace))
-    if whole is None or asked is None:
-        return Words()
-    at = len(asked.messages)
-    return Words(
-        prompt=whole.messages[:at], response=whole.messages[at:], tools=tools_json(whole), known=True
+    prompt = prompt_of(turns, first_sampled(trace))
+    if whole is None or prompt is None:
+        return RowMessages()
+    at = len(prompt.messages)
+    return RowMessages(
+        prompt=whole.messages[:at], response=whole.messages[at:], tools=tools_json(whole), recorded=True
     )
 
 
 def first_sampled(trace: Trace) -> int:
-    """The turn whose sample is where the row's answer begins."""
+    """The turn whose sample begins the row's response."""
     return next(
         (span.turn for span in trace.turn_spans if span.start >= trace.prompt_length),
         trace.turn_spans[-1].turn,
@@ -78,7 +61,7 @@ def first_sampled(trace: Trace) -> int:
 
 
 def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """What a turn answered, without its answer; None where words are missing."""
+    """The conversation that a turn answered, without its answer; None where messages are missing."""
     turn = turns.get(index)
     if turn is None or turn.heard is None:
         return None
@@ -93,9 +76,9 @@ def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     )
 
 
-def tools_json(said: Conversation) -> Json:
+def tools_json(conversation: Conversation) -> Json:
     """The tools the model was shown; null for none."""
-    found: Json = plain(tools_shape(said.tools))
+    found: Json = plain(tools_shape(conversation.tools))
     return found or None
 
 
@@ -105,17 +88,17 @@ def messages_json(messages: Iterable[Message]) -> list[Json]:
 
 
 def _message_json(message: Message) -> Json:
-    said: dict[str, Json] = {"role": message.role, "content": message.text}
+    body: dict[str, Json] = {"role": message.role, "content": message.text}
     if message.thinking:
-        said["reasoning_content"] = message.thinking
+        body["reasoning_content"] = message.thinking
     if message.calls:
-        said["tool_calls"] = [
+        body["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.calls
         ]
     if message.call_id is not None:
-        said["tool_call_id"] = message.call_id
-    return said
+        body["tool_call_id"] = message.call_id
+    return body
 
 
 def answer_json(answer: Answer | None) -> Json:
@@ -130,8 +113,10 @@ KEY: Final = "polarnode"
 
 @frozen(kw_only=True)
 class Origin:
-    """`task_id` and `session_id` as Polar's side says them (None: as ours); `run` counts the tasks that were
-    submitted by one task_id, from 1.
+    """Where a task came from: Polar's `task_id` and `session_id` (None: as ours). `run` counts the tasks that
+    were submitted under one task_id, from 1; `notes` list what of the request is done otherwise here.
+
+    It is kept in the task's metadata, so that a reader of a trajectory can name it as its trainer did.
     """
 
     task_id: str | None = None
@@ -142,25 +127,27 @@ class Origin:
 
 def origin_of(metadata: Mapping[str, Json]) -> Origin:
     """The origin of a task with this metadata."""
-    said = metadata.get(KEY)
-    if not isinstance(said, dict):
+    origin = metadata.get(KEY)
+    if not isinstance(origin, dict):
         return Origin()
-    notes, run = said.get("notes"), said.get("run")
+    notes, run = origin.get("notes"), origin.get("run")
     return Origin(
-        task_id=_text(said.get("task_id")),
-        session_id=_text(said.get("session_id")),
+        task_id=_text(origin.get("task_id")),
+        session_id=_text(origin.get("session_id")),
         run=run if isinstance(run, int) else 1,
         notes=tuple(str(note) for note in notes) if isinstance(notes, list) else (),
     )
 
 
 def with_origin(metadata: Mapping[str, Json], origin: Origin) -> dict[str, Json]:
-    """A task's metadata with where it came from."""
-    said: dict[str, Json] = {"task_id": origin.task_id, "run": origin.run, "notes": list(origin.notes)}
-    return {**metadata, KEY: said if origin.session_id is None else {**said, "session_id": origin.session_id}}
+    """A task's metadata with its origin."""
+    value: dict[str, Json] = {"task_id": origin.task_id, "run": origin.run, "notes": list(origin.notes)}
+    if origin.session_id is not None:
+        value["session_id"] = origin.session_id
+    return {**metadata, KEY: value}
 
 
-def told(metadata: Mapping[str, Json]) -> dict[str, Json]:
+def without_origin(metadata: Mapping[str, Json]) -> dict[str, Json]:
     """The metadata as it was submitted."""
     return {name: value for name, value in metadata.items() if name != KEY}
 
@@ -169,7 +156,7 @@ def _text(value: Json) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# ── words ────────────────────────────────────────────────────────────
+# ── statuses ────────────────────────────────────────────────────────────
 
 SessionWord = Literal[
     "REGISTERED",
@@ -185,8 +172,8 @@ SessionWord = Literal[
 ]
 TaskWord = Literal["running", "completed", "failed"]
 
-# By the phase of a session that is not over. Ours builds its rows after it was judged, in no time, so that it
-# is never BUILDING.
+# By the phase of a session that is not over. Rows are built after the evaluation, in no time, so that no
+# session is BUILDING.
 PHASES: Final[Mapping[str, SessionWord]] = {
     "pending": "REGISTERED",
     "init": "INITIALIZING",
@@ -195,7 +182,7 @@ PHASES: Final[Mapping[str, SessionWord]] = {
     "post": "EVALUATING",
     "ended": "POST_RUN",
 }
-# Polar knows no cancelled session: it calls it an error, and so do its bridges.
+# Polar has no status for a cancelled session: it is an error, to its bridges too.
 STATUSES: Final[Mapping[Status, SessionWord]] = {
     "completed": "COMPLETED",
     "timeout": "TIMEOUT",
@@ -213,8 +200,8 @@ def outcome_word(outcome: Outcome | None, phase: str = "pending") -> SessionWord
 
 
 def task_word(*, finished: bool, cancelled: bool) -> TaskWord:
-    """The status of a task: completed whatever became of its sessions, but failed where it was cancelled, so
-    that nobody waits for the rest.
+    """The status of a task: completed however its sessions ended, but failed where it was cancelled, so that
+    nobody waits for the rest.
     """
     if not finished:
         return "running"
@@ -227,7 +214,7 @@ def finish_word(reason: FinishReason) -> str:
 
 
 def error_text(outcome: Outcome) -> str | None:
-    """What Polar calls a session's error; None for one that is completed."""
+    """The error of a session's result; None for one that is completed."""
     if outcome.status == "completed":
         return None
     exit_code = f" with exit code {outcome.exit_code}" if outcome.exit_code else ""
@@ -238,19 +225,19 @@ def error_text(outcome: Outcome) -> str | None:
 
 
 def trace_json(trace: Trace, turns: dict[int, Turn]) -> dict[str, Json]:
-    """One row: what was asked before its first sample is the prompt, all behind it the response."""
-    at, words = trace.prompt_length, words_of(trace, turns)
+    """One row: what comes before its first sample is the prompt, the rest the response."""
+    at, messages = trace.prompt_length, messages_of(trace, turns)
     return {
         "prompt_ids": list[Json](trace.token_ids[:at]),
         "response_ids": list[Json](trace.token_ids[at:]),
         "loss_mask": list(trace.loss_mask[at:]),
-        "prompt_messages": messages_json(words.prompt),
-        "response_messages": messages_json(words.response),
-        "tools": words.tools,
+        "prompt_messages": messages_json(messages.prompt),
+        "response_messages": messages_json(messages.response),
+        "tools": messages.tools,
         "finish_reason": finish_word(trace.finish_reason),
         "response_logprobs": _logprobs(trace),
         "reward": trace.reward,
-        "metadata": _metadata(trace, turns, known=words.known),
+        "metadata": _metadata(trace, turns, recorded=messages.recorded),
     }
 
 
@@ -265,7 +252,7 @@ def _logprobs(trace: Trace) -> list[Json]:
     ]
 
 
-def _metadata(trace: Trace, turns: dict[int, Turn], *, known: bool) -> dict[str, Json]:
+def _metadata(trace: Trace, turns: dict[int, Turn], *, recorded: bool) -> dict[str, Json]:
     ours: dict[str, Json] = {
         "lineage": trace.lineage,
         "role": trace.role,
@@ -279,7 +266,7 @@ def _metadata(trace: Trace, turns: dict[int, Turn], *, known: bool) -> dict[str,
         "over_long": trace.over_long,
         "lacks": list(trace.lacks),
     }
-    if not known:
+    if not recorded:
         ours["words"] = "unknown"
     return {
         "completion_metadata": [
@@ -302,21 +289,25 @@ def _completion(turn: Turn) -> Json:
 
 
 def completion_id(turn: Turn) -> str:
-    """A name for a model call: Polar's are made up, ours say which it is."""
+    """A model call's id, made of its session and its index."""
     return f"msg_{turn.session_id}_{turn.index}"
 
 
 # ── results ────────────────────────────────────────────────────────────
 
-# what bridges stamp on a task and look for in its results
+# metadata that bridges set on a task and read in its results
 SCHEDULING = ("group_id", "policy_version", "rollout_step")
-# how forks of Polar say that it was the budget of calls that ended a session: bridges train such a one
+# the reason in forks of Polar where the budget of calls ended a session, which bridges then train
 MAX_STEPS = "max_steps"
 
 
 def session_result(trajectory: Trajectory, spec: TaskSpec | None) -> dict[str, Json]:
     """A session that is over. `spec` is its task's; None where it has none."""
-    outcome, origin, metadata = trajectory.outcome, origin_of(trajectory.metadata), told(trajectory.metadata)
+    outcome, origin, metadata = (
+        trajectory.outcome,
+        origin_of(trajectory.metadata),
+        without_origin(trajectory.metadata),
+    )
     whose: dict[str, Json] = {
         "session_id": origin.session_id or trajectory.session_id,
         "task_id": origin.task_id or trajectory.task_id,
@@ -347,7 +338,7 @@ def missing_result(
         "node_id": node,
         "error": error,
         "metadata": {
-            **told(metadata),
+            **without_origin(metadata),
             "polarnode": {"session_id": session_id, "task_id": task_id, "outcome": plain(outcome)},
         },
     }
@@ -379,7 +370,7 @@ def _trajectory_json(
 
 
 def _stats(trajectory: Trajectory) -> dict[str, Json]:
-    """Every chain is whole: a row that can not go on is followed by another, and nothing of it is dropped."""
+    """Every chain is whole: a row that cannot be extended is followed by another, and nothing is dropped."""
     chains = sum(trace.part == 0 for trace in trajectory.traces)
     return {
         "chains_total": chains,
@@ -403,7 +394,7 @@ def _evaluation(trajectory: Trajectory, spec: TaskSpec | None) -> Json:
 
 def _timing_json(timing: Timing) -> dict[str, Json]:
     return {
-        "register_to_init_queue_ms": 0.0,  # waiting for a place is nobody's time here
+        "register_to_init_queue_ms": 0.0,  # waiting for a slot is not counted here
         "init_ms": 1000.0 * timing.init_s,
         "run_ms": 1000.0 * timing.run_s,
         "postrun_ms": 1000.0 * timing.post_s,

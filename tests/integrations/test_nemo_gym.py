@@ -36,7 +36,13 @@ from polarnode.http.server import open_server
 from polarnode.integrations.nemo_gym import answers as writing
 from polarnode.integrations.nemo_gym import app
 from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
-from polarnode.integrations.nemo_gym.requests import PLACE, Asked, Template, read_responses, read_run
+from polarnode.integrations.nemo_gym.requests import (
+    PLACEHOLDER,
+    GymRequest,
+    TaskTemplate,
+    read_responses,
+    read_run,
+)
 
 TASK: "dict[str, Json]" = {"harness": {"name": "shell", "command": ["true"]}}
 CALLING = 'Let me see.|<tool_call>|\n{"name": "look", "arguments": {"path": "a.txt"}}\n|</tool_call>'
@@ -111,7 +117,7 @@ def test_a_rollout_with_a_name_is_known_again_and_one_without_is_not() -> None:
 
 
 def filled(template: "dict[str, Json]", body: "dict[str, Any]") -> TaskSpec:
-    return Template(value=TASK | template).task(read_run(body))
+    return TaskTemplate(value=TASK | template).task(read_run(body))
 
 
 def test_a_row_fills_the_places_of_a_template() -> None:
@@ -157,13 +163,13 @@ def test_a_template_that_can_not_be_is_refused_before_anything_is_served(
     template: "dict[str, Json]", path: str
 ) -> None:
     with pytest.raises(Refused) as refused:
-        Template(value=TASK | template)
+        TaskTemplate(value=TASK | template)
     assert refused.value.path == path
 
 
 def test_a_row_without_the_field_and_a_call_without_a_row_are_refused() -> None:
-    template = Template(value=TASK | {"metadata": {"id": "{{row.meta.id}}"}})
-    assert PLACE.search("{{row.meta.id}}")
+    template = TaskTemplate(value=TASK | {"metadata": {"id": "{{row.meta.id}}"}})
+    assert PLACEHOLDER.search("{{row.meta.id}}")
     with pytest.raises(Refused, match=r"the row has no meta.id"):
         template.task(read_run(run_body(meta={})))
     with pytest.raises(Refused, match="only /run has"):
@@ -210,7 +216,7 @@ async def found(tmp_path: Path) -> AsyncIterator[Trajectory]:
         yield await captured(desk)
 
 
-def verified(asked: Asked, trajectory: Trajectory) -> VerifyResponse:
+def verified(asked: GymRequest, trajectory: Trajectory) -> VerifyResponse:
     return VerifyResponse.model_validate(writing.verify_response(asked, trajectory))
 
 
@@ -437,7 +443,7 @@ async def test_who_leaves_takes_the_session_along_unless_it_has_a_name_to_come_b
 @asynccontextmanager
 async def serving(node: ScriptedNode, template: "dict[str, Json] | None" = None) -> AsyncIterator[Caller]:
     async with open_server(
-        create_gym_app(Rollouts(node), Template(value=TASK | (template or {}))), ANYWHERE
+        create_gym_app(Rollouts(node), TaskTemplate(value=TASK | (template or {}))), ANYWHERE
     ) as address:
         yield Caller(url=f"http://{address.host}:{address.port}")
 

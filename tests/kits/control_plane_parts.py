@@ -15,9 +15,8 @@ from attrs import define, field, frozen
 
 from polarnode.api.app import Extension, create_app
 from polarnode.api.metrics import Figures
-from polarnode.api.routes import CaptureRoutes
+from polarnode.api.routes import CaptureRoutes, WeightsRoutes
 from polarnode.api.service import Submitted
-from polarnode.api.weights_routes import WeightsRoutes
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
 from polarnode.core.task import TaskSpec

@@ -16,7 +16,7 @@ from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
 
 from polarnode.api.app import Extension, create_app
-from polarnode.api.weights_routes import WeightsRoutes
+from polarnode.api.routes import WeightsRoutes
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl

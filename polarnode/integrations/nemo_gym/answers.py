@@ -1,10 +1,10 @@
-"""A trajectory as Gym's verify response: its reward, and a Responses object whose items carry the tokens of
-what was sampled.
+"""A trajectory as Gym's verify response: its reward, and a Responses object whose items carry the sampled
+tokens.
 
-The rules for whoever edits it. A trainer behind Gym takes one line of turns, each prompt beginning with all
-that was seen before it: of several rows the one of the main agent that trains most is told, and the others
-are counted, never mixed in. The tokens of a turn stand at the last item of its answer, once. What is no
-measurement of the agent is masked, and never a reward of 0 that looks like one.
+A trainer that uses Gym takes one line of turns, where each prompt begins with all that came before it. Of
+several rows the main agent's with the most trainable tokens is delivered; the others are counted, never mixed
+in. The tokens of a turn are at the last item of its answer, once. A session without a reward is masked, so
+that its 0 is not taken for one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ from typing import Final
 
 from polarnode.core.conversation import Json, Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
-from polarnode.integrations.nemo_gym.requests import Asked, CreateParams
+from polarnode.integrations.nemo_gym.requests import CreateParams, GymRequest
 from polarnode.trainers.nemo_rl import gym_items
 from polarnode.trainers.rows import TrainedRow, rows_of
 
-# Gym's names of failures, by whose fault ours are.
+# Gym's names of failures, by the boundary of our errors.
 FAILURES: Final[Mapping[str | None, str]] = {
     "runtime": "provider_unavailable",
     "evaluator": "verifier_error",
@@ -26,26 +26,22 @@ FAILURES: Final[Mapping[str | None, str]] = {
 SERVER: Final = "environment_server_failed"
 
 
-def verify_response(asked: Asked, found: Trajectory) -> dict[str, Json]:
-    """The answer of `/run`: the row as it came, with `response`, `reward` and what became of the rollout."""
-    masked, kind = _failure(found)
+def verify_response(request: GymRequest, found: Trajectory) -> dict[str, Json]:
+    """The answer of `/run`: the row as it came, with `response`, `reward` and how the rollout ended."""
+    kind = _failure(found.outcome)
     return {
-        **(asked.row or {}),
-        "response": response(asked.params, found),
+        **(request.row or {}),
+        "response": response(request.params, found),
         "reward": 0.0 if found.reward is None else found.reward,
-        "mask_sample": masked,
+        "mask_sample": found.reward is None,
         "failure_kind": kind,
         "failure_reason": None if kind is None else found.outcome.reason,
         "polarnode": _ours(found),
     }
 
 
-def _failure(found: Trajectory) -> tuple[bool, str | None]:
-    """Whether its reward measures nothing, and Gym's name for what went wrong."""
-    return found.reward is None, _kind(found.outcome)
-
-
-def _kind(outcome: Outcome) -> str | None:
+def _failure(outcome: Outcome) -> str | None:
+    """Gym's name of a failure; None for none."""
     match outcome.status:
         case "completed":
             return None
@@ -62,7 +58,7 @@ def _kind(outcome: Outcome) -> str | None:
 
 
 def _ours(found: Trajectory) -> Json:
-    """What Gym has no field for."""
+    """The fields that Gym does not have."""
     row = delivered(found)
     return {
         "session_id": found.session_id,
@@ -79,7 +75,9 @@ def _ours(found: Trajectory) -> Json:
 
 
 def delivered(found: Trajectory) -> TrainedRow | None:
-    """The row that is told: the main agent's that trains most, else whichever does. The first of equals."""
+    """The row that is delivered: the main agent's with the most trainable tokens, else any with the most; the
+    first of equals.
+    """
     rows = rows_of(found)
     main = [row for row in rows if row.trace.role == "main"] or list(rows)
     return max(main, key=lambda row: row.trace.loss_mask.count(1), default=None)
@@ -89,7 +87,7 @@ def delivered(found: Trajectory) -> TrainedRow | None:
 
 
 def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
-    """The rollout as one answer: all that was said and done, and how it ended."""
+    """The rollout as one Responses object: every message, call and result of the delivered turns."""
     row = delivered(found)
     turns = _line(found, row)
     cut = bool(turns) and turns[-1].finish_reason == "length"
@@ -115,7 +113,7 @@ def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
 
 
 def _line(found: Trajectory, row: TrainedRow | None) -> list[Turn]:
-    """The turns that are told: those of the row; of a session without one, its main agent's."""
+    """The turns that are delivered: those of the row; for a session without rows, its main agent's."""
     if row is None:
         return [turn for turn in found.turns if turn.role == "main"]
     within = {span.turn for span in row.trace.turn_spans}
@@ -140,43 +138,38 @@ def _output(found: Trajectory, turns: list[Turn], row: TrainedRow | None) -> Ite
     tokens = {} if row is None else _tokens(found, row)
     for place, turn in enumerate(turns):
         if place:
-            yield from _heard(turn)
-        items = list(_said(turn))
+            for message in () if turn.heard is None else turn.heard.messages:
+                item = _input_item(message)
+                if item is not None:
+                    yield item
+        items = list(_answer_items(turn))
         if turn.index in tokens:
-            # what was sampled said nothing: its tokens need an item all the same
+            # the answer is empty: its tokens need an item all the same
             items = items or [_message(turn, 0, "")]
             items[-1] |= tokens[turn.index]
         yield from items
 
 
 def _tokens(found: Trajectory, row: TrainedRow) -> dict[int, dict[str, Json]]:
-    """By turn, what its item carries."""
+    """The token fields of an item, by turn."""
     return {
         span.turn: item for span, item in zip(row.trained_spans, gym_items(found)[row.index], strict=True)
     }
 
 
-def _heard(turn: Turn) -> Iterator[dict[str, Json]]:
-    """What the agent did and was told before this turn."""
-    for message in () if turn.heard is None else turn.heard.messages:
-        item = _told(message)
-        if item is not None:
-            yield item
-
-
-def _told(message: Message) -> dict[str, Json] | None:
+def _input_item(message: Message) -> dict[str, Json] | None:
+    """A message that came between two answers, as an item; None for one that Gym has no item for."""
     match message.role:
         case "tool":
             return {"type": "function_call_output", "call_id": message.call_id or "", "output": message.text}
         case "user" | "system":
             return {"type": "message", "role": message.role, "content": message.text}
         case "assistant":
-            # words a harness put into the agent's mouth: no item of Gym's says that without calling them
-            # sampled
+            # written by the harness: as an item of Gym's it would count as sampled
             return None
 
 
-def _said(turn: Turn) -> Iterator[dict[str, Json]]:
+def _answer_items(turn: Turn) -> Iterator[dict[str, Json]]:
     parts: tuple[Part, ...] = () if turn.answer is None else turn.answer.parts
     for index, part in enumerate(parts):
         match part:

@@ -1,16 +1,10 @@
-"""Rollouts on a node: submit a task, wait until it is over, read its trajectory; many at once over one
-stream.
+"""A NeMo Gym agent server as a Quart app: each request is a task on a node, submitted, waited for and read.
 
-The rules for whoever edits it. A collection asks for thousands of rollouts at once, and a node's socket takes
-hundreds of connections, so that who waits has no stream of its own; and what the stream misses is found by
-looking, so that a gap delays a rollout and never loses it. A client that leaves takes its session with it,
-unless Gym has a name for the rollout, by which it will ask again.
-
-The routes of a NeMo Gym agent server, as a Quart app.
-
-The rule for whoever edits it: refusals are in the words Gym's own servers use (`{"detail"}`): 422 for what
-can not be asked, 409 for a rollout id of another request, 503 while the node gives no answer, because that
-one is worth asking again.
+A collection requests thousands of rollouts at once and a node's socket takes hundreds of connections, so all
+of them wait on one stream of events. What the stream misses is found by polling: a gap delays a rollout and
+never loses it. When a client disconnects its session is cancelled, unless Gym has a name for the rollout and
+will request it again. Refusals have the shape of Gym's own servers (`{"detail"}`): 422 for an invalid
+request, 409 for a rollout id of another request, 503 while the node gives no answer, which is worth a retry.
 """
 
 import logging
@@ -30,21 +24,21 @@ from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import RouteRow, body_json
 from polarnode.integrations.nemo_gym.answers import aggregated, response, verify_response
-from polarnode.integrations.nemo_gym.requests import Asked, Template, read_responses, read_run
+from polarnode.integrations.nemo_gym.requests import TaskTemplate, read_responses, read_run
 
 # ── rollouts ────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
-# between looks at a task that the stream says nothing of: a request each, for minutes of work
+# between polls of a task that the stream has no event of: a request each, for minutes of work
 LOOK_S: Final = 30.0
-# seconds a node that gives no answer is waited for: it restarts in one or two minutes
+# seconds without an answer of the node before a rollout fails: a node restarts in one or two minutes
 PATIENCE_S: Final = 600.0
-CANCEL_S: Final = 10.0  # for saying that nobody waits any more
+CANCEL_S: Final = 10.0  # for the cancellation of a task that nobody waits for
 
 
 class NodeClient(Protocol):
-    """What is asked of `polarnode.client.asynchronous.AsyncPolarnodeClient`."""
+    """The part of `polarnode.client.asynchronous.AsyncPolarnodeClient` that is used here."""
 
     async def submit(
         self, spec: TaskSpec | dict[str, Json], *, idempotency_key: str | None = None
@@ -65,13 +59,13 @@ class NodeClient(Protocol):
 
 @define(eq=False)
 class Rollouts:
-    """Of one node. `follow` is the service; `run` is for each rollout."""
+    """The rollouts of one node. Run `follow` as a service; call `run` for each rollout."""
 
     node: NodeClient
     _over: dict[str, trio.Event] = field(factory=dict, init=False)  # tasks that are waited for
 
     async def follow(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Wake who waits for a task when it is over, for ever."""
+        """Wake `run` when its task is over. Runs for ever."""
         last = (await self.node.status())["journal"]["last_seq"]
         task_status.started()
         async with self.node.trajectories(after=last, follow=True, kinds=("task",)) as events:
@@ -80,7 +74,7 @@ class Rollouts:
                     self._wake(event.data["task_id"])
 
     async def run(self, spec: TaskSpec, *, key: str | None) -> Trajectory:
-        """One rollout, to its trajectory with all its turns."""
+        """Run one rollout. Gives its trajectory with all its turns."""
         task_id = (await self.node.submit(spec, idempotency_key=key)).task_id
         over = False
         try:
@@ -93,10 +87,10 @@ class Rollouts:
         return await self.node.trajectory(session_id, turns="full")
 
     async def _wait_over(self, task_id: str) -> str:
-        """The session that held the task's one place in the end."""
+        """Wait until the task is over. Gives the id of the session that held its one place in the end."""
         answered = trio.current_time()
         while True:
-            # before the look, so that an end between the two is not missed
+            # before the poll, so that an end between the two is not missed
             event = self._over.setdefault(task_id, trio.Event())
             try:
                 status = await self.node.task_status(task_id)
@@ -107,7 +101,9 @@ class Rollouts:
             except PolarnodeError as error:
                 if trio.current_time() - answered > PATIENCE_S:
                     raise
-                logger.warning("task %s could not be looked at, which is tried again: %s", task_id, error)
+                logger.warning(
+                    "the status of task %s could not be read, which is tried again: %s", task_id, error
+                )
                 await trio.sleep(1)
             with trio.move_on_after(LOOK_S):
                 await event.wait()
@@ -132,8 +128,8 @@ BODY_BYTES: Final = 256 << 20
 CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
 
 
-def create_gym_app(rollouts: Rollouts, template: Template) -> QuartTrio:
-    """The app. Whoever serves it runs `rollouts.follow` beside it."""
+def create_gym_app(rollouts: Rollouts, template: TaskTemplate) -> QuartTrio:
+    """The app. `rollouts.follow` must run while it is served."""
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
     agent = _Agent(rollouts=rollouts, template=template)
@@ -161,32 +157,32 @@ class AggregateRequest:
 
 @frozen(kw_only=True)
 class _Agent:
-    """The handlers, with what they ask."""
+    """The handlers."""
 
     rollouts: Rollouts
-    template: Template
+    template: TaskTemplate
 
     async def alive(self) -> Response:
-        """Gym looks here before it asks for anything."""
+        """Gym's probe before its first request."""
         await trio.lowlevel.checkpoint()
         return _json({"server": "polarnode gym-agent"})
 
     async def run(self) -> Response:
         """One rollout of a dataset's row, scored."""
-        asked = read_run(await body_json())
-        found = await self.rollouts.run(self.template.task(asked), key=asked.key)
-        return _json(await trio.to_thread.run_sync(verify_response, asked, found))
+        request = read_run(await body_json())
+        found = await self.rollouts.run(self.template.task(request), key=request.key)
+        return _json(await trio.to_thread.run_sync(verify_response, request, found))
 
     async def responses(self, rollout_id: str | None = None) -> Response:
         """One rollout of an instruction alone."""
-        asked: Asked = read_responses(await body_json(), rollout_id=rollout_id)
-        found = await self.rollouts.run(self.template.task(asked), key=asked.key)
-        return _json(await trio.to_thread.run_sync(response, asked.params, found))
+        request = read_responses(await body_json(), rollout_id=rollout_id)
+        found = await self.rollouts.run(self.template.task(request), key=request.key)
+        return _json(await trio.to_thread.run_sync(response, request.params, found))
 
     async def aggregate(self) -> Response:
         """The metrics of a collection."""
-        said = structure(await body_json(), AggregateRequest)
-        return _json(aggregated(list(said.verify_responses)))
+        body = structure(await body_json(), AggregateRequest)
+        return _json(aggregated(list(body.verify_responses)))
 
 
 def _json(value: Json, status: int = 200) -> Response:
@@ -201,8 +197,8 @@ async def _answer_error(error: Exception) -> Response:
             where = "" if error.path is None else f" (at {error.path})"
             return _json({"detail": f"{error}{where}"}, 422)
         case PolarnodeError():
-            said = getattr(error, "status", None)  # the node's own answer, where it gave one
-            return _json({"detail": str(error)}, said if said in (400, 401, 404, 409, 422, 429) else 503)
+            status = getattr(error, "status", None)  # the node's own, where it answered
+            return _json({"detail": str(error)}, status if status in (400, 401, 404, 409, 422, 429) else 503)
         case HTTPException():
             return _json({"detail": error.description or error.name}, error.code or 500)
     raise error
