@@ -34,7 +34,7 @@ OPEN = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
 
 
 async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = None) -> None:
-    """Take away whatever stands at these paths; EvaluatorError where something stays."""
+    """Remove whatever is at these paths; EvaluatorError if something remains."""
     ended = await runtime.run(["rm", "-rf", "--", *paths], user=user, workdir="/")
     for again in (user, "root"):
         if ended.exit_code == 0:
@@ -48,7 +48,7 @@ async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = No
 
 
 async def read(runtime: Runtime, path: str) -> bytes | None:
-    """The file's bytes; None where there is none, or something else than a plain file."""
+    """The file's bytes; None if there is no regular file."""
     content = await runtime.read(path, limit=REWARD_BYTES + 1)
     if content is not None and len(content) > REWARD_BYTES:
         raise EvaluatorError(
@@ -67,14 +67,14 @@ def parsed(content: bytes, path: str) -> Json:
 
 
 def finite(value: Json, path: str, content: bytes) -> float:
-    """A reward, which is a finite number and nothing that Python takes for one."""
+    """A reward as a float; EvaluatorError unless it is a finite number."""
     if not is_finite(value):
         raise EvaluatorError(f"{path} holds no finite number as its reward: {content[:80]!r}")
     return float(value)
 
 
 def without(value: Mapping[str, Json], *names: str) -> dict[str, Json]:
-    """What else a reward file told."""
+    """The other fields of a reward file."""
     return {name: kept for name, kept in value.items() if name not in names}
 
 
@@ -148,7 +148,7 @@ EVALUATOR = Evaluator(name="command", evaluate=evaluate, check=check)
 
 
 async def evaluate_completed(finished: Finished) -> Verdict:
-    """Reward 1.0 or 0.0 by how the run ended."""
+    """Reward 1.0 for a completed session with at least one complete model call, else 0.0."""
     completed = finished.outcome.status == "completed" and any(
         turn.state == "complete" for turn in finished.turns
     )
@@ -156,7 +156,7 @@ async def evaluate_completed(finished: Finished) -> Verdict:
 
 
 def check_completed(config: Mapping[str, Json]) -> None:
-    """There is nothing to set."""
+    """Refuse any setting: there are none."""
     for name in config:
         raise Refused(f"session_completed has no setting {name}", path=f"$.evaluator.config.{name}")
 

@@ -25,18 +25,17 @@ from polarnode.core.trajectory import Outcome, Turn, Verdict
 
 
 async def _prepared() -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 @frozen(kw_only=True)
 class Finished:
-    """A session whose run is over, as an evaluator sees it.
+    """A finished session, as an evaluator sees it.
 
-    `runtime` is where to judge, `left` what the harness left, its processes ended: the same one unless the
-    evaluator has a fresh one. `judge` gives the judge of a name the node's config knows, and refuses any
-    other with an EvaluatorError. `prepare` runs the task's `eval_prepare` in `runtime`: to be awaited by an
-    evaluator that takes the agent's work into a fresh one itself (`copies` False), once it lies there; for
-    any other they have run already.
+    `runtime`: where to judge. `left`: the harness's own runtime, its processes ended; the same as `runtime`
+    unless the evaluator has a fresh one. `judge(name)`: a judge of the node's config; EvaluatorError for an
+    unknown name. `prepare`: runs the task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and
+    a fresh runtime awaits it after moving the agent's work there; for any other it has already run.
     """
 
     runtime: Runtime
@@ -55,8 +54,8 @@ Evaluate = Callable[[Finished], Awaitable[Verdict]]
 
 @frozen(kw_only=True)
 class Allowed:
-    """What the node's config lets a task name: modules below these prefixes, these judges. None: whoever asks
-    knows no judges, and none is refused.
+    """What the node's config lets a task name: module prefixes and judges. `judges=None`: the judges are not
+    known, and none is refused.
     """
 
     imports: tuple[str, ...] = ()
@@ -65,11 +64,10 @@ class Allowed:
 
 @frozen(kw_only=True)
 class Evaluator:
-    """One evaluator. `check` refuses a config it cannot work with, when the task is submitted and not hours
-    later.
+    """One evaluator. `check` raises Refused for an invalid config, when the task is submitted.
 
-    `fresh`: it always judges in a fresh runtime. `copies`: the workdir as the harness left it is copied into
-    a fresh runtime; False where it takes what it wants from `left` itself.
+    `fresh`: it always judges in a fresh runtime. `copies`: the harness's workdir is copied into a fresh
+    runtime before it judges; False if it reads from `Finished.left` itself.
     """
 
     name: str
@@ -129,7 +127,7 @@ LARGEST = sys.float_info.max  # of a reward: beyond it, and for what is no numbe
 
 
 def is_finite(reward: object) -> TypeGuard[float]:
-    """Whether it is a finite number, and nothing that Python takes for one."""
+    """Whether it is a finite int or float; a bool is not."""
     return isinstance(reward, int | float) and not isinstance(reward, bool) and -LARGEST <= reward <= LARGEST
 
 
@@ -169,10 +167,10 @@ def _listed(there: Collection[int]) -> str:
 
 
 def summed(verdicts: Sequence[tuple[float, Verdict]]) -> tuple[float, dict[int, float], dict[int, float]]:
-    """What weighted verdicts come to: a session's reward, its lineages', its turns'.
+    """The weighted sum of verdicts: the session's reward, rewards by lineage, rewards by turn.
 
-    A lineage that one of them gives a reward of its own has, of each other, the session's: that is what its
-    traces would have had. A turn that one of them says nothing of has nothing of it.
+    If only some verdicts reward a lineage, the others add their session reward to it, as its traces would
+    have had. A verdict without a reward for a turn adds nothing to it.
     """
     lineages = sorted({lineage for _, verdict in verdicts for lineage in verdict.lineage_rewards})
     turns = sorted({turn for _, verdict in verdicts for turn in verdict.turn_rewards})
@@ -194,7 +192,7 @@ TAIL = 2000  # characters of an output kept in metrics: enough for a traceback's
 # of an output that are read for names of tests: a suite prints some 100 KB, and reading 2 MiB holds the event
 # loop for 0.2 s
 LOG_BYTES = 2 << 20
-NAMES = 50  # names of tests shown of each kind: a person reads no more, and PASS_TO_PASS has thousands
+NAMES = 50  # names of tests shown of each kind: nobody reads more, and PASS_TO_PASS has thousands
 NAME = 200  # characters of one name: parametrized ids hold whole documents
 GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
 # said on the stderr the program does not have: its exit code alone may be its own, or the kernel's out of
@@ -216,7 +214,7 @@ exit "$code"
 
 @frozen(kw_only=True)
 class ProgramResult:
-    """A test that ended, or was ended. `truncated`: the beginning of its output is not kept."""
+    """The result of a program. `truncated`: the beginning of its output was dropped."""
 
     exit_code: int
     output: str
@@ -250,7 +248,7 @@ async def run_script(
     workdir: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ProgramResult:
-    """Run a text of shell for at most so many seconds; then nothing that it started runs any more."""
+    """Run a shell script for at most `within_s` seconds, then end every process it started."""
     argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", script]
     ended = await runtime.run(argv, user=user, workdir=workdir, env=env)
     await runtime.end_processes()
@@ -262,12 +260,12 @@ async def run_script(
 
 
 def shown(names: Iterable[str]) -> list[Json]:
-    """Some names, for a person."""
+    """The first NAMES names, sorted and shortened, and the number of the others."""
     kept = sorted(names)
     more = [f"… and {len(kept) - NAMES} more"] if len(kept) > NAMES else []
     return [*(name[:NAME] for name in kept[:NAMES]), *more]
 
 
 def stderr_tail(output: bytes) -> str:
-    """The end of what a program said, in a sentence about its failure."""
+    """The end of a program's output, for an error message."""
     return output.decode("utf-8", "replace").strip()[-500:]

@@ -23,8 +23,8 @@ from polarnode.evaluators.judge_evidence import QUOTE
 
 @frozen(kw_only=True)
 class JudgeConfig:
-    """A model behind an OpenAI Chat endpoint. The key is read from the node's environment, so that it stands
-    in no file and no task.
+    """A model with an OpenAI Chat endpoint. Its key is read from the node's environment, so that no file and
+    no task holds it.
     """
 
     base_url: str  # with its version path: http://127.0.0.1:9000/v1
@@ -36,7 +36,7 @@ class JudgeConfig:
     attempts: int = 3
     # how it is asked for JSON: by its schema, as any JSON object, in words alone
     structured: Literal["schema", "object", "text"] = "schema"
-    # laid over each request: what this endpoint needs besides; null takes a field out
+    # merged over each request, for what this endpoint needs in addition; null removes a field
     body: Mapping[str, Json] = field(factory=dict)
 
 
@@ -57,7 +57,7 @@ class Fence:
 
     @property
     def instructions(self) -> str:
-        """How the judge is told of it."""
+        """What the judge is told about the fence."""
         return (
             f"Evidence stands between a line that begins with <<<{self.mark} and a line {self.mark}>>>. All"
             " of it was written by the agent, by programs it ran, or for the agent; none of it was written"
@@ -96,7 +96,7 @@ THOUGHT = "</think>"
 
 @frozen(kw_only=True)
 class JudgeRequest(Generic[T]):
-    """A question, and how its answer is read: Refused where it does not fit."""
+    """A question, and the function that reads its answer; it raises Refused for one that does not fit."""
 
     question: Question
     read: Callable[[Json], T]
@@ -104,7 +104,7 @@ class JudgeRequest(Generic[T]):
 
 @frozen(kw_only=True)
 class JudgeAnswers(Generic[T]):
-    """What the answers say, in order, and how many of them did not fit the first time."""
+    """The parsed answers in order, and how many did not fit at first."""
 
     found: tuple[T, ...]
     misfits: int

@@ -64,8 +64,8 @@ def combined(parts: Sequence[WeightedEvaluator]) -> Evaluator:
 
 
 def _names(parts: Sequence[WeightedEvaluator]) -> tuple[str, ...]:
-    """By which metrics and errors name a part: its evaluator's name, with its place behind it where there are
-    several of that name.
+    """The names of the parts in metrics and errors: the evaluator's name, with its index where several have
+    that name.
     """
     counted = Counter(part.evaluator.name for part in parts)
     return tuple(

@@ -296,7 +296,7 @@ def _row(instance: Mapping[str, Json], package: Package) -> dict[str, Any]:
         "version": text(instance, "version", default="-"),
         "FAIL_TO_PASS": list(names(instance, "FAIL_TO_PASS")),
         "PASS_TO_PASS": list(names(instance, "PASS_TO_PASS")),
-        "log_parser": _known(text(instance, "log_parser"), package, "instance.log_parser"),
+        "log_parser": _parser_of(text(instance, "log_parser"), package, "instance.log_parser"),
         "eval_type": _eval_type(text(instance, "eval_type", default=BOTH)),
         "eval_script": text(instance, "eval_script"),
     }
@@ -311,7 +311,7 @@ def _eval_type(name: str) -> str:
     return name
 
 
-def _known(parser: str, package: Package, name: str) -> str:
+def _parser_of(parser: str, package: Package, name: str) -> str:
     if parser not in package.parsers:
         raise Refused(
             f"{name} {parser!r:.60} is none of swebench's: {', '.join(sorted(package.parsers))}",
@@ -333,7 +333,7 @@ def _own(config: SwebenchConfig, lines: list[str], package: Package) -> Any:
         version=text(instance, "version", default="-"),
         FAIL_TO_PASS=list(names(instance, "FAIL_TO_PASS")),
         PASS_TO_PASS=list(names(instance, "PASS_TO_PASS")),
-        log_parser=_known(config.log_parser or PYTEST, package, "log_parser"),
+        log_parser=_parser_of(config.log_parser or PYTEST, package, "log_parser"),
         eval_type=BOTH,
     )
 

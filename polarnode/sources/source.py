@@ -126,8 +126,8 @@ READERS: Mapping[Kind, Reader] = {
 
 @frozen(kw_only=True)
 class Source:
-    """A path of some kind with what is laid over its tasks. Iterate `items` for all, `tasks` to stop at the
-    first that cannot be read.
+    """A path, its kind, and the overrides of its tasks. Iterate `items` for all tasks, or `tasks` to stop at
+    the first that cannot be read.
     """
 
     path: Path
@@ -135,7 +135,7 @@ class Source:
     overrides: Overrides
 
     def items(self) -> Iterator[SourcedTask | Unread]:
-        """Every task that `only` lets through, up to `limit`, in the order of the source."""
+        """Every task that matches `only`, up to `limit`, in the order of the source."""
         found = READERS[self.kind](self.path, self.overrides)
         meant = (
             each
@@ -165,9 +165,7 @@ class Source:
 
 
 def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overrides | None = None) -> Source:
-    """The source at `path`. Refused when there is nothing, or nothing of a kind we know; its tasks are read
-    when they are asked for.
-    """
+    """The source at `path`. Refused if nothing is there or its kind is unknown. Tasks are read lazily."""
     where = Path(path)
     if not where.exists():
         raise Refused(f"there is no {where}: give an existing file or folder")
@@ -176,7 +174,7 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
 
 
 def spec_of(found: FoundTask) -> TaskSpec:
-    """The task as it was found, nothing laid over it. Refused with the field's path."""
+    """The task without overrides. Refused with the field's path."""
     return codec.read_task(_with_harness_added(found.value, found))
 
 

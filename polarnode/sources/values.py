@@ -22,9 +22,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @frozen(kw_only=True)
 class Build:
-    """An image to be built from a folder, on the machine whose node is to run the task. `image` is what it
-    will be called.
-    """
+    """An image to build from a folder, on the machine of the node that runs the task. `image` is its name."""
 
     folder: Path
     containerfile: str
@@ -34,11 +32,12 @@ class Build:
 
 @frozen(kw_only=True)
 class Overrides:
-    """What a user says for every task of a source.
+    """What a user changes in every task of a source.
 
-    `over` is a partial TaskSpec as JSON. `harness` and `samples` weigh more than it. `only` is a pattern of
-    names (`django__*`), `limit` counts the tasks it lets through. `image_template` and `instruction_template`
-    are for datasets whose rows have no image and a bare problem; `split` names one of a dataset's splits.
+    `over`: a partial TaskSpec as JSON, merged over each task. `harness` and `samples` override it. `only`: a
+    pattern of names (`django__*`). `limit`: the most tasks to take of those that match. `image_template` and
+    `instruction_template`: for datasets whose rows have no image and only a problem. `split`: one of a
+    dataset's splits.
     """
 
     harness: str | None = None
@@ -53,10 +52,9 @@ class Overrides:
 
 @frozen(kw_only=True)
 class FoundTask:
-    """One task of a source before anything is laid over it: a TaskSpec as JSON, perhaps still without a
-    harness.
+    """One task of a source before overrides: a TaskSpec as JSON, possibly without a harness.
 
-    `foreign`: its image is the task's own, so that the harness must be put on top of it.
+    `foreign`: the image is the task's own, so that the harness has to be added to it.
     """
 
     name: str
@@ -69,9 +67,7 @@ class FoundTask:
 
 @frozen(kw_only=True)
 class SourcedTask:
-    """A task, where it came from, and what its source said that has no meaning here. With `build`, its image
-    is to be built first.
-    """
+    """A task, its origin, and notes on fields that have no effect. With `build`, its image is built first."""
 
     spec: TaskSpec
     name: str
@@ -82,7 +78,7 @@ class SourcedTask:
 
 @frozen(kw_only=True)
 class Unread:
-    """A task of a source that could not be read; `refused` says why, and names its origin and the field."""
+    """A task of a source that could not be read; `refused` holds the reason, the origin and the field."""
 
     name: str
     origin: str

@@ -29,7 +29,7 @@ NOT_SAMPLED: Final = -1  # the version of a token that was not sampled, as AReaL
 
 @frozen(kw_only=True)
 class TrainedRow:
-    """A trace that trains something, and whose it is: row `index` of the `count` that its session became."""
+    """A trace with trained tokens: row `index` of the `count` rows of its session."""
 
     trajectory: Trajectory
     trace: Trace
@@ -42,12 +42,12 @@ class TrainedRow:
 
     @property
     def name(self) -> str:
-        """How a refusal names it."""
+        """Its name in an error message."""
         return f"row {self.index} of session {self.trajectory.session_id}"
 
     @property
     def reward(self) -> float | None:
-        """Its lineage's reward, which is its session's where the evaluator gave lineages none."""
+        """The reward of its lineage; the session's where the lineage has none."""
         return self.trajectory.reward if self.trace.reward is None else self.trace.reward
 
     @property
@@ -67,12 +67,12 @@ class TrainedRow:
 
     @property
     def prompt(self) -> int:
-        """How many tokens stand before what it answers; none of them is trained."""
+        """The number of tokens before the first answer; none of them is trained."""
         return self.trace.prompt_length
 
     @property
     def trained_spans(self) -> tuple[TurnSpan, ...]:
-        """The samples of it that are trained, at least in part."""
+        """The spans with at least one trained token."""
         return tuple(
             span for span in self.trace.turn_spans if self.trace.loss_mask.find(1, span.start, span.end) >= 0
         )
@@ -88,8 +88,8 @@ class TrainedRow:
 
 @frozen(kw_only=True)
 class Absent:
-    """What stands in for a session without a row where a format wants one for each: a token that is never
-    trained, and its reward.
+    """A placeholder for a session without a row, where a format needs one for each: one untrained token and
+    its reward.
     """
 
     token_id: int
@@ -113,7 +113,7 @@ def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
 
 
 def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """The trajectories to project: the usable ones of a group, or those that were given."""
+    """The trajectories to project: the usable ones of a group, or all of an iterable."""
     return source.usable if isinstance(source, Group) else tuple(source)
 
 
@@ -203,7 +203,7 @@ def routed(row: TrainedRow) -> Array | None:
 
 
 def padded(values: Array, rows: int) -> Array:
-    """The same with rows of zeros behind, as trainers that want one for each token have it."""
+    """`values` with rows of zeros appended, up to `rows` rows."""
     if len(values) == rows:
         return values
     return numpy.concatenate(
@@ -229,8 +229,8 @@ def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
 
 
 def as_arrays(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:
-    """The same with every array as `arrays` says; `native` is for that word, by the name of the field an
-    array stands in.
+    """`value` with every array converted to the kind `arrays`; for "native", `native` maps field names to
+    kinds.
     """
     if isinstance(value, numpy.ndarray):
         return _array(value, "list" if arrays == "native" else arrays)
@@ -252,7 +252,7 @@ def _array(value: Array, arrays: Arrays) -> Any:
         return value.tolist()
     if arrays == "numpy":
         return value
-    import torch  # only where it was asked for: nothing below the shell needs it
+    import torch  # heavy, and needed only for this kind of array
 
     return torch.from_numpy(numpy.array(value))  # a copy: torch warns of memory that it may not write
 

@@ -69,7 +69,7 @@ def samples(
 def group_samples(
     group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
 ) -> list[dict[str, Any]]:
-    """The samples of a group, one behind the other; `rollout_id` is the place of their session in it, `index`
+    """The samples of a group, one after the other; `rollout_id` is the place of their session in it, `index`
     counts all of them.
     """
     found: list[dict[str, Any]] = []

@@ -245,15 +245,15 @@ def _width(what: str, lengths: list[int], limit: int | None) -> int:
 
 
 def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, Array]:
-    before, behind = prompt - row.prompt, response - _response(row)
+    before, after = prompt - row.prompt, response - _response(row)
     attention = numpy.concatenate(
-        [_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(behind)]
+        [_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(after)]
     )
-    ids = numpy.concatenate([_zeros(before) + pad, row.tokens.astype(numpy.int64), _zeros(behind) + pad])
+    ids = numpy.concatenate([_zeros(before) + pad, row.tokens.astype(numpy.int64), _zeros(after) + pad])
     found = {
         "prompts": ids[:prompt],
         "responses": ids[prompt:],
-        "response_mask": numpy.concatenate([row.mask[row.prompt :].astype(numpy.int64), _zeros(behind)]),
+        "response_mask": numpy.concatenate([row.mask[row.prompt :].astype(numpy.int64), _zeros(after)]),
         "input_ids": ids,
         "attention_mask": attention,
         "position_ids": numpy.maximum(numpy.cumsum(attention) - 1, 0),
