@@ -111,12 +111,12 @@ def shown_default(field: "attrs.Attribute[Any]") -> str:
 
 
 @pytest.mark.parametrize("cls", SPECS, ids=lambda cls: cls.__name__)
-def test_every_field_of_a_spec_is_told_with_its_default(cls: Any) -> None:
-    told = {named(cells[0])[0]: cells[1] for cells in rows(section(cls.__name__))}
-    assert told == {field.alias: shown_default(field) for field in attrs.fields(cls)}
+def test_every_field_of_a_spec_is_documented_with_its_default(cls: Any) -> None:
+    documented = {named(cells[0])[0]: cells[1] for cells in rows(section(cls.__name__))}
+    assert documented == {field.alias: shown_default(field) for field in attrs.fields(cls)}
 
 
-def test_every_setting_is_told_with_its_default_and_its_flag() -> None:
+def test_every_setting_is_documented_with_its_default_and_its_flag() -> None:
     cells = {named(row[0])[0]: row[1:] for row in rows(section("Settings of a node"))}
     expected = {field.name: shown_default(field) for field in attrs.fields(NodeConfig)} | {
         "model": "the embedded polarnode-tiny"
@@ -127,7 +127,7 @@ def test_every_setting_is_told_with_its_default_and_its_flag() -> None:
     assert {flag: name for name, row in cells.items() for flag in named(row[0])} == flags
 
 
-def test_harnesses_evaluators_and_their_settings_are_told() -> None:
+def test_harnesses_evaluators_and_their_settings_are_documented() -> None:
     assert set(HARNESSES) <= set(named(section("HarnessSpec")))
     assert set(EVALUATORS) <= {name.strip('"') for name in named(section("EvaluatorSpec"))}
 
@@ -141,7 +141,7 @@ async def journal(tmp_path: Path) -> Any:
         yield opened
 
 
-async def test_every_route_of_the_control_plane_is_told(journal: Journal) -> None:
+async def test_every_route_of_the_control_plane_is_documented(journal: Journal) -> None:
     app = create_app(TaskTaker(journal=journal), token=None, extensions=other_rooms(journal))
     served = {
         f"{method} {re.sub('<(?:path:)?([a-z_]+)>', '{' + chr(92) + '1}', rule.rule)}"
@@ -151,14 +151,14 @@ async def test_every_route_of_the_control_plane_is_told(journal: Journal) -> Non
     assert {named(cells[0])[0] for cells in rows(section("Control plane")) if " /" in cells[0]} == served
 
 
-def test_every_parameter_is_told() -> None:
+def test_every_parameter_is_documented() -> None:
     assert set(READERS) <= set(named(section("Control plane")))
     assert f"{BODY_BYTES >> 20} MiB" in section("Control plane")
 
 
 def test_the_routes_of_the_model_plane_are_those_it_has() -> None:
-    told = [named(cells[0])[0].split(" ") for cells in rows(section("Model plane"))]
-    served = {path: route(method, path.replace("{model}", "m"), {}) for method, path in told if path != "/"}
+    documented = [named(cells[0])[0].split(" ") for cells in rows(section("Model plane"))]
+    served = {path: route(method, path.replace("{model}", "m"), {}) for method, path in documented if path != "/"}
     assert None not in served.values(), served
     assert {found.dialect.name for found in served.values() if found is not None} == set(
         named(row_of("`provider`", section("Turn")))
@@ -180,7 +180,7 @@ FAULTS: dict[str, FaultKind] = {
 
 
 @pytest.mark.parametrize("begin", FAULTS)
-def test_every_fault_is_told_in_the_words_of_each_api(begin: str) -> None:
+def test_every_fault_is_documented_in_the_words_of_each_api(begin: str) -> None:
     cells = [
         cell.strip()
         for cell in next(
@@ -208,12 +208,12 @@ def row_of(begin: str, text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(f"| {begin}")).split("|", 2)[2]
 
 
-def test_every_setting_of_the_simulated_engine_is_told() -> None:
-    told = {named(cells[0])[0]: cells[1] for cells in rows(section("A simulated engine"))}
-    assert told == {field.name: shown_default(field) for field in attrs.fields(Simulation)}
+def test_every_setting_of_the_simulated_engine_is_documented() -> None:
+    documented = {named(cells[0])[0]: cells[1] for cells in rows(section("A simulated engine"))}
+    assert documented == {field.name: shown_default(field) for field in attrs.fields(Simulation)}
 
 
-async def test_what_is_said_not_to_be_there_is_not(journal: Journal) -> None:
+async def test_what_is_documented_as_missing_is_missing(journal: Journal) -> None:
     app = create_app(TaskTaker(journal=journal), token=None)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
     assert not rules & {"/"}
@@ -226,25 +226,25 @@ def fields_of(title: str) -> set[str]:
     return {name for cells in rows(section(title)) for name in named(cells[0])}
 
 
-def test_every_field_of_a_trajectory_is_told() -> None:
+def test_every_field_of_a_trajectory_is_documented() -> None:
     value: Any = codec.trajectory_json(make_trajectory("s"), turns="full")
     assert fields_of("Trajectory") == set(value)
     assert fields_of("Trace") == set(value["traces"][0])
     table: Any = codec.trajectory_json(make_trajectory("s"))
-    told = [name for cells in rows(section("Turn")) for name in named(cells[0])]
-    assert set(told[: len(table["turns"][0])]) == set(table["turns"][0])
-    assert set(told) == set(value["turns"][0])
+    documented = [name for cells in rows(section("Turn")) for name in named(cells[0])]
+    assert set(documented[: len(table["turns"][0])]) == set(table["turns"][0])
+    assert set(documented) == set(value["turns"][0])
     assert fields_of("Outcome") == {field.name for field in attrs.fields(Outcome)}
     for cls, where in ((Timing, "Trajectory"), (Usage, "Turn")):
         assert {field.name for field in attrs.fields(cls)} <= set(named(section(where)))
 
 
-def test_every_word_of_a_closed_set_is_told() -> None:
+def test_every_word_of_a_closed_set_is_documented() -> None:
     assert set(get_args(Status)) | set(get_args(Clock)) <= set(named(section("Outcome")))
     assert {*get_args(TurnKind), *get_args(TurnState), *get_args(TurnRole)} <= set(named(section("Turn")))
 
 
-def test_the_events_are_told_and_the_example_is_of_their_shape() -> None:
+def test_the_events_are_documented_and_the_example_is_of_their_shape() -> None:
     text = section("Events")
     assert {*get_args(EventKind), "gap", "error"} <= set(named(text))
     for kind, seq, data in re.findall(r"^event: (\w+)\nid: (\d+)\ndata: (.*)$", text, re.MULTILINE):
@@ -257,13 +257,13 @@ def test_the_events_are_told_and_the_example_is_of_their_shape() -> None:
     assert f"{kept.everything >> 30} GiB" in text
 
 
-def test_every_error_is_told() -> None:
-    told = {int(cells[0]): named(cells[1]) for cells in rows(section("Errors"))}
+def test_every_error_is_documented() -> None:
+    documented = {int(cells[0]): named(cells[1]) for cells in rows(section("Errors"))}
     for status, (kind, _) in SENTENCES.items():
-        assert kind in told[status]
+        assert kind in documented[status]
     source = (ROOT / "polarnode" / "api" / "service.py").read_text()
     for kind, status in re.findall(r'error_json\("(\w+)".*?\), (\d+)', source):
-        assert kind in told[int(status)]
+        assert kind in documented[int(status)]
 
 
 # ── examples, links, commands ─────────────────────────────────────────────────
@@ -328,7 +328,7 @@ def test_files_and_make_targets_that_are_named_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-def test_every_verb_is_told_to_a_reader() -> None:
+def test_every_verb_is_documented_to_a_reader() -> None:
     assert isinstance(command, click.Group)
-    told = "\n".join(page.read_text() for page in PAGES)
-    assert [verb for verb in command.commands if f"polarnode {verb}" not in told] == []
+    documented = "\n".join(page.read_text() for page in PAGES)
+    assert [verb for verb in command.commands if f"polarnode {verb}" not in documented] == []

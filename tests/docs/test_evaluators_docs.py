@@ -21,12 +21,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "evaluators.md").read_text()
     ("title", "cls"),
     [("test_on_output", TestOnOutputConfig), ("harbor", HarborConfig), ("swebench", SwebenchConfig)],
 )
-def test_every_field_is_told_with_its_default(title: str, cls: Any) -> None:
-    told = {named(cells[0])[0]: cells[1] for cells in rows(section(title, PAGE))}
-    assert told == {field.alias: shown_default(field) for field in attrs.fields(cls)}
+def test_every_field_is_documented_with_its_default(title: str, cls: Any) -> None:
+    documented = {named(cells[0])[0]: cells[1] for cells in rows(section(title, PAGE))}
+    assert documented == {field.alias: shown_default(field) for field in attrs.fields(cls)}
 
 
-def test_every_evaluator_from_files_is_told() -> None:
+def test_every_evaluator_from_files_is_documented() -> None:
     assert {each.name for each in ALIKE} == {
         named(cells[0])[0] for cells in rows(section("Evaluators", PAGE))
     }

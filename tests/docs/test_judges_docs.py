@@ -27,12 +27,12 @@ SHAPES = (LlmJudgeConfig, CriterionConfig, ShowConfig, TurnRewardsConfig, Weight
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-def test_every_field_is_told_with_its_default(shape: Any) -> None:
-    told = {named(cells[0])[0]: cells[1] for cells in rows(section(shape.__name__, PAGE))}
-    assert told == {field.alias: shown_default(field) for field in attrs.fields(shape)}
+def test_every_field_is_documented_with_its_default(shape: Any) -> None:
+    documented = {named(cells[0])[0]: cells[1] for cells in rows(section(shape.__name__, PAGE))}
+    assert documented == {field.alias: shown_default(field) for field in attrs.fields(shape)}
 
 
-def test_every_rule_is_told() -> None:
+def test_every_rule_is_documented() -> None:
     assert [named(cells[0])[0] for cells in rows(section("Rules", PAGE))] == list(RULES)
 
 
