@@ -158,7 +158,9 @@ def test_every_parameter_is_documented() -> None:
 
 def test_the_routes_of_the_model_plane_are_those_it_has() -> None:
     documented = [named(cells[0])[0].split(" ") for cells in rows(section("Model plane"))]
-    served = {path: route(method, path.replace("{model}", "m"), {}) for method, path in documented if path != "/"}
+    served = {
+        path: route(method, path.replace("{model}", "m"), {}) for method, path in documented if path != "/"
+    }
     assert None not in served.values(), served
     assert {found.dialect.name for found in served.values() if found is not None} == set(
         named(row_of("`provider`", section("Turn")))
