@@ -1,16 +1,8 @@
-"""The parameters of URLs as the document tells them: one for each reader of `query`.
+"""The document of the control plane (OpenAPI 3.1), made from the routes that are served and the types that
+read and write their bodies.
 
-The rule for whoever edits it: a parameter that `query` reads is here, by its name; a test compares the two.
-
-The document itself: the rows that are served, each with its operation, as OpenAPI 3.1.
-
-The rule for whoever edits it: pure. That every row has its operation is a test's business.
-
-The document of the control plane (OpenAPI 3.1), made from the routes that are served and the types that read
-and write their bodies.
-
-The rule for whoever edits it: nothing is written down here that the program knows already; a route without an
-operation fails a test.
+Pure. Nothing is written here that the program knows already: tests compare the parameters with `query`, and
+every route with its operation.
 """
 
 import re
@@ -81,14 +73,14 @@ HEADERS: Final[Mapping[str, Schema]] = {
     "Last-Event-ID": {"type": "string", "pattern": r"^\d{0,18}$"},
 }
 REASONS: Final[Mapping[int, str]] = {
-    400: "What was said can not be; `path` names the field.",
+    400: "The request is not valid; `path` names the field.",
     401: "No token, or another.",
     404: "There is nothing of that name.",
     409: "The id or key is another's.",
     413: "The body is larger than is taken.",
-    422: "What was said can not be: FastAPI's status for 400.",
+    422: "The request is not valid: FastAPI's status for 400.",
     429: "No room now: come again after `Retry-After` seconds.",
-    500: "A bug of polarnode's, or what the message says.",
+    500: "A bug of polarnode, or as the message explains.",
     503: "Not now.",
     507: "The journal's disk is full.",
 }
@@ -97,8 +89,8 @@ _PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
 
 
 def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, token: bool) -> dict[str, Json]:
-    """The document of these rows; `token`: whether the routes need one. those without an operation are not in
-    it.
+    """The document of these rows; `token`: whether the routes need one. rows without an operation are not
+    in it.
     """
     asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False, known=JSON_SCHEMAS)
     paths: dict[str, Any] = {}
@@ -112,7 +104,7 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
         "info": {
             "title": "polarnode",
             "version": version("polarnode"),
-            "description": "The control plane of a node: docs/api.md tells it in words.",
+            "description": "The control plane of a node: described in docs/api.md.",
         },
         "paths": paths,
         "components": {"schemas": {**asked.named, **given.named}, "securitySchemes": schemes},
@@ -154,9 +146,9 @@ def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
         found[str(op.again)] = {"description": "The same answer as before.", "content": content}
     refusal: Schema = {JSON: {"schema": given.of(op.refusal)}}
     for status in sorted({*_EVERY, *op.errors, *([401] if token else [])}):
-        # /readyz says the same in both
-        said: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal
-        found[str(status)] = {"description": REASONS[status], "content": said}
+        # /readyz has the same body in both
+        body: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal
+        found[str(status)] = {"description": REASONS[status], "content": body}
     return found
 
 
@@ -184,8 +176,8 @@ def _in_path(path: str) -> list[Json]:
     ]
 
 
-def _in_query(name: str, told: Schema) -> Json:
-    return {"name": name, "in": "query", "required": False, **told}
+def _in_query(name: str, parameter: Schema) -> Json:
+    return {"name": name, "in": "query", "required": False, **parameter}
 
 
 def _in_header(name: str) -> Json:

@@ -1,16 +1,7 @@
-"""The shapes of answers that no type of ours writes: what `routes` puts together.
+"""What each route of the control plane takes and gives.
 
-The rule for whoever edits it: a schema that the program's real answers are checked against in tests, not a
-second truth.
-
-What each route takes and gives, for those routes that are the control plane's own.
-
-The rule for whoever edits it: a new route brings its operation; a type stands here, never a copy of its
-fields.
-
-What the routes to the engine and to captures take and give.
-
-The rule for whoever edits it: as in `operations`, types and never a copy of their fields.
+A new route brings its operation. Bodies and answers are the types that the program reads and writes; the
+classes here are only those that `routes` puts together, and tests check real answers against them.
 """
 
 from collections.abc import Mapping
@@ -80,7 +71,7 @@ class ForgottenAnswer:
 
 @frozen(kw_only=True)
 class Formatted:
-    """A trajectory in a trainer's format, and whose it is; `refused` says why it is not, on streams and in
+    """A trajectory in a trainer's format, and whose it is; `refused` is why it is not, on streams and in
     exports.
     """
 
@@ -107,7 +98,7 @@ class WholeSession:
 
 @frozen(kw_only=True)
 class NodeStatusAnswer:
-    """The node at a glance; what else is in it is told on the API's page."""
+    """The node now; docs/api.md lists what else is in it."""
 
     node: str
     journal: JournalStatistics
@@ -115,14 +106,14 @@ class NodeStatusAnswer:
 
 @frozen(kw_only=True)
 class HealthAnswer:
-    """200 says it."""
+    """200 when the process serves."""
 
     ok: bool
 
 
 @frozen(kw_only=True)
 class ReadyAnswer:
-    """503 says that it is not."""
+    """503 when it is not ready."""
 
     ready: bool
 

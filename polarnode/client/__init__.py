@@ -1,10 +1,10 @@
-"""What a trainer imports: submit tasks, read groups and trajectories as they come, acknowledge, push weights,
-capture an agent of its own.
+"""What a trainer imports: submit tasks, read groups and trajectories as they come, acknowledge, push
+weights, capture an agent of its own.
 
-One set of scripts that do no I/O (`api.py`, and what it is made of), two that obey them: PolarnodeClient of
-the standard library, and AsyncPolarnodeClient over httpx2, under Trio and asyncio. The rules for whoever
-edits it. Importing this costs a trainer 0.15 s and none of the node's own libraries; the asynchronous client
-is imported when it is asked for.
+The scripts (`api.py` and what it is made of) do no I/O; two clients run them: PolarnodeClient on the
+standard library, and AsyncPolarnodeClient on httpx2, under Trio and asyncio. Importing this package costs a
+trainer 0.15 s and none of the node's own libraries: keep it so. The asynchronous client is imported on first
+use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,13 +1,8 @@
-"""A capture from its caller's side: the endpoint for an agent, and how it went.
+"""What both clients can do, as scripts: which requests, how often, and how their answers are put together.
 
-The rule for whoever edits it: a capture is opened under a place of the caller's own naming, so that opening
-may be asked for again; and it is ended whatever the agent did, because an open capture holds a place on the
-node.
-
-What both clients can do, as scripts: which requests, how often, and how their answers are put together.
-
-The rule for whoever edits it: what is sent more than once must be taken once. Looking is asked once: whether
-a node is there is a question of now.
+Invariant: a request that is sent more than once takes effect once. A capture is opened under an id that the
+caller chose, so that opening it may be retried, and it is ended whatever the agent did, because an open
+capture holds a place on the node. Whether a node is there is asked once, without retries.
 """
 
 import logging
@@ -33,10 +28,10 @@ from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.core.weights import UpdateMode, WeightsReport
 
-# ── capturing ────────────────────────────────────────────────────────────
+# ── captures ────────────────────────────────────────────────────────────
 
 MOST_REASON = 1000  # characters: a sentence for a table, not a traceback
-LEAVING_S = 30.0  # for a node to be told of a fault: the fault itself goes on behind it
+LEAVING_S = 30.0  # for reporting a fault to the node: the fault itself goes on after it
 # an end is answered when it is on disk, which the node itself waits for up to 30 s, after calls under way are
 # ended
 END_SILENCE_S = 120.0
@@ -120,7 +115,7 @@ class CaptureSession:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """For a harness that is a program: laid over its environment it finds its model by itself."""
+        """For a harness that is a program: merged over its environment it finds its model by itself."""
         return self.opened.env
 
     def failed(self, error: BaseException) -> None:
@@ -140,12 +135,12 @@ class CaptureSession:
         )
 
 
-def named(spec: CaptureSpec | None, **said: Any) -> CaptureSpec:
-    """The capture that is asked for: `spec` with what else is said, under a task of its own where none is
+def named(spec: CaptureSpec | None, **options: Any) -> CaptureSpec:
+    """The requested capture: `spec` with other options merged over it, under a task of its own where none is
     named.
     """
     whole = evolve(
-        spec or CaptureSpec(), **{name: value for name, value in said.items() if value is not None}
+        spec or CaptureSpec(), **{name: value for name, value in options.items() if value is not None}
     )
     return whole if whole.task_id is not None else evolve(whole, task_id=f"capture-{token_hex(8)}")
 
@@ -154,9 +149,9 @@ def begin(spec: CaptureSpec) -> ClientRequest[ClientCapture]:
     return answered(ClientCapture, "POST", "/v1/capture", plain(spec))
 
 
-def end(session_id: str, said: CaptureEnd) -> ClientRequest[Captured]:
+def end(session_id: str, result: CaptureEnd) -> ClientRequest[Captured]:
     return answered(
-        Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(said), silence_s=END_SILENCE_S
+        Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(result), silence_s=END_SILENCE_S
     )
 
 
@@ -169,7 +164,7 @@ STREAM = "/v1/trajectories/stream"
 
 @frozen(kw_only=True)
 class Reading:
-    """What both kinds of stream are told: who reads, from where, what of it, and how it is written."""
+    """What both kinds of stream are given: who reads, from where, what of it, and how it is written."""
 
     consumer: str | None
     after: int | None
@@ -182,7 +177,7 @@ class Reading:
 
     @property
     def goes_on(self) -> bool:
-        """A task has an end, and with it what is told of it; a node has none."""
+        """A task ends, and with it its events; a node does not."""
         return self.task_id is None if self.follow is None else self.follow
 
     def following(self, kinds: Sequence[str], **filters: object) -> Following:
@@ -226,7 +221,7 @@ class Api:
     ) -> Script[WeightsReport]:
         if (path is None) == (source is None):
             raise Refused(
-                "weights come from one place: say path=, a checkpoint's folder on the node's machine, or"
+                "weights come from one place: give path=, a checkpoint's folder on the node's machine, or"
                 " source=",
                 path="$.source",
             )
@@ -254,8 +249,8 @@ class Api:
         return self.patiently(end(session.session_id, session.end()))
 
     def leave_capture(self, session: CaptureSession, error: BaseException) -> Script[None]:
-        """End it for what its agent's code was left by; a node that can not be told is not waited for as long
-        as otherwise.
+        """End it after its agent's code raised `error`; a node that cannot be reached is waited for less long
+        than otherwise.
         """
         session.failed(error)
         try:

@@ -1,14 +1,9 @@
-"""The same scripts obeyed over httpx2, under Trio or asyncio, whichever runs.
+"""The asynchronous client: the scripts run over httpx2, under Trio or asyncio, whichever runs.
 
-The rules for whoever edits it. No scope and no nursery around a value that is given. A wait that is cancelled
+The methods are those of `PolarnodeClient`, with the same parameters; they are documented there, and nothing
+is decided here. No cancel scope and no nursery is open while a value is handed out. A wait that is cancelled
 leaves its script as a broken connection does, so that whoever iterates with a deadline of its own may go on
 iterating. Closing is bounded and shielded.
-
-The asynchronous client, under Trio and asyncio: the methods of `PolarnodeClient`, by the same names and with
-the same parameters.
-
-The rule for whoever edits it: nothing is decided here; each method hands a script to what obeys it, as
-`blocking.py` does with the same script. What a method is for is told there.
 """
 
 import ssl
@@ -52,9 +47,9 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
 from polarnode.groups.group import Group
 
-# ── awaiting http ────────────────────────────────────────────────────────────
+# ── running scripts ────────────────────────────────────────────────────────────
 
-CLOSE_S = 5.0  # for closing a connection: it says nothing that anyone waits for
+CLOSE_S = 5.0  # for closing a connection: nobody waits for its result
 FAULTS = (
     httpx2.HTTPError,
     httpx2.StreamError,
@@ -74,7 +69,7 @@ class AwaitingHttp:
     base_url: str
     token: str | None = field(repr=False)
     client: httpx2.AsyncClient = field(init=False)
-    # whose bodies are open: loops that were left early may not have said so
+    # whose bodies are open: loops that were left early may not have closed theirs
     reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
 
     @client.default
@@ -255,7 +250,7 @@ class _Wire:
 
 
 async def _closed(response: httpx2.Response, pieces: AsyncIterator[bytes] | None = None) -> None:
-    """Bounded, shielded, and silent: what is closed has said all that anyone asked it."""
+    """Bounded, shielded, and without errors: nothing more is expected of what is closed."""
     with anyio.move_on_after(CLOSE_S, shield=True), suppress(*FAULTS):
         await response.aclose()
         # httpx2 leaves a generator of its own in mid-body to the garbage collector, of which Trio complains.
@@ -265,7 +260,7 @@ async def _closed(response: httpx2.Response, pieces: AsyncIterator[bytes] | None
                 pass
 
 
-# ── awaiting ────────────────────────────────────────────────────────────
+# ── the client ────────────────────────────────────────────────────────────
 
 if TYPE_CHECKING:
     from polarnode.sources.values import Kind
@@ -523,7 +518,7 @@ class AsyncPolarnodeClient:
         try:
             yield session
         except BaseException as error:
-            # whoever is cancelled still says so
+            # a cancelled caller still reports it
             with anyio.move_on_after(LEAVING_S + END_SILENCE_S, shield=True):
                 await self._run(self._api.leave_capture(session, error))
             raise

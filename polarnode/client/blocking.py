@@ -1,12 +1,8 @@
-"""Scripts obeyed over http.client, one connection a request: threads may share a client, and nothing is left
-open behind a request.
+"""The synchronous client, of the standard library: for a trainer with its own event loop, or none.
 
-The rule for whoever edits it: whatever a connection raises leaves this module as ClientError or Unreachable.
-
-The synchronous client, of the standard library: a trainer has its own event loop, or none.
-
-The rule for whoever edits it: nothing is decided here; each method hands a script to what obeys it, as
-`awaiting.py` does with the same script under the same name.
+The scripts run over http.client with one connection a request, so threads may share a client and nothing
+stays open after a request. Nothing is decided here: each method runs the script that `asynchronous.py` runs
+under the same name. Whatever a connection raises leaves this module as ClientError or Unreachable.
 """
 
 import time
@@ -47,7 +43,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
 from polarnode.groups.group import Group
 
-# ── blocking http ────────────────────────────────────────────────────────────
+# ── running scripts ────────────────────────────────────────────────────────────
 
 READ_BYTES = 1 << 16
 
@@ -135,7 +131,7 @@ class _Wire:
             return b""
         try:
             data = self._response.read1(READ_BYTES)
-            # http.client says nothing of a body shorter than it was promised
+            # http.client raises nothing for a body shorter than promised
             if not data and self._response.length:
                 raise IncompleteRead(b"", self._response.length)
         except (OSError, HTTPException) as error:
@@ -159,12 +155,12 @@ class _Wire:
         connection.request(request.method, path, request.body, {**mine, **request.headers})
         response = connection.getresponse()
         if response.status >= 300:
-            said = {name.lower(): value for name, value in response.headers.items()}
-            raise read_error(response.status, response.reason, said, response.read())
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            raise read_error(response.status, response.reason, headers, response.read())
         return response
 
 
-# ── blocking ────────────────────────────────────────────────────────────
+# ── the client ────────────────────────────────────────────────────────────
 
 if TYPE_CHECKING:
     from polarnode.sources.values import Kind
@@ -242,7 +238,7 @@ class PolarnodeClient:
 
         Begins after `after`, else where `consumer` last acknowledged, else at the oldest. With `ack` each
         event is acknowledged for the consumer when the next is asked for (at most once a second), and the
-        last at the end. `kinds`, where said, are all; only so comes `attempt`. With a trainer's `format`
+        last at the end. `kinds`, where given, are all; only so comes `attempt`. With a trainer's `format`
         (docs/trainers.md) the data of a trajectory is that, under `value`.
         """
         reading = Reading(

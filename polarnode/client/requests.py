@@ -1,14 +1,9 @@
-"""What a script of the client asks of the world, and how a script is written.
+"""The commands that the client's scripts yield, and the control plane's routes as requests.
 
-A script is a generator: it yields one of these commands, is sent the answer or thrown the error, and returns
-its value. It does no I/O itself, so that the synchronous and the asynchronous client obey the very same
-scripts (`blocking_http.py`, `awaiting_http.py`). The rules for whoever edits it: a script has at most one
-stream open, and every wait is a `Sleep` that it yields.
-
-The control plane's routes as requests: each a value with how its answer is read.
-
-The rule for whoever edits it: one function a route and use; it says nothing of who sends the request, nor of
-how often.
+A script is a generator: it yields a command, is sent the answer or thrown the error, and returns its value.
+It does no I/O itself, so the synchronous and the asynchronous client run the same scripts (`blocking.py`,
+`asynchronous.py`). A script has at most one stream open, and every wait is a `Sleep` that it yields. Each
+route is one function here; who sends the request, and how often, is decided elsewhere.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -136,14 +131,14 @@ Method = Literal["GET", "POST", "DELETE"]
 JSON_BODY = {"Content-Type": "application/json"}
 
 
-def query_string(**given: object) -> str:
-    """The query of a URL, of what is said."""
-    said = {
+def query_string(**parameters: object) -> str:
+    """The query of a URL, without values that are None."""
+    query = {
         name: str(value).lower() if isinstance(value, bool) else value
-        for name, value in given.items()
+        for name, value in parameters.items()
         if value is not None
     }
-    return f"?{urlencode(said)}" if said else ""
+    return f"?{urlencode(query)}" if query else ""
 
 
 def part(name: str) -> str:
@@ -249,8 +244,8 @@ def artifacts(session_id: str) -> ClientRequest[bytes]:
     return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
 
 
-def export(**said: object) -> ClientRequest[bytes]:
-    return request(bytes, "GET", "/v1/export" + query_string(**said))
+def export(**query: object) -> ClientRequest[bytes]:
+    return request(bytes, "GET", "/v1/export" + query_string(**query))
 
 
 def consumers() -> ClientRequest[tuple[Consumer, ...]]:

@@ -1,18 +1,10 @@
-"""How long to go on when the node does not answer or has no room: pauses that grow, until no sign of life
-came for too long.
+"""One stream of events, read through cuts and restarts: retries, decoding, and where to go on.
 
-The rule for whoever edits it: only what passes by itself is waited for, and only as long as the caller said.
-
-Bytes of a stream into lines, and lines into events: server-sent events, decoded piece by piece as they come.
-
-The rule for whoever edits it: bytes are looked at once (a trajectory is megabytes), and what can not be read
-is never passed over in silence.
-
-One stream, read through cuts and restarts: where it goes on, and when it is given up.
-
-The rules for whoever edits it. It goes on behind the last event that was handed out, so that nothing is
-missed and nothing comes twice. A connection that only greets is no sign of life: a node that greets and
-fails, again and again, is given up like one that is not there.
+Only errors that can pass are retried, with growing pauses, and only until the node gave no sign of life for
+as long as the caller allows. A connection that only greets is no sign of life: a node that greets and fails,
+again and again, is given up like one that is not there. Bytes are looked at once (a trajectory is
+megabytes), and what cannot be read is an error. Reading goes on after the last event that was handed out, so
+none is missed and none comes twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -113,7 +105,7 @@ class Block:
 
 
 class Life:
-    """A comment: the node speaks, and has nothing to say."""
+    """A comment: the node is alive and has no event."""
 
 
 LIFE: Final = Life()
@@ -186,7 +178,7 @@ def _event(block: Block, value: dict[str, Any]) -> Event:
     if block.id is None or not (block.id.isascii() and block.id.isdigit()):
         raise _garbled("it has no number")
     if block.kind not in value:
-        raise _garbled(f"its data does not say {block.kind}")
+        raise _garbled(f"its data has no {block.kind}")
     key = value.get("key")
     return Event(
         seq=int(block.id),
@@ -198,7 +190,7 @@ def _event(block: Block, value: dict[str, Any]) -> Event:
 
 
 def _garbled(why: str) -> Unreachable:
-    return Unreachable(f"an event of the stream can not be read ({why}): is this a polarnode?")
+    return Unreachable(f"an event of the stream cannot be read ({why}): is this a polarnode?")
 
 
 # ── following ────────────────────────────────────────────────────────────
@@ -240,13 +232,13 @@ class Follower:
         return self.following.after
 
     def next(self) -> Script[Event | Life | Over]:
-        """The next event; or a sign of life, which tells whoever waits that time goes by."""
+        """The next event; or a sign of life, so that the caller can act as time goes by."""
         while True:
             try:
                 if self._pieces is None:
                     yield from self._open()
-                if (heard := self._heard()) is not None:
-                    return heard
+                if (found := self._decoded()) is not None:
+                    return found
                 if not (yield from self._more()):
                     return OVER
             except (ClientError, Unreachable) as error:
@@ -268,7 +260,7 @@ class Follower:
             )
         self._decoder, self._pieces, self._greeted = Decoder(), iter(()), False
 
-    def _heard(self) -> Event | Life | None:
+    def _decoded(self) -> Event | Life | None:
         """What the bytes read so far hold; None when more are needed."""
         for piece in self._pieces or ():
             if isinstance(piece, Life):
@@ -284,7 +276,7 @@ class Follower:
         return None
 
     def _more(self) -> Script[bool]:
-        """Read on; False when all is told."""
+        """Read on; False at the end of the stream."""
         data = yield Read()
         self._pieces = self._decoder.feed(data)
         if data:

@@ -1,21 +1,15 @@
-"""Groups put together from the stream: which sessions have come, which group is whole, and up to where a
-reader is done.
+"""The scripts of everything that is iterated: events, groups, lines, bytes; and when positions are
+acknowledged.
 
-Trajectories are kept as they come, up to a number of bytes; what comes beyond that is let go, and fetched
-again when its group is over. Keeping first, because a second read of everything would double what the node
-writes as JSON, which is the dearest thing it does; letting go, because groups that lie between one another
-are without a bound. The rules for whoever edits it. Pure. The position never passes a trajectory whose group
-has not been worked on to its end: a reader that dies is sent the whole group again.
+Groups are put together from the stream. Trajectories are kept as they come, up to a number of bytes; what
+comes beyond that is let go, and fetched again when its group is over. Keeping comes first, because a second
+read of everything would double what the node writes as JSON, its largest cost; letting go is needed because
+interleaved groups are without a bound.
 
-When a consumer's position is told to the node.
-
-The rule for whoever edits it: an acknowledgement that did not arrive loses nothing, for what is not
-acknowledged comes again; so while a stream is read none ends it. Only the last one is waited for.
-
-The scripts of everything that is iterated: events, groups, lines, bytes.
-
-The rule for whoever edits it: what is given is acknowledged when the next is asked for, and not before: until
-then it is being worked on.
+Invariant: an item is acknowledged when the next one is requested, because until then it is being worked on,
+and the position never passes a trajectory whose group is not done: a reader that dies is sent the whole
+group again. An acknowledgement that is lost loses nothing, so while a stream is read none ends it; only the
+last is awaited.
 """
 
 import logging
@@ -84,24 +78,24 @@ class Collector:
     # by task, in the order their first session came
     _open: dict[str, _Open] = field(factory=dict, init=False)
     _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
-    _heard: int = field(default=0, init=False)
+    _seen: int = field(default=0, init=False)
     _size: int = field(default=0, init=False)
 
     @property
     def position(self) -> int:
         """Everything up to here is done with."""
-        return min((each.first_seq - 1 for each in self._open.values()), default=self._heard)
+        return min((each.first_seq - 1 for each in self._open.values()), default=self._seen)
 
     @property
     def oldest(self) -> str | None:
         """The task that holds the position."""
         return min(self._open, key=lambda task_id: self._open[task_id].first_seq, default=None)
 
-    def hear(self, event: Event) -> Gathered | None:
+    def add(self, event: Event) -> Gathered | None:
         """One event; the group it ends, if it ends one that was not given before."""
         if event.kind == "gap":
             self._pass_gap(event)
-        self._heard = event.seq
+        self._seen = event.seq
         match event.kind:
             case "trajectory":
                 self._keep(event)
@@ -152,7 +146,7 @@ class Collector:
         logger.warning(
             "the node no longer keeps all events: those of groups under way may lack sessions (%s)", gap.data
         )
-        if gap.seq < self._heard:
+        if gap.seq < self._seen:
             for task_id in tuple(self._open):
                 self.forget(task_id)
 
@@ -165,7 +159,7 @@ ACK_EVERY_S = 1.0
 
 @define(eq=False)
 class Acks:
-    """Of one stream. Without a consumer nothing is told to anyone."""
+    """Of one stream. Without a consumer nothing is acknowledged."""
 
     consumer: str | None
     patience_s: float
@@ -186,8 +180,8 @@ class Acks:
         self._said = self._said if seq >= self._done else min(self._said, seq - 1)
         self._done = seq
 
-    def tell(self) -> Script[None]:
-        """Say it, if there is something to say and the last time is long enough ago."""
+    def report(self) -> Script[None]:
+        """Acknowledge, if the position moved and the last time is long enough ago."""
         if self.consumer is None or self._done <= self._said or self.now() - self._said_at < self.every_s:
             return
         self._said_at = self.now()
@@ -200,8 +194,8 @@ class Acks:
             if not error.passes:
                 raise
 
-    def tell_last(self) -> Script[None]:
-        """Say what was not said yet."""
+    def report_last(self) -> Script[None]:
+        """Acknowledge what was not acknowledged yet."""
         if self.consumer is not None and self._done > self._said:
             yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
             self._said = self._done
@@ -219,14 +213,14 @@ LOOK_AFTER_S = 60.0
 def events(follower: Follower, acks: Acks) -> Script[None]:
     """Every event."""
     follower.patience.renew()  # a stream begins when it is first read
-    while not isinstance(heard := (yield from follower.next()), Over):
-        yield from acks.tell()
-        if isinstance(heard, Event):
-            yield Give(heard)
+    while not isinstance(event := (yield from follower.next()), Over):
+        yield from acks.report()
+        if isinstance(event, Event):
+            yield Give(event)
             follower.patience.renew()  # however long that was worked on, it was no silence of the node
-            acks.move(heard.seq)
-            yield from acks.tell()
-    yield from acks.tell_last()
+            acks.move(event.seq)
+            yield from acks.report()
+    yield from acks.report_last()
 
 
 # ── groups ────────────────────────────────────────────────────────────────────
@@ -234,7 +228,7 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
 
 @define(eq=False)
 class Groups:
-    """One reader's groups, put together as `collecting` says."""
+    """One reader's groups, put together by `collector`."""
 
     follower: Follower
     acks: Acks
@@ -248,14 +242,14 @@ class Groups:
 
     def script(self) -> Script[None]:
         self.follower.patience.renew()  # a stream begins when it is first read
-        while not isinstance(heard := (yield from self.follower.next()), Over):
-            gathered = self.collector.hear(heard) if isinstance(heard, Event) else None
+        while not isinstance(event := (yield from self.follower.next()), Over):
+            gathered = self.collector.add(event) if isinstance(event, Event) else None
             if gathered is not None:
                 yield from self._give(gathered)
             yield from self._look()
             self.acks.move(self.collector.position)
-            yield from self.acks.tell()
-        yield from self.acks.tell_last()
+            yield from self.acks.report()
+        yield from self.acks.report_last()
 
     def _give(self, gathered: Gathered) -> Script[None]:
         fetched = []

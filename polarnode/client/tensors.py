@@ -1,10 +1,9 @@
 """The trainer's side of weights that do not go over a disk: tensors as buckets for `push_weights`, by handle
 or by broadcast.
 
-torch is imported here when something is asked for, and nowhere else in the client. The rules for whoever
-edits it. A bucket's tensors are held until the node has taken it: each function is a generator, and what it
-yielded is let go when the next is asked for. Payloads are what SGLang's own reader admits: tensors and names,
-pickled with torch's reductions, nothing of ours.
+torch is imported on use, and nowhere else in the client. A bucket's tensors are held until the node has
+taken it: each function is a generator, and what it yielded is let go when the next is requested. Payloads
+are what SGLang's own reader admits: tensors and names, pickled with torch's reductions.
 """
 
 from base64 import b64encode
@@ -121,11 +120,11 @@ def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
     from torch.multiprocessing import reductions
 
     reduce: Any = reductions.reduce_tensor
-    rebuild, said = reduce(tensor)
-    if tensor.is_cuda and isinstance(said[DEVICE], int):
-        uuid = str(torch.cuda.get_device_properties(said[DEVICE]).uuid)
-        said = (*said[:DEVICE], uuid, *said[DEVICE + 1 :])
-    return rebuild, said
+    rebuild, args = reduce(tensor)
+    if tensor.is_cuda and isinstance(args[DEVICE], int):
+        uuid = str(torch.cuda.get_device_properties(args[DEVICE]).uuid)
+        args = (*args[:DEVICE], uuid, *args[DEVICE + 1 :])
+    return rebuild, args
 
 
 def open_group(

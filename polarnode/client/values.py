@@ -1,12 +1,7 @@
-"""What a client is answered, as values.
+"""What a client is answered and what it raises.
 
-The rule for whoever edits it: fields are the names of the API's page, each with a default where an older node
-does not say it; a node that is newer says more, which is passed over.
-
-What a client raises, and which of it passes by itself.
-
-The rule for whoever edits it: what passes is a short list, each for its reason; anything else is raised at
-once, for asking again can not help.
+Values shared with the node are in `core.status` and `core.weights`. The errors that pass by themselves are a
+short list, each for its reason; anything else is raised at once, because asking again cannot help.
 """
 
 from collections.abc import Mapping
@@ -93,21 +88,21 @@ class Unreachable(PolarnodeError):
 
 
 def read_error(status: int, reason: str, headers: Mapping[str, str], body: bytes) -> ClientError:
-    """What an answer that is no success says; a node that is starting, or an intermediary, may say nothing of
-    ours. `headers` in small letters.
+    """The error of an answer that is no success; an intermediary, or a node that is starting, may send a body
+    of its own. `headers` are in lower case.
     """
     wait = headers.get("retry-after", "")
     # a date is not ours: our own pauses do as well
     seconds = float(wait) if wait.isascii() and wait.isdigit() else None
-    said = _error_of(body)
-    if said is None:
+    found = _error_of(body)
+    if found is None:
         return ClientError(
             f"the answer is {status} {reason}, not one of a polarnode",
             status=status,
             type="http",
             retry_after=seconds,
         )
-    message, kind, path = said
+    message, kind, path = found
     return ClientError(message, status=status, type=kind, path=path, retry_after=seconds)
 
 
@@ -116,8 +111,8 @@ def _error_of(body: bytes) -> tuple[str, str, str | None] | None:
         value = read_json(body)
     except Refused:
         return None
-    said = value.get("error") if isinstance(value, dict) else None
-    match said:
+    found = value.get("error") if isinstance(value, dict) else None
+    match found:
         case {"message": str(message), "type": str(kind), "path": str(path)}:
             return message, kind, path
         case {"message": str(message), "type": str(kind)}:
@@ -126,7 +121,7 @@ def _error_of(body: bytes) -> tuple[str, str, str | None] | None:
 
 
 def read_answer(body: bytes, shape: type[T]) -> T:
-    """The answer's JSON as a `shape`; what is none of a polarnode's is said so, as an error of status 200."""
+    """The answer's JSON as a `shape`; what no polarnode sends is an error of status 200."""
     try:
         return structure(read_json(body), shape)
     except Refused as refused:

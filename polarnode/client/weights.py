@@ -1,7 +1,7 @@
-"""New weights and held generation: what is asked, and what is answered.
+"""New weights and held generation, as requests and scripts.
 
-The rule for whoever edits it: a version names one set of weights for ever, so an update may be asked for
-again; its answer comes when the weights are served, which is as long as the engine takes.
+A version names one set of weights for ever, so an update may be retried. Its answer comes when the weights
+are served, which takes as long as the engine does.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 UPDATES = "/v1/weights/updates"
 
 UPDATE_SILENCE_S = (
-    # an update says nothing until it is served: `drain` waits for every call, and a checkpoint of a terabyte
+    # an update is silent until it is served: `drain` waits for every call, and a checkpoint of a terabyte
     # is read in minutes
     3600.0
 )
@@ -93,14 +93,14 @@ def _give_up(update_id: str) -> Script[None]:
 def join(
     name: str, address: str, port: int, world_size: int, rank_offset: int, backend: Backend
 ) -> ClientRequest[dict[str, Any]]:
-    said: dict[str, Json] = {
+    body: dict[str, Json] = {
         "name": name,
         "address": address,
         "port": port,
         "world_size": world_size,
         "rank_offset": rank_offset,
     }
-    return asked("POST", "/v1/weights/groups", said | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
+    return asked("POST", "/v1/weights/groups", body | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
 
 
 def leave(name: str) -> ClientRequest[dict[str, Any]]:

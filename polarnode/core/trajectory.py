@@ -3,6 +3,9 @@
 A `Turn` is a delta: its prompt is its parent's prompt and sample, then `prompt_delta`; a root's delta is its
 whole prompt. Every token of a session is stored once, so a later prompt cannot disagree with an earlier one.
 A `Trajectory` holds all that became of a session: its turns, its traces, its outcome and its reward.
+
+The journal's bytes, the JSON of the API and its schema are derived from these classes: a new field needs a
+default here and nothing elsewhere. Field metadata gives the key in JSON where that is not the field's name.
 """
 
 from collections.abc import Mapping

@@ -576,19 +576,19 @@ def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
             data={"task_id": "t", "group_id": "t", "sessions": [], "state": "complete"},
         )
     ]
-    gathered = collector.hear(events_[0])
+    gathered = collector.add(events_[0])
     assert gathered is not None
     collector.done(gathered.whole(()))
-    assert collector.hear(attrs.evolve(events_[0], seq=2)) is None
+    assert collector.add(attrs.evolve(events_[0], seq=2)) is None
     assert collector.position == 2
 
 
 def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
-    collector.hear(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
+    collector.add(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
     assert (collector.oldest, collector.position) == ("a", 39)
-    collector.hear(Event(seq=0, kind="gap", key="gap", data={"after": 40, "oldest": 1}))
+    collector.add(Event(seq=0, kind="gap", key="gap", data={"after": 40, "oldest": 1}))
     assert (collector.oldest, collector.position) == (None, 0)
 
 

@@ -1,8 +1,6 @@
-"""Where JSON becomes values (cattrs), and a refusal becomes a sentence with a path. Only this room and the
-providers' shapes know JSON.
+"""Where JSON becomes values (cattrs), and a refusal becomes a sentence with a path.
 
-The rule for whoever edits it: what other rooms use is imported from here; the modules below are free to be
-cut differently.
+Other rooms import from this package what it lists. Only this package and the providers' shapes know JSON.
 """
 
 from polarnode.core.codec.arrays import Arrays

@@ -1,9 +1,9 @@
-"""Arrays on the wire: lists or base64 in JSON, raw bytes in the journal; always little-endian int32, float32,
-int16 and uint8.
+"""Arrays on the wire: lists or base64 in JSON, raw bytes in the journal; always little-endian int32,
+float32, int16 and uint8.
 
-Invariant: a number written here is read back as the same value. JSON has no number for what is not finite, so
-three words stand for it that every language's reader of numbers knows. Polarnode's machines (x86-64, aarch64)
-are little-endian, so memory has the wire's order.
+Invariant: a number written here is read back as the same value. JSON has no number for what is not finite,
+so three words stand for it that every language's reader of numbers knows. Polarnode's machines (x86-64,
+aarch64) are little-endian, so memory has the wire's order.
 """
 
 from array import array

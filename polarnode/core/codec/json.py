@@ -1,16 +1,10 @@
-"""The converter: which JSON fits which Python type, strictly, and in whose words a misfit is refused.
+"""JSON in and out: bytes to values, values to attrs classes, and every refusal one sentence with the path of
+the field.
 
-Rules for whoever edits it. A hook either returns the value or raises `Mismatch` with a predicate ("must be a
-string, not a number"); the path is not its business, `core.py` collects it. Anything else that a hook raises
-is a bug of ours and must not become the client's 400. Nothing is coerced: "5" is not a number and 5 is not a
-text, because a silent reading of what was not said trains on the wrong thing.
-
-JSON in and out: bytes to values, values to attrs classes, and every refusal one sentence with the path of the
-field.
-
-The rule for whoever edits it: only what the client did becomes `Refused`. A type we can not structure, or an
-error inside a hook, is our bug and passes through as itself (a caught `Exception` here once blamed the client
-for a missing hook).
+Reading is strict: "5" is not a number and 5 is not a text, because a guess at what was meant trains on the
+wrong thing. A hook returns the value or raises `Mismatch` with a predicate ("must be a string, not a
+number"); `structure` adds the path. Only what the client did becomes `Refused`: a type that cannot be
+structured, or any other error in a hook, is a bug here and passes through as itself.
 """
 
 import difflib
@@ -31,7 +25,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 
-# ── shapes ────────────────────────────────────────────────────────────
+# ── kinds ────────────────────────────────────────────────────────────
 
 Hook = Callable[[Any, Any], Any]
 
@@ -137,8 +131,8 @@ def _literal_hook(shape: Any) -> Hook:
         for option in options:
             if type(option) is type(value) and option == value:
                 return option
-        said = repr(value) if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
-        raise Mismatch(f"must be {_listed(options)}, not {said}")
+        shown = repr(value) if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
+        raise Mismatch(f"must be {_listed(options)}, not {shown}")
 
     return structure_literal
 
@@ -298,14 +292,14 @@ def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
 
 def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
     """The class that the field `tag` of an object names. Mismatch where it names none."""
-    said = value.get(tag)
-    if isinstance(said, str) and said in classes:
-        return classes[said]
+    name = value.get(tag)
+    if isinstance(name, str) and name in classes:
+        return classes[name]
     options = _listed(sorted(classes))
     raise Mismatch(
         f"needs {tag!r}: {options}"
-        if said is None
-        else f"has an unknown {tag!r}: it must be {options}, not {said!r}"
+        if name is None
+        else f"has an unknown {tag!r}: it must be {options}, not {name!r}"
     )
 
 
@@ -360,7 +354,7 @@ def make_converter(*, forbid_extra: bool, hooks: Mapping[Any, Hook] | None = Non
     return converter
 
 
-# ── core ────────────────────────────────────────────────────────────
+# ── reading and writing ────────────────────────────────────────────────────────────
 
 T = TypeVar("T")
 
@@ -406,7 +400,7 @@ def _without_surrogates(value: Json) -> Json:
 
 
 def json_key_of(each: "attrs.Attribute[Any]") -> str | None:
-    """The key of a field in JSON, as `json_key` says it; its alias by default."""
+    """The key of a field in JSON, as `json_key` gives it; its alias by default."""
     key: str | None = each.metadata.get("json", each.alias)
     return key
 
@@ -477,7 +471,7 @@ def structure(
     Strict: nothing is coerced but whole floats to int and int to float. A field is called by its attrs alias.
     Unions are chosen by JSON kind, then by a Literal field the classes share (`type`, `role`), then by the
     order they are written in. Unknown fields are ignored, or with `forbid_extra` refused naming the nearest
-    known one. `converter` reads types that JSON alone does not tell.
+    known one. `converter` reads types that have no form of their own in JSON.
     """
     converter = converter or CONVERTERS[forbid_extra]
     hook = converter.get_structure_hook(cls)  # before the try: a shape we can not read is our bug
@@ -497,7 +491,7 @@ def subject(path: str) -> str:
 
 
 def _refusal(error: Exception, path: str) -> Refused:
-    """The first leaf of the tree, told from its own path; a leaf that is not the client's fault is raised as
+    """The first leaf of the tree, under its own path; a leaf that is not the client's fault is raised as
     it is.
     """
     if isinstance(error, ClassValidationError | IterableValidationError):

@@ -1,11 +1,11 @@
-"""Turns and trajectories as bytes for the journal: msgpack with raw arrays, defaults left out, nothing stored
-twice.
+"""Turns and trajectories as bytes for the journal: msgpack with raw arrays, defaults left out, nothing
+stored twice.
 
-How a field is written and read follows from its type in `core.trajectory`. Invariant: `unpack(pack(x)) == x`,
-bit for bit, for everything that was ever written. A new field needs a default and nothing here; any other
-change needs a new FORMAT and a reader for the old one. A trace is written as a reference to the turns it was
-built from wherever that gives back exactly its arrays, and raw wherever it does not (a user's own builder may
-do as it likes).
+How a field is written and read follows from its type in `core.trajectory`. Invariant: `unpack(pack(x)) ==
+x`, bit for bit, for everything that was ever written. A new field needs a default and nothing here; any
+other change needs a new FORMAT and a reader for the old one. A trace is written as a reference to the turns
+it was built from wherever that gives back exactly its arrays, and raw wherever it does not (a user's own
+builder may do as it likes).
 """
 
 from array import array
@@ -229,7 +229,7 @@ def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
 
 
 def _compact_carried(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
-    """Nothing for nothing, True for what the turns tell."""
+    """Nothing for nothing, True for what the turns hold."""
     packed: dict[str, Any] = {}
     if trace.top is not None:
         packed["top"] = top_of_turns(
@@ -270,7 +270,7 @@ def _chain(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | 
 
 
 def _logprobs_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> "array[float] | None":
-    """Zero where the mask is 0, else what the span's turn says; None when the spans do not fit the turns."""
+    """Zero where the mask is 0, else the logprobs of the span's turn; None when spans do not fit turns."""
     found = floats(bytes(4 * len(mask)))
     for span in spans:
         turn = turns.get(span.turn)

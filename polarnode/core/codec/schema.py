@@ -1,8 +1,8 @@
-"""What `structure` takes, as JSON Schema (2020-12): so that the document of the API is made from the very
-types that read its bodies.
+"""What `structure` takes, as JSON Schema (2020-12), so that the document of the API is made from the types
+that read its bodies.
 
-The rule for whoever edits it: a type that `shapes.py` learns to read is said here too. What the types can not
-say (ranges, names, one of two fields) is the laws', which refuse with a sentence of their own.
+Keep it in step with `json.py`: a type that is read there has its schema here. What types cannot express
+(ranges, names, one of two fields) is refused by the checks in `tasks.py`.
 """
 
 import types
@@ -40,7 +40,7 @@ class Schemas:
     strict: bool
     root: str = "#/components/schemas/"
     suffix: str = ""  # of the names, where one class is both read strictly and answered
-    known: Mapping[Any, Schema] = field(factory=dict)  # of types that JSON alone does not tell
+    known: Mapping[Any, Schema] = field(factory=dict)  # of types without a form of their own in JSON
     named: dict[str, Json] = field(factory=dict, init=False)
     _classes: dict[str, Any] = field(factory=dict, init=False)
 
@@ -90,8 +90,8 @@ class Schemas:
 
 
 def _object(description: str = "") -> dict[str, Any]:
-    told = {"description": description} if description else {}
-    return {"type": "object", **told, "properties": {}, "required": []}
+    described = {"description": description} if description else {}
+    return {"type": "object", **described, "properties": {}, "required": []}
 
 
 def _hints(cls: Any) -> Mapping[str, Any]:
@@ -103,8 +103,8 @@ def _hints(cls: Any) -> Mapping[str, Any]:
 
 
 def _default(each: "attrs.Attribute[Any]") -> Schema:
-    """What a field is when it is not said; of containers and classes that is "empty", and their own fields
-    tell the rest.
+    """What a field is when it is absent; of containers and classes that is "empty", and their own fields
+    hold the rest.
     """
     default = each.default
     if (

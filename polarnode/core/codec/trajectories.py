@@ -145,7 +145,7 @@ def turns_json(
 ) -> list[Json]:
     """The turns table; with `arrays`, full rows, whose arrays are written so.
 
-    A row says everything about a turn but its tokens, and `prompt_sha256` lets anyone who has the tokens
+    A row holds everything about a turn but its tokens, and `prompt_sha256` lets anyone who has the tokens
     check them.
     """
     write = _WRITERS[arrays or "json"]
@@ -221,7 +221,7 @@ _NO_TOKENS: Final[Mapping[str, Json]] = {"prompt_delta": [], "sampled": [], "log
 
 
 def read_trajectory(value: Json) -> Trajectory:
-    """The trajectory `value` says; Refused with a path when it says none.
+    """The trajectory in `value`; Refused with a path when it holds none.
 
     `turns` holds the turns that were written in full; a table's rows have no tokens, so they stay in the JSON
     and `turns` is empty.
