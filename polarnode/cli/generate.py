@@ -33,7 +33,7 @@ OPTIONS: Final = ("accept", "retry_empty", "by", "held_out_by", "held_out", "row
 
 
 @frozen(kw_only=True)
-class GenerateRequest:
+class GenerationRequest:
     """The options of the command: which tasks, where the data goes, and which sessions become data."""
 
     sources: SourceSelection
@@ -43,9 +43,9 @@ class GenerateRequest:
     export: ExportOptions
 
 
-def request_of(sources: SourceSelection, **params: Any) -> GenerateRequest:
+def request_of(sources: SourceSelection, **params: Any) -> GenerationRequest:
     """The request in the command's options. Refused if `accept` is no valid expression."""
-    return GenerateRequest(
+    return GenerationRequest(
         sources=sources,
         out=params["out"],
         acceptance=parse_acceptance(params["accept"]),
@@ -59,7 +59,7 @@ def request_of(sources: SourceSelection, **params: Any) -> GenerateRequest:
     )
 
 
-def generate(config: NodeConfig, request: GenerateRequest) -> int:
+def generate(config: NodeConfig, request: GenerationRequest) -> int:
     """Run what is missing and write the data; returns the exit code."""
     if request.export.rows != "none":
         arrow()  # fails now if pyarrow is missing, not after hours of sessions
@@ -78,7 +78,7 @@ def generate(config: NodeConfig, request: GenerateRequest) -> int:
     return _report(console, request, exported, result, slots)
 
 
-def _begin(request: GenerateRequest, config: NodeConfig, tasks: Sequence[SourcedTask]) -> None:
+def _begin(request: GenerationRequest, config: NodeConfig, tasks: Sequence[SourcedTask]) -> None:
     """Create the folder with its manifest, or check that an existing one was begun with the same tasks."""
     source = ", ".join(map(str, request.sources.paths))
     now = manifest_of(
@@ -96,7 +96,7 @@ def _begin(request: GenerateRequest, config: NodeConfig, tasks: Sequence[Sourced
         out.write(codec.dump_json(now.json()) + b"\n")
 
 
-async def _work(config: NodeConfig, request: GenerateRequest, slots: Sequence[Slot]) -> PendingWork:
+async def _work(config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]) -> PendingWork:
     """What is still to run, according to the journal."""
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
         attempts = await survey(journal, slots, request.acceptance)
@@ -140,7 +140,7 @@ def _generated(
         raise
 
 
-async def _export(config: NodeConfig, request: GenerateRequest, slots: Sequence[Slot]) -> Exported:
+async def _export(config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]) -> Exported:
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
         return await export(
             journal,
@@ -154,7 +154,7 @@ async def _export(config: NodeConfig, request: GenerateRequest, slots: Sequence[
 
 def _report(
     console: Console,
-    request: GenerateRequest,
+    request: GenerationRequest,
     exported: Exported,
     result: GenerationRun,
     slots: Sequence[Slot],
