@@ -87,7 +87,7 @@ def dataset(tmp_path: Path) -> Iterator[Path]:
         await build_task_images(settings(), [build], log=tmp_path / "images.log", report=print)
 
     async def remove() -> None:
-        await tools(tmp_path / "images.log").ask("rmi", "--force", build.image)
+        await tools(tmp_path / "images.log").output("rmi", "--force", build.image)
 
     trio.run(make)
     row = {

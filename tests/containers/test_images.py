@@ -240,10 +240,10 @@ async def test_what_is_missing_is_built_once_and_again_when_it_changed(
     )
     await images_of(recipes_dir, log, reported).ensure(TEST_IMAGE)
     await _assert_made(recipes_dir, b"second\n")
-    shown = json.loads(await tools(log).ask("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
+    shown = json.loads(await tools(log).output("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
     assert shown[0]["Labels"][RECIPE_LABEL] == read_recipes(recipes_dir).by_name[TEST_IMAGE].digest
     assert b"STEP" in log.read_bytes()
-    await tools(log).ask("rmi", "--force", f"localhost/polarnode/{TEST_IMAGE}:latest")
+    await tools(log).output("rmi", "--force", f"localhost/polarnode/{TEST_IMAGE}:latest")
 
 
 async def _assert_made(recipes_dir: Path, content: bytes) -> None:
@@ -291,11 +291,11 @@ async def test_a_cancelled_build_ends_and_frees_the_lock(
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and "5151515" in _command(pid)]
     write_recipe(recipes_dir, "quick", toml='base = "base"\n', containerfile="ARG BASE\nFROM ${BASE}\n")
     await images_of(recipes_dir, tmp_path / "log", reported).ensure("quick")
-    listed = json.loads(await tools(tmp_path / "log").ask("ps", "--all", "--external", "--format", "json"))
+    listed = json.loads(await tools(tmp_path / "log").output("ps", "--all", "--external", "--format", "json"))
     assert not [each for each in listed if each["State"] == "storage"], (
         "the next build removes what a killed one left"
     )
-    await tools(tmp_path / "log").ask("rmi", "--force", "localhost/polarnode/quick:latest")
+    await tools(tmp_path / "log").output("rmi", "--force", "localhost/polarnode/quick:latest")
 
 
 def _command(pid: str) -> str:
@@ -318,7 +318,7 @@ async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, repor
 
 @pytest.mark.podman
 async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
-    found = await tools(tmp_path / "log").ask("images", "--format", "{{.Repository}}:{{.Tag}}")
+    found = await tools(tmp_path / "log").output("images", "--format", "{{.Repository}}:{{.Tag}}")
     assert BUILT in found or "debian:" in found
 
 
@@ -376,7 +376,7 @@ async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
     await build_task_images(settings(), [build], log=tmp_path / "log", report=reported.append)
     assert without_waits(reported) == [f"building {build.image} from {build.folder}"]
     assert environment(tmp_path / "environment", token_hex(4)).image != build.image
-    await tools(tmp_path / "log").ask("rmi", "--force", build.image)
+    await tools(tmp_path / "log").output("rmi", "--force", build.image)
 
 
 @pytest.mark.podman
@@ -401,7 +401,7 @@ async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_change
     name = f"localhost/polarnode-test/{token_hex(4)}:latest"
     own = RuntimesSettings(state_dir=default_state_dir(), node_id="test", runtimes_dir=onto_dir)
     await build_task_images(own, [build], log=log, report=lambda text: None)
-    await tools(log).ask("tag", build.image, name)
+    await tools(log).output("tag", build.image, name)
     images = images_of(onto_dir, log, reported)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
@@ -415,14 +415,14 @@ async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_change
     await _assert_owned(own, on_top("tool", name), b"first\n")
     second = environment(tmp_path / "environment", "second")
     await build_task_images(own, [second], log=log, report=lambda text: None)
-    await tools(log).ask("tag", second.image, name)
+    await tools(log).output("tag", second.image, name)
     await images_of(onto_dir, log, reported).ensure(on_top("tool", name))
     await _assert_owned(own, on_top("tool", name), b"second\n")
     made = [stage.image for stage in read_recipes(onto_dir).stages(on_top("tool", name))]
-    shown = json.loads(await tools(log).ask("image", "inspect", made[0]))
-    below = json.loads(await tools(log).ask("image", "inspect", second.image))
+    shown = json.loads(await tools(log).output("image", "inspect", made[0]))
+    below = json.loads(await tools(log).output("image", "inspect", second.image))
     assert shown[0]["Labels"][BELOW_LABEL] == below[0]["Id"]
-    await tools(log).ask("rmi", "--force", *reversed(made), name, build.image, second.image)
+    await tools(log).output("rmi", "--force", *reversed(made), name, build.image, second.image)
 
 
 async def _assert_owned(own: RuntimesSettings, image: str, what: bytes) -> None:
