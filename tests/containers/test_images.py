@@ -240,7 +240,9 @@ async def test_what_is_missing_is_built_once_and_again_when_it_changed(
     )
     await images_of(recipes_dir, log, reported).ensure(TEST_IMAGE)
     await _assert_made(recipes_dir, b"second\n")
-    shown = json.loads(await tools(log).output("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest"))
+    shown = json.loads(
+        await tools(log).output("image", "inspect", f"localhost/polarnode/{TEST_IMAGE}:latest")
+    )
     assert shown[0]["Labels"][RECIPE_LABEL] == read_recipes(recipes_dir).by_name[TEST_IMAGE].digest
     assert b"STEP" in log.read_bytes()
     await tools(log).output("rmi", "--force", f"localhost/polarnode/{TEST_IMAGE}:latest")
