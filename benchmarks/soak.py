@@ -128,7 +128,7 @@ def descendants(pid: int) -> list[int]:
 
 @contextmanager
 def serving(options: Namespace, folder: Path) -> Iterator[Node]:
-    """A node of its own, until the block is left; then it is stopped as a person stops it."""
+    """A node until the end of the block, then stopped as by a user."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (folder / "node.toml").write_text(
@@ -204,7 +204,7 @@ def watched(node: Node, options: Namespace) -> float:
 
 
 def line(look: Look, started: float) -> str:
-    """One look, for a person who waits."""
+    """Print one line of progress."""
     lag = f"loop late p50 {1e3 * look.p50:.1f} p99 {1e3 * look.p99:.1f} max {1e3 * look.worst:.0f} ms"
     held = (
         f"{look.rss >> 20} MiB, {look.descriptors} descriptors, {look.threads} threads, {look.processes}"
@@ -216,7 +216,7 @@ def line(look: Look, started: float) -> str:
     )
 
 
-# ── what stays behind ─────────────────────────────────────────────────────────
+# ── what remains ─────────────────────────────────────────────────────────
 
 
 def slope(looks: Sequence[Look], of: str) -> float:

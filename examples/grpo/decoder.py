@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 
 class Decoder:
-    """Keys and values of `count` sessions, of up to `longest` tokens each behind the prompt `head`."""
+    """Keys and values of `count` sessions, of up to `longest` tokens each after the prompt `head`."""
 
     @torch.no_grad()
     def __init__(self, model: Any, head: list[int], count: int, longest: int) -> None:
@@ -33,7 +33,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, ids: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-        """Logits after token `ids[i]`, which stands at `places[i]` behind the prompt of session `rows[i]`."""
+        """Logits after token `ids[i]`, which is at `places[i]` after the prompt of session `rows[i]`."""
         inner, turn = self.model.model, self.angles[self.before + places][:, None]
         hidden = inner.embed_tokens.weight[ids]
         for number, layer in enumerate(inner.layers):

@@ -76,7 +76,7 @@ class Learner:
         self._optimizer = optimizer_of(self.model, recipe)
 
     def own(self, given: Batch) -> Tensor:
-        """The policy's logprob of every id behind the prompt but the first, at temperature 1."""
+        """The policy's logprob of every id after the prompt but the first, at temperature 1."""
         cache, before = DynamicCache(config=self.model.config), given.prompt.shape[1]
         real = given.real
         if before:

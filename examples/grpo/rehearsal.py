@@ -31,7 +31,7 @@ from examples.tiny_policy.tools import Submitted, Workbench, use
 from examples.tiny_policy.transcript import render, response
 from polarnode.groups import advantages_of
 
-LONGEST = 1000  # tokens of a session behind its prompt
+LONGEST = 1000  # tokens of a session after its prompt
 NAMES = {"pi": "pi", "mini_swe_agent": "mini"}
 
 

@@ -16,9 +16,9 @@ def retold(trace: Trace, session: Trajectory, tokenizer: Any) -> tuple[list[int]
     """Ids and mask of a trace's conversation; `session` has its turns in full."""
     turns = {turn.index: turn for turn in session.turns}
     line = [turns[span.turn] for span in trace.turn_spans]
-    said, places = conversation(line)
+    recorded, places = conversation(line)
     messages, tools = (
-        messages_shape(said),
+        messages_shape(recorded),
         tools_shape(tools_of(line[0].heard)) if line[0].heard is not None else [],
     )
 

@@ -109,7 +109,7 @@ class Run:
 
     def check(self, step: int, done: Step) -> None:
         """Tokens are true: what the engine recorded of them is what the trainer computes of them. Not where
-        rows are made anew, or behind.
+        rows are re-tokenized, or a version behind.
         """
         if not self.plan.retokenise and not (self.plan.overlap and step) and done.worst > TRUTH:
             raise RuntimeError(
@@ -159,7 +159,7 @@ class Run:
         return [self._waiting.pop(name) for name in names]
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
-        """What is trained on: each trace as it came, or made anew of its text."""
+        """What is trained on: each trace as it came, or re-tokenized from its text."""
         sessions = {each.session_id: each for group in groups for each in group.usable}
         found = []
         for row in rows_of(groups, estimator=self.plan.estimator):

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--requests",
         type=Path,
-        help="what polarnode run --record-requests wrote; without it nothing is rendered anew",
+        help="what polarnode run --record-requests wrote; without it nothing is rendered again",
     )
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.requests is not None and (unmatched := sum(tally.unmatched for tally in tallies.values())):
         print(
             f"\n{unmatched} turns have no recorded request that is surely theirs, and rows with them are not"
-            " rendered anew"
+            " rendered again"
         )
     wrong = list(problems(tallies, given.tolerance))
     print("\n" + ("\n".join(wrong) or "every recorded logprob is the model's own in the row as it is"))
@@ -62,8 +62,8 @@ def count(tally: Tally, session: Session, requests: Path | None, checkpoint: Che
             tally.kept, row, row.ids, {at: at for sample in row.samples for at in sample.trained}, checkpoint
         )
         retell(tally.in_place, row, retold.in_place(row, checkpoint), checkpoint)
-        if (anew := retold.rendered(row, session, echoed, checkpoint)) is not None:
-            retell(tally.rendered, row, anew, checkpoint)
+        if (again := retold.rendered(row, session, echoed, checkpoint)) is not None:
+            retell(tally.rendered, row, again, checkpoint)
         if (pieces := retold.pieces(row, session, echoed, checkpoint)) is not None:
             tally.compared_rows, tally.pieces = tally.compared_rows + 1, tally.pieces + pieces
 

@@ -104,7 +104,7 @@ def answered(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(name: str, arguments: str) -> dict[str, Any]:
-    """Its arguments as the object a template writes out anew; a text that is no object stands as it is."""
+    """Its arguments as an object for the template; a text that is not an object is kept."""
     try:
         value = json.loads(arguments or "{}")
     except json.JSONDecodeError:

@@ -54,7 +54,7 @@ def rendered(row: Row, session: Session, echoes: dict[int, Echo], checkpoint: Ch
 
 
 def pieces(row: Row, session: Session, echoes: dict[int, Echo], checkpoint: Checkpoint) -> int | None:
-    """Into how many rows a gateway cuts this one that renders each request anew and joins only exact
+    """Into how many rows a gateway cuts this one that renders each request in full and joins only exact
     prefixes. None where a request is not known.
     """
     if any(sample.turn not in echoes for sample in row.samples):

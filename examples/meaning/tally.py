@@ -103,14 +103,14 @@ RETOLD = (
 
 
 def tables(tallies: dict[str, Tally]) -> str:
-    """Markdown: as they are; samples decoded and encoded; conversations rendered anew, with the rows of a
+    """Markdown: as they are; samples decoded and encoded; conversations rendered again, with the rows of a
     gateway that joins exact prefixes.
     """
     named = sorted(tallies.items())
     as_they_are = table(FAITHFUL, [[name, *each.faithful()] for name, each in named])
     in_place = table(RETOLD, [[name, *each.in_place.line()] for name, each in named])
     heads = (*RETOLD, "rows by exact prefixes")
-    anew = table(
+    again = table(
         heads,
         [[name, *each.rendered.line(), f"{each.pieces} for {each.compared_rows}"] for name, each in named],
     )
@@ -119,8 +119,8 @@ def tables(tallies: dict[str, Tally]) -> str:
         as_they_are,
         "Samples decoded and encoded in place:",
         in_place,
-        "Conversations rendered anew, as the harness gave them back:",
-        anew,
+        "Conversations rendered again, as the harness gave them back:",
+        again,
     ]
     return "\n\n".join(parts)
 

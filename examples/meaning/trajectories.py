@@ -129,7 +129,7 @@ def row(trace: dict[str, Any], turns: dict[int, Turn]) -> Row:
 
 
 def conditioned(turns: dict[int, Turn], last: int) -> list[int]:
-    """All that a turn was sampled behind, and its sample."""
+    """The full prompt of a turn, and its sample."""
     line = [turns[last]]
     while (parent := line[-1].parent) is not None:
         line.append(turns[parent])

@@ -80,7 +80,7 @@ def captured(name: str) -> list[Json]:
 
 
 def main() -> None:
-    """Record both harnesses anew."""
+    """Record both harnesses again."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in SCRIPTS:
         parser.add_argument(f"--{name}", help=f"path of the {name} executable")
