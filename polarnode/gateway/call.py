@@ -59,8 +59,8 @@ from polarnode.tokens.template import Template
 
 @frozen(kw_only=True)
 class Incoming:
-    """A request that may be answered: its session, its dialect, and the digest of its body (`key`), which
-    tells a retry.
+    """A request that may be answered: its session, its dialect, and `key`, the digest of its body, which
+    identifies a retry.
     """
 
     session: LiveSession
@@ -70,8 +70,8 @@ class Incoming:
 
     @property
     def name(self) -> str:
-        """Equal for two requests only where one may get the other's response: two agents of a harness may
-        send the same body at once.
+        """The request's identity. Two requests have the same name only if one may receive the other's
+        response: two agents of a harness may send the same body at once.
         """
         return f"{self.dialect.name} {self.request.hints.get('agent', '')} {self.key}"
 
@@ -80,10 +80,10 @@ class Incoming:
 
 T = TypeVar("T")
 
-# at once, in threads: encoding releases the GIL but rendering does not, and more threads only slow the event
+# rendering threads: encoding releases the GIL but rendering does not, so more threads only slow the event
 # loop
 RENDERINGS: Final = 2
-# new text up to this is rendered in place, in about 2 ms; under load a switch to a thread costs as much
+# new text up to this length is rendered in place, in about 2 ms; under load a thread switch costs as much
 INLINE_CHARS: Final = 2_000
 
 
@@ -91,8 +91,8 @@ INLINE_CHARS: Final = 2_000
 class Model:
     """The one model of the node: its engine, and its template, rendered without blocking the event loop.
 
-    `context_length` in tokens, `now` gives wall seconds. Rendering is pure and may be abandoned in its
-    thread: its arguments must not change meanwhile.
+    `context_length` is in tokens; `now` returns seconds since the epoch. Rendering is pure and may be
+    abandoned in its thread, so its arguments must not change meanwhile.
     """
 
     id: str
@@ -107,24 +107,24 @@ class Model:
 
     @property
     def served(self) -> ServedModel:
-        """Its entry in a list of models."""
+        """The model's entry in a list of models."""
         return ServedModel(id=self.id, context_length=self.context_length)
 
     async def root(self, conversation: Conversation) -> "array[int]":
-        """The whole conversation as ids, int32. Refused when the template does not take it."""
+        """Render the whole conversation as ids (int32). Raises Refused when the template rejects it."""
         long = bool(conversation.tools) or _is_long(conversation.messages)
         return await self._rendered(lambda: self.template.root(conversation), long=long)
 
     async def prompt(
         self, conversation: Conversation, new: tuple[Message, ...], history: "array[int] | None"
     ) -> PromptRendered:
-        """A request as ids: `history`, the ids of the turn it extends (None for a root), and the `new`
-        messages after it.
+        """Render a request as ids: `history`, the ids of the turn it extends (None for a root), followed by
+        the `new` messages.
 
-        Refused when the template does not take them.
+        Raises Refused when the template rejects them.
         """
         if history is None:
-            # with the thinking that the client left out
+            # includes the thinking that the client left out
             root = await self.root(evolve(conversation, messages=new))
             return PromptRendered(prompt=root, delta=root, notes=self.template.limits.notes(new))
         suffix = await self._rendered(
@@ -144,7 +144,7 @@ class Model:
         call_id: Callable[[int], str],
         tools: Sequence[Tool],
     ) -> Parser:
-        """The parser of the sample that follows a prompt; `tools` are those in the prompt."""
+        """Return the parser of the sample that follows `prompt`; `tools` are the tools in the prompt."""
         return Parser(
             tokenizer=self.tokenizer,
             family=self.family,
@@ -170,13 +170,13 @@ def _is_long(messages: Sequence[Message]) -> bool:
 
 # ── model call ────────────────────────────────────────────────────────────
 
-# chunks queued for a client; what a slow one has not taken waits in the engine's own queue
+# chunks queued for a client; those that a slow client has not read wait in the engine's own queue
 OUTBOX: Final = 16
 
 
 @define(eq=False)
 class ModelCall:
-    """One call. `run` returns when its response is sent, or when nobody waits for it any more."""
+    """One call. `run` returns when its response is sent, or when its client has left."""
 
     model: Model
     incoming: Incoming
@@ -184,10 +184,10 @@ class ModelCall:
     _exchange: Exchange | None = field(default=None, init=False)
     # cancelled when the client leaves or the session closes
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    _answered: bool = field(default=False, init=False)  # what is sent is a response, not a fault
+    _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
     _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
     _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    # to the client of a call that was cut: sent after the call has left its session
+    # for the client of a cut call: sent after the call has left its session
     _last_words: list[Outgoing] = field(factory=list, init=False)
     _outbox: "trio.MemorySendChannel[Outgoing]" = field(init=False)
     _sending: "trio.MemoryReceiveChannel[Outgoing]" = field(init=False)
@@ -196,7 +196,7 @@ class ModelCall:
         self._outbox, self._sending = trio.open_memory_channel(OUTBOX)
 
     async def run(self, receive: ASGIReceiveCallable) -> None:
-        """Answer the request, whose body was read."""
+        """Answer the request, whose body has been read."""
         retries = self.incoming.session.retries
         with retries.in_progress(self.incoming.name) as earlier:
             async with trio.open_nursery() as nursery:
@@ -218,15 +218,15 @@ class ModelCall:
         commands = [] if self._exchange is None else self._exchange.receive(Quiet())
         return [command for command in commands if isinstance(command, Send)]
 
-    # ── the driver of the machine ─────────────────────────────────────────────
+    # ── driving the machine ─────────────────────────────────────────────
 
     async def _drive(self, earlier: tuple[trio.Event, ...]) -> None:
-        with self._outbox:  # closed at the end, which tells the sender that nothing more comes
+        with self._outbox:  # closing it at the end stops the sender
             await wait_ended(earlier)
             if self._scope.cancel_called:
                 return  # the client left before anything was planned
             session, samples = self.incoming.session, self.incoming.request.choices
-            # In one step with the plan: no other call can spend what is left in between.
+            # No checkpoint before the plan: no other call can spend the remaining budget in between.
             refusal = session.refusal(samples=samples)
             wall, undelivered = self.model.now(), session.retries.undelivered(self.incoming.name)
             event: Event | None = Requested(
@@ -244,8 +244,8 @@ class ModelCall:
 
     def _terms(self, wall: float) -> Terms:
         incoming, session = self.incoming, self.incoming.session
-        # Not `self` in what the exchange keeps: a cycle of the two would hold the whole session until the
-        # garbage collector runs, which is rarely.
+        # The exchange must not hold `self`: that cycle would keep the whole session until the garbage
+        # collector runs, which is rare.
         model, references, tools = (
             self.model,
             session.lineages.references,
@@ -268,7 +268,7 @@ class ModelCall:
         )
 
     async def _carry_out(self, exchange: Exchange, commands: list[Command]) -> Event | None:
-        """CallExtras out commands in their order. The event that one of them asks for, if one does."""
+        """Carry out commands in their order. Returns the event that one of them produces, if any."""
         event: Event | None = None
         generations: list[StartGeneration] = []
         for command in commands:
@@ -304,8 +304,8 @@ class ModelCall:
         return event
 
     async def _put(self, command: Outgoing) -> None:
-        """Queue it for the client; without a checkpoint where there is room, as every chunk was awaited
-        already.
+        """Queue a command for the client, without a checkpoint where there is room: every chunk was already
+        awaited.
         """
         try:
             self._outbox.send_nowait(command)
@@ -313,7 +313,7 @@ class ModelCall:
             await self._outbox.send(command)
 
     def _plan(self, cut_turn: int | None) -> Planned | RequestRefused:
-        """One plan a sample; the first resumes the cut turn, where that is possible."""
+        """Plan one turn per sample. The first resumes the cut turn where that is possible."""
         session, request = self.incoming.session, self.incoming.request
         lineages, plan = session.lineages, None
         try:
@@ -341,7 +341,7 @@ class ModelCall:
     async def _generate_beside(
         self, exchange: Exchange, generation: StartGeneration, others: trio.CancelScope
     ) -> None:
-        """One of several samples. When the call is finished all of them end."""
+        """Generate one of several samples. When the call is finished all of them end."""
         await self._generate(exchange, generation)
         if self._finished:  # not sooner: another sample of this call may be about to queue the last bytes
             others.cancel()
@@ -354,7 +354,7 @@ class ModelCall:
             return
         except EngineError as error:
             failed: Event = EngineFailed(error=error, at=trio.current_time(), choice=choice)
-        except Refused as error:  # the engine holds less than it reported
+        except Refused as error:  # the engine's limits are lower than it reported
             failed = RequestRefused(error=error)
         await self._carry_out(exchange, exchange.receive(failed))
 
@@ -366,14 +366,14 @@ class ModelCall:
                 if exchange.ended(choice):
                     return
         except trio.Cancelled:
-            self._settle(exchange)  # before the block is left, which may have to wait for the engine
+            self._settle(exchange)  # before the block exits, which may wait for the engine
             raise
         raise EngineError("the sample ended without a reason")
 
-    # ── what is done at once ──────────────────────────────────────────────────
+    # ── synchronous bookkeeping ──────────────────────────────────────────────────
 
     def _settle(self, exchange: Exchange) -> None:
-        """Record a call that is cut short. Nothing, when the exchange came to its own end."""
+        """Record a call that is cut short. Does nothing when the exchange has ended by itself."""
         now = trio.current_time()
         cut = SessionEnded(at=now) if self.incoming.session.over else ClientLeft(at=now)
         for command in exchange.receive(cut):
@@ -383,7 +383,7 @@ class ModelCall:
                 self._keep_books(command)
 
     def _keep_books(self, command: Bookkeeping) -> None:
-        """Record, count and remember; never awaits."""
+        """Record, count and remember. Never awaits."""
         session, incoming = self.incoming.session, self.incoming
         match command:
             case RecordTurn(turn, resumable):

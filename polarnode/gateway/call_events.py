@@ -20,7 +20,7 @@ from polarnode.providers.contract import STREAM_TYPE, Fault, ModelCallInfo, Repl
 
 @frozen(kw_only=True)
 class UndeliveredResponse:
-    """A whole response that did not reach its client, with the names it was given under.
+    """A whole response that did not reach its client, with the ids it was sent under.
 
     It does not hold its request, which may be megabytes: the client sends that again.
     """
@@ -41,10 +41,10 @@ class UndeliveredResponse:
 
 @frozen(kw_only=True)
 class Requested:
-    """A request was read. `at` in monotonic seconds, `wall` in seconds since the epoch.
+    """A request was read. `at` is in monotonic seconds, `wall` in seconds since the epoch.
 
-    `refusal`: why the session takes no new call, None when it does. `undelivered`: what a client that sent
-    this body before did not get, a whole response or the number of the turn that was cut.
+    `refusal`: why the session accepts no new call; None when it does. `undelivered`: what a client that sent
+    this body earlier did not receive, either a whole response or the index of the cut turn.
     """
 
     at: float
@@ -55,11 +55,11 @@ class Requested:
 
 @frozen(kw_only=True)
 class Planned:
-    """The request has its turns, one plan for each sample it asks for.
+    """The request has its turns: one plan per sample.
 
-    `resumed_prefix`: what was already sampled of this answer, when it resumes a cut turn; the prompt then
-    ends with it. `signature` is the opaque reference of the first turn, `carry` the token extras its turns
-    keep.
+    `resumed_prefix`: the part of this answer that is already sampled, when it resumes a cut turn; the prompt
+    then ends with it. `signature` is the opaque reference of the first turn; `carry` is the token extras that
+    its turns keep.
     """
 
     plans: tuple[Plan, ...]
@@ -70,10 +70,10 @@ class Planned:
 
 @frozen(kw_only=True)
 class PromptRendered:
-    """The prompt as ids, int32. It ends with `delta`, the first `close_length` of which close the parent's
-    cut sample.
+    """The prompt as ids (int32). It ends with `delta`, whose first `close_length` ids close the parent's cut
+    sample.
 
-    `notes`: where it differs from what the template would show, or from what the client sent.
+    `notes`: where it differs from what the template would render, or from what the client sent.
     """
 
     prompt: "array[int]"
@@ -84,7 +84,7 @@ class PromptRendered:
 
 @frozen(kw_only=True)
 class RequestRefused:
-    """The lineages, the chat template or the engine do not take this request."""
+    """The lineages, the chat template or the engine refuse this request."""
 
     error: Refused
 
@@ -100,7 +100,7 @@ class Produced:
 
 @frozen(kw_only=True)
 class EngineFailed:
-    """The engine gave up on this generation."""
+    """The engine failed this generation."""
 
     error: EngineError
     at: float
@@ -109,14 +109,14 @@ class EngineFailed:
 
 @frozen(kw_only=True)
 class ClientLeft:
-    """Nobody reads the answer any more."""
+    """The client disconnected."""
 
     at: float
 
 
 @frozen(kw_only=True)
 class SessionEnded:
-    """The session closed while this call was in progress; its client may still be connected."""
+    """The session closed during this call; its client may still be connected."""
 
     at: float
 
@@ -144,8 +144,8 @@ Event = (
 
 @frozen
 class PlanTurns:
-    """Plan a turn for each sample: `Planned` or `RequestRefused` follows. `resume` is the number of a cut
-    turn to go on with, if that is possible.
+    """Plan one turn per sample. `Planned` or `RequestRefused` follows. `resume` is the index of a cut turn to
+    resume, if possible.
     """
 
     resume: int | None = None
@@ -153,7 +153,7 @@ class PlanTurns:
 
 @frozen
 class Render:
-    """Turn the plan into ids: `PromptRendered` or `RequestRefused` follows. Of several samples of one prompt
+    """Render the plan as ids. `PromptRendered` or `RequestRefused` follows. Of several samples of one prompt
     only the first is rendered.
     """
 
@@ -162,8 +162,8 @@ class Render:
 
 @frozen
 class StartGeneration:
-    """Generate with the engine: `Produced`, `EngineFailed` or `RequestRefused` follow, until
-    `Exchange.ended(choice)`. Several that come at once are sampled side by side.
+    """Generate with the engine. `Produced`, `EngineFailed` or `RequestRefused` follow, until
+    `Exchange.ended(choice)`. Several in one list are sampled concurrently.
     """
 
     order: GenerateOrder
@@ -172,7 +172,7 @@ class StartGeneration:
 
 @frozen
 class RecordTurn:
-    """Record this turn now, without waiting for anything. `resumable`: the same request sent again may resume
+    """Record this turn now, without awaiting anything. `resumable`: the same request sent again may resume
     it.
     """
 
@@ -182,8 +182,8 @@ class RecordTurn:
 
 @frozen
 class Abandon:
-    """The plan gets no turn. `fault` is the refusal to count; None when the client left, or when it was
-    counted for another plan of the same request.
+    """Abandon the plan: it gets no turn. `fault` is the refusal to count; None when the client left, or when
+    the fault is counted for another plan of the same request.
     """
 
     plan: Plan
@@ -192,15 +192,15 @@ class Abandon:
 
 @frozen
 class CountRefusal:
-    """The request is refused before it has a plan."""
+    """Count a request that is refused before it has a plan."""
 
     fault: Fault
 
 
 @frozen
 class CountPrewarm:
-    """The request asks for no generation, and its empty response follows. A later request may name it by
-    `call`.
+    """Count a request that asks for no generation; its empty response follows. A later request may refer to
+    it by the name in `call`.
     """
 
     call: ModelCallInfo
@@ -208,20 +208,22 @@ class CountPrewarm:
 
 @frozen
 class CountReplay:
-    """An undelivered response follows, once more. It stays undelivered until its last bytes are written."""
+    """Count an undelivered response that is sent again. It stays undelivered until its last bytes are
+    written.
+    """
 
 
 @frozen
 class KeepResponse:
-    """The response is whole and its bytes follow: keep it until they are delivered."""
+    """Keep a whole response until it is delivered. Its bytes follow."""
 
     response: UndeliveredResponse
 
 
 @frozen
 class Send:
-    """Bytes of a stream; the first opens it with `content_type`. `alone`: they are written in a chunk of
-    their own, which some clients expect.
+    """Send bytes of a stream; the first open it with `content_type`. `alone`: write them in a chunk of their
+    own, which some clients require.
     """
 
     data: bytes
@@ -231,12 +233,12 @@ class Send:
 
 @frozen
 class EndStream:
-    """End the stream properly: it is whole, or it has said in its API's own last words that it is not."""
+    """End the stream properly: it is whole, or its last bytes report the failure in the way of its API."""
 
 
 @frozen
 class Break:
-    """Cut the connection: the stream is not whole, and no client may take it for one that is."""
+    """Break the connection: the stream is not whole, and no client may read it as whole."""
 
 
 Outgoing = Send | EndStream | Break | Reply  # a Reply is a whole response, only ever before the first Send

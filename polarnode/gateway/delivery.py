@@ -21,11 +21,11 @@ from polarnode.providers.contract import Reply
 
 @frozen(kw_only=True)
 class KeepAlivePacing:
-    """Seconds without bytes before a keep-alive: before the first byte, and after it.
+    """Seconds of silence before a keep-alive: before the first byte, and after it.
 
-    The first is short, so that headers leave long before any client's patience (60 s) ends, and not zero, so
-    that an engine that is down and a context that is too long can still be reported with a status. The second
-    is half of what the least patient harness was measured to need.
+    The first is short, so that headers are sent long before any client times out (60 s), and not zero, so
+    that an engine that is down or a context that is too long can still be reported with a status. The second
+    is half the shortest time-out measured in a harness.
     """
 
     opening_s: float = 1.0
@@ -39,12 +39,12 @@ async def deliver(
     pacing: KeepAlivePacing,
     on_quiet: Callable[[], list[Outgoing]],
 ) -> None:
-    """Send what comes until the response ends, or nothing more comes. `on_quiet` gives a keep-alive when
-    nothing was sent for the time of `pacing`.
+    """Send commands until the response ends or the channel closes. `on_quiet` returns a keep-alive when
+    nothing was sent for the time in `pacing`.
     """
     while True:
         commands: list[Outgoing] = []
-        # one for all of a stream between two silences: a new one costs 10 us a chunk
+        # one scope for many chunks, until a silence: a new one costs 10 us per chunk
         with trio.CancelScope() as silence:
             while not commands:
                 silence.deadline = trio.current_time() + (pacing.quiet_s if to.opened else pacing.opening_s)
@@ -52,7 +52,7 @@ async def deliver(
                     commands = _with_more(await outgoing.receive(), outgoing)
                 except trio.EndOfChannel:
                     return
-                # else it would cancel what is sent now: that waits until the scope is left
+                # after the deadline a send here would be cancelled: it waits until the scope exits
                 if not silence.cancel_called:
                     silence.deadline = math.inf
                     if await _sent(commands, to):
@@ -63,8 +63,8 @@ async def deliver(
 
 
 def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]") -> list[Outgoing]:
-    """The first command and those that came meanwhile. Bytes of a stream are joined, so that a busy node
-    writes less often, not later.
+    """The first command and those queued since. Bytes of a stream are joined, so that a busy node writes less
+    often, not later.
     """
     found = [first]
     with suppress(trio.WouldBlock, trio.EndOfChannel):
@@ -78,7 +78,7 @@ def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]")
 
 
 async def _sent(commands: list[Outgoing], to: Responder) -> bool:
-    """Send these. Whether the response ended with one of them."""
+    """Send these commands. Returns whether one of them ended the response."""
     for command, following in zip_longest(commands, commands[1:]):
         if await _send_one(command, to, last=isinstance(following, EndStream)):
             return True
@@ -86,7 +86,7 @@ async def _sent(commands: list[Outgoing], to: Responder) -> bool:
 
 
 async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
-    """Send one. Whether it ended the response. `last`: a stream's end follows."""
+    """Send one command. Returns whether it ended the response. `last`: the end of the stream follows."""
     match command:
         case Send(data, content_type):
             await to.stream(data, content_type, last=last)
@@ -96,7 +96,7 @@ async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
         case EndStream():
             await to.end()
         case Break():
-            pass  # returning is what cuts the connection
+            pass  # returning breaks the connection
         case _:
             assert_never(command)
     return True

@@ -49,14 +49,14 @@ from polarnode.support.bounded import remember
 
 logger = logging.getLogger(__name__)
 
-# stands wherever the key stood, so that a target with the key in its path keeps its shape
+# replaces the key wherever it occurs, so that a target with the key in its path keeps its shape
 MASK: Final = "key-of-this-session"
 
 
 @define(eq=False)
 class Recordings:
-    """The requests of each session in a folder of its own, `01-request.json` and on, in the order they were
-    whole.
+    """Writes the requests of each session to a folder of its own, as `01-request.json` and so on, in the
+    order in which their bodies arrived.
     """
 
     folder: Path
@@ -75,9 +75,7 @@ class Recordings:
 
 
 def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """The file's content: headers in wire order, a JSON body as the very text that came, any other body as
-    text.
-    """
+    """The file's content: headers in wire order, a JSON body verbatim, any other body as text."""
     keys = session_keys(target, header_map(headers))
     pairs: list[Json] = [
         [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
@@ -116,7 +114,7 @@ def _write(file: Path, content: bytes) -> None:
 
 ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
-READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only take the loop's turns
+READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only delay the loop
 
 _ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
 _NO_WEBSOCKET: Final = (
@@ -138,8 +136,8 @@ _UNKNOWN_KEY: Final = Fault(
 
 @frozen(kw_only=True)
 class _Request:
-    """A request that has a route, whole. `target` is its path with its query; `endpoint` is the session whose
-    model endpoint it was sent to.
+    """A whole request that has a route. `target` is its path with its query; `endpoint` is the session whose
+    model endpoint received it.
     """
 
     route: Route
@@ -152,16 +150,16 @@ class _Request:
 
 @define(eq=False, kw_only=True)
 class ModelPlane:
-    """The routes of one node. `app_for` makes the app of one session's model endpoint."""
+    """The routes of one node. `app_for` returns the app of one session's model endpoint."""
 
     sessions: LiveSessions
     model: Model
-    recordings: Recordings | None = None  # where every request is written as it came; None: nowhere
+    recordings: Recordings | None = None  # writes every request verbatim; None: no recording
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
-        """The ASGI app of a model endpoint, which accepts only the key of `session_id`; None accepts the key
-        of every live session.
+        """The ASGI app of a model endpoint. It accepts only the key of `session_id`; None accepts the key of
+        every live session.
         """
         budget = BodyBudget()
 
@@ -200,8 +198,8 @@ class ModelPlane:
     async def _answer(
         self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, endpoint: str | None
     ) -> Reply | Incoming | ClientDisconnected:
-        """The reply to a request, or the call to run for it. The body is released here: a call of minutes
-        keeps only what was read from it.
+        """The reply to a request, or the call to run for it. The body is released here: a call may last
+        minutes and keeps only what was read from the body.
         """
         if isinstance(body, ClientDisconnected):
             return body
@@ -229,7 +227,7 @@ class ModelPlane:
                 assert_never(found.operation)
 
     def _listed(self, request: _Request) -> Reply:
-        """The model, also without a key (hermes probes without one); a wrong key is refused."""
+        """The list of models, which needs no key (hermes probes without one); a wrong key is refused."""
         dialect = request.route.dialect
         session = self._session(request)
         if isinstance(session, Fault) and session_keys(request.target, request.headers):
@@ -276,8 +274,8 @@ class ModelPlane:
         return Incoming(session=session, dialect=dialect, request=read, key=key)
 
     def _session(self, request: _Request) -> LiveSession | Fault:
-        """Whose key it is: the first that opens this door. A key that did, and whose session is over, is told
-        so.
+        """The session of the first key that this endpoint accepts. A key whose session is over gets
+        SESSION_OVER.
         """
         keys = session_keys(request.target, request.headers)
         for session in filter(None, map(self.sessions.by_key, keys)):
@@ -291,7 +289,7 @@ class ModelPlane:
         )
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
-        """The body as a request, and the digest of what it asks for. Refused with the path of the field."""
+        """Read the body as a request, with the body's digest. Raises Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
             return _read(request, session, self.model)
         return await trio.to_thread.run_sync(
@@ -319,7 +317,7 @@ def _json(body: bytes) -> Reply:
 
 
 async def _refuse_upgrade(send: ASGISendCallable) -> None:
-    """426: Codex tries a WebSocket first, and after a 404 it waits 7 s before it does without."""
+    """Answer 426: Codex tries a WebSocket first, and after a 404 waits 7 s before it falls back to HTTP."""
     headers = [
         (b"content-type", JSON_TYPE.encode()),
         (b"content-length", str(len(_NO_WEBSOCKET)).encode()),
@@ -331,9 +329,9 @@ async def _refuse_upgrade(send: ASGISendCallable) -> None:
 
 # ── endpoint of captures ────────────────────────────────────────────────────────────
 
-# no session's id: a client without a key gets what needs none, and is refused the rest
+# not a session id: a client without a key is served what needs none, and refused the rest
 NOBODY: Final = ""
-ENDPOINTS: Final = 1_000  # kept: more captures than a node has open; one that is forgotten is made again
+ENDPOINTS: Final = 1_000  # cached: more than a node has open captures; a dropped one is made again
 
 
 @define(eq=False)
@@ -347,7 +345,9 @@ class CaptureEndpoint:
         await self._endpoint(self._whose(scope))(scope, receive, send)
 
     def _whose(self, scope: Scope) -> str:
-        """The capture whose key a request carries, also one that is over: its own endpoint refuses that."""
+        """The id of the capture whose key the request carries, also of an ended one: its own endpoint refuses
+        the request.
+        """
         if scope["type"] != "http":
             return NOBODY
         query = scope["query_string"].decode("latin1")

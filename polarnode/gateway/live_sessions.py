@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 
 # ── retries ────────────────────────────────────────────────────────────
 
-# for the end of an earlier call to be seen; on a loopback socket it takes milliseconds, and honest twins wait
-# this long once
+# time for the end of an earlier call to be noticed: milliseconds on a loopback socket; a legitimate duplicate
+# waits this long once
 TWIN_S: Final = 0.25
-# responses: one a parallel call whose client left (ten agents at once were seen), each a turn's own text, and
-# requested again in minutes
+# responses kept: one per parallel call whose client left (up to ten concurrent agents were observed). Each is
+# the text of one turn, and is requested again within minutes
 UNDELIVERED: Final = 64
 
 
 @define(eq=False)
 class Retries:
-    """What a session keeps of responses that did not reach their client, so that the same body sent again is
-    no second sample. `name` is the provider, the agent and the body's digest.
+    """The responses of a session that did not reach their client, so that a repeated body is not sampled
+    twice. `name` combines the provider, the agent and the body's digest.
 
-    Every harness sends the identical body again after a time-out or a cut connection, on a new connection and
-    sometimes before the old one's end was seen. A response is undelivered until its last bytes were handed to
-    the socket of a connected client; the same body after that is a new request, because harnesses also ask
-    again after an answer they cannot use.
+    Every harness sends the identical body again after a time-out or a broken connection, on a new connection
+    and sometimes before the end of the old one is noticed. A response is undelivered until its last bytes are
+    handed to the socket of a connected client. The same body after that is a new request, because harnesses
+    also repeat a request after an answer they cannot use.
     """
 
     _undelivered: dict[str, UndeliveredResponse | int] = field(factory=dict, init=False)
@@ -55,7 +55,9 @@ class Retries:
 
     @contextmanager
     def in_progress(self, name: str) -> Iterator[tuple[trio.Event, ...]]:
-        """Around a call until its response is sent. Yields the ends of earlier calls of the same body."""
+        """Mark a call as in progress until its response is sent. Yields the end events of earlier calls with
+        the same body.
+        """
         ended, twins = trio.Event(), self._in_progress.setdefault(name, [])
         earlier = tuple(twins)
         twins.append(ended)
@@ -68,22 +70,24 @@ class Retries:
             ended.set()
 
     def keep(self, name: str, response: UndeliveredResponse | int) -> None:
-        """Keep a response, or the number of a cut turn, until it is delivered. The oldest is forgotten beyond
-        UNDELIVERED.
+        """Keep a response, or the index of a cut turn, until it is delivered. Beyond UNDELIVERED the oldest
+        is dropped.
         """
         remember(self._undelivered, name, response, most=UNDELIVERED)
 
     def undelivered(self, name: str) -> UndeliveredResponse | int | None:
-        """What a client of this body did not get: a whole response, or the number of a cut turn."""
+        """What a client that sent this body did not receive: a whole response, or the index of a cut turn."""
         return self._undelivered.get(name)
 
     def delivered(self, name: str) -> None:
-        """Forget a response: its client has it."""
+        """Drop a response: its client has received it."""
         self._undelivered.pop(name, None)
 
 
 async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
-    """Wait for earlier calls to end, TWIN_S at most: a connected client may well ask twice."""
+    """Wait for earlier calls to end, at most TWIN_S: a connected client may legitimately send the same body
+    twice.
+    """
     with trio.move_on_after(TWIN_S):
         for ended in earlier:
             await ended.wait()
@@ -91,22 +95,22 @@ async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
 
 # ── sessions ─────────────────────────────────────────────────────────
 
-# for calls to record what they have: they do it at once, unless the loop itself is stuck
+# time for calls to record what they have: immediate, unless the event loop itself is blocked
 CLOSING_S: Final = 5.0
-# answers a session may refer to by name: longer than any session seen (1,000 turns), each kept as what it
-# adds
+# answers a session may refer to by name: more than the longest session observed (1,000 turns); each is kept
+# as a difference
 REMEMBERED: Final = 2_000
-# keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session asks
+# keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session calls
 # within minutes
 KEPT_KEYS: Final = 10_000
 
 
 @define(eq=False)
 class Counters:
-    """What a session has spent. `turns` counts every recorded turn, `failed`, `partial` and `resumed` ones
-    included.
+    """What a session has used. `turns` counts every recorded turn, including `failed`, `partial` and
+    `resumed` ones.
 
-    `replayed` responses were sent again, `prewarmed` requests asked for no generation: neither is a turn.
+    `replayed` counts responses sent again, `prewarmed` requests for no generation; neither is a turn.
     """
 
     turns: int = 0
@@ -121,25 +125,25 @@ class Counters:
 
 @define(eq=False)
 class SessionMemory:
-    """What a session's dialects keep for later requests, the last REMEMBERED values."""
+    """What a session's dialects keep for later requests: the last REMEMBERED values."""
 
     _kept: dict[str, Json] = field(factory=dict, init=False)
 
     def recall(self, name: str) -> Json | None:
-        """The value of a name; None when it was never kept, or is forgotten."""
+        """The value kept under a name; None when it was never kept or has been dropped."""
         return self._kept.get(name)
 
     def keep(self, name: str, value: Json) -> None:
-        """Keep a value, and forget the oldest beyond REMEMBERED."""
+        """Keep a value. Beyond REMEMBERED the oldest is dropped."""
         remember(self._kept, name, value, most=REMEMBERED)
 
 
 @define(eq=False)
 class LiveSession:
-    """One session as the model plane sees it. `key` is unguessable and given by the caller; `record` writes a
-    turn into the journal, at once.
+    """One session as the model plane sees it. `key` is unguessable and supplied by the caller; `record`
+    writes a turn to the journal synchronously.
 
-    `on_spent` is called once, when the first call is refused because a budget of turns or tokens is spent;
+    `on_spent` is called once, when the first call is refused because the budget of turns or tokens is spent;
     `spent_clock` then names that budget.
     """
 
@@ -151,18 +155,19 @@ class LiveSession:
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
-    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's: what all its sessions did
+    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: Clock | None = field(default=None, init=False)
-    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)  # with the samples each requests
+    # to the number of samples requested
+    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
 
     @property
     def in_flight(self) -> int:
-        """Calls in progress."""
+        """The number of calls in progress."""
         return len(self._calls)
 
     @property
@@ -177,8 +182,8 @@ class LiveSession:
         )
 
     def refusal(self, *, samples: int = 1) -> Fault | None:
-        """Why a new call is not taken: the session is over, or a budget has no room for its samples. None
-        when it is taken.
+        """Why a new call is refused: the session is over, or a budget has no room for its samples. None when
+        it is accepted.
         """
         if self.over:
             return SESSION_OVER
@@ -192,7 +197,7 @@ class LiveSession:
         )
 
     def refused(self, fault: Fault, *, samples: int = 1) -> None:
-        """Count a call that was not answered."""
+        """Count a refused call."""
         self.counters.refusals[fault.kind] += 1
         self.tally.refused(fault)
         if fault.kind == "budget_spent" and self.spent_clock is None:
@@ -201,7 +206,9 @@ class LiveSession:
 
     @contextmanager
     def call(self, scope: trio.CancelScope, *, samples: int = 1) -> Iterator[None]:
-        """Around one call of so many samples, in `scope`, which is cancelled when the session closes."""
+        """Hold one call of `samples` samples in progress, in `scope`, which is cancelled when the session
+        closes.
+        """
         self._calls[scope] = samples
         if self.over:
             scope.cancel()
@@ -228,8 +235,8 @@ class LiveSession:
         self.record(turn)
 
     async def close(self) -> None:
-        """Take no new calls and end those in progress; each records what it has. Idempotent. Returns after
-        CLOSING_S at most.
+        """Refuse new calls and end those in progress; each records what it has. Idempotent. Returns after at
+        most CLOSING_S.
         """
         self.over = True
         for scope in self._calls:
@@ -246,7 +253,7 @@ class LiveSession:
             )
 
     def metrics(self) -> dict[str, Json]:
-        """The figures of its calls for the trajectory's metrics."""
+        """The counters of its calls, for the trajectory's metrics."""
         counters = self.counters
         refusals: dict[str, Json] = dict(counters.refusals)
         return {
@@ -262,7 +269,7 @@ class LiveSession:
         }
 
     def _spent(self, samples: int) -> Clock | None:
-        """The budget without room for so many more samples. Turns that the engine failed are not charged."""
+        """The budget without room for `samples` more. Turns that the engine failed are not charged."""
         turns = self.counters.turns - self.counters.failed + sum(self._calls.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
@@ -271,7 +278,7 @@ class LiveSession:
 
 @frozen(kw_only=True)
 class LiveStatistics:
-    """`live` sessions with `in_flight` calls; `ended` keys are still answered."""
+    """`live` sessions with `in_flight` calls, and the number of `ended` keys still answered."""
 
     live: int
     in_flight: int
@@ -280,7 +287,7 @@ class LiveStatistics:
 
 @define(eq=False)
 class LiveSessions:
-    """The keys of live sessions, and the last KEPT_KEYS of those that ended."""
+    """The keys of live sessions, and the last KEPT_KEYS keys of ended ones."""
 
     _live: dict[str, LiveSession] = field(factory=dict, init=False)
     _ended: dict[str, str] = field(factory=dict, init=False)  # key to session id, oldest first
@@ -290,22 +297,24 @@ class LiveSessions:
         self._live[session.key] = session
 
     def remove(self, session: LiveSession) -> None:
-        """Reject its key from now on, and remember that it had one. Nothing for a session that was never
-        added.
+        """Reject the session's key from now on, and remember it as ended. Does nothing for a session that was
+        never added.
         """
         if self._live.pop(session.key, None) is None:
             return
         remember(self._ended, session.key, session.session_id, most=KEPT_KEYS)
 
     def by_key(self, key: str) -> LiveSession | None:
-        """The live session of a key. One look-up in a table, whose time tells a guesser nothing."""
+        """The live session of a key. A single dictionary look-up, so that its duration reveals nothing about
+        the keys.
+        """
         return self._live.get(key)
 
     def ended_by_key(self, key: str) -> str | None:
-        """The id of the session that had this key and is over."""
+        """The id of the ended session that had this key."""
         return self._ended.get(key)
 
     def statistics(self) -> LiveStatistics:
-        """Counts of all sessions."""
+        """Counts over all sessions."""
         in_flight = sum(session.in_flight for session in self._live.values())
         return LiveStatistics(live=len(self._live), in_flight=in_flight, ended=len(self._ended))

@@ -71,17 +71,17 @@ from polarnode.providers.contract import (
     StreamWriter,
 )
 
-# ── what the engine can keep of a request ────────────────────────────────
+# ── constraints the engine can enforce ────────────────────────────────
 
 
 def held_request(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
-    """The request, with a constraint only where the engine can hold it. `headers`: the model writes one
-    before each message of its own (gpt-oss).
+    """The request, with its constraint only where the engine can enforce it. `headers`: the model writes a
+    header before each of its messages (gpt-oss).
 
-    An engine holds a constraint from the first token on. So it does not go with tools that may be called nor
-    with headers, and thinking that the client did not ask for is switched off, because the constrained text
-    is then the whole answer. What is dropped leaves a note. Applied before anything is planned or counted, so
-    that both see the same prompt.
+    An engine enforces a constraint from the first token on. So a constraint cannot be combined with callable
+    tools or with headers, and thinking that the client did not ask for is switched off, because the
+    constrained text is then the whole answer. A dropped constraint leaves a note. Apply this before planning
+    and counting, so that both see the same prompt.
     """
     constraint, conversation = request.constraint, request.conversation
     if constraint is None:
@@ -102,8 +102,8 @@ def held_request(request: ModelRequest, *, headers: bool = False) -> ModelReques
 
 
 def resumable(request: ModelRequest) -> bool:
-    """Whether a cut sample of it can be resumed: an engine begins constraints again, and logprobs are not
-    kept.
+    """Whether a cut sample of the request can be resumed: an engine restarts constraints from their
+    beginning, and logprobs are not kept.
     """
     return request.choices == 1 and request.logprobs is None and request.constraint is None
 
@@ -116,8 +116,8 @@ EMPTY_ANSWER: Final = Answer(parts=(), finish_reason="stop")
 def render_cached_response(
     dialect: Dialect, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage
 ) -> list[Outgoing]:
-    """A known response from its first byte to its last, part for part; streamed or whole as the new request
-    asks.
+    """Render a known response from its first byte to its last, part by part; streamed or whole, as the new
+    request asks.
     """
     if not call.request.stream:
         return [
@@ -133,7 +133,7 @@ def render_cached_response(
 
 
 def render_empty_response(dialect: Dialect, call: ModelCallInfo) -> list[Outgoing]:
-    """The response to a request that asks for no generation."""
+    """Render the response to a request that asks for no generation."""
     return render_cached_response(dialect, call, [EMPTY_ANSWER] * call.request.choices, Usage())
 
 
@@ -164,8 +164,8 @@ CANCELLED: Final = Fault(
 
 @frozen(kw_only=True)
 class Terms:
-    """The limits of one exchange and what it works with. `sampling` is the task's and wins; `token_room` is
-    how many tokens the session may still sample (None: no limit).
+    """The limits and dependencies of one exchange. `sampling` is the task's and takes precedence;
+    `token_room` is the number of tokens the session may still sample (None: no limit).
     """
 
     session_id: str
@@ -189,20 +189,20 @@ class Exchange:
     _requested: Requested | None = field(default=None, init=False)
     _planned: Planned = field(factory=lambda: Planned(plans=()), init=False)
     _call: ModelCallInfo = field(init=False)  # with its signature, once it is planned
-    _samples: list[Sample] = field(factory=list, init=False)  # one a choice, once the prompt is rendered
-    _writer: StreamWriter | None = field(default=None, init=False)  # None: the response goes out whole
-    _opened: bool = field(default=False, init=False)  # bytes are out: no status can be chosen any more
-    _started: bool = field(default=False, init=False)  # the writer's start is out
+    _samples: list[Sample] = field(factory=list, init=False)  # one per choice, once the prompt is rendered
+    _writer: StreamWriter | None = field(default=None, init=False)  # None: the response is sent whole
+    _opened: bool = field(default=False, init=False)  # bytes are sent: the status is fixed
+    _started: bool = field(default=False, init=False)  # the writer's start is sent
 
     def __attrs_post_init__(self) -> None:
         self._call = self.terms.call
 
     def receive(self, event: Event) -> list[Command]:
-        """The commands to carry out now, in this order."""
+        """Handle an event. Returns the commands to carry out now, in this order."""
         return [] if self.over else list(self._handle(event))
 
     def ended(self, choice: int) -> bool:
-        """Whether this choice needs no more tokens: whoever iterates over its chunks stops."""
+        """Whether this choice needs no more tokens; the caller then stops iterating over its chunks."""
         return self.over or self._samples[choice].answer is not None
 
     def _handle(self, event: Event) -> Iterator[Command]:
@@ -231,8 +231,8 @@ class Exchange:
                 assert_never(event)
 
     def _begin(self, requested: Requested) -> Iterator[Command]:
-        """Answer without the engine where that is possible, else plan. A session that is over answers
-        nothing; a spent budget still leaves what was paid for, and what costs nothing.
+        """Answer without the engine where possible, else plan. A session that is over answers nothing; with a
+        spent budget an undelivered response and a request for no generation are still answered.
         """
         dialect, call = self.terms.dialect, self._call
         refusal, undelivered = requested.refusal, requested.undelivered
@@ -279,7 +279,7 @@ class Exchange:
                 request_id=request_id,
                 request=request,
                 rendered=rendered,
-                # one seed for all would make them one answer
+                # with one seed all answers would be the same
                 used=used if used.seed is None else evolve(used, seed=used.seed + choice),
                 parser=self.terms.new_parser(plan, before, used.stop),
                 token_bytes=self.terms.token_bytes,
@@ -293,11 +293,11 @@ class Exchange:
             )
 
     def _sampling(self, room: int) -> Sampling:
-        """The sampling to use: the task's values, then the harness's, then temperature 1 and all the room
-        there is.
+        """The sampling to use: the task's values, then the harness's, then temperature 1 and all remaining
+        room.
 
-        A resumed prefix counts against the requested maximum; several choices share what the session may
-        still sample.
+        A resumed prefix counts against the requested maximum. Several choices share the tokens that the
+        session may still sample.
         """
         plans, prefix = self._planned.plans, self._planned.resumed_prefix
         merged = self.terms.sampling.over(self._call.request.sampling)
@@ -326,7 +326,7 @@ class Exchange:
             yield from self._end(choice, reason, data, at)
 
     def _end(self, choice: int, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
-        """A sample is complete; with the last one the response is whole."""
+        """Record a complete sample. After the last one the response is whole."""
         sample = self._samples[choice]
         deltas = sample.finish(reason)
         yield self._record(sample, "complete", at)
@@ -356,11 +356,11 @@ class Exchange:
             yield from self._lost(choice, "error", fault, at)
 
     def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
-        """One sample does not come to its end, by no fault of its client: the whole call fails, and the other
+        """End the call when one sample is lost by no fault of its client: the whole call fails, and the other
         samples are cut.
 
-        What was sampled before an abort (new weights, an operator) is partial: its client is asked to send
-        the request again, and then gets the rest of that answer.
+        What was sampled before an abort (new weights, an operator) is recorded as partial: the client is
+        asked to send the request again, and then receives the rest of that answer.
         """
         self.over = True
         for place, sample in list(self._in_progress()):
@@ -370,7 +370,7 @@ class Exchange:
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
-        """The call ends before its answer. `fault` is what to tell its client, None when that left."""
+        """End the call before its answer. `fault` is reported to the client; None when it has left."""
         self.over = True
         for _, sample in list(self._in_progress()):
             sample.finish("abort")
@@ -381,8 +381,8 @@ class Exchange:
             yield from self._broken(fault)
 
     def _refuse(self, fault: Fault) -> Iterator[Command]:
-        """No turn comes of it. After the prompt is rendered only the engine can refuse it, and then none of
-        its samples was begun.
+        """Refuse the request, without a turn. After the prompt is rendered only the engine can refuse it, and
+        then none of its samples has begun.
         """
         self.over = True
         if self._planned.plans:
@@ -396,8 +396,8 @@ class Exchange:
             yield Abandon(plan, fault if place == 0 else None)
 
     def _broken(self, fault: Fault) -> Iterator[Command]:
-        """Report that there is no answer: with a status while nothing is out, else in the stream, which then
-        breaks without its end.
+        """Report that there is no answer: by a status while nothing is sent, else within the stream, which
+        then breaks without its end.
         """
         if self._writer is None or not self._opened:
             yield self.terms.dialect.error(fault)
@@ -409,7 +409,7 @@ class Exchange:
         yield EndStream() if isinstance(failure, LastWords) else Break()
 
     def _shown(self, choice: int, deltas: list[Delta]) -> bytes:
-        """The stream's bytes for these deltas; the first ones begin with its start."""
+        """The stream's bytes for these deltas, preceded by its start where that is not yet sent."""
         if self._writer is None:
             return b""
         data = []
@@ -436,7 +436,7 @@ class Exchange:
         return RecordTurn(turn, state == "partial" and bool(turn.sampled) and resumable(sample.request))
 
     def _usage(self) -> Usage:
-        """Of all samples: one prompt, and what each of them added."""
+        """The usage of all samples: one prompt, and the sum of their completions."""
         each = [sample.usage() for sample in self._samples]
         return evolve(
             each[0],

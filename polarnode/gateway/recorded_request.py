@@ -22,15 +22,15 @@ from polarnode.providers.dialect import Route, route
 _METHODS: Final = ("method", "verb")
 _TARGETS: Final = ("target", "path", "url", "uri")
 _BODIES: Final = ("body", "json", "data", "content", "postData", "body_base64", "body_b64")
-_KEY_BYTES: Final = 16  # names one body of a session's some thousand
+_KEY_BYTES: Final = 16  # identifies one body among the thousands of a session
 
 
 @frozen(kw_only=True)
 class Recorded:
-    """The content of one file. `key` names the body. Without `request` the model was not called; `error` is
-    why, if that is a fault.
+    """The content of one file. `key` identifies the body. Without a `request` the model was not called;
+    `error` is the reason when that is a fault.
 
-    `failed`: the recorded answer is known to have been none.
+    `failed`: the recorded response is known to hold no answer.
     """
 
     file: str
@@ -42,13 +42,13 @@ class Recorded:
 
     @property
     def provider(self) -> str | None:
-        """The name of the dialect it speaks; None for what is no provider's route."""
+        """The name of the request's dialect; None when the route belongs to no provider."""
         return None if self.route is None else self.route.dialect.name
 
 
 @frozen(kw_only=True)
 class _Sent:
-    """A request as it stood on the wire. `headers` have lower-case names."""
+    """A request as it was sent. `headers` have lower-case names."""
 
     method: str
     target: str
@@ -57,8 +57,8 @@ class _Sent:
 
 
 def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
-    """A recorded request, and its response's bytes where they were kept. Never raises: what cannot be read
-    says so in `error`.
+    """Read a recorded request, and its response's bytes where they were kept. Never raises: `error` reports
+    what cannot be read.
     """
     try:
         sent = _sent(_object(content))
@@ -79,7 +79,7 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
 
 
 def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest | None:
-    """What is asked of the model; None where nothing is (a list of models, a count, a warm-up)."""
+    """What the model is asked; None where it is not called (a list of models, a count, a warm-up)."""
     if found is None or found.operation in ("models", "model"):
         return None
     _, _, query = sent.target.partition("?")
@@ -105,13 +105,13 @@ def _route(content: bytes) -> Route | None:
 
 
 def sentence(error: PolarnodeError) -> str:
-    """An error's message, after the path of its field where it names one."""
+    """An error's message, preceded by the path of its field where it has one."""
     path = getattr(error, "path", None)
     return f"{path}: {error}" if path else str(error)
 
 
 def _answered(response: bytes) -> bool:
-    """Whether a response is an answer: not empty, and not under a status that says otherwise."""
+    """Whether a response is an answer: not empty, and without an error status."""
     head = response[:64].split(None, 2)
     if not head:
         return False
@@ -147,13 +147,15 @@ def _sent(recorded: Mapping[str, Json]) -> _Sent:
 
 
 def _request_line(method: str, target: str) -> tuple[str, str]:
-    """`POST /v1/messages HTTP/1.1` in one word of a recorder, or in two."""
+    """Parse a request line such as `POST /v1/messages HTTP/1.1`, which recorders store in one field or in
+    two.
+    """
     words = target.split()
     return (words[0], words[1]) if len(words) > 1 and words[1].startswith("/") else (method, target)
 
 
 def _origin_form(target: str) -> str:
-    """The path and the query of a target that may be a whole URL, however odd its host is."""
+    """The path and query of a target that may be a whole URL, even one with a malformed host."""
     scheme, found, rest = target.partition("://")
     if not found or "/" in scheme or "?" in scheme:
         return target
@@ -162,7 +164,7 @@ def _origin_form(target: str) -> str:
 
 
 def _headers(headers: Json) -> Iterator[tuple[str, str]]:
-    """Headers as an object, a list of pairs, a list of name and value, or lines."""
+    """Headers given as an object, a list of pairs, a list of objects with name and value, or lines."""
     match headers:
         case dict():
             yield from ((name.lower(), _word(value)) for name, value in headers.items())
@@ -212,7 +214,7 @@ def _body(recorded: Mapping[str, Json]) -> bytes:
 
 
 def _text_body(text: str) -> bytes:
-    """A body kept as text: JSON itself, or base64 of it."""
+    """A body stored as text: JSON itself, or its base64."""
     if not text.lstrip().startswith(("{", "[")):
         try:
             return b64decode(text, validate=True)

@@ -36,8 +36,8 @@ _NEVER: Final = 1 << 60
 
 @frozen(kw_only=True)
 class RecordedEnding:
-    """How a request ended: with an answer that was shown, without one (it was asked again), or in a way no
-    later request tells.
+    """How a request ended: with an answer that a later request shows, without one (the request was sent
+    again), or unknown.
     """
 
     answer: Answer | None = None
@@ -46,7 +46,7 @@ class RecordedEnding:
 
 @frozen(kw_only=True)
 class _Path:
-    """A request's messages and the keys of its path: one more than messages."""
+    """A request's messages and the keys of its path, one more than there are messages."""
 
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
@@ -58,7 +58,7 @@ class _Path:
 
 @frozen(kw_only=True)
 class _Showing:
-    """An assistant message that stands in a request, and the key with it."""
+    """An assistant message in a request, and the key after it."""
 
     request: int
     key: str
@@ -67,7 +67,7 @@ class _Showing:
 
 @define(eq=False)
 class _Shown:
-    """Where each path goes on with an assistant message."""
+    """The assistant messages that follow each path."""
 
     paths: Sequence[_Path]
     _after: dict[str, list[_Showing]] = field(factory=dict)
@@ -82,7 +82,7 @@ class _Shown:
                     self._after.setdefault(path.keys[place], []).append(showing)
 
     def of(self, number: int) -> Iterator[_Showing]:
-        """The answers to a request that later requests show, those of its whole path first."""
+        """The answers to a request that later requests show, those with its whole path first."""
         path = self.paths[number]
         yield from self._later(number, path.key)
         if not path.messages:
@@ -93,15 +93,15 @@ class _Shown:
                 rest for showing in self._later(number, before) if (rest := _rest(showing, last)) is not None
             )
         elif last.role == "user":
-            yield from self._later(number, before)  # the message was taken out again
+            yield from self._later(number, before)  # the message was removed later
             yield from self._changed(number, before)
 
     def _later(self, number: int, key: str) -> Iterator[_Showing]:
         return (showing for showing in self._after.get(key, ()) if showing.request > number)
 
     def _changed(self, number: int, before: str) -> Iterator[_Showing]:
-        """Where a later request shows another last user message, which nobody asked with, and then an
-        answer.
+        """The places where a later request replaces the last user message by one that was never sent,
+        followed by an answer.
         """
         place = len(self.paths[number].messages) - 1
         for later in range(number + 1, len(self.paths)):
@@ -113,19 +113,19 @@ class _Shown:
                 and len(path.messages) == place + 1
                 and path.messages[place].role == "user"
             ):
-                return  # it was asked again, in other words: the answer is to those
+                return  # the request was sent again in other words, which the answer belongs to
             if _goes_on(path, place, before) and path.keys[place + 1] not in self._path_keys:
                 yield _Showing(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
 
 
 def _goes_on(path: _Path, place: int, before: str) -> bool:
-    """Whether a user message stands at this place of this path, and an answer to it."""
+    """Whether a user message stands at this place of this path, followed by an answer."""
     roles = [message.role for message in path.messages[place : place + 2]]
     return path.keys[place] == before and roles == ["user", "assistant"]
 
 
 def _rest(showing: _Showing, begun: Message) -> _Showing | None:
-    """What an answer added to the assistant message a request ended with."""
+    """The part that an answer added to the assistant message a request ended with."""
     shown = showing.message
     if (
         shown == begun
@@ -140,7 +140,7 @@ def _rest(showing: _Showing, begun: Message) -> _Showing | None:
 
 
 def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[RecordedEnding]:
-    """How each request of a session ended. `failed`: those whose recorded response says that there was no
+    """Determine how each request of a session ended. `failed`: the requests whose recorded response holds no
     answer.
     """
     memo = Memo()
@@ -165,7 +165,7 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
 def _path(conversation: Conversation, memo: Memo, number: int) -> _Path:
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
-    except Refused:  # planning it reports why; no request extends it
+    except Refused:  # planning it reports the reason; no request extends it
         return _Path(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
@@ -189,13 +189,13 @@ def _answer(message: Message) -> Answer:
 
 # ── planning a session ────────────────────────────────────────────────────────────
 
-_SECRET: Final = bytes(32)  # no id of a recording is ours, so none is ever proven
+_SECRET: Final = bytes(32)  # no id in a recording is this node's, so none verifies
 _QUESTION: Final = Message(role="user", text="u")
 
 
 @frozen(kw_only=True)
 class Line:
-    """What became of one recorded request. `parent` is the file it extends; everything but `file` is None
+    """The result for one recorded request. `parent` is the file it extends; every field but `file` is None
     where the model was not called.
     """
 
@@ -212,7 +212,7 @@ class Line:
 
 
 def replay_session(recorded: Sequence[Recorded], template: Template) -> list[Line]:
-    """One line a request, in their order."""
+    """One line per request, in their order."""
     requested = [each for each in recorded if each.request is not None]
     requests = [each.request for each in requested if each.request is not None]
     found = find_answers([request.conversation for request in requests], [each.failed for each in requested])
@@ -228,13 +228,13 @@ def replay_session(recorded: Sequence[Recorded], template: Template) -> list[Lin
 
 @define(eq=False)
 class Speaker:
-    """Ids of prompts and of answers. A prompt asked again is rendered once."""
+    """The ids of prompts and of answers. A repeated prompt is rendered once."""
 
     template: Template
     _roots: dict[str, "array[int]"] = field(factory=dict)
 
     def prompt(self, plan: Plan, conversation: Conversation, parent: Turn | None) -> "tuple[array[int], int]":
-        """The ids a plan adds to its parent's, and how many of them close the parent's sample."""
+        """The ids that a plan adds to its parent's, and how many of them close the parent's sample."""
         if parent is not None:
             suffix = self.template.suffix(plan.new, conversation=conversation, sampled=parent.sampled)
             return suffix.ids, suffix.close_length
@@ -243,7 +243,7 @@ class Speaker:
         return self._roots[plan.before_key], 0
 
     def sample(self, answer: Answer, conversation: Conversation) -> "array[int]":
-        """An answer as the template writes it, its turn end included."""
+        """An answer as the template renders it, including its turn end."""
         question = Conversation(messages=(_QUESTION,), thinking=conversation.thinking)
         before = self.template.root(question)
         both = self.template.root(
@@ -259,7 +259,7 @@ class Speaker:
 
 @define(eq=False)
 class _Player:
-    """The lineages of one recorded session, and which file each turn was."""
+    """The lineages of one recorded session, and the file of each turn."""
 
     speaker: Speaker
     _lineages: Lineages = field(factory=lambda: Lineages(session_id="replay", secret=_SECRET))
@@ -268,7 +268,7 @@ class _Player:
     _errors: list[Line] = field(factory=list)
 
     def play(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
-        """Plan one request, render it, and end it as it ended."""
+        """Plan one request, render it, and end it as recorded."""
         try:
             with boundary(Refused, "it cannot be planned"):  # one file of thousands must not end the others
                 self._turn(recorded, request, ended)
@@ -316,7 +316,7 @@ class _Player:
         )
 
     def lines(self) -> dict[str, Line]:
-        """One line for each file with a model request."""
+        """One line per file with a model request."""
         played = {line.file: line for line in self._errors}
         return played | {
             line.file: line for line in map(self._line, reclassify_roles(tuple(self._turns.values())))
@@ -339,7 +339,7 @@ class _Player:
 
 @frozen(kw_only=True)
 class Totals:
-    """What a session, or all of them, add up to."""
+    """Sums over one session, or over all of them."""
 
     requests: int
     turns: int
@@ -351,7 +351,7 @@ class Totals:
 
 
 def total(lines: Sequence[Line]) -> Totals:
-    """The sums of one session's lines."""
+    """Sum one session's lines."""
     turns = [line for line in lines if line.kind is not None]
     return Totals(
         requests=len(lines),
@@ -365,7 +365,7 @@ def total(lines: Sequence[Line]) -> Totals:
 
 
 def added(totals: Sequence[Totals]) -> Totals:
-    """The sums of several sessions."""
+    """Sum several sessions."""
     return Totals(**{name: sum(getattr(each, name) for each in totals) for name in _names()})
 
 

@@ -54,10 +54,10 @@ class AnswerParser(Protocol):
 
 @define(eq=False, kw_only=True)
 class Sample:
-    """One answer: its plan, what the engine gave so far, and the parser that reads it.
+    """One answer: its plan, the engine's output so far, and the parser that reads it.
 
     `resumed_prefix` was sampled earlier, for a client that left: it is part of the prompt and of the answer,
-    and never of this turn's sample. `answer` is set when the sample ended.
+    but never of this turn's sample. `answer` is set when the sample ends.
     """
 
     plan: Plan
@@ -72,12 +72,12 @@ class Sample:
     ids: "array[int]" = field(factory=ids, init=False)
     logprobs: "array[float]" = field(factory=floats, init=False)
     spans: tuple[VersionSpan, ...] = field(default=(), init=False)
-    top: list[TopLogprobs] = field(factory=list, init=False)  # a chunk each, where they are carried
+    top: list[TopLogprobs] = field(factory=list, init=False)  # one per chunk, where requested
     routed: RoutedExperts | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)
     first_at: float | None = field(default=None, init=False)
     answer: Answer | None = field(default=None, init=False)
-    # the resumed prefix: it leaves with the first chunk, which knows the cached tokens
+    # the resumed prefix: sent with the first chunk, which has the count of cached tokens
     _unshown: list[Delta] = field(factory=list, init=False)
     # the id after which a constraint begins: the end of a thought that the prompt opened
     constraint_after: int | None = field(init=False)
@@ -89,14 +89,16 @@ class Sample:
 
     @property
     def at_end(self) -> FinishReason | None:
-        """Why the answer ends with what was read: a stop string, or the one requested call."""
+        """Why the answer ends with the tokens read so far: a stop string, or the one requested call. None
+        while it does not.
+        """
         if self.parser.stopped is not None:
             return "stop_string"
         return "tool_calls" if self.request.one_call and self.parser.calls else None
 
     def take(self, chunk: Chunk, at: float) -> list[Delta]:
-        """Read a chunk up to the token that ends the answer; tokens after it are no part of this turn. Deltas
-        to show.
+        """Read a chunk up to the token that ends the answer; later tokens are not part of this turn. Returns
+        the deltas to send.
         """
         kept, deltas = self._read(chunk)
         if self.first_at is None and kept:
@@ -108,20 +110,20 @@ class Sample:
         if self.carry.top_logprobs and chunk.top_logprobs is not None and kept:
             self.top.append(chunk.top_logprobs.until(kept).narrowed(self.carry.top_logprobs))
         if chunk.routed is not None:
-            # the last token has no experts, for nothing was computed from it
+            # the last token has no experts: nothing was computed from it
             self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
         if self._unshown:
             deltas, self._unshown = joined([*self._unshown, *deltas]), []
         return deltas
 
     def finish(self, reason: FinishReason) -> list[Delta]:
-        """End the sample. Deltas that were not shown yet."""
+        """End the sample. Returns the deltas that are not sent yet."""
         finished = self.parser.finish(reason)
         self.answer = finished.answer
         return [*self._unshown, *finished.deltas]
 
     def usage(self) -> Usage:
-        """As the client sees it: a resumed prefix counts as completion."""
+        """The usage reported to the client: a resumed prefix counts as completion."""
         prompt = len(self.rendered.prompt) - len(self.resumed_prefix)
         return Usage(
             prompt_tokens=prompt,
@@ -131,8 +133,8 @@ class Sample:
         )
 
     def _read(self, chunk: Chunk) -> tuple[int, list[Delta]]:
-        """Read token by token only where one of them may be the last, or logprobs are requested: that costs 2
-        us a token more.
+        """Read the ids of a chunk, token by token only where one of them may be the last or logprobs are
+        requested: that costs 2 us more per token.
         """
         if not self.used.stop and not self.request.one_call and self.request.logprobs is None:
             return len(chunk.ids), self.parser.feed(chunk.ids)
@@ -164,8 +166,8 @@ def _within(spans: tuple[VersionSpan, ...], length: int) -> tuple[VersionSpan, .
 
 
 def request_ids(call_id: str, count: int) -> Iterator[str]:
-    """An id of 32 hex digits for each sample of a call; the first is the call's own. All have one length, so
-    that none is a prefix of another.
+    """Yield an id of 32 hex digits per sample of a call; the first is the call's own. All have the same
+    length, so that none is a prefix of another.
     """
     yield call_id
     for choice in range(1, count):
@@ -173,7 +175,7 @@ def request_ids(call_id: str, count: int) -> Iterator[str]:
 
 
 def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> GenerateOrder:
-    """The order for the engine."""
+    """The engine order of a sample."""
     return GenerateOrder(
         request_id=sample.request_id,
         prompt=sample.rendered.prompt,
@@ -188,8 +190,8 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> Gen
 
 
 def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: TurnState, at: float) -> Turn:
-    """The turn of a sample that ended. Without a sampled token it has no answer, so that no request attaches
-    to it.
+    """The turn of a sample that ended. Without a sampled token it has no answer, so that no request extends
+    it.
 
     The answer keeps no logprobs: the turn has those of every token, and alternatives where its task requests
     them.
@@ -236,7 +238,7 @@ def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: Tur
 
 
 def _notes(sample: Sample) -> Iterator[str]:
-    """What a reader of the turn should know about its request."""
+    """The notes on its request for readers of the turn."""
     request, rendered = sample.request, sample.rendered
     if rendered.close_length:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"
