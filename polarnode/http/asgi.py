@@ -20,42 +20,42 @@ from polarnode.providers.contract import Reply
 
 # ── request bodies ────────────────────────────────────────────────────────────
 
-# a million tokens are 4-6 MB of JSON, and six times that when every letter is escaped
+# a million tokens are 4-6 MB of JSON, and six times that when every character is escaped
 BODY_BYTES: Final = 64 << 20
 WRITES: Final = "polarnode.writes"  # the key of `ConnectionWrites` in a request's scope["state"]
-# of all bodies one endpoint is reading: the longest and half as much again; a dozen sub-agents at once send
-# 4 MB each
+# for all bodies one endpoint is reading: 1.5 times the longest; a dozen concurrent sub-agents send 4 MB each
 RESERVED_BYTES: Final = 96 << 20
-# read and dropped beyond that, because a client that is still sending does not read its 413
+# a body over the limit is read up to this size and dropped: a client that is still sending does not read
+# its 413
 DRAINED_BYTES: Final = 256 << 20
 
 
 @frozen
 class TooLarge:
-    """A body over the limit; it was dropped."""
+    """A body over the limit. It was dropped."""
 
 
 @frozen
 class Overloaded:
-    """A body beyond the budget of those its endpoint is reading; it was dropped."""
+    """A body over the budget of the bodies that its endpoint is reading. It was dropped."""
 
 
 @frozen
 class ClientDisconnected:
-    """The client disconnected before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 @define(eq=False)
 class BodyBudget:
-    """Bytes that the bodies of one endpoint may take together until they are read, so that a client that
-    begins many and ends none does not fill the memory.
+    """The bytes that all bodies being read by one endpoint may take together, so that a client that starts
+    many requests and completes none cannot fill the memory.
     """
 
     free: int = RESERVED_BYTES
 
     @contextmanager
     def reserve(self) -> Iterator["Reservation"]:
-        """One request's share of it, returned at the end of the block."""
+        """Open one request's share of the budget, which is returned at the end of the block."""
         reservation = Reservation(self)
         try:
             yield reservation
@@ -65,13 +65,13 @@ class BodyBudget:
 
 @define(eq=False)
 class Reservation:
-    """The bytes of the budget that one body has taken."""
+    """The bytes of the budget taken by one body."""
 
     budget: BodyBudget
     bytes: int = 0
 
     def take(self, count: int) -> bool:
-        """Take so many more bytes of the budget; False when they are not free."""
+        """Take `count` more bytes of the budget. Returns False when they are not free."""
         if count > self.budget.free:
             return False
         self.budget.free -= count
@@ -82,7 +82,7 @@ class Reservation:
 async def read_body(
     receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int = BODY_BYTES
 ) -> bytes | TooLarge | Overloaded | ClientDisconnected:
-    """The request's whole body."""
+    """Read the request's whole body."""
     parts: list[bytes] = []
     size, fits = 0, True
     while size <= DRAINED_BYTES:
@@ -103,8 +103,8 @@ async def read_body(
 
 
 async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
-    """Return when the client disconnected. What it still sends is dropped, so that Hypercorn's reader never
-    blocks.
+    """Return when the client has disconnected. What it still sends is dropped, so that Hypercorn's reader
+    never blocks.
     """
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -115,10 +115,10 @@ async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
 
 @define(eq=False)
 class ConnectionWrites:
-    """What became of a connection's bytes: how many `writes` its socket took whole, and whether one was
+    """The state of a connection's writes: how many `writes` its socket took whole, and whether one is
     `broken`.
 
-    `hold_next`: the next bytes wait and leave with those after them.
+    `hold_next`: the next bytes are held and sent with those that follow.
     """
 
     writes: int = 0
@@ -127,7 +127,7 @@ class ConnectionWrites:
 
 
 def writes_of(scope: HTTPScope) -> ConnectionWrites | None:
-    """The writes of a request's connection; None under a server other than ours."""
+    """The writes of a request's connection; None under a server other than `open_server`'s."""
     return cast("dict[str, ConnectionWrites]", scope.get("state") or {}).get(WRITES)
 
 
@@ -136,8 +136,8 @@ class Responder:
     """The response to one request. `request_id` is sent as `x-request-id`.
 
     `delivered`: the last bytes were handed to the socket of a connected client; without `connection`, to the
-    server. Of a stream these are its dialect's own last bytes: many clients close as soon as they have read
-    those, and never see the end of the chunks.
+    server. In a stream these are the last bytes of its dialect: many clients close as soon as they have read
+    those, and never read the end of the chunked body.
     """
 
     send: ASGISendCallable
@@ -145,7 +145,7 @@ class Responder:
     connection: ConnectionWrites | None = None
     opened: bool = field(default=False, init=False)
     delivered: bool = field(default=False, init=False)
-    _taken: bool = field(default=False, init=False)  # the last bytes sent
+    _taken: bool = field(default=False, init=False)  # whether the socket took the last bytes
 
     async def reply(self, reply: Reply) -> None:
         """Send a whole response."""
@@ -155,7 +155,9 @@ class Responder:
         self.delivered = self._taken
 
     async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
-        """Send bytes of a stream; the first ones open it. The `last` leave with its end: call `end` next."""
+        """Send bytes of a stream; the first open it. The `last` bytes are sent together with the stream's
+        end: call `end` next.
+        """
         if not self.opened:
             await self._start(200, (("content-type", content_type), ("cache-control", "no-cache")))
         if last and self.connection:
@@ -166,7 +168,7 @@ class Responder:
         """End the stream properly."""
         taken = self._taken
         await self._body(b"", more=False)
-        self.delivered = taken or self._taken  # the second, where the last bytes were held for this
+        self.delivered = taken or self._taken  # `_taken` where the last bytes were held for this
 
     async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
         self.opened = True
@@ -174,7 +176,7 @@ class Responder:
             (name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))
         ]
         if self.connection:
-            # one write for a plain response, not two: the first bytes of the body come at once
+            # head and body in one write: the first bytes of the body follow at once
             self.connection.hold_next = True
         await self.send({"type": "http.response.start", "status": status, "headers": spelled})
 
@@ -203,11 +205,11 @@ async def body_bytes() -> bytes:
 
 
 async def body_json() -> Json:
-    """The request's body, or `Refused`: an empty one is no JSON."""
+    """The request's body as JSON. Raises Refused; an empty body is not JSON."""
     return read_json(await body_bytes())
 
 
 async def body_json_or(nothing: Json) -> Json:
-    """The request's body; `nothing` where there is none."""
+    """The request's body as JSON; `nothing` when it is empty."""
     body = await body_bytes()
     return read_json(body) if body.strip() else nothing

@@ -42,39 +42,41 @@ from polarnode.http.asgi import WRITES, ConnectionWrites
 
 logger = logging.getLogger(__name__)
 
-BACKLOG: Final = 128  # the kernel's usual cap; a harness starting all its agents at once opens a dozen
-# read at once; Hypercorn's 64 KiB take a long request apart, and each part costs 50 us
+# the kernel's usual limit; a harness that starts all its agents at once opens a dozen connections
+BACKLOG: Final = 128
+# bytes per read; Hypercorn's 64 KiB split a long request into parts that cost 50 us each
 RECEIVED_BYTES: Final = 256 << 10
-# open at once on one socket: ten harnesses measured used 3; a runaway must not take the node's descriptors
+# open connections per socket: ten harnesses measured used 3; a runaway must not exhaust the node's
+# descriptors
 CONNECTIONS: Final = 256
 # request line and headers: Claude Code, the longest measured, sends under 4 KiB
 HEADERS_BYTES: Final = 64 << 10
-# an idle connection: longer than clients keep theirs (5-90 s), so that none is closed as its next request
-# comes
+# limit of an idle connection: longer than clients keep theirs (5-90 s), so that none is closed while its next
+# request is sent
 KEEP_ALIVE_S: Final = 120.0
-# a peer that takes no byte for this long is gone; a harness that compiles or swaps is back before
+# a peer that reads nothing for this long is gone; a harness that compiles or swaps resumes sooner
 STALLED_MS: Final = 30_000
-ANSWERING_S: Final = 1.0  # what a closing server leaves to answers under way
-# what their tasks then have to end; whoever has not is stuck in a send, and its socket is closed under it
+ANSWERING_S: Final = 1.0  # time a closing server gives to responses in progress
+# time their tasks then have to end; one that has not is blocked in a send, and its socket is closed
 UNWINDING_S: Final = 1.0
-CLOSING_S: Final = ANSWERING_S + 3 * UNWINDING_S  # never reached: it holds what `close` holds itself
+CLOSING_S: Final = ANSWERING_S + 3 * UNWINDING_S  # an outer limit, never reached: `close` has its own
 
 
 @frozen(kw_only=True)
 class Address:
-    """Where a server listens. Port 0 asks for any free one."""
+    """Where a server listens. Port 0 means any free port."""
 
     host: str
     port: int
 
 
 class MendedConnection(TrioASGIHTTPConnection):
-    """quart-trio's connection, without the cancel that leaves sockets open.
+    """quart-trio's connection, without the cancellation that leaves sockets open.
 
-    After a whole answer Hypercorn tells the app `http.disconnect`; quart-trio then cancels the request, and
-    with it the very send that is about to close the connection or to restart its idle timer. Seen without
-    this: after `Connection: close` no end in 12 s, and idle connections that never time out. So a disconnect
-    counts only until the last body message is handed over.
+    After a whole response Hypercorn sends the app `http.disconnect`; quart-trio then cancels the request, and
+    with it the send that is about to close the connection or to restart its idle timer. Measured without this
+    patch: a connection with `Connection: close` still open after 12 s, and idle connections that never time
+    out. So a disconnect is ignored once the last body message is handed over.
     """
 
     answered = False
@@ -96,8 +98,8 @@ class MendedConnection(TrioASGIHTTPConnection):
 
 
 def mend(app: QuartTrio) -> None:
-    """Set a Quart app so that streams live: its default time limits (60 s) cut an answer silently, in the
-    middle, without an error.
+    """Configure a Quart app for streams: its default time limits (60 s) cut a response in the middle, without
+    an error.
     """
     app.asgi_http_class = MendedConnection
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None)
@@ -105,12 +107,12 @@ def mend(app: QuartTrio) -> None:
 
 @asynccontextmanager
 async def open_server(app: ASGIFramework, where: socket.socket | Address) -> AsyncIterator[Address]:
-    """Serve `app` on an address, or on a listening socket that is handed over (closed at the end).
-    ConfigError when the address is not available.
+    """Serve `app` on an address, or on a listening socket, which is closed at the end. Raises ConfigError
+    when the address is not available.
 
-    The app gets no lifespan events: what it needs is opened around it. The server outlives the block, even
-    one that is cancelled, and then closes: idle connections at once, answers under way after ANSWERING_S,
-    everything after 2 s or so. What the block raises leaves as itself, not in a group.
+    The app gets no lifespan events; open what it needs around this block. The server outlives the block, even
+    a cancelled one, and then closes: idle connections at once, responses in progress after ANSWERING_S,
+    everything after about 2 s. An exception of the block is raised as itself, not in a group.
     """
     if isinstance(app, QuartTrio):
         mend(app)
@@ -121,7 +123,7 @@ async def open_server(app: ASGIFramework, where: socket.socket | Address) -> Asy
         nursery.start_soon(server.run)
         try:
             yield Address(host=sock.getsockname()[0], port=sock.getsockname()[1])
-        except Exception as error:  # not handled: taken past this nursery, which would wrap it in a group
+        except Exception as error:  # raised after this nursery, which would wrap it in a group
             failed = error
         finally:
             with trio.move_on_after(CLOSING_S, shield=True):
@@ -131,7 +133,7 @@ async def open_server(app: ASGIFramework, where: socket.socket | Address) -> Asy
 
 
 def listening_socket(address: Address) -> socket.socket:
-    """A socket that listens. ConfigError names the setting to change."""
+    """Open a listening socket. The message of a ConfigError names the setting to change."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
@@ -147,8 +149,8 @@ def listening_socket(address: Address) -> socket.socket:
 
 
 def _listener(sock: socket.socket) -> trio.SocketListener:
-    """Accepted sockets inherit the time limit for a peer that stops reading: Hypercorn shields every send,
-    without an end of its own.
+    """Accepted sockets inherit the time limit for a peer that stops reading: Hypercorn shields every send and
+    sets no limit itself.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
@@ -158,17 +160,17 @@ def _listener(sock: socket.socket) -> trio.SocketListener:
 def _config() -> Config:
     config = Config()
     config.h11_max_incomplete_size = HEADERS_BYTES
-    config.keep_alive_timeout = KEEP_ALIVE_S  # it also ends a connection whose headers do not come
+    config.keep_alive_timeout = KEEP_ALIVE_S  # also ends a connection that sends no headers
     config.include_server_header = False
     config.accesslog = None
-    config.errorlog = logger  # its own default adds a handler to stderr for each server
+    config.errorlog = logger  # Hypercorn's default adds a stderr handler per server
     return config
 
 
 @define(eq=False)
 class _IdleTimer:
-    """Hypercorn's timer of an idle connection in one task for all of its idle times: starting and cancelling
-    one a request cost 80 us.
+    """Hypercorn's timer of an idle connection, as one task for all idle periods: a task per request costs 80
+    us.
     """
 
     idle: bool = field(default=False, init=False)
@@ -188,7 +190,7 @@ class _IdleTimer:
         self.scope.deadline = math.inf
 
     def end(self) -> None:
-        """The connection needs no timer any more."""
+        """Stop the timer for good."""
         self.idle, self.ended = False, True
         self.scope.cancel()
 
@@ -196,12 +198,12 @@ class _IdleTimer:
 class _Connection(TCPServer):
     """Hypercorn's connection, without the idle timer that outlives its client.
 
-    A client that closes as soon as it has its answer is often seen to leave before the answer's end is noted,
-    which then starts the timer of an idle connection that nobody has. Seen without this: one in four of such
-    connections stayed for KEEP_ALIVE_S, until none was taken.
+    A client that closes as soon as it has its response often leaves before Hypercorn notes the end of the
+    response, which then starts the idle timer of a closed connection. Measured without this patch: one in
+    four such connections stayed open for KEEP_ALIVE_S, until no more were accepted.
 
-    And it tells, in the state of its requests, what its socket took: Hypercorn's own `send` returns the same
-    for bytes that nobody gets.
+    The state of its requests also records what the socket took: Hypercorn's own `send` returns the same for
+    bytes that are lost.
     """
 
     _held = b""
@@ -214,12 +216,12 @@ class _Connection(TCPServer):
         state: ConnectionState,
         stream: trio.SocketStream,
     ) -> None:
-        # Plain TCP, as it checks; of the idle timer only two methods are called.
+        # A plain TCP stream, which the base class accepts; it calls only two methods of the idle timer.
         super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
         self.idle_task: _IdleTimer = _IdleTimer()  # type: ignore[assignment]
 
     async def _read_data(self) -> None:
-        """As Hypercorn's, but that it reads more at once."""
+        """As in Hypercorn, but with larger reads."""
         data = b" "
         while data:
             try:
@@ -231,8 +233,8 @@ class _Connection(TCPServer):
         self.idle_task.end()
 
     async def _idle_timeout(self) -> None:
-        """Close when a time of idleness was too long, or when the server closes in one. A busy connection is
-        then closed by its answer's end.
+        """Close the connection when it is idle for too long, or idle while the server closes. A busy
+        connection is closed at the end of its response.
         """
         while not self.idle_task.ended and not self.context.terminated.is_set():
             self.idle_task.scope = trio.CancelScope(deadline=self.idle_task.scope.deadline)
@@ -252,10 +254,8 @@ class _Connection(TCPServer):
             await super().protocol_send(event)
 
     async def _write(self, data: bytes) -> None:
-        """As Hypercorn's, shield and all, but that it counts, and lets a head wait for what comes
-        after it.
-        """
-        writes: ConnectionWrites = self.state[WRITES]  # what `_Server` put there
+        """As in Hypercorn, shielded, but counted; and the head may be held until the bytes that follow it."""
+        writes: ConnectionWrites = self.state[WRITES]  # set by `_Server`
         data, self._held = self._held + data, b""
         if writes.hold_next:
             writes.hold_next, self._held = False, data
@@ -273,7 +273,7 @@ class _Connection(TCPServer):
 
 @define(eq=False)
 class _Server:
-    """One socket and its connections. `run` is the service; `close` ends it, bounded and shielded, and never
+    """One socket and its connections. `run` serves; `close` ends it within CLOSING_S, shielded, and never
     raises.
     """
 
@@ -288,7 +288,7 @@ class _Server:
     _emptied: trio.Event = field(factory=trio.Event, init=False)
 
     async def run(self) -> None:
-        """Serve until closed, however the tasks around it fare."""
+        """Serve until closed, even when the surrounding tasks are cancelled."""
         with self._service, self._connected:
             async with trio.open_nursery() as connections:
                 connections.start_soon(self._accept, connections)
@@ -299,8 +299,8 @@ class _Server:
             await trio.serve_listeners(self._connection, [self.listener], handler_nursery=connections)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        """One connection to its end; what goes wrong in it stays in it. The isolation edge: Hypercorn lets a
-        bug end the whole server.
+        """Serve one connection to its end and log its errors, because Hypercorn lets one error end the whole
+        server.
         """
         if len(self._streams) >= CONNECTIONS:
             logger.warning("refusing a connection: %d are open on this socket", CONNECTIONS)
@@ -312,14 +312,14 @@ class _Server:
         try:
             await connection
         except* Exception:
-            logger.exception("a connection met a bug")
+            logger.exception("a connection failed unexpectedly")
         finally:
             self._streams.discard(stream)
-            # Each holds the other: no connection is left to the garbage collector, which runs rarely.
+            # Break the reference cycle: the garbage collector runs rarely.
             connection.protocol = None  # type: ignore[assignment]
 
     async def close(self) -> None:
-        """Stop accepting, let answers end, cancel the rest, and take the sockets from whoever is stuck in a
+        """Stop accepting, let responses end, cancel the rest, and close the sockets of tasks blocked in a
         send.
         """
         self._accepting.cancel()
