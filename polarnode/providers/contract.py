@@ -21,16 +21,16 @@ from polarnode.core.errors import ContextTooLong, Refused
 # ── requests and answers ────────────────────────────────────────────────────────────
 
 JSON_TYPE = "application/json"
-# without a charset: Qwen Code ends at once when this is not exactly an event stream
+# without a charset: Qwen Code stops when this is not exactly `text/event-stream`
 STREAM_TYPE = "text/event-stream"
 
-# Two seconds, what was measured to bring every harness back on its second try. Codex gives up at once without
-# the header, so it is never absent.
+# Measured: after two seconds every harness is back with its second attempt. Codex gives up at once without
+# the header, so it is always sent.
 RETRY_AFTER_S = 2
 
-REPEATED = 1000  # characters of a refusal, as a long sentence with two long names has
+REPEATED = 1000  # characters of a refusal: enough for a long sentence with two long names
 
-# `compact` is the Responses API's: answered like `generate`, with an item that stands for the history.
+# `compact` belongs to the Responses API: answered like `generate`, with an item that replaces the history.
 Operation = Literal["generate", "compact", "count_tokens", "models", "model"]
 
 FaultKind = Literal[
@@ -47,18 +47,18 @@ FaultKind = Literal[
     "too_large",
 ]
 
-# What passes: its clients are to ask again, by a status with `retry-after`, or by a connection that breaks.
+# Transient faults: a status with `retry-after`, or a broken connection, makes clients send the request again.
 TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
 
 
 @frozen(kw_only=True)
 class Fault:
-    """Why a request is not answered, before a dialect has put it into its own words.
+    """Why a request is not answered, before a dialect renders it in its own format.
 
-    `path` names the field of a `bad_request`; `retry_after_s` (whole seconds) is for `overloaded`,
-    `engine_failed` and `cancelled` (an operator or new weights ended the generation: who asks again gets the
-    rest of it); `prompt_tokens` and `limit` belong to `context_too_long`; `allow` (the method that is served)
-    to `method_not_allowed`.
+    `path` names the field of a `bad_request`. `retry_after_s` (whole seconds) is for `overloaded`,
+    `engine_failed` and `cancelled` (an operator or new weights ended the generation; the same request sent
+    again gets the rest of the answer). `prompt_tokens` and `limit` belong to `context_too_long`, `allow` (the
+    method that is served) to `method_not_allowed`.
     """
 
     kind: FaultKind
@@ -71,8 +71,8 @@ class Fault:
 
     @classmethod
     def of(cls, error: Refused) -> "Fault":
-        """The fault a refusal is: harnesses compact on `context_too_long`, so it is distinguished from other
-        bad requests.
+        """The fault for a refusal. `context_too_long` is distinct from other bad requests, because harnesses
+        compact on it.
         """
         if isinstance(error, ContextTooLong):
             return cls(
@@ -85,15 +85,15 @@ class Fault:
 
 
 def _short(text: str) -> str:
-    """A text that may repeat what a client sent, which may be megabytes: harnesses show it, and some hand it
-    to the model.
+    """Shorten a text that may repeat what a client sent, which may be megabytes: harnesses show it, and some
+    pass it to the model.
     """
     return text if len(text) <= REPEATED else f"{text[: REPEATED // 2]} … {text[-REPEATED // 2 :]}"
 
 
 @frozen(kw_only=True)
 class Reply:
-    """An HTTP answer that is whole: status, headers (lower-case names) and body."""
+    """A whole HTTP response: status, headers (lower-case names) and body."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -102,10 +102,10 @@ class Reply:
 
 @frozen(kw_only=True)
 class ModelCallInfo:
-    """One model call, as its answer names it.
+    """One model call, as its response names it.
 
-    `request` is what is answered. `id` is hex, unique to the call; `created` unix seconds; `signature` the
-    opaque reference put where a dialect signs thinking.
+    `request` is the request being answered. `id` is hex and unique to the call; `created` is in unix seconds;
+    `signature` is the opaque reference put where a dialect signs thinking.
     """
 
     request: ModelRequest
@@ -115,13 +115,13 @@ class ModelCallInfo:
 
     @property
     def model(self) -> str:
-        """The name the client used."""
+        """The model name that the client used."""
         return self.request.model
 
 
 @frozen(kw_only=True)
 class ServedModel:
-    """The one model of this node. `context_length` in tokens, `created` unix seconds."""
+    """The one model of this node. `context_length` is in tokens, `created` in unix seconds."""
 
     id: str
     context_length: int
@@ -129,7 +129,7 @@ class ServedModel:
 
 
 class Memory(Protocol):
-    """What one session remembers for its dialects: JSON values by name. Bounded: the oldest are forgotten."""
+    """What one session remembers for its dialects: JSON values by name. Bounded: the oldest are dropped."""
 
     def recall(self, name: str) -> Json | None: ...
 
@@ -138,7 +138,7 @@ class Memory(Protocol):
 
 @frozen
 class NoMemory:
-    """Remembers nothing."""
+    """A memory that keeps nothing."""
 
     def recall(self, name: str) -> Json | None:
         return None
@@ -149,10 +149,10 @@ class NoMemory:
 
 @frozen(kw_only=True)
 class Envelope:
-    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, where
-    the path has one; `query` as sent.
+    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, if the
+    path has one; `query` is verbatim.
 
-    `stream`: whether the path asks for a stream, in the one API whose path says it.
+    `stream`: whether the path asks for a stream, in the one API whose path decides that.
     """
 
     headers: Mapping[str, str] = field(factory=dict)
@@ -165,20 +165,20 @@ class Envelope:
 
 @frozen
 class LastWords:
-    """What a stream that failed says before it is ended properly: for an API whose clients know a failure by
-    these words, and lose them when the connection breaks after them.
+    """The last bytes of a failed stream that is then ended properly: for an API whose clients recognise a
+    failure by these bytes, and lose them when the connection breaks right after them.
     """
 
     data: bytes
 
 
 class StreamWriter(Protocol):
-    """One streamed answer. Every method returns the bytes to send now, which may be none; it holds no more
-    than block numbers.
+    """One streamed response. Every method returns the bytes to send now, which may be none. A writer holds no
+    more than block numbers.
 
-    `keep_alive` is legal at any time, before `start` as well. `end` closes the answer with every terminal
-    marker its clients wait for; it is given as many answers as the request asked for, and `delta` says to
-    which of them it belongs.
+    `keep_alive` is legal at any time, also before `start`. `end` closes the response with every terminal
+    marker that its clients wait for. It takes as many answers as the request asked for; `delta` names the
+    choice it belongs to.
     """
 
     @property
@@ -193,8 +193,9 @@ class StreamWriter(Protocol):
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """After headers are out: an error event to send before the TCP connection is broken; None, only break
-        it. Never end such a stream cleanly, but after `LastWords` that no client takes for an answer's end.
+        """The bytes to send after a failure: an error event before the connection is broken, or None to only
+        break it. Such a stream is ended properly only after `LastWords`, which no client reads as the end of
+        an answer.
         """
         ...
 
@@ -206,14 +207,14 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
-        """The request in `body`; Refused with the field's path. What will only be counted may lack what
-        sampling needs.
+        """Read `body` as a request. Raises Refused with the field's path. A body that is only counted may
+        lack what sampling needs.
         """
         ...
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """The JSON body of an answer that is not streamed (status 200); as many answers as the request asked
-        for.
+        """The JSON body of a response that is not streamed (status 200), with as many answers as the request
+        asked for.
         """
         ...
 
@@ -228,7 +229,7 @@ class Dialect(Protocol):
     def error(self, fault: Fault) -> Reply: ...
 
     def count(self, tokens: int) -> bytes | None:
-        """The answer to a count_tokens request; None where the API has no such call."""
+        """The response to a count_tokens request; None where the API has no such call."""
         ...
 
     def models(self, served: ServedModel) -> bytes:
@@ -242,7 +243,9 @@ class Dialect(Protocol):
 
 @frozen
 class FaultRow:
-    """How an API reports one kind of fault: HTTP status, its name for the error, OpenAI's `error.code`."""
+    """How an API reports one kind of fault: the HTTP status, its name for the error, and OpenAI's
+    `error.code`.
+    """
 
     status: int
     type: str
@@ -250,7 +253,7 @@ class FaultRow:
 
 
 def error_reply(status: int, body: Json, fault: Fault) -> Reply:
-    """An error as JSON, with the headers its kind demands."""
+    """An error as JSON, with the headers that its kind requires."""
     headers = [("content-type", JSON_TYPE)]
     if fault.kind in TRIED_AGAIN:
         headers.append(("retry-after", str(fault.retry_after_s or RETRY_AFTER_S)))
@@ -265,8 +268,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Json, *, name: str | None = None) -> bytes:
-    """One event. `name` becomes its `event:` line, which Anthropic's clients need and OpenAI's do not
-    have.
+    """One server-sent event. `name` becomes its `event:` line, which Anthropic's clients need and OpenAI's do
+    not have.
     """
     line = b"data: " + dump_json(data) + b"\n\n"
     return line if name is None else b"event: " + name.encode() + b"\n" + line

@@ -57,8 +57,8 @@ __all__ = [
 
 @frozen(kw_only=True)
 class Route:
-    """What a request asks of which provider. `model` is the name in the path and `stream` what it asks for,
-    where the path says it.
+    """The dialect and operation of a request. `model` is the name in the path, and `stream` whether it asks
+    for a stream, where the path contains them.
     """
 
     dialect: Dialect
@@ -67,7 +67,7 @@ class Route:
     stream: bool | None = None
 
 
-# A row a path: its end without the version, the provider, the operation.
+# One row per path: its end without the version, the provider, the operation.
 _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/chat/completions", OPENAI_CHAT, "generate"),
     ("/responses", OPENAI_RESPONSES, "generate"),
@@ -77,30 +77,30 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
 
-# Google's: the model's name, which may hold anything, and the method after its last colon. All of AI
-# Studio's paths and Vertex's.
+# Google: the model's name, which may contain anything, and the method after its last colon. Covers all paths
+# of AI Studio and Vertex.
 _METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
 _METHODS: Mapping[str, tuple[Operation, bool]] = {
     "generateContent": ("generate", False),
     "streamGenerateContent": ("generate", True),
     "countTokens": ("count_tokens", False),
 }
-_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")  # a method, and no tag of a model's name (`qwen:7b`)
+_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")  # a method, not a tag in a model's name (`qwen:7b`)
 _GOOGLE = re.compile(r".*/(?:v1beta1?|publishers|tunedModels|cachedContents)(?:/.*)?")
 
 _SESSION = re.compile(r"/sessions/([^/]+)")
 _MODELS = re.compile(r"(?P<prefix>.*?)(?:/v1|/v1beta1?)?(?:/publishers/[^/]+)?/models(?:/(?P<model>.+))?")
-_NOT_OURS = "/api"  # `/api/v1/models` is how LM Studio is recognised
+_NOT_OURS = "/api"  # clients recognise LM Studio by `/api/v1/models`
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
-    """The route of a request; None when there is none (`missed` then says it in the right words)."""
+    """The route of a request; None when there is none (`missed` then returns the response)."""
     found = _find(path, headers)
     return found if found is not None and method == _method(found) else None
 
 
 def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
-    """The answer to a request without a route: 405 where another method has one, else 404."""
+    """The response to a request without a route: 405 where another method has one, else 404."""
     found = _find(path, headers)
     if found is None:
         fault = Fault(
@@ -118,7 +118,7 @@ def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
 
 
 def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Whose error shape a request without a route is answered in."""
+    """The dialect whose error format answers a request without a route."""
     if _speaks_google(_clean(path), headers):
         return GOOGLE
     if "/responses" in path:
@@ -127,8 +127,8 @@ def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
 
 
 def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys a request carries, best first: the path's, which survived in every harness, those of the three
-    headers, and the query's `key`, which is how Google's API is called by hand.
+    """The keys in a request, in order of preference: the path's, which every harness passes on unchanged,
+    those of the three headers, and `key` in the query, as in manual calls of Google's API.
     """
     path, _, query = target.partition("?")
     prefix = _SESSION.search(_clean(path))
@@ -142,7 +142,7 @@ def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _find(path: str, headers: Mapping[str, str]) -> Route | None:
-    path = _SESSION.sub("", _clean(path), count=1)  # a session may be called anything, `models` too
+    path = _SESSION.sub("", _clean(path), count=1)  # a session may have any name, also `models`
     for end, dialect, operation in _POSTS:
         if path.endswith(end):
             return Route(dialect=dialect, operation=operation)
@@ -165,7 +165,7 @@ def _google(model: str, method: str) -> Route | None:
 
 
 def _lister(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Whose shape a list of models has: all of these APIs ask for it at paths that look alike."""
+    """The dialect whose format a list of models has: the paths of these APIs are similar."""
     if _speaks_google(path, headers):
         return GOOGLE
     return ANTHROPIC if _speaks_anthropic(headers) else OPENAI_CHAT

@@ -18,12 +18,12 @@ from polarnode.core.conversation import Json, Tool
 from polarnode.providers.contract import Fault, FaultKind, FaultRow, Reply, ServedModel, error_reply
 from polarnode.providers.shapes import compact, strict_json
 
-# ── openai ────────────────────────────────────────────────────────────
+# ── errors and models ────────────────────────────────────────────────────────────
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status, `error.type` and `error.code`. 500, not 503, for a failed engine, and 429 for overload: those
-    were seen to be retried by every harness measured.
+    """Status, `error.type` and `error.code`. A failed engine is 500, not 503, and overload is 429: every
+    harness measured retries on those.
     """
     match kind:
         case "bad_request":
@@ -38,7 +38,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
             return FaultRow(410, "invalid_request_error", "session_over")
         case "context_too_long":
             return FaultRow(400, "invalid_request_error", "context_length_exceeded")
-        case "budget_spent":  # a plain 400 is what makes harnesses stop for good; no code they could act on
+        case "budget_spent":  # a plain 400, without a code they act on, makes harnesses stop for good
             return FaultRow(400, "invalid_request_error", "session_budget_spent")
         case "overloaded":
             return FaultRow(429, "rate_limit_error", "rate_limit_exceeded")
@@ -53,7 +53,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's own sentence, but for a long context: harnesses look for words of it before they
+    """The fault's message, except for a long context: harnesses look for these words of it before they
     compact.
     """
     if fault.kind != "context_too_long" or fault.limit is None or fault.prompt_tokens is None:
@@ -83,13 +83,13 @@ def models(served: ServedModel) -> bytes:
 
 
 def model(served: ServedModel, *, name: str) -> bytes:
-    """The model under the name it was asked by."""
+    """The model under the requested name."""
     return dump_json(_entry(served, name))
 
 
 def _entry(served: ServedModel, name: str) -> Json:
-    """A model. The context length under both names in use: vLLM's and SGLang's `max_model_len`, and the one
-    OpenRouter's clients read.
+    """A model. Its context length is given under both names in use: `max_model_len` (vLLM, SGLang), and the
+    one that OpenRouter's clients read.
     """
     length = served.context_length
     return {
@@ -104,7 +104,8 @@ def _entry(served: ServedModel, name: str) -> Json:
 
 # ── freeform ────────────────────────────────────────────────────────────
 
-CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}  # the spelling by which a writer knows such a tool
+# the tool's `spelling`: marks a freeform tool for the writer
+CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}
 
 _INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
 _PARAMETERS: Final[Mapping[str, Json]] = {
@@ -115,7 +116,7 @@ _PARAMETERS: Final[Mapping[str, Json]] = {
 
 
 def tool(name: str, description: str | None, rule: str) -> Tool:
-    """The tool as the model is shown it; `rule` is what `rule_of` says of its grammar, or empty."""
+    """The tool as shown to the model; `rule` is the text that `rule_of` gives for its grammar, or empty."""
     return Tool(
         name=name,
         description="\n\n".join(filter(None, (description, rule))),
@@ -125,25 +126,27 @@ def tool(name: str, description: str | None, rule: str) -> Tool:
 
 
 def rule_of(definition: str, syntax: str) -> str:
-    """A grammar, as the model reads it."""
+    """A grammar as text for the model."""
     return f"The input must follow this {syntax} grammar:\n{definition}"
 
 
 def arguments_of(text: str) -> str:
-    """A call's text as the arguments of the function it is."""
+    """The text of a freeform call as the arguments of its function."""
     return compact({"input": text})
 
 
 def text_of(arguments: str) -> str:
-    """The text of a call; arguments that are no object with an `input` are handed on as they are."""
+    """The text of a freeform call. Arguments that are not an object with an `input` are returned
+    unchanged.
+    """
     value = object_of(arguments)
     text = None if value is None else value.get("input")
     return text if isinstance(text, str) else arguments
 
 
 def object_of(arguments: str) -> dict[str, Json] | None:
-    """A call's arguments taken apart; None where they are no object, or hold what cannot be written again
-    (half a character, 65 bits).
+    """A call's arguments, parsed; None where they are not an object, or hold what cannot be written again
+    (half a surrogate pair, an integer of 65 bits).
     """
     try:
         value = strict_json(arguments or "{}")

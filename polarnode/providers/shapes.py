@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 Check = Callable[[Any, Any, Any], None]
 
-NESTED = 230  # levels of JSON; schemas have ten
-LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; one that has more ends it, for everybody
-SEEDS = 2**63 - 1025  # 64 bits there
-STOPS = 64  # each is looked for in every piece of an answer; four is what OpenAI allows, and sixteen Google
-# as much of an answer as is held back from its stream while it may yet become a stop string
+NESTED = 230  # levels of JSON; real schemas have about ten
+LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it, for all sessions
+SEEDS = 2**63 - 1025  # 64 bits in the engine
+STOPS = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
+# characters; so much of an answer is held back from its stream while it may become a stop string
 STOP_CHARS = 1000
 
-# In this order: a surrogate pair, a surrogate alone, any other escape (so that `\\ud800`, an escaped
-# backslash, is stepped over).
+# In this order: a surrogate pair, a lone surrogate, any other escape (so that `\\ud800`, an escaped
+# backslash, is skipped).
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
@@ -38,8 +38,8 @@ _ESCAPES = re.compile(
 
 
 def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The body as a `shape`, and the paths of its top-level fields that the shape does not know. Refused with
-    a path.
+    """The body as a `shape`, and the paths of its top-level fields that the shape does not have. Raises
+    Refused with a path.
     """
     value = read_value(body)
     found = structure(value, shape)
@@ -47,11 +47,11 @@ def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
 
 
 def read_value(body: bytes) -> Json:
-    """JSON as harnesses in JavaScript write it: text cut inside a pair of surrogates (half an emoji) is
-    mended to U+FFFD, not refused.
+    """Parse JSON as harnesses in JavaScript write it: half a surrogate pair (a truncated emoji) becomes
+    U+FFFD instead of a refusal.
 
-    Refused when it is nested so deeply that parts of it could not be written again, in an answer or a
-    template: far too late for a 400.
+    Raises Refused when it is nested so deeply that parts of it could not be written again in an answer or a
+    template, where a 400 is no longer possible.
     """
     try:
         value = read_json(body)
@@ -66,7 +66,7 @@ def read_value(body: bytes) -> Json:
 
 
 def _writable(value: Json) -> bool:
-    # orjson reads 1,024 levels and writes 254; an answer that repeats a part puts some around it
+    # orjson reads 1,024 levels and writes 254; an answer that repeats a part adds some around it
     for _ in range(254 - NESTED):
         value = [value]
     try:
@@ -77,7 +77,7 @@ def _writable(value: Json) -> bool:
 
 
 def _deepest(value: Json) -> str:
-    """The path to what is nested too deeply, as far as a user would look for it."""
+    """The path to the value that is nested too deeply, down to the depth a user would look at."""
     path = "$"
     for _ in range(2):
         inside = (
@@ -96,7 +96,7 @@ def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
 
 
 def within(low: float, high: float) -> Check:
-    """A validator: the number lies in [low, high], or is absent."""
+    """A validator: the number is in [low, high], or absent."""
 
     def check(_: object, field: Any, value: float | None) -> None:
         if value is not None and not low <= value <= high:
@@ -106,7 +106,7 @@ def within(low: float, high: float) -> Check:
 
 
 def at_least(low: int) -> Check:
-    """A validator: the number is not below `low` and one the engine can hold, or is absent."""
+    """A validator: the number is at least `low` and within the engine's range, or absent."""
 
     def check(_: object, field: Any, value: int | None) -> None:
         if value is not None and value < low:
@@ -118,15 +118,13 @@ def at_least(low: int) -> Check:
 
 
 def seed_fits(_: object, field: Any, value: int | None) -> None:
-    """A validator: the seed is an integer of 64 bits, and leaves room for one more a choice, or is
-    absent.
-    """
+    """A validator: the seed is an integer of 64 bits, with room for one more seed per choice, or absent."""
     if value is not None and not -SEEDS <= value <= SEEDS:
         raise Refused(f"{field.alias} must be from {-SEEDS} to {SEEDS}, not {value}", path=f"$.{field.alias}")
 
 
 def above_zero(high: float) -> Check:
-    """A validator: the number lies in (0, high], or is absent."""
+    """A validator: the number is in (0, high], or absent."""
 
     def check(_: object, field: Any, value: float | None) -> None:
         if value is not None and not 0 < value <= high:
@@ -144,8 +142,8 @@ def some(_: object, field: Any, value: tuple[Any, ...]) -> None:
 
 
 def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None) -> None:
-    """A validator for stop strings: none is empty (it would end every answer before it begins), and all can
-    be watched for.
+    """A validator for stop strings: none is empty (it would end every answer at once), and neither their
+    number nor their length exceeds the limits.
     """
     if value is None:
         return
@@ -164,7 +162,7 @@ def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None)
 
 
 def unserved(sentence: str) -> Check:
-    """A validator: the field is absent, for what we would otherwise have to leave out silently."""
+    """A validator: the field is absent. For fields that could only be ignored silently."""
 
     def check(_: object, field: Any, value: object) -> None:
         if value is not None:
@@ -174,8 +172,8 @@ def unserved(sentence: str) -> Check:
 
 
 def text_only(_: object, __: object, kind: str) -> None:
-    """A validator: refuses a part of content that is no text. So no such part is ever made, and who meets one
-    raises the same.
+    """A validator: refuses a content part that is not text. No such part is ever constructed; code that still
+    meets one raises the same error.
     """
     raise not_text(kind)
 
@@ -185,27 +183,27 @@ def not_text(kind: str) -> Refused:
 
 
 def unseen(kind: str) -> str:
-    """What the model reads in place of a part of a tool's result that is no text. A refusal would end the run
-    for what a tool happened to find.
+    """The text that replaces a part of a tool's result that is not text. A refusal would end the run because
+    of a tool's output.
     """
     return f"[{kind}: not shown, because this model reads text only]"
 
 
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """One string or several, as several."""
+    """One string or several, as a tuple."""
     return (value,) if isinstance(value, str) else value or ()
 
 
 def paragraphs(texts: Iterable[str]) -> str:
-    """Parts a client wrote, one below the other; empty ones vanish, so that None, "" and [] are the same
+    """Join a client's text parts by blank lines. Empty ones are dropped, so that None, "" and [] are the same
     text.
     """
     return "\n".join(text for text in texts if text)
 
 
 def strict_json(text: str) -> Json:
-    """JSON that a model wrote, taken apart by Python, whose numbers have no end. ValueError or RecursionError
-    where it is none.
+    """Parse JSON that a model wrote with Python's parser, whose integers are unbounded. Raises ValueError or
+    RecursionError when it is not JSON.
     """
     value: Json = json.loads(text, parse_constant=_no_constant)
     return value
@@ -216,8 +214,8 @@ def _no_constant(word: str) -> None:
 
 
 def compact(value: Json) -> str:
-    """JSON without blanks, keys in the client's own order. Refused when it is nested more deeply (250 times)
-    than can be written.
+    """JSON without whitespace, keys in the client's order. Raises Refused when it is nested too deeply to be
+    written (250 levels).
     """
     try:
         return dump_json(value).decode()

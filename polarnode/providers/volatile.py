@@ -14,16 +14,16 @@ from attrs import evolve
 from polarnode.core.conversation import Message
 from polarnode.providers.shapes import paragraphs
 
-# A line Claude Code puts before its system prompt, with a nonce in it on every request: rendered, it would
-# break each prompt's prefix at once.
+# Claude Code puts this line before its system prompt, with a new nonce in every request. Rendered, it would
+# change the prefix of every prompt.
 _BILLING: Final = "x-anthropic-billing-header:"
 
-# What OpenClaw tells of its running processes and helpers between these lines: after the conversation, in a
-# user message of its own or at the end of the last one, and before what a user writes meanwhile.
+# OpenClaw reports its running processes and helpers between these lines: after the conversation, in a
+# separate user message or at the end of the last one, and before what a user writes meanwhile.
 _MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
 _LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
 
-# Except where the model is to answer it: a helper's result, or an event that came instead of a prompt.
+# Contexts that the model must answer are kept: a helper's result, or an event in place of a prompt.
 _RESULT: Final = "[Internal task completion event]"
 _EVENT: Final = "Continue the OpenClaw runtime event."
 
@@ -36,10 +36,10 @@ def without_lines(text: str) -> str:
 
 
 def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool]:
-    """The messages without what OpenClaw says of the moment, and whether there was any.
+    """The messages without OpenClaw's volatile context, and whether there was any.
 
-    Its system prompt explains the marks; where none does, a message may cite them, so that only a last
-    message of nothing else is dropped.
+    OpenClaw's system prompt explains the marks. Without that explanation a message may merely quote them, so
+    that only a last message with no other content is dropped.
     """
     if not any(_MARK in message.text for message in messages if message.role == "user"):
         return messages, False
@@ -66,7 +66,7 @@ def _rest(messages: tuple[Message, ...]) -> Iterator[Message]:
 
 
 def _without_volatile_parts(message: Message) -> Message | None:
-    """The message without its contexts; None when it was nothing else."""
+    """The message without its contexts; None when nothing else remains."""
     if message.role != "user" or _MARK not in message.text or _RESULT in message.text:
         return message
     rest = _outside(message.text)
@@ -76,8 +76,8 @@ def _without_volatile_parts(message: Message) -> Message | None:
 
 
 def _outside(text: str) -> str:
-    """The lines before, between and after the contexts. Contexts may hold contexts; one that does not end is
-    none.
+    """The lines before, between and after the contexts. Contexts may nest; one without an end is not a
+    context.
     """
     pieces: list[str] = []
     done, start, depth = 0, 0, 0
