@@ -1,4 +1,4 @@
-"""Events and commands of the machine of one model call. Values.
+"""The events and commands of the machine of one model call. All are values.
 
 An event says what happened; a command says what to do next. Times are monotonic seconds, taken by the caller.
 A new event is added to `Event`, a new command to `Command`: mypy then names the code that does not handle it.

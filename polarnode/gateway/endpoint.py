@@ -7,7 +7,7 @@ trainer uses.
 
 Invariants. Every response has the provider's own shape, refusals included. No request is refused before its
 body was read, because clients do not read while they send. The endpoint of captures accepts only keys of
-captures, and the bodies of each capture have a budget of their own. A recorded request is written as it came,
+captures, and the bodies of each capture have a budget of their own. A recorded request is written verbatim,
 except for its key, and is never read back by the node.
 """
 

@@ -2,8 +2,8 @@
 calls end with them.
 
 Invariants. A turn is recorded in `LiveSession.commit` and nowhere else, synchronously, because a checkpoint
-between "sampled" and "recorded" is where turns get lost. A key means one session for ever: when that is over,
-its key is answered so instead of becoming unknown. Every table here has a limit, with the reason beside it.
+between "sampled" and "recorded" is where turns get lost. A key belongs to one session permanently: after the
+session its key is refused as ended, not as unknown. Every table here has a limit, with the reason beside it.
 """
 
 import logging

@@ -155,7 +155,7 @@ def _deltas(answer: Answer) -> Iterator[Delta]:
 # ── machine ────────────────────────────────────────────────────────────
 
 SESSION_OVER: Final = Fault(
-    kind="session_over", message="this session is over and its key opens nothing any more: stop"
+    kind="session_over", message="this session is over and its key is no longer accepted: stop"
 )
 CANCELLED: Final = Fault(
     kind="cancelled", message="the generation was ended for new weights or by an operator: ask again"

@@ -1,13 +1,13 @@
 """Replays a recorded session: plans its requests in their order, as a live session would, each answered
 before the next.
 
-What a request was answered with is found in the requests that follow it. Requests are compared by the keys of
+A request's answer is found in the requests that follow it. Requests are compared by the keys of
 their paths, as lineages compare them, so a harness may trim, sort and rename. An answer belongs to the last
 request of its path before it was first shown: the earlier ones had none, or they would not have been sent
 again.
 
 Kinds, lineages and roles are decided by `merge`, prompts by the template. The ids of a sample are the
-template's spelling of the shown answer, since the sampled ids were not recorded.
+template's rendering of the shown answer, since the sampled ids were not recorded.
 """
 
 from array import array

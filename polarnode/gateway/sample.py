@@ -1,4 +1,4 @@
-"""One sample of a call: what the engine gave so far, the parser that reads it, the engine's order and the
+"""One sample of a call: the engine's output so far, the parser that reads it, the engine's order and the
 turn.
 
 Invariants: ids, logprobs and version spans are cut together or not at all. A turn holds what was planned,

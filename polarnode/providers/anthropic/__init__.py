@@ -1,7 +1,7 @@
 """Anthropic Messages: the API of Claude Code, and of Qwen Code, Pi, opencode, OpenHands, mini-swe-agent and
 OpenClaw when so configured.
 
-`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers and errors.
+`shapes` is the accepted JSON, `read` turns it into a conversation, `write` makes answers and errors.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from polarnode.providers.contract import (
 
 @frozen
 class Anthropic:
-    """The dialect; holds nothing."""
+    """The Anthropic Messages dialect. Stateless."""
 
     name: str = "anthropic"
 

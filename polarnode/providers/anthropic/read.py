@@ -67,7 +67,7 @@ NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def describe_tool(tool: Tool) -> str:
-    """A tool as text, as most chat templates write it at the head."""
+    """A tool as text, in the form most chat templates use in the system prompt."""
     return compact(
         {
             "type": "function",
@@ -81,7 +81,7 @@ def describe_tool(tool: Tool) -> str:
 
 
 def textual(block: TextualBlock) -> str:
-    """A text; a document or a search result with its title before it."""
+    """A block's text; a document or a search result with its title before it."""
     match block:
         case TextBlock():
             return block.text
@@ -94,7 +94,7 @@ def textual(block: TextualBlock) -> str:
 
 
 def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
-    """What a tool gave back."""
+    """A tool's result as text."""
     if content is None or isinstance(content, str):
         return content or ""
     return paragraphs(_result_part(part, later) for part in content)
@@ -131,8 +131,8 @@ def _source(block: DocumentBlock) -> Iterator[str]:
 def messages(
     system: SystemContent, shapes: Iterable[MessageShape], later: Mapping[str, str] = NO_TOOLS
 ) -> tuple[Message, ...]:
-    """The whole conversation: the system prompt first, when there is one. `later` are the deferred tools, as
-    they are described where referred to.
+    """The whole conversation: the system prompt first, if there is one. `later` are the deferred tools,
+    described where a result refers to them.
     """
     head = paragraphs(without_lines(text) for text in _texts(system))
     found = [Message(role="system", text=head)] if head else []
@@ -146,7 +146,7 @@ def messages(
 
 
 def volatile(system: SystemContent) -> bool:
-    """Whether the system prompt has a line that is left out."""
+    """Whether the system prompt has a line that is dropped."""
     return any(without_lines(text) != text for text in _texts(system))
 
 
@@ -170,7 +170,7 @@ def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
 
 
 def foreign(shapes: Iterable[MessageShape]) -> Iterator[str]:
-    """The paths of blocks that another server's own tools left."""
+    """The paths of blocks left by another server's own tools."""
     for place, shape in enumerate(shapes):
         for index, block in enumerate(shape.content if isinstance(shape.content, tuple) else ()):
             if isinstance(block, ServerBlock):
@@ -205,7 +205,7 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
     if isinstance(content, str):
         content = (TextBlock("text", content),)
     if not content:
-        yield Message(role="user")  # one to one, even for nothing
+        yield Message(role="user")  # one message per entry, even for an empty one
     texts: list[str] = []
     for block in content or ():
         match block:
@@ -224,7 +224,7 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
             case NotTextBlock():
                 raise not_text(block.type)
             case ServerBlock():
-                pass  # named among what is not used
+                pass  # reported among the unused paths
             case _:
                 assert_never(block)
     yield from _flushed(texts)
@@ -235,7 +235,7 @@ def _flushed(texts: list[str]) -> Iterator[Message]:
         yield Message(role="user", text=paragraphs(texts))
 
 
-# ── assistant: our own answer, come back ──────────────────────────────────────
+# ── assistant: this node's own answer, echoed ──────────────────────────────────────
 
 
 def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
@@ -261,7 +261,7 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
                 pass  # named among what is not used
             case _:
                 assert_never(block)
-    # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
+    # Joined like the parts in `Answer.text` and `Answer.thinking`.
     return Message(
         role="assistant",
         text="".join(texts),
@@ -290,7 +290,9 @@ _HINTS = {
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool) -> ModelRequest:
-    """A Messages body, or (`counting`) a count_tokens body. Refused with the path of the field."""
+    """Read a Messages body, or (`counting`) a count_tokens body. Raises Refused with the path of the
+    field.
+    """
     request, unknown = read_body(body, MessagesRequest)
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
@@ -324,7 +326,7 @@ def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting
 
 @frozen(kw_only=True)
 class _Listed:
-    """The tools at the head; those that are described where a result refers to them; and the paths of those
+    """The tools in the prompt's head; those described where a result refers to them; and the paths of those
     the model never sees.
     """
 
@@ -391,7 +393,7 @@ def _sampling(request: MessagesRequest) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean all tokens
         top_k=request.top_k if request.top_k and request.top_k > 0 else None,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
@@ -406,7 +408,7 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
 
 
 def _unused(request: MessagesRequest) -> Iterator[str]:
-    """What was read, or could be, and changes nothing."""
+    """The paths of what was read, or could be, but has no effect."""
     if request.thinking is not None and request.thinking.budget_tokens is not None:
         yield "$.thinking.budget_tokens"
     if request.output_config is not None and request.output_config.effort is not None:
@@ -424,7 +426,7 @@ def _remarks(request: MessagesRequest) -> Iterator[str]:
 
 
 def _extras(request: MessagesRequest) -> dict[str, Json]:
-    """Whether the client wants to see no thinking, only its signatures."""
+    """Whether the client wants only the signatures of thinking, not its text."""
     return (
         {"thinking": "omitted"}
         if request.thinking is not None and request.thinking.display == "omitted"
@@ -433,8 +435,8 @@ def _extras(request: MessagesRequest) -> dict[str, Json]:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks. Claude Code's main agent has no agent id; opencode gives a sub-agent its own session id and
-    its parent's, in every API.
+    """The agent that sent the request. Claude Code's main agent has no agent id; opencode sends a sub-agent's
+    session id and its parent's, in every API.
     """
     found = {name: headers.get(header) or "" for name, header in _HINTS.items()}
     if any(found.values()):

@@ -1,4 +1,4 @@
-"""Anthropic Messages: the JSON we accept, as attrs classes. Unknown fields (`cache_control`, `citations`,
+"""Anthropic Messages: the accepted JSON, as attrs classes. Unknown fields (`cache_control`, `citations`,
 betas) are accepted and not read.
 
 Content that the model would have to see and cannot (images, PDFs, files elsewhere) is refused by a validator.
@@ -38,7 +38,7 @@ class TextSource:
 
 @frozen
 class OtherSource:
-    """A PDF, and what would have to be fetched."""
+    """A PDF, or a source that would have to be fetched."""
 
     type: Literal["base64", "url", "file"] = field(validator=_readable)
 
@@ -67,7 +67,9 @@ class SearchResultBlock:
 
 @frozen
 class ThinkingBlock:
-    """`signature` is ours, echoed; clients that take unsigned thinking send it empty or not at all."""
+    """`signature` is this node's, echoed; clients that accept unsigned thinking send it empty or not at
+    all.
+    """
 
     type: Literal["thinking"]
     thinking: str
@@ -82,7 +84,7 @@ class RedactedThinkingBlock:
 
 @frozen
 class ToolUseBlock:
-    """`input` is an object; harnesses that were given broken JSON hand on the text of it."""
+    """`input` is an object; harnesses that received broken JSON send its text."""
 
     type: Literal["tool_use"]
     name: str
@@ -92,7 +94,7 @@ class ToolUseBlock:
 
 @frozen
 class ServerBlock:
-    """A tool that ran on another server, or what it found: of no answer of ours."""
+    """A tool that ran on another server, or its result. No answer of this node has one."""
 
     type: Literal[
         "server_tool_use",
@@ -166,7 +168,7 @@ MessageShape = UserMessage | AssistantMessage | SystemMessage
 
 @frozen
 class ToolShape:
-    """`defer_loading`: not shown to the model before a tool result refers to it."""
+    """`defer_loading`: the tool is shown to the model only when a tool result refers to it."""
 
     name: str | None = None
     type: str | None = None
@@ -190,8 +192,8 @@ class NamedChoice:
 
 @frozen
 class ThinkingConfigShape:
-    """`adaptive` lets the model decide, which is what a chat template does by itself. `display`: whether
-    thinking is shown to the client.
+    """`adaptive` lets the model decide, which is a chat template's default. `display`: whether thinking is
+    shown to the client.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -218,7 +220,7 @@ class OutputConfig:
 
 @frozen(kw_only=True)
 class MessagesRequest:
-    """The body. `max_tokens` is required but for counting, so the reader asks for it."""
+    """The body. `max_tokens` is required except for counting, so the reader checks it."""
 
     model: str
     messages: tuple[MessageShape, ...] = field(validator=some)
@@ -227,7 +229,7 @@ class MessagesRequest:
     tool_choice: AnyChoice | NamedChoice | None = None
     thinking: ThinkingConfigShape | None = None
     output_config: OutputConfig | None = None
-    output_format: FormatShape | None = None  # what `output_config.format` was called in its beta
+    output_format: FormatShape | None = None  # the name of `output_config.format` in its beta
     mcp_servers: tuple[Json, ...] | None = None
     max_tokens: int | None = field(default=None, validator=at_least(1))
     stop_sequences: tuple[str, ...] | None = field(default=None, validator=no_empty_strings)

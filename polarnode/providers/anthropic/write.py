@@ -1,15 +1,15 @@
 """Anthropic Messages: answers, whole or as events, errors, and the spelling of tool-call ids.
 
-Ids are minted as `call_…` and shown to this API's clients as `toolu_…`. Both directions are here, so that an
-echoed id is again exactly the one that was minted and signed. Other ids (another server's history) pass
+This node makes ids as `call_…` and shows them to this API's clients as `toolu_…`. Both directions are here,
+so that an echoed id is exactly the one that was made and signed. Other ids (another server's history) pass
 unchanged.
 
 Claude Code acts on the status of an error: it retries 429, 5xx, 529, 408, 409 and 401 ten times over three
 minutes, ends on 413, and on any other 400 drops features one by one, which changes the prompt.
 
-Every event has its `event:` line (without it Claude Code sees nothing and asks a second time). A tool's input
-comes only as `input_json_delta` (input in the block's start is ignored and the tool called with {}). Every
-thinking block is signed before it stops.
+Every event has its `event:` line (without it Claude Code reads nothing and repeats the request). A tool's
+input comes only as `input_json_delta` (input in the block's start is ignored and the tool called with {}).
+Every thinking block is signed before it stops.
 """
 
 from collections.abc import Sequence
@@ -50,12 +50,12 @@ _THEIRS = "toolu_"
 
 
 def outward(call_id: str) -> str:
-    """The id as this API spells it."""
+    """The id in this API's format."""
     return _THEIRS + call_id.removeprefix(_OURS) if call_id.startswith(_OURS) else call_id
 
 
 def inward(tool_use_id: str) -> str:
-    """The id as it was minted."""
+    """The id as this node made it."""
     return _OURS + tool_use_id.removeprefix(_THEIRS) if tool_use_id.startswith(_THEIRS) else tool_use_id
 
 
@@ -63,8 +63,8 @@ def inward(tool_use_id: str) -> str:
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status and `error.type`. 529 is this API's own status for overload; 410 has none, and `not_found_error`
-    is the nearest that no client tries again.
+    """Status and `error.type`. 529 is this API's status for overload. It has no type for 410;
+    `not_found_error` is the nearest that no client retries.
     """
     match kind:
         case "bad_request" | "context_too_long" | "budget_spent":
@@ -90,7 +90,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's sentence with its path, as this API has no field for one; a long context in the words
+    """The fault's message with its path, as this API has no field for it; a long context in the words that
     Claude Code compacts on.
     """
     if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
@@ -111,8 +111,8 @@ def error(fault: Fault) -> Reply:
 
 
 def stop_reason(answer: Answer) -> str:
-    """Why it ended. Calls win, as in every dialect; a sample cut by an abort is called `max_tokens`: both say
-    that more was to come.
+    """The stop reason. Calls take precedence, as in every dialect. A sample cut by an abort is reported as
+    `max_tokens`: both mean that the answer is incomplete.
     """
     if answer.calls:
         return "tool_use"
@@ -133,10 +133,10 @@ def _stop(answer: Answer) -> dict[str, Json]:
 
 
 def usage_json(usage: Usage) -> dict[str, Json]:
-    """`input_tokens` are those not read from the cache, as this API counts."""
+    """`input_tokens` are those not read from the cache, as in this API."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,  # nothing here is bought ahead
+        "cache_creation_input_tokens": 0,  # this node bills no cache writes
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
@@ -144,11 +144,11 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's input: the very text that was sampled, set into the body unread, so that no number is rounded
-    and nothing is too deep.
+    """A call's input: the sampled text verbatim, inserted into the body unparsed, so that no number is
+    rounded and no nesting is too deep.
 
-    What is no JSON is handed on as a string: the harness's own check of its tool's input then tells the
-    model.
+    Text that is not JSON is sent as a string: the harness's own check of its tool's input then reports the
+    error to the model.
     """
     try:
         strict_json(arguments or "{}")
@@ -158,8 +158,8 @@ def arguments_json(arguments: str) -> Json:
 
 
 def shows_thinking(call: ModelCallInfo) -> bool:
-    """Whether the client wants thinking in words; else each block of it is its signature alone, as this API
-    does it.
+    """Whether the client wants the text of thinking; else each thinking block holds only its signature, as in
+    this API.
     """
     return call.request.extras.get("thinking") != "omitted"
 
@@ -208,7 +208,7 @@ class MessageStream:
     call: ModelCallInfo
     content_type: str = STREAM_TYPE
     started: bool = False
-    shown: bool = False  # something a client keeps (text, a call) is out
+    shown: bool = False  # something a client keeps (text, a call) is sent
     open: Literal["text", "thinking"] | None = None
     index: int = 0
 
@@ -238,9 +238,7 @@ class MessageStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """A ping; this API allows them anywhere, and its SDKs drop them before they look at the order of
-        events.
-        """
+        """A ping: this API allows it anywhere, and its SDKs drop it before they check the order of events."""
         return _event("ping")
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -253,14 +251,14 @@ class MessageStream:
         )
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Break the connection while nothing is shown: Claude Code then asks the same again, streamed. Later
-        it would keep the half text and add a message about it, so an `error` event tells it to drop the half:
-        it asks the same again, unstreamed.
+        """Break the connection while nothing is shown: Claude Code then repeats the request, streamed. Later
+        it would keep the partial text and add a message about it, so an `error` event makes it drop the
+        partial text and repeat the request without streaming.
         """
         return event(error_body(fault), name="error") if self.shown else None
 
     def _begun(self) -> bytes:
-        # nothing when `start` was called, as it should be
+        # empty when `start` was called, as usual
         return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _in_block(self, kind: Literal["text", "thinking"]) -> bytes:

@@ -1,6 +1,6 @@
 """Google generateContent: the API of Gemini CLI, and of Qwen Code, Pi and opencode when so configured.
 
-`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers and errors.
+`shapes` is the accepted JSON, `read` turns it into a conversation, `write` makes answers and errors.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from polarnode.providers.google.read import read
 
 @frozen
 class Google:
-    """The dialect; holds nothing."""
+    """The generateContent dialect. Stateless."""
 
     name: str = "google"
 

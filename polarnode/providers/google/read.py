@@ -68,15 +68,15 @@ _ROLES = {
     "assistant": "model",
     "system": "system",
 }
-# What Google says a result is: the whole object, unless it says its output by this name. `result` is what its
-# SDKs' automatic calling writes.
+# Google's rule for a result: the whole object, unless its output is under one of these names. `result` is
+# written by the automatic calling of its SDKs.
 _OUTPUTS = ("output", "result")
 
 RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
 
 
 def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple[Message, ...]:
-    """The whole conversation: the system instruction first, when there is one."""
+    """The whole conversation: the system instruction first, if there is one."""
     head = (
         system
         if isinstance(system, str)
@@ -105,8 +105,8 @@ def ran_code(contents: Iterable[Content]) -> bool:
 
 @define(eq=False)
 class _Reader:
-    """One pass over the contents. `open` are the calls of the latest model turn that have no result yet;
-    `calls` counts all there were.
+    """One pass over the contents. `open` holds the calls of the latest model turn without a result; `calls`
+    counts all calls.
     """
 
     found: list[Message]
@@ -134,7 +134,7 @@ class _Reader:
             self._flush(texts)
             texts = []
             self.found.append(self._result(part.functionResponse))
-        if texts or len(self.found) == before:  # one to one, even for nothing
+        if texts or len(self.found) == before:  # one message per content, even for an empty one
             self.found.append(Message(role="user", text=paragraphs(texts)))
 
     def _flush(self, texts: list[str]) -> None:
@@ -145,8 +145,8 @@ class _Reader:
         return Message(role="tool", text=result_text(response), call_id=self._answered(response))
 
     def _answered(self, response: FunctionResponse) -> str:
-        """The id of the call this answers. Some clients leave ids out, of calls as of results; they keep
-        names and order.
+        """The id of the call this answers. Some clients omit ids, of calls as of results, but keep names and
+        order.
         """
         call_id = inward(response.id or "", response.name)
         for fits in (lambda call: call.id == call_id, lambda call: call.name == response.name):
@@ -166,7 +166,7 @@ class _Reader:
             self.open = list(message.calls)
 
     def _assistant(self, shown_parts: tuple[PartShape, ...], earlier: int) -> Message:
-        """One content as a message; `earlier` calls of the same turn stand before it."""
+        """One content as a message; `earlier` calls of the same turn precede it."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
@@ -181,7 +181,7 @@ class _Reader:
             else:
                 texts.append(_shown(part))
             refs.append(part.thoughtSignature or "")
-        # Joined as `Answer.text` and `Answer.thinking` join the parts we sent.
+        # Joined like the parts in `Answer.text` and `Answer.thinking`.
         return Message(
             role="assistant",
             text="".join(texts),
@@ -191,7 +191,7 @@ class _Reader:
         )
 
     def _call(self, call: FunctionCall, signed: str | None) -> ToolCall:
-        """A call; one without an id gets the one it is signed with, or one by its place among all calls,
+        """A call. One without an id gets the id in its signature, or one from its position among all calls,
         which later requests repeat.
         """
         self.calls += 1
@@ -200,11 +200,11 @@ class _Reader:
 
 
 def result_text(response: FunctionResponse) -> str:
-    """A function's result as the model sees it: its output where that is all it says, a text as it is,
+    """A function's result as the model sees it: its output if that is its only content, a text verbatim,
     anything else as compact JSON.
 
-    So the same tool reads the same in every API; an `error` keeps its name, because that name is all that
-    says it is one.
+    So the same tool reads the same in every API. An `error` keeps its name, because only the name marks it as
+    an error.
     """
     output = response.response
     if isinstance(output, dict):
@@ -213,7 +213,7 @@ def result_text(response: FunctionResponse) -> str:
 
 
 def _beside(part: PartShape | ResponsePart) -> str:
-    """What stands beside a result."""
+    """The text of a part beside a result's JSON."""
     if part.fileData is not None:
         return unseen("fileData")
     return part.text or "" if part.inlineData is None else part.inlineData.describe()
@@ -223,7 +223,7 @@ def _output_of(response: dict[str, Json], name: str) -> Json:
     if len(response) == 1:
         return next((response[output] for output in _OUTPUTS if output in response), response)
     if response.keys() == {"name", "content"} and response["name"] == name:
-        return response["content"]  # as the AI SDK (opencode) wraps it
+        return response["content"]  # the AI SDK (opencode) wraps it like this
     return response
 
 
@@ -270,15 +270,15 @@ _ONE: Final = frozenset({"items", "additionalProperties", "not"})
 _WHOLE: Final = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 )
-_OWN: Final = frozenset({"nullable", "propertyOrdering"})  # Google's alone: read here, and no JSON Schema
+_OWN: Final = frozenset({"nullable", "propertyOrdering"})  # Google's own: read here, not part of JSON Schema
 _KNOWN: Final = _LISTS | _MAPS | _ONE | _WHOLE | _OWN
 _NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # proto has no `$`
-# where null is a value; elsewhere it is proto's "not said"
+# where null is a value; elsewhere null means absent, as in proto
 _NULLS: Final = frozenset({"default", "const", "example"})
 
 
 def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
-    """The schema as JSON Schema; Refused at `path` when it is nested too deeply to be read."""
+    """The schema as JSON Schema. Raises Refused at `path` when it is nested too deeply."""
     try:
         return _schema(schema)
     except RecursionError:
@@ -298,7 +298,7 @@ def _schema(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _name(name: str) -> str:
-    """Keywords in one spelling; a name that is none of ours is left alone."""
+    """A keyword in its JSON Schema spelling; an unknown name is unchanged."""
     spelled = camel(name)
     return _NAMES.get(name) or (spelled if spelled in _KNOWN else name)
 
@@ -311,7 +311,7 @@ def _keyword(name: str, value: Json) -> Json:
     if name in _LISTS and isinstance(value, list):
         return [_inner(each) for each in value]
     if name in _WHOLE and isinstance(value, str) and value.isdecimal():
-        return int(value)  # proto writes 64-bit numbers as strings
+        return int(value)  # proto writes 64-bit integers as strings
     return _inner(value) if name in _ONE else value
 
 
@@ -328,7 +328,7 @@ def _type(value: Json) -> Json:
 
 
 def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """The schema, or null: written with the type where there is one, else as one more alternative."""
+    """The schema, or null: added to the type where there is one, else as one more alternative."""
     kinds, alternatives, words = schema.get("type"), schema.get("anyOf"), schema.get("enum")
     if isinstance(kinds, str) and kinds != "null":
         schema["type"] = [kinds, "null"]
@@ -366,7 +366,7 @@ def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
 
 
 def tool_choice(config: shapes.ToolConfig | None, declared: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
-    """What the model must call, in our terms, and notes on what of it cannot be expressed."""
+    """The tool choice in the terms of `Conversation`, with notes on what cannot be expressed."""
     calling = config.functionCallingConfig if config is not None else None
     if calling is None:
         return "auto", ()
@@ -403,13 +403,15 @@ def _check(names: tuple[str, ...], declared: tuple[Tool, ...]) -> None:
 
 # ── read ────────────────────────────────────────────────────────────
 
-ENUM = "text/x.enum"  # Google's own: one of the schema's words, without quotes
-# not `re.escape`, which also escapes what other engines' regexes have no escape for
+ENUM = "text/x.enum"  # Google's own: one of the schema's values, without quotes
+# not `re.escape`, which also escapes characters that other regex engines do not allow to be escaped
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
-    """A generateContent body, or a countTokens body of either form. Refused with the path of the field."""
+    """Read a generateContent body, or a countTokens body of either form. Raises Refused with the path of the
+    field.
+    """
     request, ignored = _request(body)
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
     declared = tools((request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ())
@@ -452,7 +454,7 @@ def _sse(query: str) -> bool:
 
 
 def _thinking(config: ThinkingConfig | None) -> bool | None:
-    """Whether to think, where the client says so: a budget of none or of some. A level leaves it to the
+    """Whether to think, where the client's budget decides it: zero or more. A level leaves it to the
     template.
     """
     if config is None or config.thinkingBudget is None or config.thinkingBudget < 0:
@@ -461,11 +463,11 @@ def _thinking(config: ThinkingConfig | None) -> bool | None:
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
-    greedy = config.topP == 0  # no token is that likely: Google then takes the likeliest
+    greedy = config.topP == 0  # matches no token: Google then takes the most likely one
     return Sampling(
         temperature=config.temperature,
         top_p=config.topP or None,
-        # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean all tokens
         top_k=1 if greedy else config.topK if config.topK and config.topK > 0 else None,
         max_tokens=config.maxOutputTokens or None,
         stop=config.stopSequences or (),
@@ -476,7 +478,9 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _constraint(config: GenerationConfig) -> Constraint | None:
-    """What the answer must match. JSON without a schema is any JSON; a schema without a type means JSON."""
+    """What the answer must match. JSON without a schema is any JSON; a schema without a MIME type means
+    JSON.
+    """
     json = config.responseJsonSchema
     path = "$.generationConfig." + ("responseSchema" if json is None else "responseJsonSchema")
     schema = config.responseSchema if json is None else json
@@ -513,8 +517,8 @@ def _text(schema: Mapping[str, Json], path: str) -> str:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks: this API has no field for it; opencode gives a sub-agent its own session id and its parent's
-    in every API.
+    """The agent that sent the request. This API has no field for it; opencode sends a sub-agent's session id
+    and its parent's in every API.
     """
     session, parent = headers.get("x-session-id") or "", headers.get("x-parent-session-id") or ""
     return (

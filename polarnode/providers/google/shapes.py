@@ -1,4 +1,4 @@
-"""Google generateContent: the JSON we accept, as attrs classes with camelCase names.
+"""Google generateContent: the accepted JSON, as attrs classes with camelCase names.
 
 Proto JSON accepts `systemInstruction` and `system_instruction` alike, and clients send both, so names are
 respelled before a shape is made. Fields that are only passed on (arguments, results, schemas) keep their own
@@ -46,9 +46,7 @@ def camel(name: str) -> str:
 
 
 def respelled(value: Json, shape: type[Any]) -> tuple[Json, tuple[str, ...]]:
-    """The JSON with every field a `shape` knows under its alias, and the paths of those it does not know,
-    each once.
-    """
+    """The JSON with every field of a `shape` under its alias, and the paths of unknown fields, each once."""
     unknown: dict[str, None] = {}
     found = _value(value, shape, "$", unknown)
     return found, tuple(unknown)
@@ -83,7 +81,7 @@ def _object(value: dict[str, Json], cls: Any, path: str, unknown: dict[str, None
 
 @cache
 def _fields(cls: Any) -> dict[str, Any]:
-    """The shape of every field by its alias; None where there is nothing below it to spell."""
+    """The shape of every field by its alias; None where nothing below it needs respelling."""
     return {
         field.alias: None if _parts(field.type) == (None, None) else field.type for field in attrs.fields(cls)
     }
@@ -113,8 +111,8 @@ _CACHE = "cached contents are not served here: send the conversation itself, its
 
 @frozen
 class Blob:
-    """Bytes inside a part. Text is text, however it is wrapped; anything else is refused, but described where
-    a function gave it.
+    """Bytes inside a part. Text is read, whatever its MIME type; anything else is refused, or described when
+    it is a function's result.
     """
 
     mimeType: str = ""
@@ -123,11 +121,11 @@ class Blob:
 
     @property
     def kind(self) -> str:
-        """What it is, without parameters."""
+        """The MIME type without parameters."""
         return self.mimeType.partition(";")[0].strip().lower() or "nameless"
 
     def describe(self) -> str:
-        """The text, or that it is none."""
+        """The text, or a note that the content is not text."""
         return self.text() if _is_text(self.kind) else unseen(f"{self.kind} data")
 
     def text(self) -> str:
@@ -143,7 +141,7 @@ class Blob:
 
 @frozen
 class FileData:
-    """Bytes that lie elsewhere."""
+    """Bytes stored elsewhere."""
 
     fileUri: str = ""
 
@@ -154,7 +152,7 @@ def _is_text(kind: str) -> bool:
 
 @frozen
 class FunctionCall:
-    """`id` may lack: Google's own clients of old sent none, and matched results by name and order."""
+    """`id` may be absent: Google's older clients sent none, and matched results by name and order."""
 
     name: str
     id: str | None = None
@@ -198,7 +196,7 @@ class CodeExecutionResult:
 
 @frozen(kw_only=True)
 class PartShape:
-    """One part; `thought` marks a text as thinking, `thoughtSignature` is what we signed it with, echoed."""
+    """One part. `thought` marks a text as thinking; `thoughtSignature` is this node's signature, echoed."""
 
     text: str | None = None
     thought: bool | None = None
@@ -214,7 +212,7 @@ class PartShape:
     mediaResolution: Json = None
 
     def check_readable(self, path: str) -> None:
-        """Refused, with the path of what the model cannot read."""
+        """Raise Refused with the path of what the model cannot read."""
         if self.fileData is not None:
             raise Refused(str(not_text("fileData")), path=f"{path}.fileData")
         if self.inlineData is not None:
@@ -236,8 +234,8 @@ def parts(value: Parts) -> tuple[PartShape, ...]:
 class Content:
     """`function` and `tool` are roles of this API's first version, for what is now a user's functionResponse.
 
-    What the model cannot see is refused, but described beside a functionResponse: there it is what a function
-    found.
+    Parts that the model cannot read are refused, but described beside a functionResponse, where they are a
+    function's result.
     """
 
     parts: Parts = None
@@ -253,7 +251,7 @@ class Content:
 
 @frozen
 class Declaration:
-    """A function. `parameters` is Google's own schema language, `parametersJsonSchema` is JSON Schema."""
+    """A function. `parameters` is in Google's own schema language, `parametersJsonSchema` in JSON Schema."""
 
     name: str
     description: str | None = None
@@ -284,7 +282,7 @@ class ToolConfig:
 
 @frozen
 class ThinkingConfig:
-    """A budget of 0 turns thinking off, -1 leaves it to the model."""
+    """A budget of 0 turns thinking off; -1 leaves it to the model."""
 
     includeThoughts: bool | None = None
     thinkingBudget: int | None = None
@@ -296,7 +294,7 @@ class GenerationConfig:
     temperature: float | None = field(default=None, validator=within(0, 2))
     topP: float | None = field(default=None, validator=within(0, 1))
     topK: int | None = field(default=None, validator=at_least(-1))
-    maxOutputTokens: int | None = field(default=None, validator=at_least(0))  # 0 is proto's "not said"
+    maxOutputTokens: int | None = field(default=None, validator=at_least(0))  # 0 means absent, as in proto
     stopSequences: tuple[str, ...] | None = field(default=None, validator=no_empty_strings)
     seed: int | None = field(default=None, validator=seed_fits)
     presencePenalty: float | None = field(default=None, validator=within(-2, 2))
@@ -312,7 +310,7 @@ class GenerationConfig:
 
 @frozen(kw_only=True)
 class GenerateRequest:
-    """The body. The model's name stands in the path; `model` in the body is what countTokens sends along."""
+    """The body. The path names the model; `model` in the body comes from countTokens."""
 
     contents: tuple[Content, ...] | Content = field(validator=some)
     model: str | None = None
@@ -325,6 +323,6 @@ class GenerateRequest:
 
 @frozen(kw_only=True)
 class CountRequest:
-    """A countTokens body: a whole request, or (as Vertex has it) its fields."""
+    """A countTokens body: a whole request, or (on Vertex) its fields."""
 
     generateContentRequest: GenerateRequest

@@ -1,9 +1,9 @@
 """Google generateContent: answers (whole, as server-sent events, or as a JSON array in pieces), errors, and
 tool-call ids.
 
-Ids go out as they were minted (`call_…`). Gemini CLI can be set to keep its own contexts, and then puts the
-function's name and two underscores before every id; other clients drop ids and keep the signature beside the
-call. Both are read back to exactly the minted id. Other ids (those Gemini CLI invents, another server's
+Ids are sent as this node makes them (`call_…`). Gemini CLI can be set to keep its own contexts, and then puts
+the function's name and two underscores before every id; other clients drop ids and keep the signature beside
+the call. Both are read back as exactly the original id. Other ids (those Gemini CLI invents, another server's
 history) pass unchanged.
 
 Errors have the shape of google.rpc.Status. Gemini CLI (0.61, measured) retries 429 and 5xx ten times over 200
@@ -59,19 +59,19 @@ from polarnode.providers.shapes import strict_json
 # ── ids ────────────────────────────────────────────────────────────
 
 _OURS = re.compile(r"call_[0-9a-f]{16,}")
-# what we sign with, and what the id of each call of the turn begins with
+# a signature's content, and the beginning of the id of each call of the turn
 _REFERENCE = re.compile(rb"[0-9a-f]{16}")
 
 
 def inward(call_id: str, name: str) -> str:
-    """The id as it was minted."""
+    """The id as this node made it."""
     bare = call_id.removeprefix(f"{name}__")
     return bare if _OURS.fullmatch(bare) else call_id
 
 
 def of_signature(signature: str | None, place: int) -> str | None:
-    """The id of a turn's call at `place`, from 0, by its signature alone; None when that is not ours. Whether
-    it is true is not judged here.
+    """The id of a turn's call at `place`, from 0, by its signature alone; None when the signature is not this
+    node's. The signature is not verified here.
     """
     try:
         reference = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
@@ -86,8 +86,8 @@ _RPC = "type.googleapis.com/google.rpc."
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status and canonical code of google.rpc. It has none for 405, 410 and 413; the nearest is taken that
-    says the same to a reader.
+    """Status and canonical code of google.rpc. It has no code for 405, 410 and 413; the one with the nearest
+    meaning is used.
     """
     match kind:
         case "bad_request" | "context_too_long":
@@ -115,9 +115,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's sentence, after its path unless it names it itself; a long context in Google's own
-    words.
-    """
+    """The fault's message, after its path unless it contains that; a long context in Google's own words."""
     if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
         return (
             f"The input token count ({fault.prompt_tokens}) exceeds the maximum number of tokens allowed"
@@ -158,8 +156,8 @@ NOTHING: Json = {"text": ""}
 
 
 def finish_reason(answer: Answer) -> str:
-    """Why it ended. This API has no word for calls or stop strings; calls win, as in every dialect, because
-    Gemini CLI ends on MAX_TOKENS.
+    """The finish reason. This API has none for calls or stop strings. Calls take precedence, as in every
+    dialect, because Gemini CLI stops on MAX_TOKENS.
     """
     if answer.calls:
         return "STOP"
@@ -173,8 +171,8 @@ def finish_reason(answer: Answer) -> str:
 
 
 def usage_json(usage: Usage) -> Json:
-    """`candidatesTokenCount` is without the thoughts, as this API counts; `promptTokenCount` with what came
-    from the cache.
+    """`candidatesTokenCount` excludes thoughts and `promptTokenCount` includes cached tokens, as in
+    this API.
     """
     return {
         "promptTokenCount": usage.prompt_tokens,
@@ -186,11 +184,11 @@ def usage_json(usage: Usage) -> Json:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's arguments: the very text that was sampled, set into the body unread, so that no number is
-    rounded and nothing is too deep.
+    """A call's arguments: the sampled text verbatim, inserted into the body unparsed, so that no number is
+    rounded and no nesting is too deep.
 
-    This API's clients take objects only. What is none stands under `input`: the harness's own check of its
-    tool's arguments then tells the model.
+    This API's clients accept objects only. Any other text is put under `input`: the harness's own check of
+    its tool's arguments then reports the error to the model.
     """
     text = arguments.strip() or "{}"
     try:
@@ -202,7 +200,7 @@ def arguments_json(arguments: str) -> Json:
 
 
 def part_json(part: Part, signature: str) -> Json:
-    """One part. What a client must bring back to be believed is signed: thoughts and calls."""
+    """One part. Thoughts and calls are signed: their echo is verified by the signature."""
     match part:
         case TextPart(text):
             return {"text": text}
@@ -216,7 +214,7 @@ def part_json(part: Part, signature: str) -> Json:
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
-    """`logprobsResult`. A token that is part of a letter is shown with U+FFFD, as this API has no field for
+    """`logprobsResult`. A token that is part of a character is shown as U+FFFD, as this API has no field for
     bytes.
     """
     chosen: list[Json] = [_token(token.data, token.logprob) for token in tokens]
@@ -271,14 +269,12 @@ def _timestamp(created: int) -> str:
 
 @define(eq=False)
 class ContentStream:
-    """One answer as chunks, each a GenerateContentResponse of its own. The counts stand in the first and in
-    the last.
-    """
+    """One answer as chunks, each a GenerateContentResponse. The first and the last contain the counts."""
 
     call: ModelCallInfo
     sse: bool
     started: bool = False
-    opened: bool = False  # the array's bracket is out
+    opened: bool = False  # the array's bracket is sent
     tail: dict[str, Json] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -320,8 +316,8 @@ class ContentStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """An empty chunk; between the elements of an array, where a client reads no element twice, white
-        space.
+        """An empty chunk; in an array white space between its elements, which no client reads as an
+        element.
         """
         return self._chunk([candidate_json([], 0)]) if self.sse else b"\r\n"
 
@@ -333,18 +329,19 @@ class ContentStream:
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """An error as Google itself puts it into a stream: bare JSON, no event, and then the end.
+        """An error in the form Google itself uses in a stream: bare JSON, not an event, and then the end.
 
-        Its SDKs raise it, and Gemini CLI (0.61, tried) asks again, whatever it had shown. An event would be a
-        chunk without a word to them; a break ends Gemini CLI with exit code 1, with or without an error
-        before it, because Node drops what is not read yet; a clean end alone is asked again only after calls,
-        and after a text it is a last word. Of an array the error is an element, and then it breaks.
+        Google's SDKs raise it, and Gemini CLI (0.61, tested) repeats the request, whatever it has shown. The
+        SDKs would read an event as a chunk without text. A broken connection ends Gemini CLI with exit code
+        1, with or without an error before it, because Node drops what is not yet read. A clean end alone
+        makes it repeat the request only after calls; after a text it counts as the end of the answer. In an
+        array the error is an element, and then the connection breaks.
         """
         body = error_body(fault)
         return LastWords(dump_json(body) + b"\n") if self.sse else self._element(body)
 
     def _begun(self) -> bytes:
-        # nothing when `start` was called, as it should be
+        # empty when `start` was called, as usual
         return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _part(self, part: Part, choice: int) -> bytes:

@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: the API of mini-swe-agent, OpenHands, Qwen Code, Pi, opencode, OpenClaw and
 hermes.
 
-`shapes` is the JSON we accept, `read` makes a conversation of it, `write` makes answers.
+`shapes` is the accepted JSON, `read` turns it into a conversation, `write` makes answers.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from polarnode.providers.openai_chat.read import read
 
 @frozen
 class OpenAIChat:
-    """The dialect; holds nothing."""
+    """The Chat Completions dialect. Stateless."""
 
     name: str = "openai_chat"
 
@@ -45,7 +45,7 @@ class OpenAIChat:
         return openai.error(fault, conversation="messages")
 
     def count(self, tokens: int) -> bytes | None:
-        return None  # this API counts nothing in advance
+        return None  # this API has no count_tokens call
 
     def models(self, served: ServedModel) -> bytes:
         return openai.models(served)

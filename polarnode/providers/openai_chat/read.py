@@ -42,7 +42,7 @@ _ANY_OBJECT = Constraint(kind="json_schema", text='{"type":"object"}')
 
 
 def constraint(request: ChatRequest) -> Constraint | None:
-    """What is asked of the answer; Refused when it is more than one thing."""
+    """The constraint on the answer. Raises Refused when there is more than one."""
     found = dict(_said(request))
     if len(found) > 1:
         first, second, *_ = found
@@ -138,17 +138,17 @@ def _one_of(words: tuple[str, ...], path: str) -> str:
 
 # ── thinking ────────────────────────────────────────────────────────────
 
-_TEMPLATE = ("enable_thinking", "thinking")  # Qwen's and GLM's word, and DeepSeek's
+_TEMPLATE = ("enable_thinking", "thinking")  # the names of Qwen and GLM, and of DeepSeek
 _TYPES = {"enabled": True, "disabled": False}
 
 
 def thinking(request: ChatRequest) -> bool | None:
-    """Whether the client wants thinking; None where it does not say."""
+    """Whether the client wants thinking; None where it leaves that open."""
     return next((value for value in _requested(request) if value is not None), None)
 
 
 def unused(request: ChatRequest) -> Iterator[str]:
-    """The paths of settings on thinking and on the template that are not used."""
+    """The paths of thinking and template settings that are not used."""
     if request.reasoning_effort not in (None, "none"):
         yield "$.reasoning_effort"
     if request.reasoning is not None and request.reasoning.effort not in (None, "none"):
@@ -183,7 +183,7 @@ def _flag(request: ChatRequest, name: str) -> bool | None:
 
 
 def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> ModelRequest:
-    """A Chat Completions body. Refused with the path of the field."""
+    """Read a Chat Completions body. Raises Refused with the path of the field."""
     request, unknown = read_body(body, ChatRequest)
     listed = read_tools(request.tools or ())
     messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
@@ -230,7 +230,7 @@ def _assistant(shape: AssistantMessage) -> Message:
     calls = tuple(read_call(call) for call in shape.tool_calls or ())
     return Message(
         role="assistant",
-        # our own answer's parts, so joined as `Answer.text` joins them
+        # the parts of this node's answer, joined as in `Answer.text`
         text="".join(_texts(shape.content)) + (shape.refusal or ""),
         calls=calls,
         thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
@@ -256,14 +256,14 @@ def _texts(content: Content | ResultContent) -> Iterator[str]:
 
 
 def _spoken(value: Json) -> str:
-    return value if isinstance(value, str) else ""  # some clients keep an object of their own here
+    return value if isinstance(value, str) else ""  # some clients put an object of their own here
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
 def _unused(request: ChatRequest) -> Iterator[str]:
-    """Alternatives are shown only to who asks for logprobs, as in the API itself."""
+    """The paths of fields without effect. Alternatives are shown only with logprobs, as in the API itself."""
     if request.top_logprobs and not request.logprobs:
         yield "$.top_logprobs"
     yield from unused(request)
@@ -273,7 +273,7 @@ def _sampling(request: ChatRequest) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        # 0 and -1 both mean "all tokens"
+        # 0 and -1 both mean all tokens
         top_k=request.top_k if request.top_k and request.top_k > 0 else None,
         min_p=request.min_p,
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -286,8 +286,8 @@ def _sampling(request: ChatRequest) -> Sampling:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """Who asks: opencode gives a sub-agent its own session id and its parent's; OpenHands names its
-    conversation.
+    """The agent that sent the request: opencode sends a sub-agent's session id and its parent's; OpenHands
+    names its conversation.
     """
     session = headers.get("x-session-id") or headers.get("x-litellm-session-id") or ""
     parent = headers.get("x-parent-session-id") or ""

@@ -1,4 +1,4 @@
-"""Chat Completions: the JSON we accept, as attrs classes. Unknown fields are accepted everywhere and not
+"""Chat Completions: the accepted JSON, as attrs classes. Unknown fields are accepted everywhere and not
 read.
 
 Content that the model would have to see and cannot (images, sound), or that a client would wait for and not
@@ -26,15 +26,14 @@ from polarnode.providers.shapes import (
 
 _OLD_CALLS = "the function_call API of old is not served: use tools and tool_calls"
 
-# each holds the engine's memory until the last is done; whoever wants many answers to a task asks for
-# `num_samples`
+# each holds engine memory until the last is done; use `num_samples` for many answers to a task
 CHOICES = 8
 ALTERNATIVES = 20  # OpenAI's own limit
 
 
 @frozen
 class TextPartShape:
-    """`input_text` and `output_text` are the Responses API's spelling, which some clients carry over."""
+    """`input_text` and `output_text` are the Responses API's types, which some clients use here."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -56,7 +55,7 @@ class NotTextPart:
 
 @frozen
 class UnseenPart:
-    """The same in a tool's result, where it is described."""
+    """Such a part in a tool's result, where it is described."""
 
     type: NotText
 
@@ -79,7 +78,7 @@ class UserMessage:
 
 @frozen
 class AssistantMessage:
-    """Thinking comes back as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter),
+    """Thinking is echoed as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter),
     or not at all.
     """
 
@@ -96,7 +95,7 @@ class AssistantMessage:
 @frozen
 class ToolMessage:
     role: Literal["tool"]
-    tool_call_id: str | None = None  # nothing for a call that had no id
+    tool_call_id: str | None = None  # None for a call without an id
     content: ResultContent = None
 
 
@@ -113,7 +112,7 @@ class StreamOptions:
 
 @frozen
 class ReasoningShape:
-    """OpenRouter's."""
+    """OpenRouter's reasoning settings."""
 
     enabled: bool | None = None
     effort: str | None = None
@@ -121,14 +120,14 @@ class ReasoningShape:
 
 @frozen
 class ThinkingSwitchShape:
-    """GLM's and DeepSeek's."""
+    """The thinking switch of GLM and DeepSeek."""
 
     type: str | None = None
 
 
 @frozen
 class SchemaShape:
-    """A schema and its name. Without a schema any object is one."""
+    """A schema and its name. Without a schema any object matches."""
 
     name: str | None = None
     schema: dict[str, Json] | None = None
@@ -155,7 +154,7 @@ class ResponseFormat:
 
 @frozen
 class StructuredOutputs:
-    """vLLM's way to say what an answer must match."""
+    """vLLM's settings for what an answer must match."""
 
     json: dict[str, Json] | str | None = None
     regex: str | None = None
@@ -174,10 +173,10 @@ Stop = str | tuple[str, ...] | None
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """The body. Every field but `model` and `messages` may lack or be null; penalties and ranges are
-    OpenAI's, `top_k` … are SGLang's.
+    """The body. Every field but `model` and `messages` may be absent or null. Penalties and ranges are
+    OpenAI's; `top_k` and the like are SGLang's.
 
-    Constraints come in OpenAI's spelling or in SGLang's and vLLM's, old and new.
+    Constraints are accepted in the formats of OpenAI, SGLang and vLLM, old and new.
     """
 
     model: str

@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 @frozen
 class FunctionCall:
-    """`arguments` is JSON text, kept as it is; some clients send the object itself, or nothing for none."""
+    """`arguments` is JSON text, kept verbatim; some clients send the object itself, or nothing for no
+    arguments.
+    """
 
     name: str
     arguments: str | dict[str, Json] | None = None
@@ -38,8 +40,8 @@ def _one_of_both(shape: "ToolCallShape", _: object, value: CustomCall | None) ->
 
 @frozen
 class ToolCallShape:
-    """One class, as many clients leave the type out; Pi has none for a call that came without (harnesses.md
-    12, `noid`).
+    """One class for all types, as many clients omit the type. Pi sends no id for a call that had none
+    (harnesses.md 12, `noid`).
     """
 
     id: str | None = None
@@ -49,9 +51,7 @@ class ToolCallShape:
 
 @frozen
 class FunctionShape:
-    """`strict` is the engine's to know where it can hold a call to its schema; it is named among what was not
-    used.
-    """
+    """`strict` is for engines that can hold a call to its schema; it is reported as not used."""
 
     name: str
     description: str | None = None
@@ -109,8 +109,8 @@ class AllowedTools:
 
 @frozen
 class AllowedChoice:
-    """A subset of the tools: taken for its mode, as all tools are rendered and the subset cannot be enforced
-    by a prompt.
+    """A subset of the tools. Only its mode is used: all tools are rendered, and a prompt cannot enforce the
+    subset.
     """
 
     type: Literal["allowed_tools"]
@@ -122,9 +122,7 @@ ToolChoice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice
 
 @frozen(kw_only=True)
 class ToolList:
-    """The tools the model is shown, the paths of what was not used, and what a reader of the turn should
-    know.
-    """
+    """The tools shown to the model, the paths of what was not used, and notes for readers of the turn."""
 
     tools: tuple[Tool, ...]
     ignored: tuple[str, ...]
@@ -170,7 +168,7 @@ def _rule(shape: CustomShape) -> str:
 
 
 def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
-    """The choice in our terms."""
+    """The tool choice in the terms of `Conversation`."""
     match choice:
         case None:
             return "auto"
@@ -196,9 +194,9 @@ def _known(name: str, tools: tuple[Tool, ...], path: str) -> str:
 
 
 def read_call(shape: ToolCallShape) -> ToolCall:
-    """An echoed call; a custom one as the model made it."""
+    """Read an echoed call; a custom call as the model made it."""
     if shape.function is None:
-        made = shape.custom or CustomCall(name="")  # the shape takes none without either
+        made = shape.custom or CustomCall(name="")  # the shape requires one of the two
         return ToolCall(id=shape.id or "", name=made.name, arguments=openai.arguments_of(made.input))
     arguments = shape.function.arguments
     return ToolCall(
@@ -209,8 +207,8 @@ def read_call(shape: ToolCallShape) -> ToolCall:
 
 
 def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
-    """A call as its tool's kind is spelled. A custom call that is no object with an `input` is handed on as
-    it is.
+    """A call in the format of its tool's kind. A custom call that is not an object with an `input` is sent
+    unchanged.
     """
     spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
     if spelled != openai.CUSTOM:

@@ -37,12 +37,12 @@ DETAILS: Final = "reasoning_details"
 
 
 def wants_details(request: ChatRequest) -> bool:
-    """Whether the client speaks OpenRouter's dialect, and has one answer to name."""
+    """Whether the client uses OpenRouter's format and asks for a single answer."""
     return (request.reasoning is not None or request.include_reasoning is True) and (request.n or 1) == 1
 
 
 def details(call: ModelCallInfo) -> dict[str, Json]:
-    """What is merged over the message, or over a delta: nothing unless it was requested."""
+    """The fields to merge over the message or a delta; empty unless requested."""
     if not call.request.extras.get(DETAILS):
         return {}
     return {
@@ -59,7 +59,7 @@ def details(call: ModelCallInfo) -> dict[str, Json]:
 
 
 def detail_refs(echoed: Json) -> Iterator[str]:
-    """The opaque fields in what a client gives back, its own additions among them."""
+    """The opaque fields in what a client echoes, including its own additions."""
     for detail in echoed if isinstance(echoed, list) else ():
         if isinstance(detail, dict):
             yield from (
@@ -71,12 +71,14 @@ def detail_refs(echoed: Json) -> Iterator[str]:
 
 # ── write ────────────────────────────────────────────────────────────
 
-# what OpenAI writes for a token that could not have been sampled; JSON has no infinity
+# OpenAI's value for a token that could not have been sampled; JSON has no infinity
 LEAST_LOGPROB: Final = -9999.0
 
 
 def finish_reason(answer: Answer) -> str:
-    """Why it ended. A sample cut by an abort is called `length`: both say that more was to come."""
+    """The finish reason. A sample cut by an abort is reported as `length`: both mean that the answer is
+    incomplete.
+    """
     if answer.calls:
         return "tool_calls"
     match answer.finish_reason:
@@ -99,7 +101,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 def message_json(call: ModelCallInfo, answer: Answer) -> Json:
-    """The assistant message; `content` is null when only calls were made, as OpenAI's own is."""
+    """The assistant message; `content` is null when there are only calls, as in OpenAI's API."""
     message: dict[str, Json] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
     if answer.thinking:
         message["reasoning_content"] = answer.thinking
@@ -110,7 +112,9 @@ def message_json(call: ModelCallInfo, answer: Answer) -> Json:
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
-    """Tokens of visible text. One that is part of a letter is shown with U+FFFD; its bytes say the truth."""
+    """The logprobs of visible text. A token that is part of a character is shown as U+FFFD; its `bytes` are
+    exact.
+    """
     content: list[Json] = [
         _token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]}
         for each in tokens
@@ -146,14 +150,15 @@ def _head(call: ModelCallInfo, kind: str) -> dict[str, Json]:
 
 @define(eq=False)
 class ChatStream:
-    """Answers as `chat.completion.chunk` events. The first of each says the role; it may be a keep-alive, as
-    it holds no count.
+    """Answers as `chat.completion.chunk` events. The first event of each holds the role. A keep-alive may be
+    the first, as it holds no count.
     """
 
     call: ModelCallInfo
     content_type: str = STREAM_TYPE
     opened: bool = False
-    calls: Counter[int] = field(factory=Counter)  # sent so far, by choice: the next call's index
+    # calls sent so far by choice, which is the next call's index
+    calls: Counter[int] = field(factory=Counter)
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
         return self._opening()
@@ -161,8 +166,8 @@ class ChatStream:
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
-                # Tokens that are no letter yet are reported at once: they would be missing from their text's
-                # own chunk.
+                # Tokens of an incomplete character are reported at once: they would be missing from the
+                # chunk of their text.
                 return (
                     self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs)
                     if text or logprobs
@@ -180,7 +185,7 @@ class ChatStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """A chunk whose delta is empty: clients count only data as life."""
+        """A chunk with an empty delta: clients count only data as a sign of life."""
         return self._opening() or self._chunk({}, 0)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -196,8 +201,8 @@ class ChatStream:
         return self._opening() + last + counts + DONE
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Nothing: break the connection. Every chat harness then asks again, while Pi ends its run on an
-        error chunk.
+        """Nothing: break the connection. Every chat harness then repeats the request, while Pi ends its run
+        on an error chunk.
         """
         return None
 

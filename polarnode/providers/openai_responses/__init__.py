@@ -1,9 +1,8 @@
 """OpenAI Responses: the API of Codex, and of Qwen Code, Pi, opencode, OpenClaw, hermes, OpenHands and
 mini-swe-agent when so configured.
 
-`shapes` is the JSON we accept, `read` makes a conversation of it (`items` its messages, `tools` its tools),
-`write` makes answers and errors, `history` keeps answers for later requests and seals what clients carry for
-us.
+`shapes` is the accepted JSON, `read` turns it into a conversation (`items` its messages, `tools` its tools),
+`write` makes answers and errors, `history` keeps answers for later requests and seals what clients echo.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from polarnode.providers.openai_responses.read import read
 
 @frozen
 class OpenAIResponses:
-    """The dialect; holds nothing."""
+    """The Responses dialect. Stateless."""
 
     name: str = "openai_responses"
 

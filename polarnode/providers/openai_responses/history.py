@@ -1,12 +1,12 @@
 """Responses: what outlives one answer: compaction summaries, sealed content, and stored answers.
 
-Compaction: the model is asked for a summary, which travels sealed and comes back as a user's message.
+Compaction: the model writes a summary, which is sent sealed and read back as a user's message.
 `_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history, and both
-sentences stay as they are while sessions live, because they are part of prompts.
+sentences must not change while sessions are open, because they are part of prompts.
 
-Sealed content is our own `encrypted_content`, which clients carry without reading it. It is no secret: it was
-sampled for this very client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as ours. What was
-sealed yesterday must open today: a new kind of content gets a new field, never another spelling.
+Sealed content is this node's own `encrypted_content`, which clients echo unread. It is not secret: it was
+sampled for this client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as this node's. Sealed
+content must stay readable: a new kind of content gets a new field, never another encoding.
 
 Stored answers serve `previous_response_id` and `item_reference`. An answer is kept as what it adds, with the
 name of the earlier one that its input begins with: most clients send the whole conversation every time, and
@@ -32,8 +32,8 @@ from polarnode.providers.shapes import compact
 
 # ── compaction ────────────────────────────────────────────────────────────
 
-# Asked as the last message of the whole conversation, so that the prompt extends the one before it and the
-# engine's cache holds it.
+# Sent as the last message of the whole conversation, so that the prompt extends the previous one and is in
+# the engine's cache.
 INSTRUCTION: Final = (
     "Stop here and summarize this conversation, so that another model can go on without having seen it. Do"
     " not call any tools. Write plain text with: the task and every instruction of the user that still holds;"
@@ -48,8 +48,8 @@ _INTRODUCTION: Final = (
 
 
 def retold(summary: str) -> str:
-    """The message that stands for the history that was summarized. A model that called a tool instead wrote
-    nothing, and the text states that.
+    """The message that replaces the summarized history. If the model called a tool instead of writing, the
+    text states that there is no summary.
     """
     return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
 
@@ -57,15 +57,15 @@ def retold(summary: str) -> str:
 # ── sealed content ────────────────────────────────────────────────────────────
 
 _OURS: Final = "pn1_"
-# bytes once opened: a million tokens of thinking are 4-6 MB; a client may send a small text that unpacks to
-# more
+# bytes once decompressed: a million tokens of thinking are 4-6 MB; a client may send a small text that
+# decompresses to more
 _LONGEST: Final = 16 << 20
 
 
 @frozen(kw_only=True)
 class SealedContent:
-    """What an item stands for. `thinking` is empty where the item shows it anyway; `summary` is a
-    compaction's.
+    """The content of a sealed item. `thinking` is empty where the item shows it in clear; `summary` belongs
+    to a compaction.
     """
 
     signature: str = ""
@@ -87,7 +87,7 @@ def seal(content: SealedContent) -> str:
 
 
 def unseal(opaque: str) -> SealedContent | None:
-    """What was sealed; None when it is not ours, or no longer whole."""
+    """The content of an opaque text; None when it is not this node's, or is damaged."""
     if not opaque.startswith(_OURS):
         return None
     text = opaque.removeprefix(_OURS)
@@ -117,25 +117,24 @@ def _text(value: Json) -> str:
 
 _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
-# inputs a next one may begin with: one an agent, and two or three agents ask at once where there are
-# sub-agents
+# inputs that a next one may begin with: one per agent, and with sub-agents two or three send requests at once
 _MOST_HEADS: Final = 16
 _ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
-_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # what an answer's signature is base64 of
+_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # the decoded content of an answer's signature
 
 
 def response_id(call_id: str) -> str:
-    """The id of the answer to a call. Item ids (`item_id`) begin with the same, so that an item leads to its
-    answer.
+    """The id of the response to a call. Item ids (`item_id`) begin with the same digits, so that an item
+    identifies its response.
     """
     return _ANSWER + call_id
 
 
 def item_id(prefix: str, call_id: str, index: int, signature: str = "") -> str:
-    """The id of an item, [A-Za-z0-9_], 64 characters at most.
+    """The id of an item: [A-Za-z0-9_], at most 64 characters.
 
-    `signature` is the answer's: it proves the turn when the item comes back, which for a text without
-    thoughts and calls nothing else does.
+    `signature` is the answer's: it proves the turn when the item is echoed, which nothing else does for a
+    text without thinking or calls.
     """
     return "_".join((prefix, call_id, str(index), *_reference(signature)))
 
@@ -150,7 +149,7 @@ def _reference(signature: str) -> list[str]:
 
 def previous(memory: Memory, name: str) -> list[Object]:
     """The conversation up to the end of an answer: its input and its output."""
-    # a session's other dialects remember things of their own
+    # a session's other dialects have their own values
     kept = memory.recall(name) if name.startswith(_ANSWER) else None
     if not isinstance(kept, dict):
         raise _unknown(name)
@@ -158,9 +157,7 @@ def previous(memory: Memory, name: str) -> list[Object]:
 
 
 def referenced(memory: Memory, name: str, path: str) -> Object | None:
-    """The item of an earlier answer that an `item_reference` names; None for another server's, which we never
-    had.
-    """
+    """The item of an earlier answer that an `item_reference` names; None for another server's item."""
     found = _ITEM_ID.fullmatch(name)
     if found is None:
         return None
@@ -173,7 +170,7 @@ def referenced(memory: Memory, name: str, path: str) -> Object | None:
 
 @frozen(kw_only=True)
 class StoredInput:
-    """An input as it will be kept: `base` is the answer whose input it begins with, `added` the rest as JSON
+    """An input as it is stored: `base` is the answer whose input it begins with, `added` the rest as JSON
     text.
     """
 
@@ -187,7 +184,7 @@ class StoredInput:
 
 
 def to_keep(memory: Memory, items: list[Object]) -> StoredInput:
-    """What an input adds to those before it."""
+    """The part that an input adds to earlier ones."""
     heads = {(head["length"], head["digest"]): head["name"] for head in _heads(memory)}
     lengths = {length for length, _ in heads}
     digest, base, begun = blake2b(digest_size=16), None, 0
@@ -209,7 +206,7 @@ def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
 
 
 def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
-    """The whole input, put together from the first to the last of the answers it was built on."""
+    """The whole input, joined from the first to the last of the answers it extends."""
     added = [_items(kept["input"])]
     while isinstance(base := kept["base"], str):
         found = memory.recall(base)
@@ -221,7 +218,7 @@ def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
 
 
 def _is_whole(memory: Memory, name: str) -> bool:
-    """Whether all that an answer's input was built on is still there."""
+    """Whether every answer that an input extends is still stored."""
     base: Json = name
     while isinstance(base, str):
         found = memory.recall(base)

@@ -39,7 +39,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", 
 _NOT_TEXTS: Final = frozenset(
     {"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"}
 )
-# what OpenAI's own server makes of an agent's words: a Fernet token
+# OpenAI's own server encrypts an agent's message as a Fernet token
 _ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
 NEW_TOOLS: Final = "From here on these tools can be called too:"
 FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
@@ -48,8 +48,8 @@ FOUND_NONE: Final = "Found no tools."
 
 @define(eq=False)
 class Transcript:
-    """What items say, read one after the other. `head` are tools that stand before all talk, `later` those
-    that appear in it, as text.
+    """The conversation in a list of items, read one by one. `head` holds the tools before the first message,
+    `later` the tools that are added in the conversation, as text.
     """
 
     messages: list[Message] = field(factory=list)
@@ -64,7 +64,7 @@ class Transcript:
     _answering: bool = field(default=False, init=False)
 
     def read(self, item: Object, path: str) -> None:
-        """One more item."""
+        """Read one more item."""
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
         reader = _READERS.get(str(kind))
         if reader is None:
@@ -77,12 +77,12 @@ class Transcript:
             reader(self, item, path)
 
     def add(self, message: Message) -> None:
-        """A message that is not the assistant's; an answer under way ends before it."""
+        """Add a message that is not the assistant's; an open answer ends before it."""
         self.close()
         self.messages.append(message)
 
     def close(self) -> None:
-        """The end of an answer, if there is one."""
+        """End the open answer, if there is one."""
         if self._answering:
             self.messages.append(
                 Message(
@@ -109,15 +109,16 @@ class Transcript:
             self.add(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
     def agent_message(self, item: Object, path: str) -> None:
-        """Codex takes the words of its agents for encrypted by the server (a schema says `encrypted`) and
-        hands them on unread, as it got them: ours are in clear, and a sub-agent has no other task.
+        """Read a message between Codex's agents. Codex assumes the server encrypts these messages (a schema
+        contains `encrypted`) and passes them on unread, as received. This node sends them in clear. They must
+        be read: a sub-agent has no other task.
         """
         shape = shaped(item, AgentMessageItem, path)
         self.add(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
     def reasoning(self, item: Object, path: str) -> None:
-        """Thinking: what we sealed, else the raw thinking, else its summary. What another server sealed stays
-        closed, and a reference.
+        """Thinking: what this node sealed, else the raw thinking, else its summary. Content sealed by another
+        server is not opened, only kept as a reference.
         """
         shape = shaped(item, ReasoningItem, path)
         ours = unseal(shape.encrypted_content or "")
@@ -129,8 +130,8 @@ class Transcript:
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 
     def compaction(self, item: Object, path: str) -> None:
-        """Our own summary of the earlier conversation. Another server's cannot be opened: the conversation
-        begins after it.
+        """This node's own summary of the earlier conversation. Another server's cannot be read: the
+        conversation begins after it.
         """
         ours = unseal(shaped(item, CompactionItem, path).encrypted_content or "")
         if ours is None or ours.summary is None:
@@ -155,7 +156,7 @@ class Transcript:
         )
 
     def action_call(self, item: Object, path: str) -> None:
-        """A call of `local_shell`, `shell` or `apply_patch`, as the arguments the model gave it."""
+        """A call of `local_shell`, `shell` or `apply_patch`, as the arguments that the model gave."""
         shape = shaped(item, ActionCallItem, path)
         name = str(item["type"]).removesuffix("_call")
         action = (shape.operation if name == "apply_patch" else shape.action) or {}
@@ -179,7 +180,7 @@ class Transcript:
         self._calls.append(ToolCall(id=call_id or "", name=name, arguments=arguments))
         self._refs += (call_id or "", item_id or "")
 
-    # ── what came of them ─────────────────────────────────────────────────────
+    # ── results ─────────────────────────────────────────────────────
 
     def output(self, item: Object, path: str) -> None:
         shape = shaped(item, OutputItem, path)
@@ -201,7 +202,7 @@ class Transcript:
         )
 
     def additional_tools(self, item: Object, path: str) -> None:
-        """Tools of the head where there is no message yet, else a message at their place."""
+        """Tools of the head before the first message, else a message at their place."""
         tools = shaped(item, AdditionalToolsItem, path).tools or ()
         if not self._answering and all(message.role == "system" for message in self.messages):
             self.head.read(tools, f"{path}.tools")
@@ -217,9 +218,7 @@ class Transcript:
         return box.tools
 
     def _result(self, output: Json, path: str) -> str:
-        """What a call gave, in every spelling: text, parts, a shell's streams, or some other JSON as
-        it is.
-        """
+        """A call's result, in every format: text, parts, a shell's streams, or any other JSON verbatim."""
         if isinstance(output, str):
             return output
         if isinstance(output, list) and any(
@@ -255,7 +254,7 @@ def _text(part: PartShape) -> str | None:
 
 
 def _streams(part: Json) -> str:
-    """One command of a shell: what it wrote and how it ended."""
+    """One command of a shell: its output and its outcome."""
     if not isinstance(part, dict):
         return compact(part)
     outcome = part.get("outcome")

@@ -31,12 +31,12 @@ from polarnode.providers.volatile import without_volatile
 
 _SESSION: Final = ("session-id", "session_id", "x-session-id", "x-litellm-session-id")
 _METADATA: Final = "x-codex-turn-metadata"
-# of Codex's `request_kind`; `turn` is the usual
+# values of Codex's `request_kind`; the usual one is `turn`
 _KINDS: Final = {"compaction": "compaction", "prewarm": "auxiliary"}
 
 
 def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bool) -> dict[str, str]:
-    """What is known of who asks; only what was said. `compacts`: the request itself says that it is a
+    """What the request states about the agent that sent it. `compacts`: the request itself is a
     compaction.
     """
     body = _object(request.client_metadata)
@@ -61,7 +61,7 @@ def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bo
 
 
 def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
-    """`compact` is Codex's own word for the helper that writes summaries."""
+    """`compact` is Codex's own name for the helper that writes summaries."""
     if "compact" in helper:
         return "compaction"
     return _KINDS.get(_text(turn.get("request_kind"))) or ("subagent" if helper or parent else "")
@@ -72,7 +72,7 @@ def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _turn(header: str | None) -> Mapping[str, Json]:
-    """Codex's account of the turn, JSON in a header; nothing where it is none."""
+    """Codex's metadata of the turn, JSON in a header; empty where there is none."""
     try:
         return _object(read_json(header.encode("utf-8", "replace"))) if header else {}
     except Refused:
@@ -92,7 +92,7 @@ def _text(value: Json) -> str:
 SEALED_THINKING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
 
-# What a response says again of its request, and what it says where the request was silent.
+# The request fields that a response echoes, with their values where the request has none.
 _ECHOED: Final[Object] = {
     "background": False,
     "instructions": None,
@@ -115,8 +115,8 @@ _ECHOED: Final[Object] = {
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
-    """A Responses body, or one whose conversation is to be compacted or counted. Refused with the path of the
-    field.
+    """Read a Responses body, or one whose conversation is to be compacted or counted. Raises Refused with the
+    path of the field.
     """
     request, unknown = read_body(body, ResponsesRequest)
     if request.model is None and envelope.operation == "generate":
@@ -154,8 +154,8 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
 
 
 def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Object]]:
-    """Every item of the conversation with its path, remembered ones first, references replaced by what they
-    refer to.
+    """Every item of the conversation with its path, stored ones first, with references replaced by the items
+    they name.
     """
     if request.previous_response_id is not None:
         for item in history.previous(memory, request.previous_response_id):
@@ -172,7 +172,7 @@ def _items(request: ResponsesRequest, memory: Memory) -> Iterator[tuple[str, Obj
 
 
 def _triggers(items: list[tuple[str, Object]]) -> bool:
-    """Whether the last item asks for a compaction of those before it."""
+    """Whether the last item asks for a compaction of the items before it."""
     return bool(items) and items[-1][1].get("type") == "compaction_trigger"
 
 
@@ -194,7 +194,7 @@ def _transcript(request: ResponsesRequest, items: list[tuple[str, Object]], *, c
 
 
 def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
-    """The messages without what a harness says only of the moment, and whether there was any."""
+    """The messages without a harness's volatile context, and whether there was any."""
     kept, volatile = without_volatile(tuple(messages))
     return list(kept), volatile
 
@@ -203,7 +203,7 @@ def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
 
 
 def _thinking(request: ResponsesRequest) -> bool | None:
-    """An effort other than none leaves it to the template."""
+    """Whether to think. An effort other than none leaves it to the template."""
     shape = shaped(request.reasoning or {}, ReasoningShape, "$.reasoning")
     return False if shape.effort == "none" else None
 
@@ -222,7 +222,9 @@ def _constraint(request: ResponsesRequest) -> Constraint | None:
 
 
 def _unused(request: ResponsesRequest) -> Iterator[str]:
-    """Log-probabilities are shown only to who asks for them by `include`, as in the API itself."""
+    """The paths of fields without effect. Logprobs are shown only when `include` asks for them, as in the API
+    itself.
+    """
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
         yield "$.top_logprobs"
     if request.text and request.text.get("verbosity") is not None:
@@ -237,7 +239,7 @@ def _remarks(request: ResponsesRequest) -> Iterator[str]:
         )
 
 
-# ── what the writer wants back ────────────────────────────────────────────────
+# ── extras for the writer ────────────────────────────────────────────────
 
 
 def _extras(
@@ -248,8 +250,8 @@ def _extras(
     *,
     compacts: bool,
 ) -> Object:
-    """The echo; whether thinking is sealed; how tools that came later are spelled; what to keep, or what a
-    compaction keeps in sight.
+    """What the writer needs of the request: the echoed fields; whether thinking is sealed; the format of
+    tools that were added later; what to store, or what a compaction keeps visible.
     """
     extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
     if transcript.later:
@@ -261,7 +263,7 @@ def _extras(
             item for item in items if item.get("role") == "user" and item.get("type") in (None, "message")
         ]
     elif envelope.operation == "generate" and request.store is not False:
-        # What goes on from a compaction goes on from its one item, which stands for all before it.
+        # A conversation after a compaction begins with its one item, which replaces all before it.
         extras["keeps"] = history.to_keep(envelope.memory, [] if compacts else items).as_json()
     return extras
 

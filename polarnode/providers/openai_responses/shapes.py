@@ -1,4 +1,4 @@
-"""Responses: the JSON we accept, as attrs classes. Unknown fields (`status`, `phase`,
+"""Responses: the accepted JSON, as attrs classes. Unknown fields (`status`, `phase`,
 `internal_chat_message_metadata_passthrough` …) are accepted everywhere and not read.
 
 Items, tools and parts of content are open sets (every release of Codex brings new ones), so each is shaped by
@@ -18,7 +18,7 @@ Object = dict[str, Json]
 
 @frozen
 class PartShape:
-    """A part of content; `type` tells which field holds its text."""
+    """A part of content; `type` decides which field holds its text."""
 
     type: str
     text: str | None = None
@@ -41,15 +41,15 @@ class MessageItem:
 
 @frozen
 class AgentMessageItem:
-    """What one of Codex's agents tells another; its text says who."""
+    """A message from one of Codex's agents to another; its text names the sender."""
 
     content: Content = None
 
 
 @frozen
 class ReasoningItem:
-    """`content` is raw thinking, `summary` what is shown of it; `encrypted_content` is ours, or another
-    server's and opaque.
+    """`content` is raw thinking, `summary` the part of it that is shown. `encrypted_content` is this node's,
+    or another server's and opaque.
     """
 
     summary: tuple[PartShape, ...] | None = None
@@ -65,7 +65,9 @@ class CompactionItem:
 
 @frozen
 class FunctionCallItem:
-    """`arguments` is JSON text, kept as it is; some clients send the object itself, or nothing for none."""
+    """`arguments` is JSON text, kept verbatim; some clients send the object itself, or nothing for no
+    arguments.
+    """
 
     name: str
     arguments: str | Object | None = None
@@ -85,7 +87,7 @@ class CustomCallItem:
 
 @frozen
 class ActionCallItem:
-    """A call of a tool this API knows by itself: `local_shell_call` and `shell_call` have an action,
+    """A call of a tool built into this API: `local_shell_call` and `shell_call` have an action,
     `apply_patch_call` an operation.
     """
 
@@ -105,8 +107,8 @@ class SearchCallItem:
 
 @frozen
 class OutputItem:
-    """What came of a call. `local_shell_call_output` names its call by `id`; `apply_patch_call_output` may
-    have no more than a `status`.
+    """The result of a call. `local_shell_call_output` names its call by `id`; `apply_patch_call_output` may
+    have only a `status`.
     """
 
     output: Json = None
@@ -140,7 +142,7 @@ class FunctionTool:
 
 @frozen
 class FormatShape:
-    """How a freeform input is written: any `text`, or a `grammar`."""
+    """The format of a freeform input: any `text`, or a `grammar`."""
 
     type: str
     syntax: str | None = None
@@ -164,7 +166,9 @@ class NamespaceTool:
 
 @frozen
 class SearchTool:
-    """`execution` client: the harness looks the tools up. Else it runs on the API's own servers."""
+    """With `execution` client the harness looks the tools up; else the search runs on the API's own
+    servers.
+    """
 
     execution: str | None = None
     description: str | None = None
@@ -188,7 +192,7 @@ class ReasoningShape:
 
 @frozen
 class TextFormat:
-    """`json_schema` demands a `schema`; the other types have nothing beside their name."""
+    """`json_schema` requires a `schema`; the other types have only their name."""
 
     type: Literal["text", "json_schema", "json_object"]
     schema: Object | None = None
@@ -213,11 +217,11 @@ _NO_PROMPT = "prompt templates are not kept here: send the prompt's text as inst
 
 @frozen(kw_only=True)
 class ResponsesRequest:
-    """The body. Every field may lack or be null but `model`, which the reader asks for. `generate` false only
+    """The body. Every field may be absent or null but `model`, which the reader checks. `generate` false only
     warms a connection.
 
-    Items and tools, and what is echoed in the answer (`text`, `reasoning`), are kept as they were sent,
-    and shaped by who reads them.
+    Items and tools, and what the response echoes (`text`, `reasoning`), are kept as sent; their readers
+    convert them to shapes.
     """
 
     model: str | None = None
@@ -239,7 +243,7 @@ class ResponsesRequest:
     text: Object | None = None
     truncation: str | None = None
     client_metadata: Json = None
-    metadata: Json = None  # this and the next are only echoed
+    metadata: Json = None  # this field and the next are only echoed
     max_tool_calls: Json = None
     prompt_cache_key: Json = None
     safety_identifier: Json = None

@@ -1,8 +1,8 @@
 """Responses: answers, whole or as events, their items, and errors inside a stream.
 
 An item's id is the answer's id and its place, the same in a stream and whole; `call_id` is the id that was
-minted and signed. A call is spelled as its tool wants it, and as a plain `function_call` where the model's
-arguments do not fit that spelling, so that the harness's own check reports it to the model.
+made and signed. A call has the format of its tool, or is a plain `function_call` where the model's arguments
+do not fit that format, so that the harness's own check reports it to the model.
 
 Every event has an `event:` line and a `sequence_number`, counted from 0. `response.created` is the very
 first, because OpenAI's SDK reads nothing before it. An item is closed by `response.output_item.done`, at
@@ -39,11 +39,11 @@ from polarnode.providers.openai_responses.shapes import Object
 
 
 def in_stream(fault: Fault) -> Json:
-    """The `error` of a `response.failed`; None for what a client should try again: to that end its connection
-    is broken without a word.
+    """The `error` of a `response.failed`; None for a fault after which a client should retry: its connection
+    is broken without an event.
 
-    `invalid_prompt` is the one code of this API's streams that is fatal to Codex and says nothing of accounts
-    or quotas.
+    `invalid_prompt` is the one code in this API's streams that is fatal to Codex and does not concern
+    accounts or quotas.
     """
     if fault.kind in TRIED_AGAIN:
         return None
@@ -53,7 +53,7 @@ def in_stream(fault: Fault) -> Json:
 
 # ── output ────────────────────────────────────────────────────────────
 
-_LEAST_LOGPROB: Final = -9999.0  # OpenAI's own word for "never", as JSON has none for minus infinity
+_LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 def usage_json(usage: Usage) -> Json:
@@ -90,10 +90,10 @@ def response_json(
 
 
 def status(call: ModelCallInfo, answer: Answer) -> str:
-    """How it ended. An answer with calls is complete, whatever cut it, because its client has work to do and
-    Codex ends its run on an incomplete one; so is a compaction, whose one item is whole. A sample cut by an
-    abort is called what a limit makes of it: both say that more was to come, and this API knows no other
-    word.
+    """The status. An answer with calls is complete, whatever cut it, because its client must run them and
+    Codex stops on an incomplete response. A compaction is complete, because its single item is whole. A
+    sample cut by an abort is reported like one cut by a limit: both mean that the answer is incomplete, and
+    this API has no other reason.
     """
     whole = bool(answer.calls) or bool(call.request.extras.get("compacts"))
     return "incomplete" if not whole and answer.finish_reason in ("length", "abort", "error") else "completed"
@@ -141,8 +141,8 @@ def message_json(
 
 
 def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
-    """Thinking, as a summary (Codex shows it and hands it back), and sealed for who asked for that. What is
-    sealed always carries our signature, which tells answers with the same words apart when they come back.
+    """Thinking, as a summary (Codex shows and echoes it), and sealed where the client asked for that. A
+    sealed item always contains this node's signature, which distinguishes echoed answers with the same text.
     """
     sealed = seal(
         SealedContent(signature=call.signature, thinking=text if call.request.extras.get("seals") else "")
@@ -170,7 +170,7 @@ def compaction_json(call: ModelCallInfo, answer: Answer) -> Object:
 
 
 def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
-    """A tool call as its tool's kind spells it."""
+    """A tool call in the format of its tool's kind."""
     spelling = _spelling(call, made.name)
     head: Object = {"status": "completed", "call_id": made.id}
     name: Object = {"name": spelling.get("name", made.name)} | (
@@ -213,12 +213,12 @@ def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
 
 
 def _by_kind(kind: str, arguments: str) -> Object | None:
-    """What stands in a call of this kind; None where the arguments cannot be put into it."""
+    """The fields of a call of this kind; None where the arguments do not fit them."""
     value = openai.object_of(arguments)
     if value is None:
         return None
     if kind == "tool_search":
-        # The very text that was sampled, set into the item unread, so that no number is rounded.
+        # The sampled text verbatim, inserted unparsed, so that no number is rounded.
         return {"execution": "client", "arguments": cast(Json, orjson.Fragment(arguments or "{}"))}
     if kind == "local_shell":
         action: Object = {"type": "exec", "env": {}}
@@ -260,7 +260,7 @@ def _token(data: bytes, logprob: float) -> Object:
 
 
 def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list[Sequence[TokenLogprob]]:
-    """Each text's own tokens, by the bytes they spell; the last text has what is left over (tokens of a stop
+    """Each text's own tokens, by the bytes they decode to; the last text also gets the rest (tokens of a stop
     string).
     """
     found: list[Sequence[TokenLogprob]] = [()] * len(parts)
@@ -282,7 +282,7 @@ def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list
 
 
 def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
-    """A `response` body; a `response.compaction` where a conversation was to be compacted."""
+    """A `response` body; a `response.compaction` where a conversation was compacted."""
     sent = call.request.extras.get("sent")
     if isinstance(sent, list):
         return dump_json(_compacted(call, sent, answer, usage))
@@ -292,7 +292,7 @@ def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
 
 
 def _compacted(call: ModelCallInfo, sent: list[Json], answer: Answer, usage: Usage) -> Json:
-    """What stands for the conversation from now on: every message of the user, as it was, and the summary."""
+    """The items that replace the conversation: every message of the user, verbatim, and the summary."""
     kept = [_user(call, item, index) for index, item in enumerate(sent) if isinstance(item, dict)]
     head: Object = {"id": response_id(call.id), "object": "response.compaction", "created_at": call.created}
     return head | {"output": [*kept, compaction_json(call, answer)], "usage": usage_json(usage)}
@@ -312,7 +312,7 @@ def _user(call: ModelCallInfo, item: Object, index: int) -> Json:
 
 @define(eq=False)
 class _Open:
-    """The item that deltas go into."""
+    """The item to which deltas are added."""
 
     kind: type[TextDelta | ThinkingDelta]
     index: int
@@ -338,7 +338,7 @@ class ResponseStream:
 
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         if self.call.request.extras.get("compacts"):
-            return b""  # a compaction is one item, sealed when the summary is whole
+            return b""  # a compaction is a single item, sealed when the summary is complete
         match delta:
             case TextDelta(text, logprobs):
                 return self._text(text, logprobs) if text else b""
@@ -350,7 +350,7 @@ class ResponseStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """`response.in_progress`: Codex counts events as life, and no comments."""
+        """`response.in_progress`: Codex counts events as a sign of life, but not comments."""
         return self._opening() or self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -364,9 +364,9 @@ class ResponseStream:
         return last + self._event(f"response.{ended}", response=response)
 
     def failed(self, fault: Fault) -> bytes | None:
-        """Break the connection for what can be tried again: Codex, Pi and all others then ask the same again,
-        while Pi ends its run on any error event. What cannot (the session is over, the context too long) is
-        reported by `response.failed`, on which they stop or compact.
+        """Break the connection for a fault that can be retried: Codex, Pi and all others then repeat the
+        request, while Pi ends its run on any error event. Other faults (the session is over, the context is
+        too long) are reported by `response.failed`, on which they stop or compact.
         """
         error = in_stream(fault)
         if error is None:
@@ -447,8 +447,8 @@ class ResponseStream:
     # ── calls ─────────────────────────────────────────────────────────────────
 
     def _called(self, made: ToolCall) -> bytes:
-        """A call in one piece: shown empty, its input in one delta where its kind has such events,
-        and done.
+        """A whole call at once: opened empty, its input as one delta where its kind has such events, then
+        done.
         """
         item = call_json(self.call, made, len(self.items))
         started = item | {"status": "in_progress"}
