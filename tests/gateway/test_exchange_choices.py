@@ -220,7 +220,7 @@ def test_names_of_samples_are_32_hex_digits_each() -> None:
 # ── logprobs ──────────────────────────────────────────────────────────────────
 
 
-def told(text: bytes, logprob: float = -0.5) -> tuple[TokenLogprob, ...]:
+def token_logprobs(text: bytes, logprob: float = -0.5) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(data=bytes([letter]), logprob=logprob) for letter in text)
 
 
@@ -239,7 +239,7 @@ def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
         ToolCall(id="call_0_0", name="go", arguments="{}"),
         TextPart("b"),
     )
-    assert answered(commands).logprobs == told(b"ab")
+    assert answered(commands).logprobs == token_logprobs(b"ab")
     turn = scene.turn(commands)
     assert turn.answer is not None
     assert turn.answer.logprobs == ()  # the turn has every token's own
@@ -402,7 +402,7 @@ PARTS = (ThinkingPart("hm"), TextPart("a"), ToolCall(id="c", name="go", argument
 
 
 def test_an_answer_is_said_again_part_for_part() -> None:
-    answer = Answer(parts=PARTS, finish_reason="tool_calls", logprobs=told(b"ab"))
+    answer = Answer(parts=PARTS, finish_reason="tool_calls", logprobs=token_logprobs(b"ab"))
     usage = Usage(prompt_tokens=5, completion_tokens=9, cached_tokens=3)
     (streamed, done) = render_cached_response(LINES, a_call(stream=True), [answer], usage)
     assert isinstance(streamed, Send)

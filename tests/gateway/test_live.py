@@ -115,17 +115,17 @@ def test_a_budget_of_tokens_is_room_until_it_is_spent() -> None:
 
 
 def test_the_first_refusal_for_a_budget_is_told_once_and_names_the_clock() -> None:
-    told: list[str] = []
+    spent_clocks: list[str] = []
     session = new_session(max_tokens=3)
-    session.on_spent = lambda: told.append(str(session.spent_clock))
+    session.on_spent = lambda: spent_clocks.append(str(session.spent_clock))
     session.commit(new_turn(session))
     # a session that stops by itself in time has spent nothing
-    assert (session.spent_clock, told) == (None, [])
+    assert (session.spent_clock, spent_clocks) == (None, [])
     for _ in range(2):
         fault = session.refusal()
         assert fault is not None
         session.refused(fault)
-    assert (session.spent_clock, told) == ("tokens", ["tokens"])
+    assert (session.spent_clock, spent_clocks) == ("tokens", ["tokens"])
 
 
 def test_other_refusals_are_counted_and_spend_nothing() -> None:

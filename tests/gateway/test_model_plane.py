@@ -308,13 +308,13 @@ async def test_a_body_over_the_limit_is_413_in_both_shapes(monkeypatch: pytest.M
 async def test_a_key_opens_its_own_door_and_no_other() -> None:
     here = stage(scripted("x"))
     here.plane.sessions.add(new_session("s2"))
-    async with served(here.app) as door, served(here.plane.app_for(None)) as anywhere:
+    async with served(here.app) as endpoint, served(here.plane.app_for(None)) as anywhere:
         for key in ("key-s2", "guess"):
             with pytest.raises(openai.AuthenticationError):
-                await ask_chat(door, say_hi, key=key)
+                await ask_chat(endpoint, say_hi, key=key)
             with pytest.raises(anthropic.AuthenticationError):
-                await ask_messages(door, count, key=key)
-        await ask_chat(door, say_hi)
+                await ask_messages(endpoint, count, key=key)
+        await ask_chat(endpoint, say_hi)
         await ask_chat(anywhere, say_hi, key="key-s2")
     assert len(here.turns) == 1
 

@@ -70,7 +70,7 @@ def test_a_last_user_message_may_come_back_with_other_words() -> None:
         "asked again in other words"
     )
     assert texts(one, ask(system(), user("task")), shown) == [None, "look", None], (
-        "somebody asked with those words"
+        "a request was sent with those words"
     )
 
 

@@ -119,7 +119,7 @@ async def test_an_idle_connection_times_out(make: Any, monkeypatch: pytest.Monke
 async def test_a_connection_is_as_patient_after_each_answer_and_waits_for_a_late_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One timer serves all of its idle times: a request stops it, the answer's end starts it anew."""
+    """One timer serves all idle periods: a request stops it, the end of the response restarts it."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
     async with open_server(quart_app(), ANYWHERE) as address, connected(address) as stream:
         with trio.fail_after(10):

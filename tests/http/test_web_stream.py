@@ -68,7 +68,7 @@ def parts(*bodies: bytes, left: bool = False) -> Callable[[], Any]:
 
 
 async def read(receive: Any, *, limit: int = asgi.BODY_BYTES, budget: BodyBudget | None = None) -> object:
-    """A body, read through a door of its own."""
+    """A body, read through its own endpoint."""
     with (budget or BodyBudget()).reserve() as reservation:
         return await read_body(receive, reservation=reservation, limit=limit)
 

@@ -98,7 +98,7 @@ def test_what_the_model_can_not_see_is_refused_with_its_path(
 
 
 def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
-    """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
+    """Its shape refuses it with the path; this is the second check, in case a change loosens the first."""
     for source in ({"type": "url"}, {"type": "content", "content": [{"type": "image"}]}):
         with validators.disabled():
             shape = structure(document(source), DocumentBlock)

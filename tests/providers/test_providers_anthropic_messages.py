@@ -12,13 +12,13 @@ from polarnode.providers.anthropic.read import foreign, messages, referenced, vo
 from polarnode.providers.anthropic.shapes import MessageShape, SystemContent
 
 
-def shapes(*said: dict[str, Any]) -> tuple[MessageShape, ...]:
-    return structure(list(said), tuple[MessageShape, ...])
+def shapes(*raw_messages: dict[str, Any]) -> tuple[MessageShape, ...]:
+    return structure(list(raw_messages), tuple[MessageShape, ...])
 
 
-def told(*said: dict[str, Any], system: Any = None) -> tuple[Message, ...]:
+def parsed_messages(*raw_messages: dict[str, Any], system: Any = None) -> tuple[Message, ...]:
     head: SystemContent = structure(system, SystemContent)  # type: ignore[arg-type]
-    return messages(head, shapes(*said))
+    return messages(head, shapes(*raw_messages))
 
 
 def text(words: str) -> dict[str, Any]:
@@ -48,14 +48,14 @@ def test_14_13_the_system_prompt_without_its_volatile_line(system: Any, head: st
         if head is None
         else [Message(role="system", text=head), Message(role="user", text="hi")]
     )
-    assert told({"role": "user", "content": "hi"}, system=system) == tuple(expected)
+    assert parsed_messages({"role": "user", "content": "hi"}, system=system) == tuple(expected)
 
 
 def test_a_dropped_line_is_reported_and_only_in_the_system_prompt() -> None:
     assert volatile("x-anthropic-billing-header: a")
     assert not volatile("You code.")
     line = "x-anthropic-billing-header: a"
-    assert told({"role": "user", "content": line}, {"role": "system", "content": line}) == (
+    assert parsed_messages({"role": "user", "content": line}, {"role": "system", "content": line}) == (
         Message(role="user", text=line),
         Message(role="system", text=line),
     )
@@ -65,7 +65,7 @@ def test_a_dropped_line_is_reported_and_only_in_the_system_prompt() -> None:
     "content", ["note", [text("note")], [{**text("note"), "cache_control": {"type": "ephemeral"}}]]
 )
 def test_14_14_system_messages_stay_where_they_are(content: Any) -> None:
-    found = told(
+    found = parsed_messages(
         {"role": "user", "content": "a"},
         {"role": "system", "content": content},
         {"role": "user", "content": "b"},
@@ -79,7 +79,7 @@ def test_14_14_system_messages_stay_where_they_are(content: Any) -> None:
 
 def test_a_user_message_is_split_in_order() -> None:
     blocks = [result("toolu_1", "one"), text("and"), text("then"), result("toolu_2", "two"), text("last")]
-    assert told({"role": "user", "content": blocks}) == (
+    assert parsed_messages({"role": "user", "content": blocks}) == (
         Message(role="tool", text="one", call_id="call_1"),
         Message(role="user", text="and\nthen"),
         Message(role="tool", text="two", call_id="call_2"),
@@ -89,7 +89,7 @@ def test_a_user_message_is_split_in_order() -> None:
 
 @pytest.mark.parametrize("content", ["", [], [text("")]])
 def test_a_user_message_of_nothing_is_still_one_message(content: Any) -> None:
-    assert told({"role": "user", "content": content}) == (Message(role="user"),)
+    assert parsed_messages({"role": "user", "content": content}) == (Message(role="user"),)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,16 @@ def test_a_user_message_of_nothing_is_still_one_message(content: Any) -> None:
     ],
 )
 def test_a_tool_result(content: Any, shown: str) -> None:
-    assert told({"role": "user", "content": [result("toolu_1", content)]}) == (
+    assert parsed_messages({"role": "user", "content": [result("toolu_1", content)]}) == (
         Message(role="tool", text=shown, call_id="call_1"),
     )
 
 
 def test_an_error_is_shown_in_its_own_words() -> None:
     assert (
-        told({"role": "user", "content": [result("toolu_1", "No such file", is_error=True)]})[0].text
+        parsed_messages({"role": "user", "content": [result("toolu_1", "No such file", is_error=True)]})[
+            0
+        ].text
         == "No such file"
     )
 
@@ -126,7 +128,7 @@ def test_an_answer_comes_back_flat_with_its_references() -> None:
         {"type": "tool_use", "id": "toolu_ab0", "name": "go", "input": {"b": 1, "a": "ü"}},
         {"type": "tool_use", "id": "foreign", "name": "go", "input": {}},
     ]
-    assert told({"role": "assistant", "content": blocks}) == (
+    assert parsed_messages({"role": "assistant", "content": blocks}) == (
         Message(
             role="assistant",
             text="I look.",
@@ -141,25 +143,27 @@ def test_an_answer_comes_back_flat_with_its_references() -> None:
 
 
 def test_thinking_may_come_unsigned() -> None:
-    (message,) = told({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]})
+    (message,) = parsed_messages({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]})
     assert (message.thinking, message.refs) == ("hm", ())
 
 
 def test_assistant_messages_in_a_row_are_one_turn() -> None:
     call = {"type": "tool_use", "id": "toolu_ab0", "name": "go", "input": {}}
-    split = told(
+    split = parsed_messages(
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "I look."},
         {"role": "assistant", "content": [call]},
     )
-    whole = told({"role": "user", "content": "hi"}, {"role": "assistant", "content": [text("I look."), call]})
+    whole = parsed_messages(
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": [text("I look."), call]}
+    )
     assert split == whole
     assert len(whole) == 2
 
 
 def test_user_messages_in_a_row_stay_apart_so_that_history_only_grows() -> None:
     one, two = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
-    assert told(one, two)[:1] == told(one)
+    assert parsed_messages(one, two)[:1] == parsed_messages(one)
 
 
 def test_14_15_a_reference_tells_the_tool_at_its_place_once_the_request_has_it() -> None:
@@ -178,12 +182,12 @@ def test_what_another_server_ran_is_left_out_and_named() -> None:
         "tool_use_id": "srvtoolu_1",
         "content": [{"type": "web_search_result", "url": "u"}],
     }
-    said = [
+    raw_messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": [server, found, text("So it is.")]},
     ]
-    assert told(*said)[1] == Message(role="assistant", text="So it is.")
-    assert list(foreign(shapes(*said))) == ["$.messages[1].content[0]", "$.messages[1].content[1]"]
+    assert parsed_messages(*raw_messages)[1] == Message(role="assistant", text="So it is.")
+    assert list(foreign(shapes(*raw_messages))) == ["$.messages[1].content[0]", "$.messages[1].content[1]"]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +195,15 @@ def test_what_another_server_ran_is_left_out_and_named() -> None:
     [(None, "{}"), ("not json {", "not json {"), ([1], "[1]"), ({"a": 1.0}, '{"a":1.0}')],
 )
 def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, arguments: str) -> None:
-    (message,) = told({"role": "assistant", "content": [{"type": "tool_use", "name": "go", "input": given}]})
+    (message,) = parsed_messages(
+        {"role": "assistant", "content": [{"type": "tool_use", "name": "go", "input": given}]}
+    )
     assert (message.calls, message.refs) == ((ToolCall(id="", name="go", arguments=arguments),), ())
 
 
 def test_14_15_which_deferred_tools_were_loaded() -> None:
     reference = {"type": "tool_reference", "tool_name": "NotebookEdit"}
-    said = shapes(
+    raw_messages = shapes(
         {"role": "user", "content": "tool_reference"},
         {"role": "assistant", "content": "x"},
         {
@@ -205,7 +211,7 @@ def test_14_15_which_deferred_tools_were_loaded() -> None:
             "content": [result("toolu_1", "text"), result("toolu_2", [text("found"), reference])],
         },
     )
-    assert referenced(said) == {"NotebookEdit"}
+    assert referenced(raw_messages) == {"NotebookEdit"}
     assert referenced(shapes({"role": "user", "content": "hi"})) == frozenset()
 
 
@@ -221,8 +227,8 @@ def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
 
 @pytest.mark.parametrize(("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"})])
 def test_a_block_that_is_no_text_is_never_left_out_silently(role: str, block: dict[str, Any]) -> None:
-    """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
+    """Its shape refuses it with the path; this is the second check, in case a change loosens the first."""
     with validators.disabled():
-        said = shapes({"role": role, "content": [block]})
+        raw_messages = shapes({"role": role, "content": [block]})
     with pytest.raises(Refused, match="reads text only"):
-        messages(None, said)
+        messages(None, raw_messages)

@@ -1,4 +1,4 @@
-"""Tools that take plain text: in and out again, and what can not be taken apart is handed on."""
+"""Tools that take plain text: in and out again, and what cannot be parsed is passed on unchanged."""
 
 import json
 

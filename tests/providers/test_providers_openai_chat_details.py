@@ -16,7 +16,7 @@ from polarnode.providers.openai_chat.write import DETAILS, ChatStream, detail_re
 ANSWER = Answer(parts=(TextPart("Off."),), finish_reason="stop")
 
 
-def told(**fields: Any) -> ModelRequest:
+def parsed_request(**fields: Any) -> ModelRequest:
     return read(
         json.dumps({"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}).encode(),
         headers={},
@@ -40,13 +40,13 @@ def shown(request: ModelRequest) -> Any:
 def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back(
     fields: dict[str, Any],
 ) -> None:
-    request = told(**fields)
+    request = parsed_request(**fields)
     given = shown(request)
     assert [detail["data"] for detail in given] == ["signed-by-us"]
     echo = {"role": "assistant", "content": "Off.", DETAILS: given}
-    assert told(messages=[{"role": "user", "content": "q"}, echo]).conversation.messages[1].refs == (
-        "signed-by-us",
-    )
+    assert parsed_request(messages=[{"role": "user", "content": "q"}, echo]).conversation.messages[
+        1
+    ].refs == ("signed-by-us",)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back
     [{}, {"reasoning_effort": "low"}, {"include_reasoning": False}, {"reasoning": {"enabled": True}, "n": 2}],
 )
 def test_nobody_else_is(fields: dict[str, Any]) -> None:
-    request = told(**fields)
+    request = parsed_request(**fields)
     answers = (ANSWER,) * request.choices
     body = whole(call_of(request), answers, Usage()) + ChatStream(call_of(request)).end(answers, Usage())
     assert DETAILS.encode() not in body
 
 
 def test_a_stream_says_it_once_with_its_end() -> None:
-    call = call_of(evolve(told(include_reasoning=True), stream=True))
+    call = call_of(evolve(parsed_request(include_reasoning=True), stream=True))
     sent = ChatStream(call).end((ANSWER,), Usage())
     chunks = [json.loads(line[6:]) for line in sent.split(b"\n\n") if line.startswith(b"data: {")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]

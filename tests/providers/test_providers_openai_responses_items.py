@@ -11,7 +11,7 @@ from polarnode.providers.openai_responses.history import SealedContent, retold, 
 from polarnode.providers.openai_responses.items import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
 
 
-def heard(*items: dict[str, Any]) -> Transcript:
+def parsed_transcript(*items: dict[str, Any]) -> Transcript:
     transcript = Transcript()
     for index, item in enumerate(items):
         transcript.read(item, f"$.input[{index}]")
@@ -19,13 +19,13 @@ def heard(*items: dict[str, Any]) -> Transcript:
     return transcript
 
 
-def told(*items: dict[str, Any]) -> tuple[Message, ...]:
-    return tuple(heard(*items).messages)
+def parsed_messages(*items: dict[str, Any]) -> tuple[Message, ...]:
+    return tuple(parsed_transcript(*items).messages)
 
 
 def refused(*items: dict[str, Any]) -> Refused:
     with pytest.raises(Refused) as caught:
-        heard(*items)
+        parsed_transcript(*items)
     return caught.value
 
 
@@ -53,20 +53,20 @@ def refused(*items: dict[str, Any]) -> Refused:
 def test_14_14_content_is_a_string_or_parts_for_every_role(
     role: str, head: dict[str, Any], content: Any, text: str
 ) -> None:
-    (message,) = told({"role": role, "content": content, **head})
+    (message,) = parsed_messages({"role": role, "content": content, **head})
     assert (message.role, message.text) == ("system" if role == "developer" else role, text)
     assert message.refs == (("msg_1",) if role == "assistant" and "id" in head else ())
 
 
 def test_parts_are_lines_but_an_answers_parts_are_one_text() -> None:
     parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
-    assert told({"role": "user", "content": parts})[0].text == "a\nb"
-    assert told({"role": "assistant", "content": parts})[0].text == "ab"
+    assert parsed_messages({"role": "user", "content": parts})[0].text == "a\nb"
+    assert parsed_messages({"role": "assistant", "content": parts})[0].text == "ab"
 
 
 def test_what_is_not_the_assistants_stays_one_to_one() -> None:
     roles = ["developer", "system", "user", "user", "developer"]
-    found = told(*({"role": role, "content": str(index)} for index, role in enumerate(roles)))
+    found = parsed_messages(*({"role": role, "content": str(index)} for index, role in enumerate(roles)))
     assert [message.text for message in found] == list("01234")
 
 
@@ -83,7 +83,7 @@ def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> Non
         "$.input[1].content[1]",
         f"this model reads text only: remove the {kind} part",
     )
-    (found,) = told(
+    (found,) = parsed_messages(
         {
             "type": "function_call_output",
             "call_id": "c",
@@ -91,7 +91,7 @@ def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> Non
         }
     )
     assert found.text == f"see\n[{kind}: not shown, because this model reads text only]", (
-        "what a tool found is told, and ends nothing"
+        "a tool result is described, and ends nothing"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:
         {"type": "new_thing", "data": "x"},
         {"type": "input_text", "text": "b"},
     ]
-    found = heard({"role": "user", "content": parts})
+    found = parsed_transcript({"role": "user", "content": parts})
     assert (found.messages[0].text, found.ignored) == ("a\nb", ["$.input[0].content[1]"])
 
 
@@ -161,7 +161,7 @@ DONE = {"type": "function_call_output", "id": "fco_1", "call_id": "call_a0", "ou
 
 
 def test_items_in_a_row_are_one_answer() -> None:
-    found = told(
+    found = parsed_messages(
         {"role": "user", "content": "hi"},
         REASONING,
         TEXT,
@@ -188,13 +188,13 @@ def test_items_in_a_row_are_one_answer() -> None:
 
 
 def test_an_answer_ends_where_another_speaks() -> None:
-    found = told(TEXT, {"role": "user", "content": "on"}, TEXT, CALL, DONE, REASONING, TEXT)
+    found = parsed_messages(TEXT, {"role": "user", "content": "on"}, TEXT, CALL, DONE, REASONING, TEXT)
     assert [message.role for message in found] == ["assistant", "user", "assistant", "tool", "assistant"]
     assert [message.text for message in found] == ["I go.", "on", "I go.", "ok\n", "I go."]
 
 
 def test_texts_and_thoughts_of_one_answer_are_joined_as_the_answer_joins_them() -> None:
-    (found,) = told(REASONING, TEXT, CALL, REASONING, TEXT)
+    (found,) = parsed_messages(REASONING, TEXT, CALL, REASONING, TEXT)
     assert (found.text, found.thinking) == ("I go.I go.", "hm\nhm\n")
 
 
@@ -209,7 +209,7 @@ def test_texts_and_thoughts_of_one_answer_are_joined_as_the_answer_joins_them() 
     ],
 )
 def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: str) -> None:
-    assert told(CALL | {"arguments": written})[0].calls[0].arguments == kept
+    assert parsed_messages(CALL | {"arguments": written})[0].calls[0].arguments == kept
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: s
     [(None, "go"), ("", "go"), ("functions", "go"), ("multi_agent_v1", "multi_agent_v1.go")],
 )
 def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, name: str) -> None:
-    assert told(CALL | {"namespace": namespace})[0].calls[0].name == name
+    assert parsed_messages(CALL | {"namespace": namespace})[0].calls[0].name == name
 
 
 # ── thinking ──────────────────────────────────────────────────────────────────
@@ -275,7 +275,7 @@ def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, n
 def test_thinking_is_what_we_sealed_else_what_is_shown(
     item: dict[str, Any], thinking: str, refs: tuple[str, ...]
 ) -> None:
-    (found,) = told({"type": "reasoning", **item})
+    (found,) = parsed_messages({"type": "reasoning", **item})
     assert (found.role, found.text, found.thinking, found.refs) == ("assistant", "", thinking, refs)
 
 
@@ -341,7 +341,7 @@ def test_thinking_is_what_we_sealed_else_what_is_shown(
     ],
 )
 def test_14_15_a_call_is_a_call(item: dict[str, Any], name: str, arguments: Json) -> None:
-    (found,) = told(item)
+    (found,) = parsed_messages(item)
     assert [(call.id, call.name, json.loads(call.arguments)) for call in found.calls] == [
         ("call_1", name, arguments)
     ]
@@ -386,12 +386,17 @@ def test_14_15_a_call_is_a_call(item: dict[str, Any], name: str, arguments: Json
     ],
 )
 def test_an_output_is_text_in_every_spelling(item: dict[str, Any], text: str) -> None:
-    assert told(item | {"call_id": "call_1"}) == (Message(role="tool", text=text, call_id="call_1"),)
-    assert told(item)[0].call_id == ""
+    assert parsed_messages(item | {"call_id": "call_1"}) == (
+        Message(role="tool", text=text, call_id="call_1"),
+    )
+    assert parsed_messages(item)[0].call_id == ""
 
 
 def test_a_local_shells_output_names_its_call_by_its_id() -> None:
-    assert told({"type": "local_shell_call_output", "id": "call_1", "output": "x"})[0].call_id == "call_1"
+    assert (
+        parsed_messages({"type": "local_shell_call_output", "id": "call_1", "output": "x"})[0].call_id
+        == "call_1"
+    )
 
 
 # ── tools that come later ─────────────────────────────────────────────────────
@@ -405,7 +410,7 @@ LINE = '{"type":"function","function":{"name":"cal.list","description":"","param
 
 
 def test_14_15_tools_at_the_head_are_tools() -> None:
-    found = heard(
+    found = parsed_transcript(
         {"role": "developer", "content": "x"},
         {"type": "additional_tools", "role": "developer", "tools": [LATE, {"type": "web_search"}]},
     )
@@ -415,7 +420,7 @@ def test_14_15_tools_at_the_head_are_tools() -> None:
 
 
 def test_14_15_tools_in_the_middle_are_told_there() -> None:
-    found = heard(
+    found = parsed_transcript(
         {"role": "user", "content": "x"},
         {"type": "additional_tools", "tools": [LATE, {"type": "web_search"}]},
         {"role": "user", "content": "y"},
@@ -427,7 +432,7 @@ def test_14_15_tools_in_the_middle_are_told_there() -> None:
 
 
 def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
-    found = heard(
+    found = parsed_transcript(
         {
             "type": "tool_search_output",
             "call_id": "call_1",
@@ -438,7 +443,7 @@ def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
     )
     assert found.messages == [Message(role="tool", text=f"{FOUND_TOOLS}\n{LINE}", call_id="call_1")]
     assert [tool.name for tool in found.later] == ["cal.list"]
-    assert told({"type": "tool_search_output", "call_id": None, "tools": []}) == (
+    assert parsed_messages({"type": "tool_search_output", "call_id": None, "tools": []}) == (
         Message(role="tool", text=FOUND_NONE, call_id=""),
     )
 
@@ -455,7 +460,9 @@ def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
         "image_generation_call",
         "item_reference",
     ]
-    found = heard(*({"type": kind, "id": "x_1"} for kind in kinds), {"role": "user", "content": "hi"})
+    found = parsed_transcript(
+        *({"type": kind, "id": "x_1"} for kind in kinds), {"role": "user", "content": "hi"}
+    )
     assert [message.text for message in found.messages] == ["hi"]
     assert found.ignored == [f"$.input[{index}]" for index in range(len(kinds))]
     assert found.notes[0] == "input[0]: the web_search_call belongs to another server and is kept out"
@@ -474,13 +481,13 @@ def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
     ],
 )
 def test_14_13_an_item_nobody_knows_is_named(item: dict[str, Any]) -> None:
-    found = heard({"role": "user", "content": "hi"}, item)
+    found = parsed_transcript({"role": "user", "content": "hi"}, item)
     assert (len(found.messages), found.ignored) == (1, ["$.input[1]"])
 
 
 @pytest.mark.parametrize("kind", ["tool_search_call", "tool_search_output"])
 def test_a_search_on_another_server_is_kept_out(kind: str) -> None:
-    assert heard({"type": kind, "execution": "server"}).ignored == ["$.input[0]"]
+    assert parsed_transcript({"type": kind, "execution": "server"}).ignored == ["$.input[0]"]
 
 
 def test_our_own_summary_comes_back_as_a_users_message() -> None:
@@ -489,13 +496,15 @@ def test_our_own_summary_comes_back_as_a_users_message() -> None:
         "id": "cmp_1",
         "encrypted_content": seal(SealedContent(signature="c2ln", summary="We did it.")),
     }
-    assert told(item) == (Message(role="user", text=retold("We did it.")),)
-    assert told(item | {"type": "context_compaction"}) == told(item)
+    assert parsed_messages(item) == (Message(role="user", text=retold("We did it.")),)
+    assert parsed_messages(item | {"type": "context_compaction"}) == parsed_messages(item)
 
 
 @pytest.mark.parametrize("sealed", [None, "gAAAA", seal(SealedContent(thinking="x"))])
 def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
-    found = heard({"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"})
+    found = parsed_transcript(
+        {"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"}
+    )
     assert (len(found.messages), found.ignored) == (1, ["$.input[0]"])
     assert "cannot be read" in found.notes[0]
 
@@ -506,11 +515,15 @@ def test_what_one_agent_tells_another_is_a_users_message() -> None:
     """
     head = {"type": "input_text", "text": "Sender: /root\nPayload:\n"}
     item = {"type": "agent_message", "author": "/root", "recipient": "/root/a"}
-    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": "say hello"}]})
+    found = parsed_transcript(
+        item | {"content": [head, {"type": "encrypted_content", "encrypted_content": "say hello"}]}
+    )
     assert (found.messages, found.ignored) == (
         [Message(role="user", text="Sender: /root\nPayload:\nsay hello")],
         [],
     )
     foreign = "gAAAAABo" + "x_-A" * 40 + "=="
-    found = heard(item | {"content": [head, {"type": "encrypted_content", "encrypted_content": foreign}]})
+    found = parsed_transcript(
+        item | {"content": [head, {"type": "encrypted_content", "encrypted_content": foreign}]}
+    )
     assert (found.messages[0].text, found.ignored) == (head["text"], ["$.input[0].content[1]"])
