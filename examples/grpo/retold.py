@@ -19,7 +19,7 @@ def retold(trace: Trace, session: Trajectory, tokenizer: Any) -> tuple[list[int]
     recorded, places = conversation(line)
     messages, tools = (
         messages_shape(recorded),
-        tools_shape(tools_of(line[0].heard)) if line[0].heard is not None else [],
+        tools_shape(tools_of(line[0].new_messages)) if line[0].new_messages is not None else [],
     )
 
     def rendered(upto: int, *, asking: bool) -> str:
@@ -46,7 +46,7 @@ def conversation(line: list[Turn]) -> tuple[list[Message], list[int]]:
     messages: list[Message] = []
     places = []
     for turn in line:
-        messages += turn.heard.messages if turn.heard is not None else ()
+        messages += turn.new_messages.messages if turn.new_messages is not None else ()
         places.append(len(messages))
         # what the harness was given
         messages.append(Message(role="assistant") if turn.answer is None else turn.answer.as_message())

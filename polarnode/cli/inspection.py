@@ -259,7 +259,7 @@ def _facts(trace: Trace, session_reward: float | None) -> Iterator[str]:
         yield f"preceded by {trace.offset} tokens that are not shown"
     if trace.over_long:
         yield "longer than its task's max_row_tokens"
-    yield from map(harmless, trace.lacks)
+    yield from map(harmless, trace.missing_extras)
 
 
 def _head(trajectory: Trajectory) -> Text:

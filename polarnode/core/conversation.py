@@ -25,6 +25,11 @@ def json_key(key: str | None) -> dict[str, Any]:
     return {"json": key}
 
 
+def written_as(name: str) -> dict[str, Any]:
+    """Metadata of an attrs field that keeps an older name wherever it is written, in JSON and in journals."""
+    return {"json": name, "packed": name}
+
+
 @frozen(kw_only=True)
 class ToolCall:
     """One call. `arguments` is JSON text as sampled or as the client wrote it: compare it parsed, show it

@@ -7,8 +7,9 @@ write have defaults. Times are seconds since the epoch.
 
 from collections.abc import Mapping
 
-from attrs import frozen
+from attrs import field, frozen
 
+from polarnode.core.conversation import json_key
 from polarnode.core.trajectory import Outcome
 
 
@@ -71,8 +72,8 @@ class Consumer:
     `behind_bytes` is about what they take.
 
     `missed`: events after its position that were pruned, which a `gap` reports to it. `moved` is when its
-    position last did, `heard` when it last acknowledged, or opened or closed a stream. `holds`: what it has
-    not acknowledged is kept for it (docs/delivery.md).
+    position last did, `last_seen` when it last acknowledged, or opened or closed a stream. `holds`: what it
+    has not acknowledged is kept for it (docs/delivery.md).
     """
 
     consumer: str
@@ -81,9 +82,14 @@ class Consumer:
     behind_bytes: int = 0
     missed: int = 0
     moved: float = 0.0
-    heard: float = 0.0
+    last_seen: float = field(default=0.0, metadata=json_key("heard"))
     connected: int = 0  # streams open under its name
     holds: bool = True
+
+    @property
+    def heard(self) -> float:
+        """The older name of `last_seen`."""
+        return self.last_seen
 
 
 @frozen(kw_only=True)

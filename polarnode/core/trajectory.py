@@ -23,6 +23,7 @@ from polarnode.core.conversation import (
     Sampling,
     Usage,
     json_key,
+    written_as,
 )
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
@@ -72,7 +73,7 @@ class Turn:
     `prompt_delta` close the parent's sample (a turn end that its cut sample is missing); they are never
     trained. `top` has a row for each of `sampled`; `routed` the positions that no turn before it has, up to
     the sample's last token. Both are None where the task did not request them, and where `notes` say why they
-    are missing. `heard`: the new messages that the prompt shows.
+    are missing. `new_messages`: what the prompt shows that its parent's did not.
     """
 
     session_id: str = field(metadata=OPTIONAL)
@@ -112,7 +113,12 @@ class Turn:
     matched: int | None = None
     messages: int | None = None
     # None where only ids are known: in journals of 0.1, and of calls merged by tokens
-    heard: NewMessages | None = field(default=None, metadata=FULL)
+    new_messages: NewMessages | None = field(default=None, metadata=written_as("heard") | FULL)
+
+    @property
+    def heard(self) -> NewMessages | None:
+        """The older name of `new_messages`."""
+        return self.new_messages
 
     @property
     def begin(self) -> int:
@@ -156,8 +162,8 @@ class Trace:
     show them. `over_long`: one sample alone is longer than the limit.
 
     `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1),
-    without a gap. Each is None where it was not requested, or where it would be incomplete: `lacks` then says
-    what is missing, of which turn, and why.
+    without a gap. Each is None where it was not requested, or where it would be incomplete: `missing_extras`
+    then says what is missing, of which turn, and why.
     """
 
     lineage: int
@@ -176,7 +182,7 @@ class Trace:
     over_long: bool = False
     top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs"))
     routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts"))
-    lacks: tuple[str, ...] = ()
+    missing_extras: tuple[str, ...] = field(default=(), metadata=written_as("lacks"))
 
 
 @frozen(kw_only=True)

@@ -135,8 +135,8 @@ def turn_text(turn: Turn, *, message_most: int, thinking: bool) -> str:
     """One turn: what is new in its prompt, and its answer."""
     received = (
         ["(its words were not kept)"]
-        if turn.heard is None
-        else [_message(each, message_most) for each in turn.heard.messages]
+        if turn.new_messages is None
+        else [_message(each, message_most) for each in turn.new_messages.messages]
     )
     answer = (
         ["(no answer)"] if turn.answer is None else list(_parts(turn.answer, message_most, thinking=thinking))

@@ -311,7 +311,7 @@ class _Player:
             before_key=plan.before_key,
             message_key="" if answer is None else plan.after(answer),
             answer=answer,
-            heard=new_messages_of(plan, request.conversation),
+            new_messages=new_messages_of(plan, request.conversation),
             notes=plan.notes,
         )
 

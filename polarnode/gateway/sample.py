@@ -216,7 +216,7 @@ def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: Tur
         close_length=sample.rendered.close_length,
         matched=plan.matched,
         messages=plan.total,
-        heard=new_messages_of(plan, request.conversation),
+        new_messages=new_messages_of(plan, request.conversation),
         sampled=sample.ids,
         logprobs=sample.logprobs,
         version_spans=sample.spans,

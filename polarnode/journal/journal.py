@@ -106,7 +106,7 @@ def consumer_records(
             behind_bytes=progress.about_bytes(progress.behind(at.seq)),
             missed=max(0, progress.first_seq - 1 - at.seq),
             moved=at.moved,
-            heard=at.last_seen,
+            last_seen=at.last_seen,
             connected=streams.get(name, 0),
             holds=waiting.holds(name, at),
         )

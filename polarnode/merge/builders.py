@@ -183,7 +183,7 @@ def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_leng
         over_long=cut.over_long,
         top=extras.top,
         routed=extras.routed,
-        lacks=extras.lacks,
+        missing_extras=extras.missing_extras,
     )
 
 

@@ -3,7 +3,7 @@
 `SessionExtras` says what each call requests and counts the bytes, `turn_extras` makes what a turn keeps,
 `row_extras` what a trace gets. Invariants: a row of a trace is the engine's own bytes, copied as memory from
 the turn that has it; missing extras are never padded but named, by the turn in a note and by the trace in
-`lacks`.
+`missing_extras`.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class RowExtras:
 
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
-    lacks: tuple[str, ...] = ()
+    missing_extras: tuple[str, ...] = ()
 
 
 def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> RowExtras:
@@ -54,7 +54,7 @@ def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
         *(_lacking("top_logprobs", _sampled(line, trained)) if top is None else ()),
         *(_lacking("routed_experts", line) if routed is None else ()),
     ]
-    return RowExtras(top=top, routed=routed, lacks=tuple(missing))
+    return RowExtras(top=top, routed=routed, missing_extras=tuple(missing))
 
 
 def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:

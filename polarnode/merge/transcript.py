@@ -62,12 +62,12 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     messages: list[Message] = []
     before: Turn | None = None
     for turn in line:
-        if turn.heard is None:
+        if turn.new_messages is None:
             return None
-        messages += turn.heard.messages
+        messages += turn.new_messages.messages
         _answered(messages, before, turn)
         before = turn
-    head = line[0].heard
+    head = line[0].new_messages
     return (
         None
         if head is None
@@ -83,8 +83,8 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
     goes_on = (
         before is not None
         and before.answer is not None
-        and turn.heard is not None
-        and not turn.heard.messages
+        and turn.new_messages is not None
+        and not turn.new_messages.messages
     )
     if goes_on and turn.reason == RESUMED:  # its answer includes what was sampled before it
         messages[-1] = message

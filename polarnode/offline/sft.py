@@ -116,7 +116,7 @@ def _sampled(messages: Sequence[Message], turns: Mapping[int, Turn], last: int) 
     history.
     """
     line = line_of(turns, last) or ()
-    added = [turn.heard.messages for turn in line if turn.heard is not None]
+    added = [turn.new_messages.messages for turn in line if turn.new_messages is not None]
     shown = len(added[0]) if added else 0
     later = {id(message) for messages in added for message in messages}
     for place, message in enumerate(messages):

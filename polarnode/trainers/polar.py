@@ -63,16 +63,16 @@ def first_sampled(trace: Trace) -> int:
 def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     """The conversation that a turn answered, without its answer; None where messages are missing."""
     turn = turns.get(index)
-    if turn is None or turn.heard is None:
+    if turn is None or turn.new_messages is None:
         return None
     if turn.parent is None:
         whole = transcript(turns, index)
-        return None if whole is None else Conversation(messages=turn.heard.messages, tools=whole.tools)
+        return None if whole is None else Conversation(messages=turn.new_messages.messages, tools=whole.tools)
     before = transcript(turns, turn.parent)
     return (
         None
         if before is None
-        else Conversation(messages=(*before.messages, *turn.heard.messages), tools=before.tools)
+        else Conversation(messages=(*before.messages, *turn.new_messages.messages), tools=before.tools)
     )
 
 
@@ -264,7 +264,7 @@ def _metadata(trace: Trace, turns: dict[int, Turn], *, recorded: bool) -> dict[s
         "part": trace.part,
         "parts": trace.parts,
         "over_long": trace.over_long,
-        "lacks": list(trace.lacks),
+        "lacks": list(trace.missing_extras),
     }
     if not recorded:
         ours["words"] = "unknown"

@@ -99,7 +99,7 @@ def test_without_colour_what_is_trained_stands_between_marks(
 def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     (trace,) = session.traces
     lacks = ("routed_experts: turn 1 has none: the sample was cut before its end",)
-    sliced = evolve(trace, part=1, parts=3, offset=40, over_long=True, lacks=lacks)
+    sliced = evolve(trace, part=1, parts=3, offset=40, over_long=True, missing_extras=lacks)
     said = printed(evolve(session, traces=(sliced,)), tokenizer, plain=True)
     assert (
         "part 2 of 3, preceded by 40 tokens that are not shown, longer than its task's max_row_tokens, routed_experts:"

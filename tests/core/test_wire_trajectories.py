@@ -215,7 +215,7 @@ def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: in
     assert (rows.top.rows, rows.routed.start, rows.routed.end) == (1000 * len(trained), offset, 7499)
     whole = merged(session, 1) if offset == 0 else sliced(merged(session, 1), 0)
     found = trajectory(
-        *session, traces=(attrs.evolve(whole, top=rows.top, routed=rows.routed, lacks=("x",)),)
+        *session, traces=(attrs.evolve(whole, top=rows.top, routed=rows.routed, missing_extras=("x",)),)
     )
     packed = pack_trajectory(found)
     assert len(packed) < 450
@@ -404,7 +404,7 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
         matched=1, messages=2, used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
         top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),
         routed=RoutedExperts(start=4, layers=2, top_k=1, dtype="int16", data=bytes(8)),
-        heard=NewMessages(messages=(Message(role="tool", text="ok", call_id="c1"),), tools='[{"name":"bash"}]', thinking=False),
+        new_messages=NewMessages(messages=(Message(role="tool", text="ok", call_id="c1"),), tools='[{"name":"bash"}]', thinking=False),
     )  # fmt: skip
     plain_ones = [
         field.name
@@ -423,7 +423,7 @@ def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
     session = carrying()
     trace = attrs.evolve(
         merged(session, 1), role="subagent", finish_reason="length", reward=0.5, offset=7, part=1, parts=2, over_long=True,
-        top=session[0].top, routed=session[0].routed, lacks=("x",),
+        top=session[0].top, routed=session[0].routed, missing_extras=("x",),
     )  # fmt: skip
     full = trajectory(
         *session, traces=(trace,), left_out=(LeftOut(turn=0, reason="r"),), metrics={"m": [1]}, timing=Timing(run_s=2.0), harness="h",

@@ -88,7 +88,7 @@ def test_what_a_reader_of_words_would_not_see_is_said() -> None:
     turns = edited(session("half"), 0, turn_finish_reason="length", malformed_calls=2)
     text = turn_text(turns[0], message_most=99, thinking=False)
     assert text.endswith("(the answer ended by length)\n(2 tool calls in it could not be read)")
-    unheard = evolve(turns[0], heard=None, answer=None)
+    unheard = evolve(turns[0], new_messages=None, answer=None)
     assert turn_text(unheard, message_most=99, thinking=False).split("\n")[1:3] == [
         "(its words were not kept)",
         "(no answer)",

@@ -226,7 +226,12 @@ def session(learner: Learner, first: str) -> Trajectory:
     )
     call = ToolCall(id="c1", name="read", arguments='{"path": "a.txt"}')
     one = turn(
-        learner, None, prompt, first, heard=heard, answer=Answer(parts=(call,), finish_reason="tool_calls")
+        learner,
+        None,
+        prompt,
+        first,
+        new_messages=heard,
+        answer=Answer(parts=(call,), finish_reason="tool_calls"),
     )
     told = NewMessages(messages=(Message(role="tool", text="kiwi", call_id="c1"),))
     two = turn(
@@ -234,7 +239,7 @@ def session(learner: Learner, first: str) -> Trajectory:
         one,
         RESULT,
         "Done.<|im_end|>",
-        heard=told,
+        new_messages=told,
         answer=Answer(parts=(TextPart(text="Done."),), finish_reason="stop"),
     )
     built = prefix_merging((one, two), {})

@@ -63,7 +63,7 @@ def check_whole(turns: list[Turn], last: int) -> None:
     row = line(turns, last)
     end = row[-1].prompt_length + len(row[-1].sampled)
     found = row_extras(row, {turn.index for turn in row})
-    assert found.lacks == ()
+    assert found.missing_extras == ()
     assert found.routed == routes(0, end - 1, LAYERS)
     assert found.top is not None
     assert (found.top.k, found.top.rows) == (3, sum(len(turn.sampled) for turn in row))
@@ -111,7 +111,7 @@ async def test_what_a_cut_turn_lacks_the_next_one_fills(autojump_clock: trio.abc
     cut = made.turns[0]
     assert (cut.state, cut.routed) == ("partial", None)
     assert cut.notes[-1] == note("routed_experts", CUT)
-    assert row_extras([cut], {0}).lacks == (f"routed_experts: turn 0 has none: {CUT}",)
+    assert row_extras([cut], {0}).missing_extras == (f"routed_experts: turn 0 has none: {CUT}",)
     assert engine.hold is not None
     engine.hold.set()
     assert cut.answer is not None
@@ -144,7 +144,7 @@ async def test_beyond_its_limit_a_session_goes_on_and_says_so() -> None:
     assert (engine.orders[2].routed_from, engine.orders[2].top_logprobs) == (None, 0)
     assert made.turns[2].notes[-2:] == made.turns[1].notes[-2:]
     assert (made.s1.metrics()["carried_bytes"], made.s1.metrics()["uncarried_turns"]) == (spent, 2)
-    assert row_extras(line(made.turns, 2), {0, 1, 2}).lacks == (
+    assert row_extras(line(made.turns, 2), {0, 1, 2}).missing_extras == (
         f"top_logprobs: turn 2 has none: {LIMIT}",
         f"routed_experts: turn 2 has none: {LIMIT}",
     )

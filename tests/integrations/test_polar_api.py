@@ -176,7 +176,9 @@ def worded(trajectory: Trajectory) -> Trajectory:
     ]
     return evolve(
         trajectory,
-        turns=tuple(evolve(turn, heard=NewMessages(messages=said[turn.index])) for turn in trajectory.turns),
+        turns=tuple(
+            evolve(turn, new_messages=NewMessages(messages=said[turn.index])) for turn in trajectory.turns
+        ),
     )
 
 

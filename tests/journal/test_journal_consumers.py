@@ -77,7 +77,7 @@ async def test_a_consumer_is_told_of_with_how_far_it_is_behind(opened: Open, clo
         clock.time = 3000.0
         await found.acknowledge("quick", 4)
         quick, slow = found.consumers()
-        assert (quick.consumer, quick.position, quick.behind_events, quick.moved, quick.heard) == (
+        assert (quick.consumer, quick.position, quick.behind_events, quick.moved, quick.last_seen) == (
             "quick",
             5,
             1,
@@ -195,7 +195,7 @@ async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> Non
             await commit(found)
             assert found.consumers()[0].holds
         await found.flushed()
-        assert found.consumers()[0].heard == clock.time
+        assert found.consumers()[0].last_seen == clock.time
 
 
 async def test_where_nobody_is_waited_for_nothing_goes_that_no_one_had(opened: Open, clock: Clock) -> None:

@@ -85,7 +85,7 @@ def finished(version: int) -> tuple[Trajectory, Trajectory]:
         first = attrs.evolve(first, top=top, routed=routed, matched=0, messages=1)
         a = attrs.evolve(a, traces=(attrs.evolve(a.traces[0], top=top),))
     if version >= 3:
-        first = attrs.evolve(first, heard=NewMessages(messages=(Message(role="user", text="do it"),)))
+        first = attrs.evolve(first, new_messages=NewMessages(messages=(Message(role="user", text="do it"),)))
     return attrs.evolve(a, turns=(first, *others)), b
 
 

@@ -86,7 +86,7 @@ class Pending:
     plan: Plan
     prompt: "array[int]"
     delta: "array[int]"
-    heard: NewMessages = field(factory=NewMessages)
+    new_messages: NewMessages = field(factory=NewMessages)
 
 
 class Session:
@@ -109,7 +109,7 @@ class Session:
         history = self.lineages.history(plan)
         delta = ids(full(conversation) if plan.parent is None else self.close(plan) + suffix(plan.new))
         return Pending(
-            plan=plan, prompt=history + delta, delta=delta, heard=new_messages_of(plan, conversation)
+            plan=plan, prompt=history + delta, delta=delta, new_messages=new_messages_of(plan, conversation)
         )
 
     def close(self, plan: Plan) -> list[int]:
@@ -169,7 +169,7 @@ class Session:
             before_key=plan.before_key,
             message_key=plan.after(answer) if answer is not None and state != "failed" else "",
             answer=answer,
-            heard=pending.heard,
+            new_messages=pending.new_messages,
             notes=plan.notes,
         )
 

@@ -122,7 +122,7 @@ def turns(
         request_key=draw(TEXTS),
         before_key=draw(TEXTS),
         message_key=draw(TEXTS),
-        heard=draw(st.none() | HEARD),
+        new_messages=draw(st.none() | HEARD),
         answer=draw(st.none() | ANSWERS),
         asked=draw(SAMPLINGS),
         used=draw(SAMPLINGS),
@@ -213,7 +213,7 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
         over_long=draw(st.booleans()),
         top=draw(st.none() | SEEDS.map(lambda seed: top(seed % 4, seed))),
         routed=draw(st.none() | SEEDS.map(routes)),
-        lacks=draw(st.lists(TEXTS, max_size=2).map(tuple)),
+        missing_extras=draw(st.lists(TEXTS, max_size=2).map(tuple)),
     )
 
 

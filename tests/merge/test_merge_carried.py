@@ -69,7 +69,7 @@ def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_
     None
 ):
     found = row_extras(line(), {0, 1})
-    assert found.lacks == ()
+    assert found.missing_extras == ()
     assert found.top is not None
     assert found.top.ids.tolist() == [100, 101, 102, 103, 200, 201, 202, 203, 204, 205]
     assert found.top.row(2) == ((200, 0.0), (201, -0.25))
@@ -84,16 +84,19 @@ def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
     cut = turn(0, None, 3, 2, notes=("closed: x", note("routed_experts", CUT), note("top_logprobs", LIMIT)))
     lost = row_extras([cut, whole[1]], {0, 1})
     assert (lost.top, lost.routed) == (None, None)
-    assert lost.lacks == (
+    assert lost.missing_extras == (
         f"top_logprobs: turn 0 has none: {LIMIT}",
         f"routed_experts: turn 0 has none: {CUT}",
     )
     assert row_extras([cut, whole[1]], {1}).top == whole[1].top  # what is context needs none
     # a session whose engine was not asked for its first turn
     silent = row_extras([turn(0, None, 3, 2), whole[1]], {0, 1})
-    assert silent.lacks == ("top_logprobs: turn 0 has none", "routed_experts: turn 0 has none")
+    assert silent.missing_extras == ("top_logprobs: turn 0 has none", "routed_experts: turn 0 has none")
     apart = row_extras([whole[0], turn(1, 0, 2, 3, before=5, routed=experts(5, 9), top=likely(0, 3))], {0, 1})
-    assert (apart.routed, apart.lacks) == (None, ("routed_experts: the rows of its turns do not meet",))
+    assert (apart.routed, apart.missing_extras) == (
+        None,
+        ("routed_experts: the rows of its turns do not meet",),
+    )
 
 
 def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_there() -> None:

@@ -269,7 +269,7 @@ def carrying(*lengths: tuple[int, int]) -> Tree:
 @pytest.mark.parametrize("limit", [None, 10, 4])
 def test_a_part_carries_the_rows_of_its_own_tokens(name: str, limit: int | None) -> None:
     for trace in built(carrying((3, 2), (1, 4), (2, 2), (1, 1), (5, 5)), limit, name).traces:
-        assert trace.lacks == ()
+        assert trace.missing_extras == ()
         assert trace.top is not None
         assert trace.routed is not None
         tokens = [token for token, mask in zip(trace.token_ids, trace.loss_mask, strict=True) if mask]

@@ -32,14 +32,18 @@ def test_a_turn_keeps_only_what_is_new_and_a_root_its_head() -> None:
     session = Session()
     first, one = session.say(ask(user("one"), thinking=False), "1")
     second, _ = session.say(ask(user("one"), one, user("two"), thinking=False), "2")
-    assert first.heard is not None
-    assert second.heard is not None
-    assert (first.heard.messages, first.heard.thinking, tools_of(first.heard)) == (
+    assert first.new_messages is not None
+    assert second.new_messages is not None
+    assert (first.new_messages.messages, first.new_messages.thinking, tools_of(first.new_messages)) == (
         (user("one"),),
         False,
         (BASH,),
     )
-    assert (second.heard.messages, second.heard.thinking, second.heard.tools) == ((user("two"),), None, "")
+    assert (second.new_messages.messages, second.new_messages.thinking, second.new_messages.tools) == (
+        (user("two"),),
+        None,
+        "",
+    )
 
 
 def test_an_answer_that_went_on_after_a_cut_is_one_message() -> None:
@@ -61,7 +65,9 @@ def test_an_answer_asked_for_again_stands_once() -> None:
         prompt_delta=first.delta[:0],
     )
     again = evolve(
-        again, heard=evolve(first.heard, messages=(), tools=""), prompt_length=session.turns[0].end
+        again,
+        new_messages=evolve(first.new_messages, messages=(), tools=""),
+        prompt_length=session.turns[0].end,
     )
     session.lineages.commit(again)
     assert talk(session) == Conversation(messages=(user(), said("the beginning")), tools=(BASH,))
@@ -78,8 +84,8 @@ def test_our_references_are_no_words() -> None:
     session = Session()
     echoed = Message(role="assistant", text="elsewhere", refs=("0000000123456789",))
     turn, _ = session.say(ask(user(), echoed, user("go on")), "ok")
-    assert turn.heard is not None
-    assert turn.heard.messages[1] == said("elsewhere")
+    assert turn.new_messages is not None
+    assert turn.new_messages.messages[1] == said("elsewhere")
 
 
 def test_a_line_with_a_gap_is_no_conversation() -> None:
@@ -88,7 +94,7 @@ def test_a_line_with_a_gap_is_no_conversation() -> None:
     session.say(ask(user(), one, user("two")), "2")
     known = {turn.index: turn for turn in session.turns}
     assert transcript({1: known[1]}, 1) is None
-    assert transcript({**known, 0: evolve(known[0], heard=None)}, 1) is None
+    assert transcript({**known, 0: evolve(known[0], new_messages=None)}, 1) is None
 
 
 def test_words_survive_the_journal_as_they_were() -> None:
@@ -100,19 +106,19 @@ def test_words_survive_the_journal_as_they_were() -> None:
         calls=first.answer.calls if first.answer else (),
         thinking="hm",
     )
-    turn = evolve(first, heard=NewMessages(messages=(odd, told("c1", "")), tools="[]", thinking=True))
+    turn = evolve(first, new_messages=NewMessages(messages=(odd, told("c1", "")), tools="[]", thinking=True))
     assert codec.unpack_turn(codec.pack_turn(turn)) == turn
 
 
 def test_words_survive_a_full_row() -> None:
     session = Session()
     turn, _ = session.say(ask(system(), user(), thinking=True), "ok")
-    for heard in (turn.heard, None):
-        (row,) = turns_json((evolve(turn, heard=heard),), arrays="json")
+    for heard in (turn.new_messages, None):
+        (row,) = turns_json((evolve(turn, new_messages=heard),), arrays="json")
         read = codec.read_json(codec.dump_json(row))
         assert isinstance(read, dict)
         assert (read["heard"] is None) == (heard is None)
-        assert codec.structure({**read, "session_id": "s"}, Turn, converter=READER).heard == heard
+        assert codec.structure({**read, "session_id": "s"}, Turn, converter=READER).new_messages == heard
 
 
 def test_what_words_cost_beside_tokens() -> None:
@@ -129,4 +135,4 @@ def test_what_words_cost_beside_tokens() -> None:
 
 
 def bare(turn: Turn) -> Turn:
-    return evolve(turn, heard=None)
+    return evolve(turn, new_messages=None)

@@ -230,7 +230,9 @@ def call(name: str, arguments: str) -> Any:
 def test_a_session_without_words_has_a_reason_and_no_line() -> None:
     session = Session()
     session.say(ask(user()), "1")
-    old = evolve(trajectory_of(session), turns=tuple(evolve(turn, heard=None) for turn in session.turns))
+    old = evolve(
+        trajectory_of(session), turns=tuple(evolve(turn, new_messages=None) for turn in session.turns)
+    )
     lines, missing = sft_lines(old)
     assert lines == []
     assert "has no words" in missing[0]

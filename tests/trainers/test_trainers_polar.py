@@ -148,13 +148,18 @@ def spoken() -> Trajectory:
         None,
         [1, 2],
         [3],
-        heard=heard("Hello?", tools),
+        new_messages=heard("Hello?", tools),
         answer=Answer(parts=(call,), finish_reason="tool_calls"),
         finish_reason="tool_calls",
     )
     result = NewMessages(messages=(Message(role="tool", text="nothing", call_id="c1"),))
     second = make_turn(
-        1, first, [4], [5], heard=result, answer=Answer(parts=(TextPart("Nothing."),), finish_reason="stop")
+        1,
+        first,
+        [4],
+        [5],
+        new_messages=result,
+        answer=Answer(parts=(TextPart("Nothing."),), finish_reason="stop"),
     )
     return publish([first, second])
 

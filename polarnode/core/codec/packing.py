@@ -90,12 +90,12 @@ def _compact(value: Any) -> Any:
     return _compact_class(value, _fields(kind)) if attrs.has(kind) else value
 
 
-def _compact_class(value: Any, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def _compact_class(value: Any, fields: "Fields") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, default in fields:
+    for name, key, default in fields:
         part = getattr(value, name)
         if default is attrs.NOTHING or part != default:
-            found[name] = part if type(part) in PLAIN else _compact(part)
+            found[key] = part if type(part) in PLAIN else _compact(part)
     return found
 
 
@@ -106,13 +106,17 @@ def _compact_message(message: Message) -> list[Any]:
     return [message.role, message.text, _compact(message.calls), message.call_id, message.thinking]
 
 
+Fields = tuple[tuple[str, str, Any], ...]
+
+
 @cache
-def _fields(cls: Hashable) -> tuple[tuple[str, Any], ...]:
-    """Each field's name and default; a factory's product is made once, to compare with."""
-    found: list[tuple[str, Any]] = []
+def _fields(cls: Hashable) -> Fields:
+    """Each field's name, key and default; a factory's product is made once, to compare with."""
+    found: list[tuple[str, str, Any]] = []
     for field in attrs.fields(cast(Any, cls)):
         default: Any = field.default
-        found.append((field.name, default.factory() if hasattr(default, "factory") else default))
+        key = field.metadata.get("packed", field.name)
+        found.append((field.name, key, default.factory() if hasattr(default, "factory") else default))
     return tuple(found)
 
 
@@ -139,10 +143,19 @@ Reader = Callable[[Any], Any]
 def _read(cls: Any, found: dict[str, Any], made: dict[str, Any] | None = None) -> Any:
     """An attrs value of what `_compact` made of it; `made` are fields that are values already."""
     values = found if made is None else found | made
+    for name, key in _renamed(cls):
+        if key in values:
+            values[name] = values.pop(key)
     for name, reader in _field_readers(cls):
         if name in values and (made is None or name not in made):
             values[name] = reader(values[name])  # in place: nobody else has what msgpack made
     return cls(**values)
+
+
+@cache
+def _renamed(cls: Hashable) -> tuple[tuple[str, str], ...]:
+    """The fields of a class whose key is not their name."""
+    return tuple((name, key) for name, key, _ in _fields(cls) if key != name)
 
 
 @cache

@@ -65,7 +65,7 @@ _ROW: Final = (
 _ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "version_spans", "prompt_length", "turn_spans")
 _FULL: Final = (
     *("prompt_delta", "sampled", "logprobs", "version_spans", "top", "routed"),
-    *("request_key", "before_key", "message_key", "heard"),
+    *("request_key", "before_key", "message_key", "new_messages"),
 )
 _OF_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn))
 _OF_FULL_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn) if "full" in each.metadata)

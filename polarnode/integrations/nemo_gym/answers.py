@@ -138,7 +138,7 @@ def _output(found: Trajectory, turns: list[Turn], row: TrainedRow | None) -> Ite
     tokens = {} if row is None else _tokens(found, row)
     for place, turn in enumerate(turns):
         if place:
-            for message in () if turn.heard is None else turn.heard.messages:
+            for message in () if turn.new_messages is None else turn.new_messages.messages:
                 item = _input_item(message)
                 if item is not None:
                     yield item
