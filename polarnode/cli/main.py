@@ -429,6 +429,6 @@ def gym_agent(template: Path, host: str, port: int, url: str, token: str | None)
 
     Serves until Ctrl-C.
     """
-    from polarnode.cli import gym
+    from polarnode.cli import serve
 
-    gym.serve_agent(template, url=url, token=token, host=host, port=port)
+    serve.serve_agent(template, url=url, token=token, host=host, port=port)

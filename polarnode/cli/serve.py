@@ -1,4 +1,5 @@
-"""`polarnode --gpus 0-7`: open a node, serve its control plane, and stop in order on a signal.
+"""Serving until a signal: `polarnode --gpus 0-7` opens a node, `gym-agent` an agent server before a running
+one.
 
 The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; the second exits at once.
 """
@@ -13,11 +14,15 @@ from attrs import define, field
 from rich.console import Console
 
 from polarnode.cli.output import open_console
+from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
-from polarnode.http.server import Address, listening_socket
+from polarnode.http.server import Address, listening_socket, open_server
+from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.sources.reading import task_value
 
 # ── signals ───────────────────────────────────────────────────────────────────
 
@@ -98,3 +103,32 @@ async def _requested(stop: StopRequest) -> None:
 async def _end(node: Node, console: Console) -> None:
     console.print("· stopping: sessions are ended and saved; press Ctrl-C again to exit at once", style="dim")
     await node.stop(cancel=True)
+
+
+def serve_agent(template: Path, *, url: str, token: str | None, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
+    answer.
+    """
+    parsed = TaskTemplate(value=task_value(template))
+    trio.run(
+        _serve_agent,
+        parsed,
+        AsyncPolarnodeClient(url, token=token),
+        Address(host=host, port=port),
+        open_console(),
+    )
+
+
+async def _serve_agent(
+    template: TaskTemplate, client: AsyncPolarnodeClient, where: Address, console: Console
+) -> None:
+    async with trio.open_nursery() as nursery, client:
+        stop = StopRequest(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        rollouts = Rollouts(client)
+        await nursery.start(rollouts.follow)
+        async with open_server(create_gym_app(rollouts, template), where) as address:
+            console.print(
+                f"serving NeMo Gym's /run on http://{address.host}:{address.port} · node {client.base_url}"
+            )
+            await trio.sleep_forever()

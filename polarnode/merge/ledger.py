@@ -13,9 +13,8 @@ from typing import Final
 from attrs import define, field
 
 from polarnode.core.arrays import ids
-from polarnode.core.codec.turns import line_of
 from polarnode.core.conversation import Message
-from polarnode.core.trajectory import Turn
+from polarnode.core.trajectory import Turn, line_of
 from polarnode.merge.figures import shows_thinking
 from polarnode.merge.fingerprint import NONE, Path, advance
 

@@ -13,10 +13,9 @@ from typing import Final, Literal
 from attrs import define, field, frozen
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs
-from polarnode.core.codec.turns import routed_of_turns, top_of_turns
 from polarnode.core.conversation import Json
 from polarnode.core.task import CarrySpec
-from polarnode.core.trajectory import Trace, Turn
+from polarnode.core.trajectory import Trace, Turn, routed_of_turns, top_of_turns
 
 ExtraName = Literal["top_logprobs", "routed_experts"]
 MISSING_PREFIX: Final = "not carried: "  # first words of a turn's note on why extras are missing

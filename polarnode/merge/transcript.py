@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from polarnode.core.codec.json import dump_json, read_json
-from polarnode.core.codec.turns import line_of
 from polarnode.core.conversation import Conversation, Json, Message, Tool
-from polarnode.core.trajectory import NewMessages, Turn
+from polarnode.core.trajectory import NewMessages, Turn, line_of
 from polarnode.merge.attach import RESUMED, Plan
 
 

@@ -46,8 +46,7 @@ from polarnode.node.node import Node, open_captures
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
-from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.background import open_background

@@ -16,10 +16,9 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.codec.json import plain, read_json
-from polarnode.core.codec.turns import line_of, sequence
 from polarnode.core.conversation import Conversation, Json, Message, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.core.trajectory import Trace, Trajectory, Turn
+from polarnode.core.trajectory import Trace, Trajectory, Turn, line_of, sequence
 from polarnode.merge.transcript import transcript
 from polarnode.tokens.rendering import tools_shape
 

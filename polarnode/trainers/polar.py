@@ -15,10 +15,9 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.codec.json import plain
-from polarnode.core.codec.turns import weight_versions
 from polarnode.core.conversation import Answer, Conversation, FinishReason, Json, Message
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Outcome, Status, Timing, Trace, Trajectory, Turn
+from polarnode.core.trajectory import Outcome, Status, Timing, Trace, Trajectory, Turn, weight_versions
 from polarnode.merge.transcript import transcript
 from polarnode.tokens.rendering import tools_shape
 

@@ -17,7 +17,7 @@ from journal_samples import make_trajectory
 from polarnode.api.app import create_app
 from polarnode.api.openapi import EVERY, PARAMETERS, document
 from polarnode.api.query import READERS
-from polarnode.integrations.polar.operations import OPERATIONS
+from polarnode.integrations.polar import OPERATIONS
 from polarnode.journal.journal import open_journal
 
 ALL = {**EVERY, **OPERATIONS}  # with Polar's

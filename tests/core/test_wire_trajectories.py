@@ -21,10 +21,19 @@ from polarnode.core.codec import dump_json, read_json
 from polarnode.core.codec.arrays import encoder, read_floats, read_ids
 from polarnode.core.codec.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
 from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
-from polarnode.core.codec.turns import prompt_digests, sequence
 from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.core.errors import JournalError, Refused
-from polarnode.core.trajectory import LeftOut, NewMessages, Outcome, Timing, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import (
+    LeftOut,
+    NewMessages,
+    Outcome,
+    Timing,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    prompt_digests,
+    sequence,
+)
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import row_extras
 

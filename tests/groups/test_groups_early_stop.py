@@ -23,8 +23,7 @@ from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import EARLY_STOP, Facts, read_group, stopped_early
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.lifecycle import GroupWatch, SessionRegistry
-from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.support.metrics import NodeCounters
 
 GONE = RuntimeFault("the container is gone")

@@ -670,7 +670,7 @@ PARTS = (
         ),
     ),
     *rules(
-        "core.codec.turns",
+        "core.trajectory",
         (
             "alternatives that are missing are passed over",
             "TopLogprobs.joined(found) if len(found) == len(trained) else None",

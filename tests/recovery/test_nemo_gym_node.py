@@ -27,7 +27,7 @@ from recovery_kit import (
     until,
 )
 
-from polarnode.cli import gym, main
+from polarnode.cli import main, serve
 
 pytestmark = pytest.mark.podman
 
@@ -175,4 +175,4 @@ def test_a_template_that_can_not_be_ends_the_program_with_a_sentence(tmp_path: P
     assert ended.returncode == 1
     assert "is no place of a task template" in ended.stderr
     assert main.gym_agent.name == "gym-agent"
-    assert gym.serve_agent
+    assert serve.serve_agent

@@ -24,7 +24,7 @@ from polarnode.journal.journal import open_journal
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
 from polarnode.rollouts.captures import Capture
-from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import recover
 
 KINDS = ("trajectory", "group", "task")
 

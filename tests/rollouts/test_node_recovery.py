@@ -21,8 +21,7 @@ from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Filters
 from polarnode.merge.invariants import check
 from polarnode.rollouts.lifecycle import SessionRegistry
-from polarnode.rollouts.recovery import recover
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.services import NodeIdentity
 
 

@@ -18,10 +18,20 @@ import attrs
 import msgpack  # type: ignore[import-untyped]
 
 from polarnode.core.arrays import Float32Array, Int32Array, floats, ids
-from polarnode.core.codec.turns import line_of, routed_of_turns, sequence, top_of_turns, trained_of
 from polarnode.core.conversation import Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.errors import JournalError
-from polarnode.core.trajectory import NewMessages, Trace, Trajectory, Turn, TurnSpan
+from polarnode.core.trajectory import (
+    NewMessages,
+    Trace,
+    Trajectory,
+    Turn,
+    TurnSpan,
+    line_of,
+    routed_of_turns,
+    sequence,
+    top_of_turns,
+    trained_of,
+)
 
 FORMAT = b"\x01"
 

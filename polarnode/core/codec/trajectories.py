@@ -37,7 +37,6 @@ from polarnode.core.codec.json import (
     structure,
 )
 from polarnode.core.codec.schema import Schema
-from polarnode.core.codec.turns import prompt_digests, weight_versions
 from polarnode.core.conversation import (
     Answer,
     Json,
@@ -48,7 +47,15 @@ from polarnode.core.conversation import (
     ThinkingPart,
     ToolCall,
 )
-from polarnode.core.trajectory import LeftOut, NewMessages, Trace, Trajectory, Turn
+from polarnode.core.trajectory import (
+    LeftOut,
+    NewMessages,
+    Trace,
+    Trajectory,
+    Turn,
+    prompt_digests,
+    weight_versions,
+)
 
 Turns = Literal["table", "full"]
 

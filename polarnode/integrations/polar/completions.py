@@ -19,9 +19,8 @@ from quart import Response
 
 from polarnode.api.service import Service
 from polarnode.core.codec.json import dump_json, plain
-from polarnode.core.codec.turns import sequence
 from polarnode.core.conversation import Json
-from polarnode.core.trajectory import Turn
+from polarnode.core.trajectory import Turn, sequence
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import live_sessions, moment
 from polarnode.rollouts.scheduler import LiveSessionStatus
