@@ -18,6 +18,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.backoff import Backoff
+from polarnode.core.conversation import json_key
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.journal.journal import Journal
@@ -171,7 +172,7 @@ class CallbackStatistics:
     """Callbacks in numbers, as GET /v1/status has them.
 
     Since the node's start: events `taken`, attempts that `failed`. Since the journal's beginning: events that
-    retention pruned before they were taken (`expired`). Now: pending events as of the last look (`owed`),
+    retention pruned before they were taken (`expired`). Now: events `pending` as of the last look,
     POSTs `under_way`, `urls` at work, and `trouble`: what the last failed attempt of a URL (without its
     query) met, for the last few URLs.
     """
@@ -179,7 +180,7 @@ class CallbackStatistics:
     taken: int = 0
     failed: int = 0
     expired: int = 0
-    owed: int = 0
+    pending: int = field(default=0, metadata=json_key("owed"))
     under_way: int = 0
     urls: int = 0
     trouble: Mapping[str, str] = field(factory=dict)
@@ -236,7 +237,7 @@ class Callbacks:
             taken=self._taken,
             failed=self._failed,
             expired=self._expired,
-            owed=self._pending,
+            pending=self._pending,
             under_way=self._slots.borrowed_tokens + self._probes.borrowed_tokens,
             urls=len(self._working),
             trouble=dict(self._trouble),

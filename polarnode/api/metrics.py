@@ -227,7 +227,7 @@ def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
         callbacks.expired,
     )
     yield GaugeMetricFamily(
-        "polarnode_callbacks_owed", "Events that callbacks have yet to take.", callbacks.owed
+        "polarnode_callbacks_owed", "Events that callbacks have yet to take.", callbacks.pending
     )
     yield GaugeMetricFamily(
         "polarnode_callbacks_under_way", "Callbacks that are being sent.", callbacks.under_way

@@ -384,9 +384,7 @@ class AsyncPolarnodeClient:
         async with AsyncEvents[bytes](self._http, self._api.artifacts(session_id)) as pieces:
             await anext(pieces)  # it is there: only now is there a file
             async with await anyio.open_file(to, "wb") as file:
-                async for piece in pieces:
-                    await file.write(piece)
-                return await file.tell()
+                return sum([await file.write(piece) async for piece in pieces])
 
     def export(
         self,

@@ -316,8 +316,7 @@ class PolarnodeClient:
         pieces = self._http.iterate(self._api.artifacts(session_id))
         next(pieces)  # it is there: only now is there a file
         with Path(to).open("wb") as file:
-            file.writelines(pieces)
-            return file.tell()
+            return sum(map(file.write, pieces))
 
     def export(
         self,

@@ -151,13 +151,13 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, J
     wanted.update(
         _cpu_arguments(settings) if settings.device == "cpu" else {"stream_interval": GPU_STREAM_INTERVAL}
     )
-    said: dict[str, Json] = {
+    configured: dict[str, Json] = {
         "context_length": settings.context_length,
         "mem_fraction_static": settings.mem_fraction,
         "max_total_tokens": settings.max_total_tokens,
         "max_running_requests": settings.max_running_requests,
     }
-    wanted.update({name: value for name, value in said.items() if value is not None})
+    wanted.update({name: value for name, value in configured.items() if value is not None})
     wanted.update(_routed_arguments(settings))
     if settings.memory_saver != "off":
         wanted.update(

@@ -94,7 +94,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 
 def task_found(request: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> FoundTask:
     """A TaskRequest as a task. `served`: it was sent to a node, which tells its callback and knows Polar's
-    own priority where none is said.
+    own priority where none is given.
     """
     task = codec.structure(request, PolarTask)
     notes = Notes()

@@ -51,7 +51,7 @@ def generator_output(
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """The GeneratorOutput of these sessions, in their order. `step_wise` is whether a session may have
-    several rows: if one has, unless said.
+    several rows: if one has, unless given.
 
     A session without a row or a reward is refused: `absent` says what stands in for it, with a reward, and
     nothing of it is trained. A batch of which some rows carry their experts and some do not is refused, too:

@@ -102,7 +102,7 @@ def data_proto(
     """`batch` and `non_tensor_batch` of a DataProto: prompts padded on the left, responses on the right, as
     verl's own agent loop pads them.
 
-    The lengths are the longest's unless said; a row that does not fit is refused, because to cut it would be
+    The lengths are the longest's unless given; a row that does not fit is refused, because to cut it would be
     to train on what never was.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]

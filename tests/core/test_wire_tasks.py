@@ -12,7 +12,7 @@ from polarnode.core.codec.tasks import (
     first_broken,
     read_task,
     read_task_toml,
-    sampling_laws,
+    sampling_rules,
     task_json,
 )
 from polarnode.core.conversation import Json, Sampling
@@ -231,8 +231,8 @@ def test_a_task_goes_round(spec: TaskSpec) -> None:
 
 
 def test_sampling_has_the_same_ranges_wherever_it_is_said() -> None:
-    assert first_broken(sampling_laws(Sampling(), "$")) is None
-    broken = first_broken(sampling_laws(Sampling(top_p=2.0), "$.generationConfig"))
+    assert first_broken(sampling_rules(Sampling(), "$")) is None
+    broken = first_broken(sampling_rules(Sampling(top_p=2.0), "$.generationConfig"))
     assert broken is not None
     assert broken.path == "$.generationConfig.top_p"
 

@@ -1,15 +1,10 @@
-"""What a TaskSpec must also satisfy, as a list of laws: (does it hold, where, what to write instead). Pure,
-ordered, no exceptions.
+"""A TaskSpec from JSON or TOML and back, a capture's from JSON, and the rules beyond types: ranges, names,
+paths.
 
-The rule for whoever edits it: a new field of `tasks.py` with a range, a name or a path in it gets its line
-here.
-
-A TaskSpec from JSON or TOML, and back; a capture's from JSON. What the shape can not say (ranges, names,
-paths) is said here, one line a law.
-
-The rule for whoever edits it: every refusal names the field and what to write instead; a spec that passes
-here starts, unless the machine itself lacks something. Unknown fields are refused, because a misspelt budget
-that is silently ignored costs a night of GPU time.
+Every refusal names the field and what to write instead. A spec that passes here starts, unless the machine
+itself lacks something. Unknown fields are refused, because a misspelt budget that is silently ignored costs a
+night of GPU time. A new field with a range, a name or a path in it gets a rule here: (whether it holds,
+where, what to write instead).
 """
 
 import ipaddress
@@ -41,10 +36,8 @@ from polarnode.core.task import (
     TaskSpec,
 )
 
-# ── laws ────────────────────────────────────────────────────────────
 
-
-class Law(NamedTuple):
+class Rule(NamedTuple):
     """One demand on one field; `sentence` is a predicate for the field at `path`."""
 
     holds: bool
@@ -71,97 +64,97 @@ NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # of a turn or a lineage
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
 
-def first_broken(laws: Iterable[Law]) -> Law | None:
-    return next((law for law in laws if not law.holds), None)
+def first_broken(rules: Iterable[Rule]) -> Rule | None:
+    return next((rule for rule in rules if not rule.holds), None)
 
 
-def task_laws(spec: TaskSpec) -> Iterator[Law]:
-    """Every law of a task but those on the content of files."""
-    yield Law(bool(spec.instruction.strip()), "$.instruction", "is empty: say what the agent should do")
-    yield Law(
+def task_rules(spec: TaskSpec) -> Iterator[Rule]:
+    """Every rule of a task but those on the content of files."""
+    yield Rule(bool(spec.instruction.strip()), "$.instruction", "is empty: say what the agent should do")
+    yield Rule(
         "\0" not in spec.instruction,
         "$.instruction",
         "has a NUL character: it can not be an argument of a program",
     )
-    yield from _name_laws(spec.task_id, "$.task_id")
-    yield from _name_laws(spec.group_id, "$.group_id")
-    yield Law(
+    yield from _name_rules(spec.task_id, "$.task_id")
+    yield from _name_rules(spec.group_id, "$.group_id")
+    yield Rule(
         1 <= spec.num_samples <= MAX_SAMPLES,
         "$.num_samples",
         f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
     )
-    yield Law(0 <= spec.priority <= 100, "$.priority", f"must be 0 to 100, not {spec.priority}")
-    yield from _harness_laws(spec.harness)
-    yield from _runtime_laws(spec.runtime)
-    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
-    yield from _evaluator_laws(spec.evaluator)
-    yield from _budget_laws(spec.budgets)
-    yield from sampling_laws(spec.sampling, "$.sampling")
-    yield from _carry_laws(spec.carry)
-    yield from _group_laws(spec.group, spec.num_samples)
-    yield Law(
+    yield Rule(0 <= spec.priority <= 100, "$.priority", f"must be 0 to 100, not {spec.priority}")
+    yield from _harness_rules(spec.harness)
+    yield from _runtime_rules(spec.runtime)
+    yield from _import_rules(spec.builder.import_path, "$.builder.import_path")
+    yield from _evaluator_rules(spec.evaluator)
+    yield from _budget_rules(spec.budgets)
+    yield from sampling_rules(spec.sampling, "$.sampling")
+    yield from _carry_rules(spec.carry)
+    yield from _group_rules(spec.group, spec.num_samples)
+    yield Rule(
         _is_http(spec.callback_url),
         "$.callback_url",
         "must be an http or https address with a host, and without a name or password in it",
     )
 
 
-def capture_laws(spec: CaptureSpec) -> Iterator[Law]:
-    """Every law of a capture."""
-    yield from _name_laws(spec.task_id, "$.task_id")
-    yield from _name_laws(spec.group_id, "$.group_id")
-    yield Law(
+def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
+    """Every rule of a capture."""
+    yield from _name_rules(spec.task_id, "$.task_id")
+    yield from _name_rules(spec.group_id, "$.group_id")
+    yield Rule(
         1 <= spec.num_samples <= MAX_SAMPLES,
         "$.num_samples",
         f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
     )
     within = f"must be 0 to num_samples - 1 ({spec.num_samples - 1}), not {spec.sample_index}"
-    yield Law(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
-    yield from _import_laws(spec.builder.import_path, "$.builder.import_path")
-    yield from _budget_laws(spec.budgets)
-    yield from sampling_laws(spec.sampling, "$.sampling")
-    yield from _carry_laws(spec.carry)
+    yield Rule(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
+    yield from _import_rules(spec.builder.import_path, "$.builder.import_path")
+    yield from _budget_rules(spec.budgets)
+    yield from sampling_rules(spec.sampling, "$.sampling")
+    yield from _carry_rules(spec.carry)
 
 
-def capture_end_laws(end: CaptureEnd) -> Iterator[Law]:
-    """Every law of a capture's end but those on the turns it names."""
-    yield Law(
+def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
+    """Every rule of a capture's end but those on the turns it names."""
+    yield Rule(
         end.reward is None or isfinite(end.reward), "$.reward", f"must be a finite number, not {end.reward}"
     )
     for field, rewards in (("turn_rewards", end.turn_rewards), ("lineage_rewards", end.lineage_rewards)):
-        yield Law(
+        yield Rule(
             not rewards or end.reward is not None,
             "$.reward",
             f"is missing: {field} stand beside the session's own",
         )
         for number, reward in rewards.items():
             where = child(f"$.{field}", number)
-            yield Law(NUMBER.fullmatch(number) is not None, where, 'must be named by a number, as "3"')
-            yield Law(isfinite(reward), where, f"must be a finite number, not {reward}")
+            yield Rule(NUMBER.fullmatch(number) is not None, where, 'must be named by a number, as "3"')
+            yield Rule(isfinite(reward), where, f"must be a finite number, not {reward}")
 
 
-def _carry_laws(carry: CarrySpec) -> Iterator[Law]:
+def _carry_rules(carry: CarrySpec) -> Iterator[Rule]:
     top = carry.top_logprobs
-    yield Law(
+    yield Rule(
         0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}"
     )
 
 
-def _group_laws(group: GroupSpec, num_samples: int) -> Iterator[Law]:
+def _group_rules(group: GroupSpec, num_samples: int) -> Iterator[Rule]:
     for name, count in (("early_stop_min", group.early_stop_min), ("min_usable", group.min_usable)):
-        yield Law(
+        yield Rule(
             count is None or 1 <= count <= num_samples,
             f"$.group.{name}",
             f"must be 1 to num_samples ({num_samples}), not {count}",
         )
     behind = group.max_staleness
-    yield Law(behind is None or behind >= 0, "$.group.max_staleness", f"must be 0 or more, not {behind}")
+    yield Rule(behind is None or behind >= 0, "$.group.max_staleness", f"must be 0 or more, not {behind}")
 
 
-def _is_http(said: str | None) -> bool:
-    if said is None:
+def _is_http(url_text: str | None) -> bool:
+    if url_text is None:
         return True
-    url = address(said)
+    url = address(url_text)
     return url.scheme in ("http", "https") and bool(url.hostname) and not (url.username or url.password)
 
 
@@ -173,199 +166,199 @@ def address(text: str) -> SplitResult:
         return urlsplit("")
 
 
-def _name_laws(name: str | None, path: str) -> Iterator[Law]:
+def _name_rules(name: str | None, path: str) -> Iterator[Rule]:
     sentence = "must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with a letter or digit"
-    yield Law(name is None or NAME.fullmatch(name) is not None, path, sentence)
+    yield Rule(name is None or NAME.fullmatch(name) is not None, path, sentence)
 
 
-def _import_laws(name: str | None, path: str) -> Iterator[Law]:
-    yield Law(
+def _import_rules(name: str | None, path: str) -> Iterator[Rule]:
+    yield Rule(
         name is None or IMPORT_PATH.fullmatch(name) is not None,
         path,
         "must look like package.module:attribute",
     )
 
 
-def _evaluator_laws(spec: EvaluatorSpec) -> Iterator[Law]:
-    yield from _import_laws(spec.import_path, "$.evaluator.import_path")
+def _evaluator_rules(spec: EvaluatorSpec) -> Iterator[Rule]:
+    yield from _import_rules(spec.import_path, "$.evaluator.import_path")
     alone = spec.import_path is None and not spec.config and spec.name == EvaluatorSpec().name
-    yield Law(
+    yield Rule(
         not spec.parts or alone,
         "$.evaluator",
         "has parts: give name, import_path and config in each part, not beside them",
     )
     for index, part in enumerate(spec.parts):
-        yield from _import_laws(part.import_path, f"$.evaluator.parts[{index}].import_path")
-        yield Law(
+        yield from _import_rules(part.import_path, f"$.evaluator.parts[{index}].import_path")
+        yield Rule(
             isfinite(part.weight),
             f"$.evaluator.parts[{index}].weight",
             f"must be a finite number, not {part.weight}",
         )
 
 
-def _harness_laws(harness: HarnessSpec) -> Iterator[Law]:
-    yield Law(bool(harness.name.strip()), "$.harness.name", "is empty: name a harness")
-    yield from _import_laws(harness.import_path, "$.harness.import_path")
+def _harness_rules(harness: HarnessSpec) -> Iterator[Rule]:
+    yield Rule(bool(harness.name.strip()), "$.harness.name", "is empty: name a harness")
+    yield from _import_rules(harness.import_path, "$.harness.import_path")
     needs = harness.name == "shell" and harness.import_path is None
-    yield Law(
+    yield Rule(
         not needs or harness.command is not None,
         "$.harness.command",
         "is missing: the harness shell runs a command, given as argv",
     )
     if harness.command is not None:
-        yield from _argv_laws(harness.command, "$.harness.command")
-    yield from _env_laws(harness.env, "$.harness.env")
+        yield from _argv_rules(harness.command, "$.harness.command")
+    yield from _env_rules(harness.env, "$.harness.env")
     for name, server in harness.mcp_servers.items():
         where = child("$.harness.mcp_servers", name)
-        yield from _folder_laws(name, where)
-        yield from _server_laws(server, where)
+        yield from _folder_rules(name, where)
+        yield from _server_rules(server, where)
     for name, text in harness.skills.items():
         where = child("$.harness.skills", name)
-        yield from _folder_laws(name, where)
-        yield Law(bool(text.strip()), where, "is empty: give the text of its SKILL.md")
+        yield from _folder_rules(name, where)
+        yield Rule(bool(text.strip()), where, "is empty: give the text of its SKILL.md")
 
 
-def _folder_laws(name: str, path: str) -> Iterator[Law]:
-    yield Law(
+def _folder_rules(name: str, path: str) -> Iterator[Rule]:
+    yield Rule(
         FOLDER.fullmatch(name) is not None,
         path,
         "needs a name of 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit",
     )
 
 
-def _server_laws(server: McpServerSpec, path: str) -> Iterator[Law]:
-    yield Law((server.command is None) != (server.url is None), path, "needs exactly one of command and url")
-    yield Law(
+def _server_rules(server: McpServerSpec, path: str) -> Iterator[Rule]:
+    yield Rule((server.command is None) != (server.url is None), path, "needs exactly one of command and url")
+    yield Rule(
         server.command is not None or not (server.args or server.env),
         path,
         "has args or env without a command to start",
     )
-    yield Law(server.url is not None or not server.headers, f"{path}.headers", "are for a server with a url")
+    yield Rule(server.url is not None or not server.headers, f"{path}.headers", "are for a server with a url")
     if server.command is not None:
-        yield from _argv_laws((server.command, *server.args), f"{path}.command")
-    yield from _env_laws(server.env, f"{path}.env")
+        yield from _argv_rules((server.command, *server.args), f"{path}.command")
+    yield from _env_rules(server.env, f"{path}.env")
     web = server.url is None or server.url.startswith(("http://", "https://"))
-    yield Law(
+    yield Rule(
         web,
         f"{path}.url",
         "must begin with http:// or https://; the container has no network but its own loopback",
     )
 
 
-def _argv_laws(argv: tuple[str, ...], path: str) -> Iterator[Law]:
-    yield Law(bool(argv) and bool(argv[0]), path, "is empty: give the program and its arguments")
-    yield Law(not any("\0" in word for word in argv), path, "has a NUL character: no program takes one")
+def _argv_rules(argv: tuple[str, ...], path: str) -> Iterator[Rule]:
+    yield Rule(bool(argv) and bool(argv[0]), path, "is empty: give the program and its arguments")
+    yield Rule(not any("\0" in word for word in argv), path, "has a NUL character: no program takes one")
 
 
-def _env_laws(env: Mapping[str, str], path: str) -> Iterator[Law]:
+def _env_rules(env: Mapping[str, str], path: str) -> Iterator[Rule]:
     for name, value in env.items():
         where = child(path, name)
-        yield Law(
+        yield Rule(
             VARIABLE.fullmatch(name) is not None,
             where,
             "is not a variable's name: use letters, digits and '_'",
         )
-        yield Law("\0" not in value, where, "has a NUL character: no environment takes one")
+        yield Rule("\0" not in value, where, "has a NUL character: no environment takes one")
 
 
-def _runtime_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     image_ok = (
         IMAGE.fullmatch(runtime.image) is not None and ".." not in runtime.image and "//" not in runtime.image
     )
-    yield Law(
+    yield Rule(
         image_ok,
         "$.runtime.image",
         "is not an image's name: use a folder of runtimes/ or a reference like localhost/agent:1",
     )
-    yield Law(
+    yield Rule(
         runtime.workdir.startswith("/"),
         "$.runtime.workdir",
         f"must be an absolute path, not {runtime.workdir!r}",
     )
-    yield from _path_laws(runtime.workdir, "$.runtime.workdir")
-    yield Law(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
-    yield Law(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
-    yield Law(
+    yield from _path_rules(runtime.workdir, "$.runtime.workdir")
+    yield Rule(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
+    yield Rule(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
+    yield Rule(
         runtime.memory_mb >= 16,
         "$.runtime.memory_mb",
         f"must be 16 or more (a shell does not start in less), not {runtime.memory_mb}",
     )
-    yield Law(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
-    yield Law(runtime.disk_mb >= 16, "$.runtime.disk_mb", f"must be 16 or more, not {runtime.disk_mb}")
-    yield from _env_laws(runtime.env, "$.runtime.env")
-    yield from _reach_laws(runtime)
+    yield Rule(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
+    yield Rule(runtime.disk_mb >= 16, "$.runtime.disk_mb", f"must be 16 or more, not {runtime.disk_mb}")
+    yield from _env_rules(runtime.env, "$.runtime.env")
+    yield from _reach_rules(runtime)
     for index, file in enumerate(runtime.files):
-        yield from _file_laws(file, f"$.runtime.files[{index}]")
+        yield from _file_rules(file, f"$.runtime.files[{index}]")
     for name, steps in (("prepare", runtime.prepare), ("eval_prepare", runtime.eval_prepare)):
         for index, step in enumerate(steps):
-            yield from _step_laws(step, f"$.runtime.{name}[{index}]")
+            yield from _step_rules(step, f"$.runtime.{name}[{index}]")
 
 
-def _reach_laws(runtime: RuntimeSpec) -> Iterator[Law]:
+def _reach_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     """What of the machine and the world a container may see."""
     for index, name in enumerate(runtime.egress):
         named = HOST.fullmatch(name) is not None
-        yield Law(
+        yield Rule(
             named,
             f"$.runtime.egress[{index}]",
             "must be a host's name such as pypi.example or *.pypi.example, without scheme, port and path",
         )
     for index, place in enumerate(runtime.writable):
-        yield from _absolute_laws(place, f"$.runtime.writable[{index}]")
+        yield from _absolute_rules(place, f"$.runtime.writable[{index}]")
     for index, volume in enumerate(runtime.volumes):
-        yield from _absolute_laws(volume.source, f"$.runtime.volumes[{index}].source")
-        yield from _absolute_laws(volume.target, f"$.runtime.volumes[{index}].target")
-        yield Law(
+        yield from _absolute_rules(volume.source, f"$.runtime.volumes[{index}].source")
+        yield from _absolute_rules(volume.target, f"$.runtime.volumes[{index}].target")
+        yield Rule(
             volume.target.strip("/") != "", f"$.runtime.volumes[{index}].target", "must not be the root"
         )
     for index, artifact in enumerate(runtime.artifacts):
-        yield Law(bool(artifact.strip("/")), f"$.runtime.artifacts[{index}]", "must name a file or a folder")
-        yield from _path_laws(artifact, f"$.runtime.artifacts[{index}]")
+        yield Rule(bool(artifact.strip("/")), f"$.runtime.artifacts[{index}]", "must name a file or a folder")
+        yield from _path_rules(artifact, f"$.runtime.artifacts[{index}]")
 
 
-def _absolute_laws(place: str, path: str) -> Iterator[Law]:
-    yield Law(place.startswith("/"), path, f"must be an absolute path, not {place!r}")
-    yield from _path_laws(place, path)
+def _absolute_rules(place: str, path: str) -> Iterator[Rule]:
+    yield Rule(place.startswith("/"), path, f"must be an absolute path, not {place!r}")
+    yield from _path_rules(place, path)
 
 
-def _path_laws(name: str, path: str) -> Iterator[Law]:
-    yield Law(".." not in name.split("/"), path, "must not climb with '..': write the path it means")
-    yield Law("\0" not in name, path, "has a NUL character: no file system takes one")
+def _path_rules(name: str, path: str) -> Iterator[Rule]:
+    yield Rule(".." not in name.split("/"), path, "must not climb with '..': write the path it means")
+    yield Rule("\0" not in name, path, "has a NUL character: no file system takes one")
 
 
-def _file_laws(file: FileSpec, path: str) -> Iterator[Law]:
+def _file_rules(file: FileSpec, path: str) -> Iterator[Rule]:
     named = bool(file.path.strip("/")) and not file.path.endswith("/")
-    yield Law(named, f"{path}.path", "must name a file, relative to the workdir or absolute")
-    yield from _path_laws(file.path, f"{path}.path")
-    yield Law(0 <= file.mode <= 0o777, f"{path}.mode", "must be permission bits, 0 to 511 (0o777)")
+    yield Rule(named, f"{path}.path", "must name a file, relative to the workdir or absolute")
+    yield from _path_rules(file.path, f"{path}.path")
+    yield Rule(0 <= file.mode <= 0o777, f"{path}.mode", "must be permission bits, 0 to 511 (0o777)")
 
 
-def _step_laws(step: PrepareStep, path: str) -> Iterator[Law]:
-    yield from _argv_laws(step.argv, f"{path}.argv")
-    yield Law(
+def _step_rules(step: PrepareStep, path: str) -> Iterator[Rule]:
+    yield from _argv_rules(step.argv, f"{path}.argv")
+    yield Rule(
         step.user is None or USER.fullmatch(step.user) is not None,
         f"{path}.user",
         "must be a user's name or number",
     )
 
 
-def _budget_laws(budgets: Budgets) -> Iterator[Law]:
+def _budget_rules(budgets: Budgets) -> Iterator[Rule]:
     for name, seconds in (("init_s", budgets.init_s), ("run_s", budgets.run_s), ("post_s", budgets.post_s)):
-        yield Law(
+        yield Rule(
             isfinite(seconds) and seconds > 0,
             f"$.budgets.{name}",
             f"must be more than 0 seconds, not {seconds}",
         )
     for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
-        yield Law(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
-    yield Law(
+        yield Rule(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
+    yield Rule(
         0 <= budgets.retries <= MAX_RETRIES,
         "$.budgets.retries",
         f"must be 0 to {MAX_RETRIES}, not {budgets.retries}",
     )
 
 
-def sampling_laws(sampling: Sampling, path: str) -> Iterator[Law]:
+def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
     """The ranges the engine takes; also for a provider's request that gives a path of its own."""
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", sampling.temperature, 0.0, 100.0),
@@ -374,34 +367,33 @@ def sampling_laws(sampling: Sampling, path: str) -> Iterator[Law]:
         ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
     )
     for name, value, low, high in ranges:
-        yield Law(
+        yield Rule(
             value is None or low <= value <= high,
             f"{path}.{name}",
             f"must be {low:g} to {high:g}, not {value}",
         )
     top_p, top_k, repetition = sampling.top_p, sampling.top_k, sampling.repetition_penalty
-    yield Law(
+    yield Rule(
         top_p is None or 0 < top_p <= 1, f"{path}.top_p", f"must be more than 0 and at most 1, not {top_p}"
     )
-    yield Law(
+    yield Rule(
         top_k is None or top_k == -1 or top_k >= 1,
         f"{path}.top_k",
         f"must be 1 or more, or -1 for all, not {top_k}",
     )
-    yield Law(
+    yield Rule(
         repetition is None or 0 < repetition <= 2,
         f"{path}.repetition_penalty",
         f"must be more than 0 and at most 2, not {repetition}",
     )
-    yield Law(
+    yield Rule(
         sampling.max_tokens is None or sampling.max_tokens >= 1,
         f"{path}.max_tokens",
         f"must be 1 or more, not {sampling.max_tokens}",
     )
-    yield Law(all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token")
-
-
-# ── tasks ────────────────────────────────────────────────────────────
+    yield Rule(
+        all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token"
+    )
 
 
 def read_task(value: Json) -> TaskSpec:
@@ -409,39 +401,39 @@ def read_task(value: Json) -> TaskSpec:
     field that can not be.
     """
     spec = structure(value, TaskSpec, forbid_extra=True)
-    _hold(_all_laws(spec))
+    _hold(_all_rules(spec))
     return spec
 
 
 def read_capture(value: Json) -> CaptureSpec:
     """The CaptureSpec that `value` says. Refused as a task is."""
     spec = structure(value, CaptureSpec, forbid_extra=True)
-    _hold(capture_laws(spec))
+    _hold(capture_rules(spec))
     return spec
 
 
 def read_capture_end(value: Json) -> CaptureEnd:
     """How a capture ends, as `value` says. Refused as a task is."""
     end = structure(value, CaptureEnd, forbid_extra=True)
-    _hold(capture_end_laws(end))
+    _hold(capture_end_rules(end))
     return end
 
 
-def _hold(laws: Iterable[Law]) -> None:
-    broken = first_broken(laws)
+def _hold(rules: Iterable[Rule]) -> None:
+    broken = first_broken(rules)
     if broken is not None:
         raise Refused(f"{subject(broken.path)} {broken.sentence}", path=broken.path)
 
 
-def _all_laws(spec: TaskSpec) -> Iterator[Law]:
-    yield from task_laws(spec)
+def _all_rules(spec: TaskSpec) -> Iterator[Rule]:
+    yield from task_rules(spec)
     for index, file in enumerate(spec.runtime.files):
-        yield from _content_laws(file, f"$.runtime.files[{index}]")
+        yield from _content_rules(file, f"$.runtime.files[{index}]")
 
 
-def _content_laws(file: FileSpec, path: str) -> Iterator[Law]:
-    yield Law((file.text is None) != (file.base64 is None), path, "needs exactly one of text and base64")
-    yield Law(
+def _content_rules(file: FileSpec, path: str) -> Iterator[Rule]:
+    yield Rule((file.text is None) != (file.base64 is None), path, "needs exactly one of text and base64")
+    yield Rule(
         _is_base64(file.base64),
         f"{path}.base64",
         "is not base64: encode the bytes with the standard alphabet and padding",

@@ -244,7 +244,11 @@ def read_trajectory(value: Json) -> Trajectory:
             for row in rows
         ]
     found = structure({"reward": None, **value, "turns": given}, Trajectory, converter=READER)
-    full = (turn for turn, row in zip(found.turns, rows, strict=True) if _is_full(row))  # type: ignore[arg-type]
+    full = (
+        turn
+        for turn, row in zip(found.turns, rows, strict=True)  # type: ignore[arg-type]
+        if _is_full(row)  # type: ignore[arg-type]
+    )
     return attrs.evolve(found, turns=tuple(full))
 
 
