@@ -88,7 +88,7 @@ class Node:
     def look(self) -> Look:
         """One look, kept."""
         status, folder = self.client.status(), Path("/proc") / str(self.process.pid)
-        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        process = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
         loop, scheduler, below = status["loop"], status["scheduler"], descendants(self.process.pid)
         self.seen |= {pid: started for pid in below if (started := start_of(pid)) is not None}
         self.looks.append(
@@ -96,9 +96,9 @@ class Node:
                 at=time.monotonic(),
                 ended=scheduler["ended"],
                 live=scheduler["live"],
-                rss=int(status["VmRSS"].split()[0]) << 10,
+                rss=int(process["VmRSS"].split()[0]) << 10,
                 descriptors=len(list((folder / "fd").iterdir())),
-                threads=int(status["Threads"]),
+                threads=int(process["Threads"]),
                 processes=len(below),
                 p50=loop["p50"],
                 p99=loop["p99"],

@@ -39,7 +39,7 @@ HERE = Path(__file__).parent
 STEERED = (
     sys.executable,
     "-c",
-    f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; from steering import run; run()",
+    f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent / 'kits')]}; from steering import run; run()",
 )  # its engine says a script
 TOKEN = "live-control-plane-token"
 MARK = "POLARNODE_LIVE_MARK"  # a variable of the node's own that no harness may see
