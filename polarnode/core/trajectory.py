@@ -186,6 +186,11 @@ class Trace:
     routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts"))
     missing_extras: tuple[str, ...] = field(default=(), metadata=written_as("lacks"))
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The older name of `missing_extras`."""
+        return self.missing_extras
+
 
 @frozen(kw_only=True)
 class LeftOut:

@@ -11,17 +11,21 @@ from typing import Any
 import polar_client as polar
 import pytest
 import trio
-from attrs import define, evolve
+from attrs import define, evolve, fields
 from callback_kit import Receiver, open_receiver
+from control_plane_parts import Caller
 from journal_samples import make_identity, make_spec, make_trajectory
 
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
+from polarnode.api.app import create_app
 from polarnode.api.callbacks import Callbacks, open_callbacks, shown
 from polarnode.core.backoff import Backoff
+from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
+from polarnode.node.node import Node as WholeNode
 from polarnode.trainers.polar import Origin, with_origin
 
 FORMATS = callback_formats(node="n0")
@@ -320,6 +324,26 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
     assert set(receiver.keys) == set(of("t", 4))
     firsts = list(dict.fromkeys(receiver.keys))
     assert firsts == of("t", 4)
+
+
+async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, tmp_path: Path) -> None:
+    parts: dict[str, Any] = dict.fromkeys(attr.name for attr in fields(WholeNode) if attr.init)
+    service = WholeNode(**(parts | {"journal": node.journal, "callbacks": node.callbacks}))
+    app = create_app(service, token="secret", sessions_dir=tmp_path)
+    async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
+        caller = Caller(url=f"http://127.0.0.1:{address.port}")
+        task = {"instruction": "do it", "harness": {"name": "pi"}, "callback_url": "http://127.0.0.1:1/"}
+        response = await caller.post("/v1/tasks", {**task, "callback_format": "polar_tasks"})
+        listed = (await caller.get("/v1/tasks")).json()
+    assert (response.status, response.json()["error"]) == (
+        400,
+        {
+            "type": "invalid_request",
+            "message": "must be one of 'event', 'polar_task', 'polar_session', not 'polar_tasks'",
+            "path": "$.callback_format",
+        },
+    )
+    assert listed == {"tasks": []}
 
 
 def test_a_query_is_not_shown() -> None:
