@@ -20,21 +20,22 @@ from polarnode.evaluators.patches import EXTRACT, TREE
 
 # ── transcript ─────────────────────────────────────────────────────────────────
 
-# of what may be shown is its beginning, the rest its end: an agent's last turns tell most of what it left
+# share of the limit that the beginning gets; the end gets the rest, because the last turns show most of the
+# work
 HEAD = 0.3
 QUOTE = "| "
-SHOWN_ROLES = ("main", "subagent")  # titles, routers and summaries are not the agent's work
+SHOWN_ROLES = ("main", "subagent")  # titles, routing and summaries are not the agent's work
 
 
 def clipped(text: str, most: int) -> str:
-    """A text's beginning and end, with how much was between."""
+    """The beginning and end of a text, with the number of omitted characters between them."""
     head, omitted, tail = _ends_of(text, most)
     return f"{head}\n{_left_out(omitted)}\n{tail}" if omitted else text
 
 
 def quoted(text: str, most: int) -> str:
-    """The same, each of its lines marked as somebody else's; every sign that ends a line for some reader ends
-    one here.
+    """Like `clipped`, with QUOTE in front of each line. Every character that any reader treats as a line end
+    ends a line here.
     """
     head, omitted, tail = _ends_of(text, most)
     return "\n".join([*_lines(head), _left_out(omitted), *_lines(tail)] if omitted else _lines(text))
@@ -56,7 +57,7 @@ def _left_out(count: int) -> str:
 
 
 def _clipped_lines(text: str, most: int) -> str:
-    """A text of ours in whole lines, so that none of its quotes loses its mark."""
+    """Clip a text at whole lines, so that every quoted line keeps its mark."""
     head, omitted, tail = _ends_of(text, most)
     if not omitted:
         return text
@@ -72,7 +73,7 @@ def shown_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 @frozen
 class TurnText:
-    """A turn in words."""
+    """A turn rendered as text."""
 
     index: int
     lineage: int
@@ -80,7 +81,7 @@ class TurnText:
 
 
 def turn_texts(turns: Sequence[Turn], *, message_most: int, thinking: bool) -> list[TurnText]:
-    """The agent's own turns in words, each message in at most `message_most` characters."""
+    """The agent's own turns as text, each message clipped to `message_most` characters."""
     shown = shown_turns(turns)
     return [
         TurnText(turn.index, turn.lineage, turn_text(turn, message_most=message_most, thinking=thinking))
@@ -89,11 +90,11 @@ def turn_texts(turns: Sequence[Turn], *, message_most: int, thinking: bool) -> l
 
 
 def transcript(turns: Sequence[TurnText], *, most: int) -> str:
-    """These turns in at most about `most` characters: from both ends, whole turns."""
+    """These turns in about `most` characters: whole turns from the beginning and the end."""
     texts = [turn.text for turn in turns]
     if sum(map(len, texts)) <= most:
         return "\n\n".join(texts)
-    # so that the last one is always there
+    # clipped first, so that the last turn always fits
     texts = [_clipped_lines(text, most - int(most * HEAD)) for text in texts]
     first = _fitting(texts, int(most * HEAD))
     last = _fitting(texts[first:][::-1], most - sum(map(len, texts[:first])))
@@ -105,13 +106,15 @@ def transcript(turns: Sequence[TurnText], *, most: int) -> str:
 
 
 def every_turn(turns: Sequence[TurnText], *, most: int) -> str:
-    """All of these turns, the longest cut until they fit together: who scores a turn must have seen it."""
+    """All of these turns, the longest ones clipped until they fit: a judge that scores each turn must see
+    each.
+    """
     cap = _cap([len(turn.text) for turn in turns], most)
     return "\n\n".join(_clipped_lines(turn.text, cap) for turn in turns)
 
 
 def _cap(lengths: Sequence[int], most: int) -> int:
-    """The length at which the longer ones are cut, so that all together are at most `most`."""
+    """The length to which longer texts are clipped so that the total is at most `most`."""
     room = most
     for place, length in enumerate(sorted(lengths)):
         cap = room // (len(lengths) - place)
@@ -122,7 +125,7 @@ def _cap(lengths: Sequence[int], most: int) -> int:
 
 
 def _fitting(texts: Sequence[str], most: int) -> int:
-    """How many of these, from the first on, fit together."""
+    """How many of these texts fit together, counted from the first."""
     length = 0
     for count, text in enumerate(texts):
         length += len(text)
@@ -132,7 +135,7 @@ def _fitting(texts: Sequence[str], most: int) -> int:
 
 
 def turn_text(turn: Turn, *, message_most: int, thinking: bool) -> str:
-    """One turn: what is new in its prompt, and its answer."""
+    """One turn as text: the new messages of its prompt, and its answer."""
     received = (
         ["(its words were not kept)"]
         if turn.new_messages is None
@@ -171,7 +174,7 @@ def _call(call: ToolCall, most: int) -> str:
 
 
 def _ends(turn: Turn) -> Iterator[str]:
-    """What a reader of the words alone would not see."""
+    """Facts about the turn's end that its text does not show."""
     if turn.finish_reason not in ("stop", "tool_calls"):
         yield f"(the answer ended by {turn.finish_reason})"
     if turn.answer is not None and turn.answer.malformed_calls:
@@ -180,40 +183,44 @@ def _ends(turn: Turn) -> Iterator[str]:
 
 # ── evidence ───────────────────────────────────────────────────────────────────
 
-MOST_FILES = 64  # each is a call into the runtime
-PATCH_BYTES = 2 << 20  # of a patch that is read at all; what is shown of it is much less
-FILE_KIB = 1024  # of an untracked file in it: a larger one is no text to read
+MOST_FILES = 64  # each file is a call into the runtime
+PATCH_BYTES = 2 << 20  # limit of the patch that is read; much less of it is shown
+FILE_KIB = 1024  # limit of an untracked file in the patch; a larger one is not readable text
 COMMIT = re.compile(r"HEAD|[0-9a-f]{40}|[0-9a-f]{64}")
-LARGEST_SHOWN = 4_000_000  # characters: a million tokens, which is more than judges read
+LARGEST_SHOWN = 4_000_000  # characters, about a million tokens: more than judges read
 
 
 @frozen(kw_only=True)
 class ShowConfig:
-    """What is shown, and how much of it. Counts are characters, of files bytes."""
+    """What is shown, and how much of it. Limits count characters; `file_bytes` counts bytes."""
 
     transcript: bool = True
-    thinking: bool = False  # sampled thoughts beside the transcript's words
-    answer: bool = True  # the last thing the main agent said
+    thinking: bool = False  # include sampled thoughts in the transcript
+    answer: bool = True  # the main agent's last text
     files: tuple[str, ...] = ()  # relative to the workdir or absolute
-    # the commit against which the changes in the workdir's repository are shown, such as HEAD; untracked
-    # files included
+    # a commit such as HEAD: the changes to the workdir's repository since then are shown, with untracked
+    # files
     patch: str | None = None
-    # of one message, its beginning and its end: long outputs say what matters in their last lines
+    # per message, from its beginning and its end: long outputs have what matters in their last lines
     message_chars: int = 2_000
-    file_bytes: int = 16_384  # of one file
-    max_chars: int = 60_000  # of all evidence: some 15 000 tokens, which a judge of 32k reads with its rubric
+    file_bytes: int = 16_384  # per file
+    max_chars: int = (
+        60_000  # in total: about 15 000 tokens, which fit a judge with a 32k context together with the rubric
+    )
 
 
 @frozen(kw_only=True)
 class Evidence:
-    """One thing shown: what it is, in our words, and its text, in the agent's."""
+    """One piece of evidence: `what` it is, in the node's words, and its text, which the agent may have
+    written.
+    """
 
     name: str
     text: str = field(repr=False)
 
 
 def check_show(show: ShowConfig, path: str = f"{ROOT}.show") -> None:
-    """Refuse what cannot be shown."""
+    """Refuse a config that asks for something that cannot be shown."""
     for place, name in enumerate(show.files):
         if not name.strip("/") or ".." in name.split("/") or "\0" in name:
             raise Refused(
@@ -234,8 +241,8 @@ def check_show(show: ShowConfig, path: str = f"{ROOT}.show") -> None:
 
 
 async def evidence(finished: Finished, show: ShowConfig) -> list[Evidence]:
-    """All that is shown, the task first. What is short has its room first; the transcript gets what
-    is left.
+    """Yield everything that is shown, the task first. Short pieces get their room first; the transcript gets
+    the rest.
     """
     room = show.max_chars
     found = [
@@ -269,7 +276,7 @@ async def _left_behind(finished: Finished, show: ShowConfig) -> AsyncIterator[Ev
 
 
 def last_answer(finished: Finished) -> str:
-    """The last text of the main agent."""
+    """The main agent's last text."""
     texts = (
         turn.answer.text
         for turn in reversed(finished.turns)
@@ -288,8 +295,8 @@ async def _file(runtime: Runtime, name: str, most: int) -> str:
 
 
 async def _changes(runtime: Runtime, commit: str) -> str:
-    """What differs from the commit in the worktree. An agent that took its repository away has changed
-    everything, and the judge is told so.
+    """The diff between the commit and the worktree. If the agent removed the repository, everything counts as
+    changed and the text says so.
     """
     found = await runtime.run(["sh", "-c", TREE, "sh", runtime.workdir, commit], workdir="/")
     if found.exit_code != 0:

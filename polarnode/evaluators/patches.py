@@ -29,7 +29,7 @@ NO_REPOSITORY = "{} is no git repository"
 NO_BASE = "the repository at {} does not hold the base {}"
 TOO_LARGE = "more than {} MiB: name what does not belong to it in exclude_patterns"
 
-# Our environment for git: no variable of the image's, no config but one file of ours, no prompt and no lock.
+# A clean environment for git: no GIT_ variable from the image, one config file of ours, no prompt, no lock.
 _CLEAN = """
 set -u
 for name in $(env | sed -n 's/^\\(GIT_[A-Za-z0-9_]*\\)=.*/\\1/p'); do unset "$name"; done
@@ -43,8 +43,8 @@ export GIT_CONFIG_GLOBAL="$tmp/.gitconfig" GIT_TERMINAL_PROMPT=0
 } > "$tmp/.gitconfig"
 """
 
-# A repository of ours for a worktree that is not. Files are taken and written as the bytes they are, whatever
-# .gitattributes say: no end of line, encoding or filter is between a worktree and its patch, on neither side.
+# A separate repository for the agent's worktree. Files are read and written byte for byte, whatever
+# .gitattributes says: no line-ending, encoding or filter conversion applies to extraction or application.
 _OWN = """
 GIT_WORK_TREE=$(pwd -P)
 export GIT_DIR="$tmp/git" GIT_WORK_TREE GIT_INDEX_FILE="$tmp/index"
@@ -54,8 +54,8 @@ mkdir -p "$GIT_DIR/info"
 echo '* -text -ident !filter !working-tree-encoding !diff' > "$GIT_DIR/info/attributes"
 """
 
-# $1 the folder, $2 a commit. What it holds, by content: a repository that the task itself makes has other
-# commits in each container.
+# $1: folder, $2: commit. Prints the commit's tree id, because a repository that the task itself creates has
+# a different commit id in each container.
 TREE = (
     _CLEAN
     + """
@@ -65,8 +65,8 @@ git rev-parse --verify --quiet "$2^{tree}" || exit 4
 """
 )
 
-# $1 the folder, $2 the base's tree, $3 bytes of a patch, $4 KiB of an untracked file, then pathspecs. stdin:
-# from the base to the start.
+# $1: folder, $2: tree of the base, $3: limit of the patch in bytes, $4: limit of an untracked file in KiB,
+# then pathspecs. stdin: the patch from the base to the start.
 EXTRACT = (
     _CLEAN
     + """
@@ -149,9 +149,9 @@ head -c "$((most + 1))" "$tmp/patch"
 """
 )
 
-# $1 the folder, then pathspecs that the patch may not touch. stdin: the patch. Says last which of the two
-# programs took it. What it may not touch is looked at before and after, because only what a patch does is
-# what it does: it comes from a container of the agent's.
+# $1: folder, then pathspecs that the patch may not touch. stdin: the patch. The last line printed names the
+# program that applied it. The protected paths are compared before and after: the patch comes from the agent's
+# container, so only its effect can be trusted, not its headers.
 APPLY = (
     _CLEAN
     + """
@@ -189,7 +189,7 @@ echo "$by"
 """
 )
 
-# $1 the folder, then folders in it. Says which of them are something else than a folder.
+# $1: folder, then paths in it. Prints those that exist and are not folders.
 FOLDERS = """
 cd "$1" || exit 3
 shift
@@ -198,7 +198,8 @@ for path in "$@"; do
 done
 """
 
-# $1 the folder, $2 a command, $3 bytes: the command's output up to them, and its exit code.
+# $1: folder, $2: command, $3: limit in bytes. Prints the command's output up to the limit; exits with its
+# code.
 KEPT_OUT = """
 set -u
 cd "$1" || exit 3
@@ -220,7 +221,9 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f
 
 
 def sections(patch: bytes) -> Iterator[tuple[str | None, bytes]]:
-    """Each file's path and its part of the patch; first, without a path, what stands before them all."""
+    """Yield each file's path and its part of the patch. Text before the first file comes first, with path
+    None.
+    """
     path: str | None = None
     lines: list[bytes] = []
     for line in _lines(patch):
@@ -234,13 +237,13 @@ def sections(patch: bytes) -> Iterator[tuple[str | None, bytes]]:
 
 
 def paths(patch: bytes) -> tuple[str, ...]:
-    """The files a patch touches, in its order."""
+    """The paths of the files a patch touches, in the patch's order."""
     return tuple(path for path, _ in sections(patch) if path is not None)
 
 
 def without(patch: bytes, patterns: Sequence[str]) -> bytes:
-    """The patch without the files whose path matches one of the patterns, where * matches / too, and without
-    what is inside a .git.
+    """Drop every file whose path matches one of the patterns (`*` matches `/` too) and every file inside a
+    .git folder.
     """
     kept = (section for path, section in sections(patch) if path is None or not _unwanted(path, patterns))
     return b"".join(kept)
@@ -251,21 +254,21 @@ def _unwanted(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _lines(patch: bytes) -> list[bytes]:
-    """Lines by their line feeds alone: a carriage return is a file's own."""
+    """Split at line feeds only: a carriage return belongs to the file's content."""
     *whole, last = patch.split(b"\n")
     return [line + b"\n" for line in whole] + ([last] if last else [])
 
 
 def _path(line: bytes) -> str:
-    """The second name of `diff --git a/x b/x`. Bytes that are no UTF-8 become surrogates, as Python has them
-    in file names.
+    """The second name in `diff --git a/x b/x`. Bytes that are not UTF-8 become surrogates, as in Python's
+    file names.
     """
     names = line.rstrip(b"\r\n").removeprefix(BEGINS)
     quoted = _QUOTED.findall(names)
     if quoted:
         name = _unquoted(quoted[-1]) if names.endswith(b'"') else names.rpartition(b" ")[2]
     else:
-        # both names are the same but for their a/ and b/, whatever spaces they hold
+        # both names are equal apart from a/ and b/, so the line splits in half even if they contain spaces
         half = names[(len(names) + 1) // 2 :]
         name = (
             half
@@ -285,22 +288,23 @@ def _unquoted(name: bytes) -> bytes:
 
 # ── extract and apply ──────────────────────────────────────────────────────────
 
-# a patch is read by people and diffs of a rewritten repository are a few MB; half of what a runtime keeps of
-# an output
+# the diff of a rewritten repository is a few MB; this is half of the output that a runtime keeps
 PATCH_BYTES = 16 << 20
-# an untracked file larger than this is no work on a source tree: a core dump, a download
+# a larger untracked file is not source code but, for example, a core dump or a download
 FILE_BYTES = 8 << 20
-PATCH_SHOWN = 16_000  # characters of a patch kept in metrics: nine tenths of accepted ones are shorter
+PATCH_SHOWN = 16_000  # characters of a patch kept in metrics; 90 % of accepted patches are shorter
 TIMED_OUT = 124
 
-# What running tests leaves. Patterns match whole paths and * matches /, as in Polar.
+# Files that a test run leaves. Patterns match whole paths and * matches /, as in Polar.
 LEFTOVERS = ("__pycache__/*", "*/__pycache__/*", "*.pyc", "*.pyo", ".pytest_cache/*", "*/.pytest_cache/*")
 
 
 @frozen(kw_only=True)
 class Repository:
-    """Where the work is, and what of it counts. `base` None: the commit a clean runtime has. `command`: a
-    patch of the task's own making.
+    """The repository that holds the agent's work, and which of its files count.
+
+    `base` is a commit; None means HEAD of the clean runtime. `command`, if set, is run in the agent's
+    container and prints the patch.
     """
 
     folder: str
@@ -313,7 +317,7 @@ class Repository:
 
 @frozen(kw_only=True)
 class Patch:
-    """What an agent did. `notes` say what was left out."""
+    """The agent's changes. `notes` list what was left out and why."""
 
     content: bytes
     notes: tuple[str, ...] = ()
@@ -326,7 +330,7 @@ class Patch:
 
     @property
     def metrics(self) -> dict[str, Json]:
-        """What is kept of it with a verdict."""
+        """The part of the patch that is stored with the verdict."""
         shown = self.content[:PATCH_SHOWN].decode("utf-8", "replace")
         metrics: dict[str, Json] = {"bytes": len(self.content), "files": len(self.paths), "text": shown}
         return {
@@ -338,13 +342,13 @@ class Patch:
 
 @frozen(kw_only=True)
 class Unusable:
-    """Why what an agent left gives no patch. It is worth nothing, and the sentence says why."""
+    """The agent's container gives no usable patch; the reward is zero and `reason` says why."""
 
     reason: str
 
 
 async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
-    """What differs between the clean runtime's worktree and the one the agent left."""
+    """The difference between the clean runtime's worktree and the agent's, as a patch."""
     if of.command is not None:
         return await _commanded(agent, of, of.command)
     base = await _base(clean, of)
@@ -358,8 +362,8 @@ async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unu
 
 
 async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusable:
-    """Put the patch onto the clean runtime's repository; git first, then patch(1) as Polar does. What is
-    excluded must be as it was.
+    """Apply the patch to the clean runtime's repository, with git first and then patch(1), as Polar does. A
+    patch that changes an excluded path is Unusable.
     """
     ended = await clean.run(
         _argv(APPLY, of, of.folder, *of.exclude), user=of.user, workdir="/", stdin=patch.content
@@ -376,8 +380,8 @@ async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusabl
 
 
 async def no_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tuple[str, ...]:
-    """Which folders above these files are none in the repository: a link there leads whoever writes the files
-    somewhere else.
+    """The parents of these paths that exist in the repository and are not folders. A link among them would
+    redirect the files written below it.
     """
     above = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents} - {"."})
     ended = await clean.run(_argv(FOLDERS, of, of.folder, *above), user=of.user, workdir="/")
@@ -385,13 +389,13 @@ async def no_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tu
 
 
 async def moved(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
-    """What the agent did, done on the clean runtime."""
+    """Extract the agent's patch and apply it to the clean runtime."""
     found = await extract(agent, clean, of)
     return found if isinstance(found, Unusable) else await apply(clean, found, of)
 
 
 async def _commanded(agent: Runtime, of: Repository, command: str) -> Patch | Unusable:
-    """The task's own command, in the agent's container and with its git: what Polar does."""
+    """Run the task's own patch command in the agent's container, with its git, as Polar does."""
     ended = await agent.run(
         _argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/"
     )
@@ -411,7 +415,7 @@ def _usable(patch: Patch) -> Patch | Unusable:
 
 
 async def _base(clean: Runtime, of: Repository) -> str:
-    """The tree that the work began at, as the image knows it."""
+    """The id of the base commit's tree in the clean runtime."""
     ended = await clean.run(_argv(TREE, of, of.folder, of.base or "HEAD"), user=of.user, workdir="/")
     if ended.exit_code == 4:
         raise EvaluatorError(f"the image and the task do not fit: {NO_BASE.format(of.folder, of.base)}")
@@ -451,7 +455,7 @@ def _failure(ended: Ended, of: Repository, base: str) -> str:
 
 
 def _notes(ended: Ended) -> tuple[str, ...]:
-    """What the script left out, and what git said of files it could not read."""
+    """The files the script left out, and git's messages about files it could not read."""
     lines = ended.stderr.decode("utf-8", "replace").splitlines()
     return tuple(
         line[:200] for line in lines if not line.startswith(("warning: in the working copy", "hint:"))

@@ -40,15 +40,14 @@ class SwebenchConfig:
     repo_dir: str = "/testbed"
     patch_command: str | None = None
     exclude_patterns: tuple[str, ...] = ()
-    # git needs seconds; on a machine with twenty times the load of its cores a minute, which is no fault of
-    # the agent
+    # git takes seconds, and a minute at a load of twenty times the cores, which is not the agent's fault
     apply_timeout: float = 300.0
-    test_timeout: float = 1800.0  # swebench's own for one instance; budgets.post_s holds as well
+    test_timeout: float = 1800.0  # swebench's default for one instance; budgets.post_s applies too
     user: str | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> SwebenchConfig:
-    """The config, or a refusal naming the field."""
+    """Parse `evaluator.config`. Refused with the field's name if it is wrong."""
     read = contract.read(config, SwebenchConfig)
     contract.absolute("repo_dir", read.repo_dir)
     contract.seconds("apply_timeout", read.apply_timeout)
@@ -60,7 +59,7 @@ def read_config(config: Mapping[str, Json]) -> SwebenchConfig:
 
 
 def text(instance: Mapping[str, Json], name: str, *, default: str | None = None) -> str:
-    """A column of text."""
+    """A column that must hold text."""
     value = instance.get(name)
     if isinstance(value, str) and value:
         return value
@@ -70,7 +69,7 @@ def text(instance: Mapping[str, Json], name: str, *, default: str | None = None)
 
 
 def names(instance: Mapping[str, Json], name: str) -> tuple[str, ...]:
-    """A column of tests: a list, or its JSON text as in the published datasets."""
+    """A column of test names: a list, or a list as JSON text as in the published datasets."""
     value: object = instance.get(name)
     if isinstance(value, str):
         try:
@@ -95,13 +94,16 @@ def _column(name: str, message: str) -> Refused:
 VERSION = "5.0.2"
 INSTALL = f"pip install --no-deps swebench=={VERSION} unidiff"
 PACKAGES: Final = ("swebench", "swebench.harness")  # whose __init__ imports the rest
-ABSENT: Final = ("datasets", "dotenv")  # imported by swebench.harness.utils, for what we do not call
+ABSENT: Final = (
+    "datasets",
+    "dotenv",
+)  # imported by swebench.harness.utils for functions that are not called here
 Parser = Callable[[str, Any], Mapping[str, str]]
 
 
 @frozen(kw_only=True)
 class Package:
-    """What the evaluator asks of it."""
+    """The parts of the swebench package that the evaluator uses."""
 
     parsers: Mapping[str, Parser]
     make_test_spec: Callable[[dict[str, Any]], Any]
@@ -113,7 +115,7 @@ class Package:
 
 
 def load() -> Package:
-    """The package's parts, or how to install them."""
+    """Import the package's parts, or raise with how to install it."""
     try:
         found = metadata.version("swebench")
     except metadata.PackageNotFoundError:
@@ -149,8 +151,8 @@ def _load() -> Package:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While it lasts, these packages have no __init__ and their neighbours are empty; then everything is as
-    it was.
+    """Inside this context the packages are imported without their __init__ and the absent modules are stubs.
+    On exit sys.modules is restored.
     """
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if _concerned(name)}
     try:
@@ -168,7 +170,7 @@ def _concerned(name: str) -> bool:
 
 
 def _package(name: str) -> ModuleType:
-    """A package without its __init__: only where its modules lie."""
+    """An empty package that only has the path of its modules."""
     top = util.find_spec(name.partition(".")[0])
     if top is None or not top.submodule_search_locations:
         raise Refused(f"the swebench package cannot be read: {INSTALL}", path="$.evaluator.name")
@@ -178,7 +180,7 @@ def _package(name: str) -> ModuleType:
 
 
 class _Nothing(ModuleType):
-    """A module all of whose names are functions that do nothing."""
+    """A module whose every attribute is a function that does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -192,24 +194,26 @@ def _nothing(*arguments: object, **named: object) -> None:
 
 # ── specs ──────────────────────────────────────────────────────────────────────
 
-# swebench's: what a runner is not given
+# swebench's constant for a script that the runner does not get
 NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 PYTEST = "parse_log_pytest"
-BOTH = "pass_and_fail"  # every test's status is looked for; the package's other way takes silence for success
+# require a status for every test; the package's other mode counts a missing one as passed
+BOTH = "pass_and_fail"
 CASES: Final = re.compile(r"\[case ([^\]\s]+)\]")
 
 
 @frozen(kw_only=True)
 class Command:
-    """A repository's test command. `cases`: it is given names of mypy's cases instead of files."""
+    """A repository's test command. With `cases` it takes names of mypy's test cases instead of files."""
 
     test: str
     before: str = ""
     cases: bool = False
 
 
-# What SWE-Gym's fork of the package runs, by repository in lower case; all are read as pytest prints. Its
-# installs reach for the network and are left out but for what compiles: the images are installed already.
+# The test commands of SWE-Gym's fork of the package, by repository in lower case; all outputs are parsed as
+# pytest's. Install steps that need the network are left out and compile steps are kept: the images are
+# already installed.
 SWE_GYM: Final[Mapping[str, Command]] = {
     "getmoto/moto": Command(test="pytest -n0 -rA"),
     "python/mypy": Command(test="pytest -n0 -rA -k", cases=True),
@@ -232,11 +236,10 @@ SWE_GYM: Final[Mapping[str, Command]] = {
 
 @frozen(kw_only=True)
 class Spec:
-    """One instance, ready to be judged. `test_patch` is put on before `script` runs, where the script does
-    not do it itself.
+    """How one instance is tested.
 
-    `own` is the package's TestSpec; `test_files` are the paths that the test patch names, which are never the
-    agent's.
+    `test_patch` is applied before `script` runs, unless the script does it. `own` is the package's TestSpec.
+    `test_files` are the paths that the test patch names; the agent's versions of them are discarded.
     """
 
     own: Any
@@ -247,7 +250,7 @@ class Spec:
 
 
 def read_spec(config: SwebenchConfig, package: Package) -> Spec:
-    """The instance's spec. Refused where neither its row nor the task says how it is tested."""
+    """The instance's spec. Refused if neither its row nor the task says how it is tested."""
     instance = config.instance
     test_patch = text(instance, "test_patch").encode()
     files = patches.paths(test_patch)
@@ -283,7 +286,9 @@ def read_spec(config: SwebenchConfig, package: Package) -> Spec:
 
 
 def _row(instance: Mapping[str, Json], package: Package) -> dict[str, Any]:
-    """What the package makes its spec of, looked at first: it does not say what is wrong with a row."""
+    """Check the columns from which the package makes its spec: the package itself does not report what is
+    wrong.
+    """
     if instance.get("image_assets") not in (None, "", "{}", {}):
         raise Refused(
             "instance.image_assets are fetched from their URLs, which is not done here",
@@ -341,8 +346,8 @@ def _own(config: SwebenchConfig, lines: list[str], package: Package) -> Any:
 def _lines(
     config: SwebenchConfig, command: Command, test_patch: bytes, files: tuple[str, ...], package: Package
 ) -> list[str]:
-    """The package's own order: its environment, an install, then between two marks the test; its exit code
-    behind them.
+    """The script in the package's order: environment, install, then the test between two marks, then its exit
+    code.
     """
     tests = (
         command.test
@@ -369,7 +374,7 @@ def _script(lines: list[str]) -> str:
 
 
 def _chosen(command: Command, test_patch: bytes, files: tuple[str, ...]) -> str:
-    """Which tests are run: the files that the test patch leaves there, or mypy's cases by name."""
+    """The tests to run: the files that exist after the test patch, or names of mypy's test cases."""
     if command.cases:
         return shlex.quote(" or ".join(dict.fromkeys(CASES.findall(test_patch.decode("utf-8", "replace")))))
     gone = {path for path, section in patches.sections(test_patch) if b"\ndeleted file mode " in section}

@@ -1,9 +1,9 @@
 """Harbor task directories (task.toml schemas 1.0 to 1.4): one, or a folder of them.
 
-instruction.md becomes the instruction. tests/ go to the evaluator `harbor` and reach the container only after
-the agent has ended; solution/ is never used. A field of Harbor's without an effect here is a note; one that
-changes what the agent is asked for (several steps, several containers, GPUs, another operating system) is a
-refusal. Unknown fields are notes, as Harbor ignores them.
+instruction.md becomes the instruction. tests/ go to the evaluator `harbor` and are copied into the container
+only after the agent has ended; solution/ is never used. A Harbor field without an effect here becomes a note.
+A field that changes the task itself (several steps, several containers, GPUs, another operating system) is
+refused. Unknown fields become notes, as Harbor ignores them.
 """
 
 import re
@@ -78,7 +78,7 @@ class HarborVerifier:
 
 @frozen(kw_only=True)
 class HarborTask:
-    """`steps` are for tasks of several instructions, which are refused."""
+    """`steps` mark a task with several instructions, which is refused."""
 
     task: Mapping[str, Json] = field(factory=dict)
     metadata: Mapping[str, Json] = field(factory=dict)
@@ -91,8 +91,8 @@ class HarborTask:
 
 # ── tasks ──────────────────────────────────────────────────────────────────────
 
-WORKDIR = "/app"  # where most of these tasks work; taken where neither task.toml nor the Dockerfile says
-POST_MARGIN_S = 60.0  # beyond the verifier's own seconds: its files are copied, its reward is read
+WORKDIR = "/app"  # most tasks work here; the default if neither task.toml nor the Dockerfile sets one
+POST_MARGIN_S = 60.0  # on top of the verifier's timeout: to copy its files and read its reward
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])B?", re.IGNORECASE)
 MEGABYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -106,7 +106,7 @@ HEADINGS = (
     "multi_step_reward_mode",
     "solution",
 )
-# Fields of a part that have no meaning here, and why leaving them out asks the same of the agent.
+# Fields of a part without an effect here, and why the task stays the same without them.
 UNUSED = {
     "environment.gpu_types": "no GPU is asked for",
     "environment.skills_dir": "skills are given as texts under harness.skills",
@@ -121,7 +121,7 @@ UNUSED = {
 
 
 def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
-    """The task of a directory (or of the task.toml in it), or of each directory below that holds one."""
+    """The task of a directory (or of the task.toml in it), or of each subdirectory that has one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.toml").is_file()
     for each in (
@@ -135,7 +135,7 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
 
 @frozen(kw_only=True)
 class _Image:
-    """What a task's container is made of, and where it begins."""
+    """A task's image: its name, its build, and the start state its Dockerfile sets."""
 
     name: str
     build: Build | None
@@ -171,8 +171,8 @@ def _task(folder: Path) -> FoundTask:
 
 
 def without_marks(text: str) -> str:
-    """An instruction as Harbor shows it: the lines at its head that mark a benchmark's files (canaries) are
-    for crawlers and not for the agent.
+    """An instruction without the canary lines at its head, as Harbor shows it: they are for crawlers, not for
+    the agent.
     """
     lines = text.split("\n")
     marks = next(
@@ -213,7 +213,7 @@ def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
 
 
 def _image(environment: HarborEnvironment, folder: Path) -> _Image:
-    """The image that is named, else the one its environment/ builds."""
+    """The image named in task.toml, otherwise the one that environment/ builds."""
     file = folder / "environment" / "Dockerfile"
     start = read_dockerfile(read_text(file)) if file.is_file() else ContainerStart()
     if environment.docker_image is not None:
@@ -228,8 +228,8 @@ def _image(environment: HarborEnvironment, folder: Path) -> _Image:
 
 
 def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
-    """Its container, as free as Harbor's own is: any place may be written, because a task may be to set a
-    machine up.
+    """The container, as open as Harbor's: every path is writable, because a task may be to set up a
+    machine.
     """
     environment = task.environment
     user = task.agent.user if task.agent.user is not None else image.start.user
@@ -268,7 +268,7 @@ def _env(env: Mapping[str, str], path: str) -> dict[str, Json]:
 
 
 def _filled(text: str, path: str) -> str:
-    """`${NAME:-default}` is its default: this machine's own environment is nobody's to read into a
+    """Replace `${NAME:-default}` by its default. The node's own environment is never read into a
     container.
     """
 
@@ -351,7 +351,7 @@ def _notes(task: HarborTask, raw: Mapping[str, Any], image: _Image, folder: Path
 
 
 def _unused(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of the file that nothing here reads."""
+    """The fields of the file that nothing here reads."""
     fields = {field.alias for field in HarborTask.__attrs_attrs__}
     yield from (name for name in raw if name not in fields and name not in HEADINGS)
     defaults = HarborTask()
@@ -361,7 +361,7 @@ def _unused(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """TOML as JSON: its dates are texts."""
+    """TOML as JSON: dates become text."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list):
