@@ -1,1 +1,1 @@
-"""One file a harness: how it is started and pointed at its endpoint."""
+"""Harnesses, one module each: how the program is started and pointed at its model endpoint."""

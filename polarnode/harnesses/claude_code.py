@@ -1,9 +1,9 @@
-"""Claude Code: speaks Anthropic Messages, configured by its environment; MCP servers come in a file named on
-its command line.
+"""Claude Code: speaks Anthropic Messages and is configured by its environment; MCP servers come in a file
+named on its command line.
 
-Measured with 2.1.328: prompts of 40 kB and more, `system` entries in mid-conversation, tools that appear
-later. An unknown model name is taken to have a million tokens of context, so the true window is told. As root
-it refuses to skip permissions unless `IS_SANDBOX` is set.
+Measured with 2.1.328. Its prompts are 40 kB and more, with `system` entries in mid-conversation and tools
+that appear later. It assumes a context of a million tokens for an unknown model, so the true window is set.
+As root it refuses to skip permissions unless `IS_SANDBOX` is set.
 """
 
 from polarnode.core.ports import HarnessOrder, Launch
@@ -24,7 +24,7 @@ APIS = ("anthropic",)
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`claude -p INSTRUCTION`, every permission given: the container is the sandbox."""
+    """`claude -p INSTRUCTION` with all permissions granted: the container is the sandbox."""
     only_settings(order.settings, ("api", "bare"))
     choice(order.settings, "api", APIS)
     servers = f"{order.home}/.claude/mcp-servers.json"
@@ -55,10 +55,10 @@ def _own(order: HarnessOrder) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": order.endpoint.base_url,
         "ANTHROPIC_API_KEY": order.endpoint.key,
         "ANTHROPIC_MODEL": name,
-        "ANTHROPIC_SMALL_FAST_MODEL": name,  # side calls too come to the one model
+        "ANTHROPIC_SMALL_FAST_MODEL": name,  # side calls use the same model
         "IS_SANDBOX": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a nonce in the system prompt, new with each request
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # off: it puts a nonce into the system prompt of each request
         "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(order.endpoint.context_length),
         "DISABLE_TELEMETRY": "1",

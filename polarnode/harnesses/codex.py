@@ -1,10 +1,10 @@
-"""Codex CLI: speaks OpenAI Responses, told everything by `~/.codex/config.toml`; the environment alone can
-not redirect it.
+"""Codex CLI: speaks OpenAI Responses and is configured by `~/.codex/config.toml`; the environment alone
+cannot redirect it.
 
-Measured with 0.169.0. A provider of our own, `local`, because the built-in one opens a WebSocket first,
-compacts remotely and adds fields. A context overflow is fatal to it, so it is told the true window and
-compacts before. The model's name decides the tools: an unknown one gives plain functions, `gpt-5.5` a
-freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
+Measured with 0.169.0. The config defines a provider `local`, because the built-in one opens a WebSocket
+first, compacts remotely and adds fields. A context overflow is fatal to Codex, so the true window is set and
+it compacts before that. The model's name decides the tools: an unknown name gives plain functions, `gpt-5.5`
+a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
 """
 
 from polarnode.core.conversation import Json
@@ -23,12 +23,12 @@ from polarnode.harnesses.harness import (
 
 VERSION = "0.169.0"
 APIS = ("responses",)
-# of the window: the call that summarises, its answer and one more tool result must still fit
+# share of the window: the summary call, its answer and one more tool result must still fit
 COMPACT_AT = 0.8
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`codex exec -- INSTRUCTION`, every permission given: the container is the sandbox."""
+    """`codex exec -- INSTRUCTION` with all permissions granted: the container is the sandbox."""
     only_settings(order.settings, ("api",))
     choice(order.settings, "api", APIS)
     argv = (
@@ -59,7 +59,7 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
         "approval_policy": "never",
         "sandbox_mode": "danger-full-access",
         "check_for_update_on_startup": False,
-        "web_search": "disabled",  # a hosted tool the model could not call
+        "web_search": "disabled",  # a hosted tool, which the model cannot call
         "analytics": {"enabled": False},
         "feedback": {"enabled": False},
         "model_providers": {"local": _provider(order)},

@@ -1,10 +1,10 @@
-"""Gemini CLI: speaks Google generateContent, told where by its environment and how by
-`~/.gemini/settings.json`.
+"""Gemini CLI: speaks Google generateContent; its environment sets the endpoint, `~/.gemini/settings.json` the
+rest.
 
-Measured with 0.61.0. Without `-m` it asks a router model first, so the model is always named. It takes every
-unknown model for one of a million tokens and a context overflow is fatal to it, so its compression threshold,
-a share of that million, is set to a share of the true window. An error in mid-stream ends it with exit code
-0.
+Measured with 0.61.0. Without `-m` it calls a router model first, so the model is always named. It assumes a
+window of about a million tokens for every unknown model, and a context overflow is fatal to it. Its
+compression threshold is a share of that assumed window and is set to a share of the true one. An error in
+mid-stream ends it with exit code 0.
 """
 
 from polarnode.core.conversation import Json
@@ -23,13 +23,14 @@ from polarnode.harnesses.harness import (
 
 VERSION = "0.61.0"
 APIS = ("gemini", "vertex")
-ASSUMED_WINDOW = 1_048_576  # tokens it takes any model to have
-COMPACT_AT = 0.7  # of the window; it estimates by characters before it sends, and the answer must fit too
+ASSUMED_WINDOW = 1_048_576  # tokens; it assumes this window for any unknown model
+# share of the window; it estimates from characters before it sends, and the answer must fit too
+COMPACT_AT = 0.7
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`gemini --prompt=INSTRUCTION`, every permission given: the container is the sandbox. Joined by `=`, so
-    that it is never an option.
+    """`gemini --prompt=INSTRUCTION` with all permissions granted: the container is the sandbox. Joined by
+    `=`, the instruction is never parsed as an option.
     """
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)

@@ -25,18 +25,19 @@ from polarnode.core.trajectory import Outcome, Turn
 
 # ── harness ────────────────────────────────────────────────────────────────────
 
-# a name no harness knows gives the simplest behaviour (harnesses.md 14.16)
+# harnesses show their simplest behaviour with an unknown model name (harnesses.md 14.16)
 DEFAULT_MODEL_NAME = "local-model"
-ARGUMENT_BYTES = 131_071  # Linux takes no longer single argument (MAX_ARG_STRLEN less its NUL)
+ARGUMENT_BYTES = 131_071  # Linux's limit for a single argument (MAX_ARG_STRLEN without the NUL)
 
 
 @frozen(kw_only=True)
 class Harness:
-    """One agent program: its name, the version its image pins, the image, and its launch as a pure function.
+    """One agent program: its name, the version that its image pins, the image, and its launch as a pure
+    function.
 
-    `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False where the
-    program ends with 0 having done nothing, or with 1 having done its work: then the session's turns have
-    their say (`exits.py`).
+    `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False if the program
+    may exit with 0 without having done anything, or with 1 after its work is done: then the session's turns
+    decide (`exit_outcome`).
     """
 
     name: str
@@ -50,13 +51,13 @@ class Harness:
 
 
 def model_name(order: HarnessOrder) -> str:
-    """The name the harness is told; the node serves any name with its one model."""
+    """The model name given to the harness. The node serves its one model under any name."""
     return order.model_name or DEFAULT_MODEL_NAME
 
 
 def quiet_environment(order: HarnessOrder) -> dict[str, str]:
-    """What every harness gets: a home, a plain terminal, no telemetry. The task's own `env` is laid over by
-    `environment`.
+    """What every harness gets: a home, a plain terminal, no telemetry. `environment` merges the task's own
+    `env` over it.
     """
     return {
         "HOME": order.home,
@@ -69,13 +70,15 @@ def quiet_environment(order: HarnessOrder) -> dict[str, str]:
 
 
 def environment(order: HarnessOrder, own: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a harness: the quiet base, the harness's own variables, then the task's."""
+    """The whole environment of a harness: `quiet_environment`, then the harness's own variables, then the
+    task's.
+    """
     return {**quiet_environment(order), **own, **order.env}
 
 
 def argument(text: str, *, special: tuple[str, ...] = ("-", "@")) -> str:
-    """An instruction as an argument: one that begins with what the harness takes for a flag, a file or a
-    command gets a blank before it.
+    """An instruction as a command-line argument. If it begins with a `special` prefix (a flag, file or
+    command of the harness), a space is put before it.
     """
     if len(text.encode()) >= ARGUMENT_BYTES:
         raise Refused(
@@ -87,12 +90,14 @@ def argument(text: str, *, special: tuple[str, ...] = ("-", "@")) -> str:
 
 
 def skill_files(order: HarnessOrder, folder: str) -> dict[str, bytes]:
-    """The task's skills, each where this harness looks for them: `folder` is relative to the home."""
+    """The task's skills, each at the path where this harness looks for them. `folder` is relative to the
+    home.
+    """
     return {f"{order.home}/{folder}/{name}/SKILL.md": text.encode() for name, text in order.skills.items()}
 
 
 def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) -> str:
-    """A setting that must be one of `allowed`; the first is the default."""
+    """The value of a setting that must be one of `allowed`; the first is the default."""
     value = settings.get(name, allowed[0])
     if not isinstance(value, str) or value not in allowed:
         raise Refused(
@@ -102,9 +107,7 @@ def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) ->
 
 
 def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
-    """Refuse a setting this harness does not know, so that a misspelt one is never silently without
-    effect.
-    """
+    """Refuse a setting that this harness does not have, so that a misspelt one is never silently ignored."""
     for name in settings:
         if name not in names:
             listed = ", ".join(names) or "none"
@@ -117,14 +120,16 @@ def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
 
 
 def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
-    """Completed, failed, or an error of the engine's, with the reason where it is not plain."""
+    """The outcome of a harness that ended: completed, failed, or an engine error, with a reason unless the
+    exit code is enough.
+    """
     judged = _judged(harness, exit_code, turns)
     return _of_engine(judged) if judged.status == "failed" and lost_its_engine(turns) else judged
 
 
 def lost_its_engine(turns: Sequence[Turn]) -> bool:
-    """Whether the engine failed the main agent's last call. One that was asked again and answered is
-    forgotten: the agent went on from there.
+    """Whether the engine failed the main agent's last call. A failed call that was retried and answered does
+    not count.
     """
     last = _last_main(turns)
     return last is not None and last.state == "failed"
@@ -146,7 +151,7 @@ def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
             else "it never called its model"
         )
         return Outcome(status="failed", exit_code=exit_code, reason=reason)
-    if exit_code != 0 and last is not None and _said_its_last(last):
+    if exit_code != 0 and last is not None and _is_final_answer(last):
         reason = (
             f"{harness.name} ended with exit code {exit_code} after its last answer was whole: its work was"
             " done"
@@ -164,12 +169,12 @@ def _plain(exit_code: int) -> Outcome:
 
 
 def _last_main(turns: Sequence[Turn]) -> Turn | None:
-    """The main agent's last turn; side calls and sub-agents say nothing about how it ended."""
+    """The main agent's last turn. Side calls and sub-agents do not show how the agent ended."""
     return next((turn for turn in reversed(turns) if turn.role == "main"), None)
 
 
-def _said_its_last(turn: Turn) -> bool:
-    """A whole answer that asks for no tool: the agent loop of every harness ends on one."""
+def _is_final_answer(turn: Turn) -> bool:
+    """Whether this is a complete answer without a tool call: the agent loop of every harness ends on one."""
     answer = turn.answer
     return (
         turn.state == "complete"
@@ -185,12 +190,12 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def json_bytes(value: Json) -> bytes:
-    """A config file in JSON, which is YAML too."""
+    """A config file in JSON, which is also valid YAML."""
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
 def toml_bytes(table: Mapping[str, Json]) -> bytes:
-    """A config file in TOML; nulls have no spelling there and are left out."""
+    """A config file in TOML. Nulls are left out, because TOML has none."""
     return ("\n".join(_table(table, ())) + "\n").encode()
 
 
@@ -218,15 +223,15 @@ def _value(value: Json) -> str:
 
 
 def _text(value: str) -> str:
-    """A JSON string is a TOML string but for DEL, which TOML wants escaped."""
+    """A TOML string. JSON's form is valid TOML except for DEL, which TOML requires to be escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def server_json(
     server: McpServerSpec, *, url: str = "url", kinds: tuple[str, str] | None = None
 ) -> dict[str, Json]:
-    """An MCP server as most harnesses read it. `url`: their word for a streamable HTTP address; `kinds`:
-    their types (stdio, http), if they want one.
+    """An MCP server in the JSON form that most harnesses read. `url` is the harness's key for a streamable
+    HTTP address; `kinds` are its type names for (stdio, http), if it has them.
     """
     stdio = server.command is not None
     kind: dict[str, Json] = {} if kinds is None else {"type": kinds[0] if stdio else kinds[1]}

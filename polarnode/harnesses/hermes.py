@@ -1,8 +1,8 @@
-"""Hermes agent: speaks Chat, Responses or Anthropic, told everything by `~/.hermes/config.yaml`.
+"""Hermes agent: speaks Chat, Responses or Anthropic and is configured by `~/.hermes/config.yaml`, written as
+JSON, which is YAML.
 
-Measured with 0.19.0: asks its endpoint a dozen times what kind of server it is before the first call; strips
-text and sorts the keys of arguments it sends back; exits 0 whatever happened. The file is JSON, which is
-YAML.
+Measured with 0.19.0. It asks its endpoint a dozen times what kind of server it is before the first call. It
+strips text and sorts the keys of the arguments it sends back. It exits with 0 whatever happened.
 """
 
 from polarnode.core.conversation import Json
@@ -21,14 +21,15 @@ from polarnode.harnesses.harness import (
 VERSION = "0.19.0"
 BASES = {"chat_completions": "/v1", "codex_responses": "/v1", "anthropic_messages": ""}
 APIS = tuple(BASES)
-# tokens: told less it does not start; in a smaller window it is refused in time, and sends less then
+# tokens; with a smaller configured window it does not start. In a smaller real window its call is refused and
+# it then sends less
 LEAST_WINDOW = 64_000
-MAX_REPLY_TOKENS = 16384  # of a reply: it would ask for 65 536, which leaves no room in a window of that size
+MAX_REPLY_TOKENS = 16384  # per reply; its default of 65 536 leaves no room in a window of that size
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`hermes --oneshot=INSTRUCTION`, every approval off: the container is the sandbox. Joined by `=`, so
-    that it is never an option.
+    """`hermes --oneshot=INSTRUCTION` with all approvals off: the container is the sandbox. Joined by `=`, the
+    instruction is never parsed as an option.
     """
     only_settings(order.settings, ("api",))
     own = {"HERMES_HOME": f"{order.home}/.hermes", "HERMES_DISABLE_LAZY_INSTALLS": "1"}
@@ -48,7 +49,7 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
         "model": {
             "default": model_name(order),
             "provider": "custom:local",
-            "context_length": max(window, LEAST_WINDOW),  # told, it need not ask the server for it
+            "context_length": max(window, LEAST_WINDOW),  # set here, so that it does not ask the server
             "max_tokens": min(MAX_REPLY_TOKENS, window // 4),
         },
         "custom_providers": [_provider(order)],

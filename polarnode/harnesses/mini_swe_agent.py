@@ -1,9 +1,9 @@
-"""mini-swe-agent: one bash tool, litellm underneath, never streams; with `text` no tool at all but a fenced
-command in the answer.
+"""mini-swe-agent: one bash tool, through litellm, without streaming. With api `text` there is no tool, only a
+fenced command in the answer.
 
-Measured with 2.4.6: ends when the model runs `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`; has neither MCP
-servers nor skills; retries even a 400 for minutes, so a spent budget must end its process and not only refuse
-its calls.
+Measured with 2.4.6. It ends when the model runs `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`. It has neither
+MCP servers nor skills. It retries even a 400 for minutes, so when a budget is spent its process must be
+ended, not only its calls refused.
 """
 
 from polarnode.core.ports import HarnessOrder, Launch
@@ -12,21 +12,19 @@ from polarnode.harnesses.harness import Harness, argument, choice, environment, 
 VERSION = "2.4.6"
 APIS = ("openai", "anthropic", "responses", "text")
 CLASSES = {"responses": ("--model-class", "litellm_response"), "text": ("--model-class", "litellm_textbased")}
-# seconds a call may take: longer than any run budget lets it. It would give up after 600 and ask again
+# seconds per call, longer than any run budget; by default it gives up after 600 and retries
 CALL_S = 7200
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`mini --task=INSTRUCTION`, unattended; its own trajectory file is kept in the home for whoever wants to
-    compare.
-    """
+    """`mini --task=INSTRUCTION`, unattended. Its own trajectory file is kept in the home, for comparison."""
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
     own = {
-        "MSWEA_COST_TRACKING": "ignore_errors",  # an unknown model has no price, and mini would stop for it
+        "MSWEA_COST_TRACKING": "ignore_errors",  # mini stops on a model without a price
         "MSWEA_CONFIGURED": "true",
         "MSWEA_SILENT_STARTUP": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no look-up on the network at start
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no network look-up at start
         **_endpoint(order, api),
     }
     model = f"{'anthropic' if api == 'anthropic' else 'openai'}/{model_name(order)}"

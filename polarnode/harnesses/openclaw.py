@@ -1,9 +1,8 @@
-"""OpenClaw: speaks Chat, Responses or Anthropic, told everything by a config file it is pinned to; no gateway
-runs.
+"""OpenClaw: speaks Chat, Responses or Anthropic and is configured by one config file; no gateway runs.
 
-Measured with 2026.9.6. Appends a volatile user message to each request and takes it out of the next; strips
-the `_` from call ids; exits 0 when it ignored tool calls. Its own deadline is ten minutes, so it is raised:
-the run budget ends it.
+Measured with 2026.9.6. It appends a volatile user message to each request and removes it from the next. It
+strips the `_` from call ids. It exits with 0 even when it ignored tool calls. Its own deadline of ten minutes
+is raised, so that the run budget ends it.
 """
 
 from polarnode.core.conversation import Json
@@ -23,14 +22,14 @@ from polarnode.harnesses.harness import (
 VERSION = "2026.9.6"
 BASES = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "/v1"}
 APIS = tuple(BASES)
-MAX_REPLY_TOKENS = 8192  # what it asks for per reply where the context allows it
+MAX_REPLY_TOKENS = 8192  # per reply, if the context allows it
 DEADLINE_S = 604800  # a week: longer than any run budget
 
 QUIET = {"OPENCLAW_NO_AUTO_UPDATE": "1", "OPENCLAW_DISABLE_BONJOUR": "1"}
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`openclaw agent exec --message-file FILE`, every approval off: the container is the sandbox."""
+    """`openclaw agent exec --message-file FILE` with all approvals off: the container is the sandbox."""
     only_settings(order.settings, ("api",))
     folder, name = f"{order.home}/.openclaw", model_name(order)
     config, message = f"{folder}/openclaw.json", f"{folder}/instruction.md"

@@ -1,9 +1,9 @@
-"""opencode: speaks whatever AI-SDK adapter its config names; four come with it. Told everything by
+"""opencode: speaks the API of the AI-SDK adapter its config names; it ships with four. Configured by
 `~/.config/opencode/opencode.json`.
 
-Measured with 1.18.33. `--title` spares a side call before the first turn. After a compaction it exits 1
-although its work is done, so its exit code is not believed. A missing finish reason or a JSON body sends it
-into an endless loop, and so does a prompt that stays too long.
+Measured with 1.18.33. `--title` saves a side call before the first turn. After a compaction it exits with 1
+although its work is done, so its exit code alone does not decide. A missing finish reason, a JSON body or a
+prompt that stays too long sends it into an endless loop.
 """
 
 from polarnode.core.conversation import Json
@@ -27,7 +27,7 @@ ADAPTERS = {
     "google": ("@ai-sdk/google", "/v1beta"),
 }
 APIS = tuple(ADAPTERS)
-MAX_REPLY_TOKENS = 8192  # what it asks for per reply, and keeps free before it compacts
+MAX_REPLY_TOKENS = 8192  # per reply; it also keeps this many free before it compacts
 
 OWN = {
     "LOCAL_API_KEY": "",
@@ -39,10 +39,9 @@ OWN = {
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`opencode run`, every permission given in its config: the container is the sandbox.
-
-    The instruction comes by stdin: as an argument it would be shown to the model in quotes, and one that is a
-    number crashes it.
+    """`opencode run` with all permissions granted in its config: the container is the sandbox. The
+    instruction comes by stdin: as an argument it is shown to the model in quotes, and a numeric one crashes
+    it.
     """
     only_settings(order.settings, ("api",))
     name = model_name(order)

@@ -1,9 +1,9 @@
-"""OpenHands SDK: a library, so a short runner of ours drives its default agent; litellm underneath, never
-streams.
+"""OpenHands SDK: a library, so a short runner script drives its default agent, through litellm, without
+streaming.
 
-Measured with 1.58.0: ends by its `finish` tool or a text without a call. It gives a call 300 s and asks
-again, and an answer that is not streamed cannot be kept alive, so the limit is raised. A context overflow is
-fatal to it but for the condenser, which is told a share of the window.
+Measured with 1.58.0. It ends with its `finish` tool or with text without a tool call. It times a call out
+after 300 s and retries, and an answer that is not streamed cannot be kept alive, so the limit is raised. A
+context overflow is fatal to it, so its condenser is set to a share of the window.
 """
 
 from polarnode.core.conversation import Json
@@ -21,8 +21,8 @@ from polarnode.harnesses.harness import (
 
 VERSION = "1.58.0"
 APIS = ("openai", "responses", "anthropic", "text")
-CALL_S = 7200  # seconds a call may take: longer than any run budget lets it
-COMPACT_AT = 0.7  # of the window: what is kept, the summary and the answer must fit
+CALL_S = 7200  # seconds per call, longer than any run budget
+COMPACT_AT = 0.7  # share of the window: the kept messages, the summary and the answer must fit
 
 # Runs in the container, with the image's Python; never imported here.
 RUNNER = """\
@@ -56,7 +56,7 @@ sys.exit(0 if status == "finished" else 1)
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """The runner with its order in a file: the instruction is data there, whatever it holds."""
+    """The runner with its order in a file: there the instruction is data, whatever it contains."""
     only_settings(order.settings, ("api",))
     runner, order_file = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
     own = {

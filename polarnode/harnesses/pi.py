@@ -1,9 +1,9 @@
-"""Pi (`@mariozechner/pi-coding-agent`): reads its provider from `~/.pi/agent/models.json` and speaks the API
-named there.
+"""Pi (`@mariozechner/pi-coding-agent`): reads its provider and the API to speak from
+`~/.pi/agent/models.json`.
 
-Measured with 0.73.1: always streams, never asks for approval, has no MCP client, and exits 0 even when it did
-nothing. A stream that ends cleanly inside a tool call's arguments is executed half-read, so the model plane
-breaks the connection instead.
+Measured with 0.73.1. It always streams, never asks for approval, has no MCP client, and exits with 0 even
+when it did nothing. If a stream ends cleanly inside a tool call's arguments, pi executes the incomplete call;
+the model plane therefore breaks the connection instead.
 """
 
 from polarnode.core.conversation import Json
@@ -27,8 +27,8 @@ BASES = {
     "google-generative-ai": "/v1beta",
 }
 APIS = tuple(BASES)
-MAX_REPLY_TOKENS = 8192  # what pi asks for per reply where the context allows it
-# its own defaults; a small window has no room for both beside a prompt
+MAX_REPLY_TOKENS = 8192  # per reply, if the context allows it
+# pi's defaults in tokens; a small window has no room for both and a prompt
 RESERVE_TOKENS, RECENT_TOKENS = 16384, 20000
 
 
@@ -54,7 +54,7 @@ def launch(order: HarnessOrder) -> Launch:
 
 
 def _settings(window: int) -> dict[str, Json]:
-    """When to compact, and how much to keep: at least half of the window stays for the prompt."""
+    """When to compact and how much to keep: at least half of the window stays for the prompt."""
     return {
         "compaction": {
             "reserveTokens": min(RESERVE_TOKENS, window // 4),

@@ -1,9 +1,9 @@
-"""Qwen Code: speaks OpenAI Chat, Responses, Anthropic or Google, by `--auth-type`; told where by its
-environment, how by `~/.qwen/settings.json`.
+"""Qwen Code: speaks OpenAI Chat, Responses, Anthropic or Google, chosen by `--auth-type`; its environment
+sets the endpoint, `~/.qwen/settings.json` the rest.
 
-Measured with 0.24.4: 78 kB of a first prompt; a call without headers is given up after 120 s. Its background
-helpers (memory, follow-up suggestions) would be calls nobody asked for and are off. Unknown models get 32 000
-tokens an answer; the window is told, and it compacts by it.
+Measured with 0.24.4. Its first prompt is 78 kB; it gives a call up after 120 s without response headers. Its
+background helpers (memory, follow-up suggestions) would make calls that are not part of the task and are off.
+It allows an unknown model 32 000 tokens per answer. The window is set, and it compacts by that.
 """
 
 from polarnode.core.conversation import Json
@@ -25,8 +25,8 @@ APIS = ("openai", "openai-responses", "anthropic", "gemini")
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """`qwen -y --prompt=INSTRUCTION`, every permission given: the container is the sandbox. It drops what
-    follows a bare `--`.
+    """`qwen -y --prompt=INSTRUCTION` with all permissions granted: the container is the sandbox. The
+    instruction is not put after a bare `--`, because qwen drops what follows one.
     """
     only_settings(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)

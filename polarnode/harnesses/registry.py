@@ -35,7 +35,7 @@ HARNESSES = {harness.name: harness for harness in _PROVIDED}
 
 
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:
-    """The harness of a task. An import path must lead to a `Harness` value, and below a prefix the node's
+    """The harness of a task. An import path must name a `Harness` value, under a prefix that the node's
     config allows.
     """
     if spec.import_path is None:

@@ -1,9 +1,9 @@
-"""`shell`: any program that can be told its base URL. The task gives the command as argv; nothing is
-interpreted.
+"""`shell`: any program with a configurable base URL. The task gives the command as argv; no shell interprets
+it.
 
 In each argument `{instruction}`, `{base_url}`, `{key}`, `{model}` and `{workdir}` are replaced, once and
-literally. The same values are in the environment, under the names the official SDKs read, so most programs
-need no argument at all.
+literally. The same values are in the environment, under the names that the official SDKs read, so most
+programs need no arguments.
 """
 
 import re
@@ -14,7 +14,7 @@ from polarnode.harnesses.harness import Harness, environment, model_name, only_s
 
 
 def launch(order: HarnessOrder) -> Launch:
-    """The task's own command with the endpoint in its environment."""
+    """The task's own command, with the model endpoint in its environment."""
     only_settings(order.settings, ())
     if not order.command:
         raise Refused(
@@ -28,7 +28,7 @@ def launch(order: HarnessOrder) -> Launch:
 
 
 def endpoint_environment(order: HarnessOrder) -> dict[str, str]:
-    """The endpoint as the SDKs of the providers read it."""
+    """The model endpoint in the variables that the providers' SDKs read."""
     base, key, name = order.endpoint.base_url, order.endpoint.key, model_name(order)
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

@@ -1,7 +1,7 @@
-"""A trajectory in the format of each trainer: one module a trainer, each a pure projection.
+"""A trajectory in the format of each trainer: one module per trainer, each a pure projection.
 
-Nothing is computed that the trajectory does not hold. What a format cannot carry is listed in its module's
-docstring, and what it needs besides (an advantage, a group's number) is an argument.
+A format holds nothing that the trajectory does not. Each module's docstring lists what its format cannot
+carry. What a format needs beyond the trajectory (an advantage, a group's number) is an argument.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "Absent", "Arrays", "Format", "of_roles", "project"]
 
 @frozen(kw_only=True)
 class Format:
-    """A trainer's format by its name: what one session is in it, where nothing is said besides, and how."""
+    """A trainer's format: what one session becomes, and the function that makes it with default arguments."""
 
     what: str
     of_session: Callable[[Trajectory, Arrays], Any]
@@ -68,8 +68,8 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(_FORMATS)
 
 
 def project(name: str, trajectory: Trajectory, *, arrays: Arrays = "list") -> Any:
-    """One session in the format of that name. Refused for a name that is none, and for a session that the
-    format cannot carry.
+    """One session in the named format. Refused for an unknown name, and for a session that the format cannot
+    carry.
     """
     if name not in FORMATS:
         raise Refused(f"format must be one of {', '.join(FORMATS)}, not {name!r}", path="?format")

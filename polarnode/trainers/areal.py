@@ -1,8 +1,9 @@
-"""AReaL: the dict of [1, T] tensors of each row, and of a whole rollout with its rows padded to one another.
+"""AReaL: the dict of [1, T] tensors of each row, and that of a whole rollout with its rows padded to one
+length.
 
-What it cannot carry: temperatures, experts, the likeliest alternatives, versions that are no whole numbers
-(`number` reads yours). Versions are -1 on whatever was not trained here, a sample that is only context among
-it. AReaL takes a missing reward for 0, so that a session without one is refused.
+It cannot carry temperatures, experts, top logprobs, or versions that are not whole numbers (`number` converts
+yours). Versions are -1 on every token that is not trained in the row, including samples that are only
+context. AReaL treats a missing reward as 0, so a session without a reward is refused.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from polarnode.trainers.rows import (
 
 NAMES: Final = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
-# what padding is, where it is not 0: AReaL takes whatever is 0 or more for generated, and pads with 0 itself
+# padding values other than 0: AReaL counts a version of 0 or more as generated, and pads with 0 itself
 NOTHING: Final = {"versions": -1}
 
 
@@ -48,7 +49,7 @@ def rollout(
     group: Group | Iterable[Trajectory], *, number: Number = version_number, arrays: Arrays = "list"
 ) -> dict[str, Any] | None:
     """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None,
-    which AReaL drops, for no row.
+    which AReaL drops, if there is no row.
     """
     rows = [_tensors(row, number) for each in sessions(group) for row in rows_of(each)]
     if not rows:

@@ -1,9 +1,9 @@
-"""Atropos: the `ScoredData` of one group, which is one POST to its API's /scored_data.
+"""Atropos: the `ScoredData` of one group, the body of one POST to its API's /scored_data.
 
-Masks hold the token itself where it is trained and -100 elsewhere, logprobs 1.0 elsewhere. What it cannot
-carry: weight versions, temperatures but for one for all, experts, which row is of which session. Its trainers
-compare the scores of a group's sequences: a session of several rows counts there as often as it has rows, so
-give `advantages`, which were made session by session, when one has.
+Masks hold the token id where it is trained and -100 elsewhere; logprobs are 1.0 elsewhere. It cannot carry
+weight versions, experts, more than one temperature, or which row belongs to which session. Its trainers
+compare the scores of a group's sequences, so a session counts once per row: if any session has several rows,
+pass `advantages`, which are computed per session.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers.rows import Array, Arrays, TrainedRow, as_arrays, rows_of, sessions
 
-IGNORED: Final = -100  # the label that losses pass over
-NO_LOGPROB: Final = 1.0  # what no logprob can be
+IGNORED: Final = -100  # the label that losses ignore
+NO_LOGPROB: Final = 1.0  # not a possible logprob
 
 
 def scored_data(
@@ -28,8 +28,8 @@ def scored_data(
     generation_params: Mapping[str, Any] | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """The ScoredData of these sessions, a sequence a row. `advantages` are by session id, said again for each
-    trained token.
+    """The ScoredData of these sessions, one sequence per row. `advantages` are by session id and are repeated
+    for each trained token.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:

@@ -1,8 +1,8 @@
 """miles: the fields of its `Sample` for each row, and the tensors its session server sends.
 
-A Sample is slime's but for names and types: experts are an int32 array [T - 1, layers, top_k], and a routing
-key stands where slime has a session id. What it cannot carry is what slime's cannot; `rollout_indexer_topk`
-stays None, because the engine hosts report no indexer.
+A Sample is slime's with different names and types: experts are an int32 array [T - 1, layers, top_k], and
+`routing_key` replaces `session_id`. It cannot carry what slime's cannot. `rollout_indexer_topk` stays None,
+because the engine hosts report no indexer.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from polarnode.groups.group import Group
 from polarnode.trainers import slime
 from polarnode.trainers.rows import Arrays, Native, as_arrays, sessions
 
-SLIMES: Final = ("session_id",)  # a field of slime's that miles has not
+SLIMES: Final = ("session_id",)  # fields of slime's Sample that miles does not have
 ALSO: Final[dict[str, Any]] = {
     "rollout_indexer_topk": None,
     "opd_reverse_kl": None,
@@ -27,7 +27,7 @@ WIRE: Final[Native] = {"tensors": "numpy"}
 
 
 def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **fields: Any) -> list[dict[str, Any]]:
-    """A Sample for each row; takes what `slime.samples` takes."""
+    """A Sample for each row. Takes the same arguments as `slime.samples`."""
     packed = slime.samples(trajectory, arrays="numpy", **fields)
     found: list[dict[str, Any]] = as_arrays([_renamed(each, trajectory) for each in packed], arrays, SAMPLE)
     return found
@@ -36,8 +36,8 @@ def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **fields: Any) -
 def group_samples(
     group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
 ) -> list[dict[str, Any]]:
-    """The samples of a group, one after the other; `rollout_id` is the place of their session in it, `index`
-    counts all of them.
+    """The samples of a group, session by session. `rollout_id` is the session's position in the group;
+    `index` counts all samples.
     """
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):
@@ -48,9 +48,7 @@ def group_samples(
 
 
 def session_tensors(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """What miles' session server answers for each row: `tensors` in its types, and the JSON `metadata` beside
-    them.
-    """
+    """What miles' session server answers for each row: `tensors` in its types, and `metadata` as JSON."""
     packed = [each for each in slime.samples(trajectory, arrays="numpy") if not each["remove_sample"]]
     found: list[dict[str, Any]] = as_arrays([_wire(each) for each in packed], arrays, WIRE)
     return found

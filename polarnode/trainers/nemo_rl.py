@@ -1,9 +1,8 @@
-"""NeMo RL: a `message_log` for each row, and the output items of NeMo Gym that NeMo RL makes one from.
+"""NeMo RL: a `message_log` for each row, and the output items of NeMo Gym from which NeMo RL makes one.
 
-In a message log whatever an assistant says is trained, so that a sample which is only context stands as the
-user's. What it cannot carry: weight versions, temperatures, the likeliest alternatives, rewards of turns;
-words, unless `decode` is given. The experts of a row's last token, from which nothing was computed, are
-zeros.
+Every assistant message in a message log is trained, so a sample that is only context is written as a user
+message. It cannot carry weight versions, temperatures, top logprobs, or rewards of turns; text is there only
+if `decode` is given. The experts of a row's last token are zeros, because nothing was computed from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,14 @@ from polarnode.trainers.rows import (
     stretches,
 )
 
-Decode = Callable[[Sequence[int]], str]  # a tokenizer's
+Decode = Callable[[Sequence[int]], str]  # a tokenizer's decode
 LOG: Final[Native] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
 
 
 def results(
     trajectory: Trajectory, *, decode: Decode | None = None, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """What a rollout gives NeMo RL, for each row: `message_log`, `input_message_log` (what was asked) and
+    """What a rollout gives NeMo RL for each row: `message_log`, `input_message_log` (the prompt) and
     `full_result` with the reward.
     """
     found: list[dict[str, Any]] = as_arrays(
@@ -39,10 +38,10 @@ def results(
 
 
 def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
-    """For each row what the output items of its trained turns carry, in order: each prompt holds all that was
-    there before it.
+    """For each row, the output items of its trained turns in order. Each item's prompt holds everything
+    before it.
 
-    `routed_experts` are of the positions from 0 to the item's last but one.
+    `routed_experts` cover the positions from 0 to the last but one of the item.
     """
     found: list[list[dict[str, Any]]] = as_arrays([_items(row) for row in rows_of(trajectory)], arrays)
     return found
@@ -67,8 +66,8 @@ def _result(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
 
 
 def _places(row: TrainedRow) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, trained), each trained sample a stretch of its own, even where one follows another without
-    a word between.
+    """(start, end, trained) of each segment. Each trained sample is its own segment, even if the next follows
+    directly.
     """
     cuts = {span.start for span in row.trained_spans}
     for start, end, value in stretches(row.mask):

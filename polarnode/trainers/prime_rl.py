@@ -1,10 +1,10 @@
-"""prime-rl: the fields of a `TrainingSample` for each row, and the same as the array that its msgspec structs
-are on the wire.
+"""prime-rl: the fields of a `TrainingSample` for each row, and the array that its msgspec struct is on the
+wire.
 
-Everything is as long as the row. `temperatures` are 1 and `advantages` 0 where nothing is trained; experts
-have a row of zeros for the last token. What it cannot carry: weight versions (prime-rl counts them a
-rollout, outside of the sample), rewards, the likeliest alternatives, which session a row is of. A sample of a
-row that was cut (`part`) says nothing of its place in the whole.
+All columns have the row's length. `temperatures` are 1 and `advantages` 0 on tokens that are not trained;
+experts have a row of zeros for the last token. It cannot carry weight versions (prime-rl keeps them per
+rollout, outside the sample), rewards, top logprobs, or which session a row belongs to. A sample of a slice
+(`part`) does not show its position in the whole row.
 """
 
 from typing import Any, Final
@@ -23,8 +23,8 @@ from polarnode.trainers.rows import (
     temperatures,
 )
 
-# The struct's fields in their order, which is all that an array_like struct has on the wire. The seventh
-# holds tensors of images.
+# The struct's fields in order: an array_like struct has only their values on the wire. The seventh holds
+# image tensors.
 FIELDS: Final = (
     "token_ids", "mask", "logprobs", "temperatures", "env_name", "ref_logprobs",
     "mm_kwargs", "routed_experts", "mm_token_type_ids",
@@ -40,10 +40,9 @@ def training_samples(
     temperature: float | None = None,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A TrainingSample for each row. `advantage` is the session's, said again for each trained token; without
-    one the field is None.
-
-    `temperature` stands in for turns that the reader does not have; `routed_experts.data` stays bytes.
+    """A TrainingSample for each row. `advantage` is the session's and is repeated for each trained token;
+    without one the field is None. `temperature` is used for turns that the trajectory was read without;
+    `routed_experts.data` stays bytes.
     """
     rows = [_sample(row, env_name, advantage, temperature) for row in rows_of(trajectory)]
     found: list[dict[str, Any]] = as_arrays(rows, arrays)
@@ -51,9 +50,7 @@ def training_samples(
 
 
 def on_the_wire(sample: dict[str, Any]) -> list[Any]:
-    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` is what it would encode,
-    byte for byte.
-    """
+    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` gives the same bytes."""
     values = [sample[name] for name in FIELDS]
     if sample["routed_experts"] is not None:
         values[FIELDS.index("routed_experts")] = [

@@ -1,7 +1,8 @@
-"""The rows of a session that train tokens, and the arrays every format is made from.
+"""The rows of a session that train tokens, and the arrays from which every format is made.
 
-A format reorders and renames the arrays of a trace. Invariant: a number that a trajectory does not have is
-refused with the remedy, never invented. Arrays stay numpy until `as_arrays` converts them.
+A format reorders and renames the arrays of a trace. Invariant: if the trajectory lacks a number, the
+projection is refused with the remedy; no number is invented. Arrays stay numpy until `as_arrays` converts
+them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +17,13 @@ from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory, Turn, TurnRole, TurnSpan
 from polarnode.groups.group import Group
 
-# How arrays are handed over: all as lists (the default of every format, fit for JSON), all as numpy's or
-# torch's, or as the trainer documents each.
+# The kind of the arrays returned: lists (the default, fit for JSON), numpy, torch, or for each field the kind
+# that the trainer documents.
 Arrays = Literal["list", "numpy", "torch", "native"]
-# which fields a trainer documents as arrays; its other ones are lists
+# the fields that a trainer documents as arrays, with their kind; all others are lists
 Native = Mapping[str, Literal["numpy", "torch"]]
 Array = numpy.ndarray[Any, Any]
-Number = Callable[[str], int]  # a weight version as the whole number that a trainer counts in
+Number = Callable[[str], int]  # converts a weight version to the whole number that a trainer counts
 
 NOT_SAMPLED: Final = -1  # the version of a token that was not sampled, as AReaL writes it
 
@@ -42,12 +43,12 @@ class TrainedRow:
 
     @property
     def name(self) -> str:
-        """Its name in an error message."""
+        """The row's name in error messages."""
         return f"row {self.index} of session {self.trajectory.session_id}"
 
     @property
     def reward(self) -> float | None:
-        """The reward of its lineage; the session's where the lineage has none."""
+        """The reward of its lineage, or the session's if the lineage has none."""
         return self.trajectory.reward if self.trace.reward is None else self.trace.reward
 
     @property
@@ -79,7 +80,7 @@ class TrainedRow:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The calls whose samples it trains, as far as the reader has them: a trajectory read with
+        """The turns whose samples the row trains, as far as they were read: a trajectory read with
         `turns=table` has none.
         """
         by_index = {turn.index: turn for turn in self.trajectory.turns}
@@ -97,7 +98,7 @@ class Absent:
 
 
 def rows_of(trajectory: Trajectory) -> tuple[TrainedRow, ...]:
-    """The rows of a session that train a token, in order. None for one that ended before it sampled."""
+    """The rows of a session that train a token, in order. Empty if the session ended before it sampled."""
     teaching = [trace for trace in trajectory.traces if 1 in trace.loss_mask]
     return tuple(
         TrainedRow(trajectory=trajectory, trace=trace, index=index, count=len(teaching))
@@ -106,8 +107,8 @@ def rows_of(trajectory: Trajectory) -> tuple[TrainedRow, ...]:
 
 
 def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
-    """The trajectory with the traces of these roles alone: for a format that takes one row a session, or a
-    trainer that wants no compaction.
+    """The trajectory with only the traces of these roles: for a format with one row per session, or a trainer
+    that leaves compactions out.
     """
     return evolve(trajectory, traces=tuple(trace for trace in trajectory.traces if trace.role in roles))
 
@@ -118,7 +119,7 @@ def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def only_row(trajectory: Trajectory) -> TrainedRow:
-    """The one row of a session, for formats that have room for one. Refused where it has none or several."""
+    """The single row of a session, for formats with one per session. Refused if it has none or several."""
     found = rows_of(trajectory)
     if len(found) != 1:
         raise Refused(
@@ -133,9 +134,7 @@ def only_row(trajectory: Trajectory) -> TrainedRow:
 
 
 def version_number(version: str) -> int:
-    """A version that is a whole number in digits. Refused otherwise: pass your own reading of your versions
-    as `number`.
-    """
+    """A version that is a whole number in digits. Refused otherwise: pass your own conversion as `number`."""
     if not (version.isascii() and version.isdigit()):
         raise Refused(
             f"the weight version {version!r} is no whole number, which this format counts in: pass number=, a"
@@ -145,9 +144,7 @@ def version_number(version: str) -> int:
 
 
 def versions_of(row: TrainedRow) -> tuple[str, ...]:
-    """The weight versions that its trained tokens were sampled by, one for each stretch of a sample, in
-    order.
-    """
+    """The weight versions of its trained tokens, one per version span, in order."""
     mask = row.trace.loss_mask
     return tuple(span.version for span in row.trace.version_spans if mask.find(1, span.start, span.end) >= 0)
 
@@ -170,8 +167,8 @@ def version_array(row: TrainedRow, number: Number) -> Array:
 
 
 def temperatures(row: TrainedRow, temperature: float | None) -> Array:
-    """float64[T]: what each trained token was sampled with, 1 on every other. `temperature` stands in where
-    its turn is not known.
+    """float64[T]: the temperature of each trained token, 1 on every other. `temperature` is used where the
+    turn was not read.
     """
     by_turn = {turn.index: turn.used.temperature for turn in row.trajectory.turns}
     found = numpy.ones(len(row.tokens), dtype=numpy.float64)
@@ -192,8 +189,8 @@ def temperatures(row: TrainedRow, temperature: float | None) -> Array:
 
 
 def routed(row: TrainedRow) -> Array | None:
-    """uint8 or int16 [T - 1, layers, top_k]: the experts of every position but the last. None where they are
-    not carried.
+    """uint8 or int16 [T - 1, layers, top_k]: the experts of every position but the last. None if they were
+    not recorded.
     """
     experts = row.trace.routed
     if experts is None:
@@ -212,8 +209,8 @@ def padded(values: Array, rows: int) -> Array:
 
 
 def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
-    """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None where they are
-    not carried.
+    """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None if they were
+    not recorded.
     """
     top = row.trace.top
     if top is None:
@@ -252,13 +249,13 @@ def _array(value: Array, arrays: Arrays) -> Any:
         return value.tolist()
     if arrays == "numpy":
         return value
-    import torch  # heavy, and needed only for this kind of array
+    import torch  # a slow import, needed only for this kind of array
 
-    return torch.from_numpy(numpy.array(value))  # a copy: torch warns of memory that it may not write
+    return torch.from_numpy(numpy.array(value))  # a copy, because torch warns of read-only memory
 
 
 def stretches(mask: Array) -> Iterator[tuple[int, int, int]]:
-    """(start, end, value) of the stretches of equal values, in order."""
+    """(start, end, value) of each run of equal values, in order."""
     edges = numpy.flatnonzero(numpy.diff(mask)) + 1
     places = [0, *edges.tolist(), len(mask)]
     for start, end in pairwise(places):

@@ -1,8 +1,8 @@
 """SkyRL: a `GeneratorOutput` for a batch of sessions.
 
-With several rows a session it is step-wise: rows in order, `is_last_step` closing each session. SkyRL then
-gives all of them the advantage of the last one's reward, so that lineages with rewards of their own are
-refused. What it cannot carry: weight versions, temperatures, the likeliest alternatives, rewards of turns.
+With several rows per session it is step-wise: rows in order, `is_last_step` on the last of each session.
+SkyRL then gives all rows of a session the advantage of the last row's reward, so lineages with different
+rewards are refused. It cannot carry weight versions, temperatures, top logprobs, or rewards of turns.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from polarnode.trainers.rows import (
     sessions,
 )
 
-# SkyRL knows stop and length, and treats whatever is not stop as unfinished.
+# SkyRL has stop and length, and treats everything but stop as unfinished.
 STOPS: Final[dict[FinishReason, str]] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -37,7 +37,7 @@ STOPS: Final[dict[FinishReason, str]] = {
     "abort": "abort",
     "error": "error",
 }
-# the stop reason of what stands in for a session; for SkyRL whatever is not stop is unfinished
+# the stop reason of a placeholder, which SkyRL treats as unfinished
 STAND_IN: Final = "absent"
 OUTPUT: Final[Native] = {"rollout_expert_indices": "numpy"}
 
@@ -50,12 +50,12 @@ def generator_output(
     experts: bool = True,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """The GeneratorOutput of these sessions, in their order. `step_wise` is whether a session may have
-    several rows: if one has, unless given.
+    """The GeneratorOutput of these sessions, in their order. `step_wise` allows several rows per session; by
+    default it is on if any session has several.
 
-    A session without a row or a reward is refused: `absent` says what stands in for it, with a reward, and
-    nothing of it is trained. A batch of which some rows carry their experts and some do not is refused, too:
-    `experts=False` leaves them all out.
+    A session without a row or a reward is refused. With `absent`, an untrained placeholder with its reward
+    replaces a session without a row. A batch in which only some rows have their experts is refused too:
+    `experts=False` leaves all experts out.
     """
     given_sessions = sessions(group)
     wise = any(len(rows_of(each)) > 1 for each in given_sessions) if step_wise is None else step_wise
@@ -141,9 +141,7 @@ def _stand_in(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
 
 
 def _all_or_none(columns: dict[str, list[Any]]) -> list[Array] | None:
-    """SkyRL has the experts of every row of a batch, or of none. What stands in for a row has none, and gets
-    zeros.
-    """
+    """SkyRL takes the experts of every row of a batch, or of none. Placeholders have none and get zeros."""
     found: list[Array | None] = columns["rollout_expert_indices"]
     there = [each for each in found if each is not None]
     if not there:

@@ -1,10 +1,10 @@
 """slime: the fields of a `Sample` for each row, as `Sample.from_dict` takes them.
 
-What a Sample cannot carry: a weight version for each token (it lists one for each stretch of a sample), a
-temperature, the likeliest alternatives. slime normalises rewards over the samples of a group: a session of
-several rows counts there as often as it has rows, unless your reward post-processing counts by `rollout_id`,
-which all rows of one session share. A session without a row is one Sample without tokens and with
-`remove_sample`, so that a group keeps its size and the status says what became of it.
+A Sample cannot carry a weight version per token (it lists one per version span), temperatures, or top
+logprobs. slime normalises rewards over the samples of a group, so a session counts once per row, unless your
+reward post-processing counts by `rollout_id`, which all rows of a session share. A session without a row
+becomes one Sample without tokens and with `remove_sample`, so that the group keeps its size and the status
+shows how the session ended.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +26,11 @@ from polarnode.trainers.rows import (
     versions_of,
 )
 
-Decode = Callable[[Sequence[int]], str]  # a tokenizer's
+Decode = Callable[[Sequence[int]], str]  # a tokenizer's decode
 
 SAMPLE: Final[Native] = {"rollout_routed_experts": "torch"}
 
-# slime's words: aborted may be tried again, failed went wrong and may hold valid output, truncated met a
-# limit.
+# slime's statuses: aborted may be retried, failed may still hold valid output, truncated reached a limit.
 STATUS: Final[dict[Status, str]] = {
     "completed": "completed",
     "timeout": "truncated",
@@ -53,9 +52,8 @@ def samples(
     decode: Decode | None = None,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A Sample for each row: `[Sample.from_dict(each) for each in samples(trajectory)]`.
-
-    `index` is the first row's, the next ones count on from it; `response` has words when `decode` is given.
+    """A Sample for each row: `[Sample.from_dict(each) for each in samples(trajectory)]`. `index` is the first
+    row's; later rows count up from it. `response` has text if `decode` is given.
     """
     fields = {"group_index": group_index, "rollout_id": rollout_id, "prompt": prompt, "label": label}
     rows = rows_of(trajectory)
@@ -69,8 +67,8 @@ def samples(
 def group_samples(
     group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
 ) -> list[dict[str, Any]]:
-    """The samples of a group, one after the other; `rollout_id` is the place of their session in it, `index`
-    counts all of them.
+    """The samples of a group, session by session. `rollout_id` is the session's position in the group;
+    `index` counts all samples.
     """
     found: list[dict[str, Any]] = []
     for place, trajectory in enumerate(sessions(group)):

@@ -1,9 +1,9 @@
-"""Tinker: a `Datum` for each row, shifted by one as its losses want it: the input is every token but the
-last, the targets every one but the first.
+"""Tinker: a `Datum` for each row, shifted by one as its losses require: the input is every token but the
+last, the targets every token but the first.
 
-What a Datum cannot carry: weight versions, temperatures, experts, rewards and which session it is of: keep
-those beside it. A row whose first token is trained has nothing that this token would be the target of, and is
-refused.
+A Datum cannot carry weight versions, temperatures, experts, rewards or its session's id: keep those
+separately. A row whose first token is trained is refused, because the shift leaves that token without an
+input.
 """
 
 from typing import Any, Final, Literal
@@ -21,11 +21,9 @@ DATUM: Final[Native] = {"data": "numpy"}
 def datums(
     trajectory: Trajectory, *, advantage: float | None = None, mask: bool = True, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """A Datum for each row, for losses of reinforcement learning: `target_tokens`, `logprobs`, and
-    `advantages` when one is given.
-
-    `mask` is the cookbook's, which takes it out again before forward_backward; leave it away when you call
-    that yourself.
+    """A Datum for each row, for reinforcement-learning losses: `target_tokens`, `logprobs`, and `advantages`
+    if one is given. `mask` is for the cookbook, which removes it before forward_backward; remove it yourself
+    if you call that directly.
     """
     found: list[dict[str, Any]] = as_arrays(
         [_datum(row, _sampled(row, advantage, mask)) for row in rows_of(trajectory)], arrays, DATUM

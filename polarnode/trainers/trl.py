@@ -1,12 +1,12 @@
 """TRL (1.16): what a GRPOTrainer's `rollout_func` returns, and the rows of async GRPO (turns, training
 sequences, rollout samples).
 
-What `rollout_func` cannot carry: several rows a session (it takes one completion a prompt: keep one row with
-`of_roles`, or train the rest elsewhere), weight versions, experts; the likeliest alternatives, of which it
-wants a row for every token and not for the trained ones alone. TRL compares `logprobs` with its own only
-where it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`: of a row that
-several weights sampled it is the oldest, by which TRL drops stale rows, and `metrics` then counts them as
-`weight_versions`.
+`rollout_func` cannot carry several rows per session (it takes one completion per prompt: keep one row with
+`of_roles`, or train the rest elsewhere), weight versions, or experts. It cannot carry top logprobs either:
+TRL requires a row for every token, and only trained tokens have one. TRL compares `logprobs` with its own
+only when it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`, by which TRL
+drops stale rows: for a row that several weights sampled it is the oldest, and `metrics` counts the versions
+as `weight_versions`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,9 +41,9 @@ def rollout_output(
     """What `rollout_func` returns for these sessions, in their order: one for each prompt that it was called
     with.
 
-    `reward` and the ids beside it reach reward functions by name; a reward is None where there was none,
-    which TRL trains nothing on. A session without a row is refused unless `absent` says what stands in its
-    place; nothing of that is trained.
+    `reward`, `session_id` and `group_id` reach reward functions by name. A missing reward is None, and TRL
+    trains nothing on that session. A session without a row is refused unless `absent` is given; the
+    placeholder is not trained.
     """
     rows = [_rollout(each, absent) for each in sessions(group)]
     if not rows:
@@ -53,9 +53,7 @@ def rollout_output(
 
 
 def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
-    """For each row its TurnRecords: every prompt whole, every sample with the mask of what is trained
-    of it.
-    """
+    """The TurnRecords of each row: every prompt in full, every sample with the mask of its trained tokens."""
     found: list[list[dict[str, Any]]] = as_arrays([_turns(row) for row in rows_of(trajectory)], arrays)
     return found
 
@@ -63,7 +61,7 @@ def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[lis
 def training_sequences(
     trajectory: Trajectory, *, rollout_id: Any = None, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """A TrainingSequence for each row; `rollout_id` is the session's id unless said."""
+    """A TrainingSequence for each row. `rollout_id` is the session's id unless given."""
     whose = trajectory.session_id if rollout_id is None else rollout_id
     found: list[dict[str, Any]] = as_arrays(
         [_sequence(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays
@@ -81,8 +79,8 @@ def rollout_samples(
     number: Number = version_number,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A RolloutSample for each row. The messages are for TRL's logs; arrays="native" gives the arrays it
-    stacks.
+    """A RolloutSample for each row. The messages are for TRL's logs; `arrays="native"` gives the arrays that
+    TRL stacks.
     """
     shared = {
         "prompt": list(prompt),

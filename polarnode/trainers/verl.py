@@ -1,10 +1,10 @@
 """verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and
-as a padded `DataProto` (classic ones).
+as a padded `DataProto` (classic trainers).
 
-What verl cannot carry: a weight version for each token (it has the first and the last of a row, and only
-whole numbers: versions that are none leave `min_global_steps` and `max_global_steps` out); a temperature for
-each token; a reward for each row in V1, whose agent loop overwrites every row's with the last one's, so that
-lineages with rewards of their own need the classic trainer or a loop of yours.
+verl cannot carry a weight version per token: it has a row's first and last as whole numbers, and other
+versions leave `min_global_steps` and `max_global_steps` out. It cannot carry a temperature per token. V1
+cannot carry a reward per row: its agent loop overwrites every row's reward with the last row's, so lineages
+with their own rewards need the classic trainer or your own loop.
 """
 
 from collections.abc import Iterable
@@ -40,8 +40,8 @@ def agent_loop_outputs(
     """The fields of an AgentLoopOutput for each row: `[AgentLoopOutput(**row) for row in
     agent_loop_outputs(trajectory)]`.
 
-    `routed_experts` has a row for every position but the last; `as_dict` pads it, and classic trainers want
-    it with arrays="native".
+    `routed_experts` has a row for every position but the last; `as_dict` pads it. Classic trainers need it
+    with `arrays="native"`.
     """
     found: list[dict[str, Any]] = as_arrays(
         [_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT
@@ -59,8 +59,8 @@ def transfer_rows(
 ) -> list[dict[str, Any]]:
     """What a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
 
-    `uid` is the prompt's, `global_steps` the step it was drawn in; a session is named by its sample_index, as
-    verl counts rollouts of a prompt.
+    `uid` is the prompt's, `global_steps` the step in which it was drawn. `sample_index` identifies the
+    session, as verl counts rollouts of a prompt.
     """
     found: list[dict[str, Any]] = as_arrays(
         [_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS
@@ -76,8 +76,8 @@ def transfer_group(
     number: Number | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """A whole prompt: its own `key` and `tag` (finished; failure when a session of it is of no use), and the
-    `rows` of its sessions.
+    """A whole prompt: its own `key` and `tag` (`finished`, or `failure` if one of its sessions is unusable),
+    and the `rows` of its sessions.
     """
     used = sessions(group)
     lost = any(not member.usable for member in group.members) if isinstance(group, Group) else False
@@ -102,8 +102,8 @@ def data_proto(
     """`batch` and `non_tensor_batch` of a DataProto: prompts padded on the left, responses on the right, as
     verl's own agent loop pads them.
 
-    The lengths are the longest's unless given; a row that does not fit is refused, because to cut it would be
-    to train on what never was.
+    The lengths are those of the longest row unless given. A longer row is refused: a truncated row would
+    train on a sequence that was never sampled.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
@@ -178,7 +178,7 @@ def _steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
 
 
 def _chat_turns(row: TrainedRow) -> int:
-    """Its samples and the stretches of context before them."""
+    """Its samples, plus the segments of context before them."""
     ends = [0, *(span.end for span in row.trace.turn_spans)]
     return sum(1 + (span.start > end) for span, end in zip(row.trace.turn_spans, ends, strict=False))
 
@@ -188,7 +188,7 @@ def _response(row: TrainedRow) -> int:
 
 
 def _scores(row: TrainedRow) -> dict[str, Array]:
-    """The reward on the last token of the response, which is where verl looks for it."""
+    """The reward on the last token of the response, where verl reads it."""
     if row.reward is None:
         return {}
     scores = numpy.zeros(_response(row), dtype=numpy.float32)
