@@ -1,4 +1,5 @@
-"""The trainer's routes: tasks in, trajectories out, numbered and resumable. No harness can reach them.
+"""The control plane: the routes over which a trainer submits tasks and reads trajectories. No harness can
+reach them.
 
-A route reads its request strictly, calls the service or the journal, and answers; it decides nothing.
+A route validates its request, calls the service or the journal, and answers. It makes no decisions.
 """

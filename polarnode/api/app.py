@@ -1,7 +1,8 @@
-"""The control plane as a Quart app: settings, the token, the table of routes, and what faces add to it.
+"""The control plane as a Quart app: settings, the token, the table of routes, and the routes that
+integrations add.
 
-Quart's own time limits are off, because they cut a stream silently; the limit on bodies is ours. Every route
-but the two for probes needs the token, and a path that is not in the table is a 404 with a sentence.
+Quart's time limits are off, because they cut streams silently. The limit on request bodies is set here. Every
+route except the two probes needs the token. A path that is not in the table is answered 404 with a message.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,14 +23,14 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import PolarnodeError
 from polarnode.http.asgi import RouteRow
 
-BODY_BYTES = 64 << 20  # a task with its workspace as base64 files; what is larger belongs in an image
-OPEN_PATHS = ("/healthz", "/readyz")  # a probe has no token, and learns nothing
+BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
+OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
 
 
 @frozen(kw_only=True)
 class Extension:
-    """What another room adds to the control plane: rows of its table, their operations in the OpenAPI
-    document, and headers that carry the token besides `Authorization`.
+    """What another package adds to the control plane: rows of the route table, their OpenAPI operations, and
+    headers that carry the token besides `Authorization`.
     """
 
     rows: tuple[RouteRow, ...]
@@ -44,9 +45,9 @@ def create_app(
     sessions_dir: Path | None = None,
     extensions: Iterable[Extension] = (),
 ) -> QuartTrio:
-    """The app of the control plane. `sessions_dir` is where the node keeps artifacts.
+    """Create the control plane's app. `sessions_dir` is where the node keeps artifacts.
 
-    With `token` None every request is let in: bind it to a loopback address only.
+    With `token` None every request is accepted: bind the app to a loopback address only.
     """
     extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
@@ -82,13 +83,13 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...]) -> None:
             request.headers.get("Authorization", ""),
             *(f"Bearer {request.headers.get(header, '')}" for header in headers),
         ]
-        # all are compared, so that the time says nothing of which was right
+        # compare all of them, so that the time taken does not reveal which one matched
         if not sum(compare_digest(each.encode(), expected) for each in sent):
             raise Unauthorized("this needs the control plane's token: send it as 'Authorization: Bearer …'")
 
 
 def table(routes: Routes) -> Iterator[RouteRow]:
-    """The rows that every control plane has."""
+    """The routes that every control plane has."""
     yield from (
         ("POST", "/v1/tasks", routes.submit),
         ("GET", "/v1/tasks", routes.tasks),

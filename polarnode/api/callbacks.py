@@ -1,9 +1,10 @@
-"""Callbacks: each event of a task is POSTed to the URL that the task names until the receiver takes it.
+"""Callbacks: each event of a task is POSTed to the task's URL until the receiver accepts it.
 
-The journal knows which events are pending; everything kept here may be forgotten without loss, so each table
-is bounded. Events of one task are sent in order. An attempt always ends, never raises past `Callbacks`, and
-goes to the task's URL alone: proxies, credentials of the environment and redirects are not followed. What an
-event's body is depends on the task's `callback_format`; faces register formats of their own.
+The journal records which events are pending. Everything kept here may be forgotten without loss, so each
+table is bounded. Events of one task are sent in order. An attempt always ends, never raises past `Callbacks`,
+and goes to the task's URL alone: the environment's proxies and credentials are not used, and redirects are
+not followed. The task's `callback_format` selects the body of an event; integrations register their own
+formats.
 """
 
 import logging
@@ -31,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 # ── bodies ────────────────────────────────────────────────────────────
 
-HELD_BYTES = 8 << 20  # of a body in memory: most groups are smaller
+HELD_BYTES = 8 << 20  # the largest body kept in memory: most groups are smaller
 
 
 @frozen(kw_only=True)
 class CallbackFormat:
     """A value of `callback_format`: the kinds of events it sends, and their bodies.
 
-    `body` yields the bytes of one body, piece by piece. It is called again for a body that is larger than
-    HELD_BYTES, and must give the same bytes.
+    `body` yields the bytes of one body, piece by piece. It is called a second time for a body larger than
+    HELD_BYTES, and must yield the same bytes.
     """
 
     kinds: tuple[EventKind, ...]
@@ -48,7 +49,7 @@ class CallbackFormat:
 
 @frozen(kw_only=True)
 class CallbackBody:
-    """A body of `size` bytes: `held` in memory, or made again by `pieces`."""
+    """A body of `size` bytes: `held` in memory, or generated again by `pieces`."""
 
     size: int
     held: bytes | None
@@ -56,9 +57,9 @@ class CallbackBody:
 
 
 async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> CallbackBody:
-    """The body with its size, because receivers without chunked encoding read `Content-Length`.
+    """Measure a body, because receivers without chunked encoding need `Content-Length`.
 
-    A body of one piece is in memory anyway and is kept; one that exceeds HELD_BYTES is made twice.
+    A body of one piece is in memory anyway and is kept. A body larger than HELD_BYTES is generated twice.
     """
     size, kept, count = 0, list[bytes](), 0
     async for piece in pieces():
@@ -73,30 +74,31 @@ async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> Callbac
 
 # ── one attempt ────────────────────────────────────────────────────────────
 
-# for one POST and its answer: a whole group of long sessions is some hundred megabytes, which a loopback
-# takes in seconds
+# for one POST and its response: a group of long sessions is some hundred megabytes, which a loopback
+# transfers in seconds
 ATTEMPT_S = 60.0
-# of an answer's body that is read, so that its connection can be used again; of others only the status is
+# bytes of a response body that are read, so that its connection can be reused; of a longer one only the
+# status is used
 REPLY_BYTES = 64 << 10
 
 
 class CallbackFailed(PolarnodeError):
-    """An event was not taken, and why."""
+    """An event was not accepted, and why."""
 
     boundary = "client"
 
 
 @frozen(kw_only=True)
 class Poster:
-    """Sends events to their receivers. `formats` are those besides `event`, by name."""
+    """Sends events to their receivers. `formats` maps names to the formats other than `event`."""
 
     journal: Journal
     client: httpx2.AsyncClient
     formats: Mapping[str, CallbackFormat] = field(factory=dict)
 
     async def send(self, pending: PendingCallback) -> bool:
-        """True when the receiver took the event, False when the event is pruned. Raises CallbackFailed when
-        the event is to be sent again.
+        """Send one event. True when the receiver accepted it, False when the event is pruned. Raises
+        CallbackFailed when the event must be sent again.
         """
         page = await self.journal.events(pending.seq - 1, filters=Filters(kinds=USUAL_KINDS), limit=1)
         if not page.events or page.events[0].seq != pending.seq:
@@ -112,12 +114,12 @@ class Poster:
         raise CallbackFailed(f"it gave no answer within {ATTEMPT_S:g} s")
 
     async def _post(self, pending: PendingCallback, event: StoredEvent) -> int:
-        """The status of the answer."""
+        """POST a body and return the response's status."""
         body = await self._body(event, await self.journal.task(pending.task_id))
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(body.size),
-            "Idempotency-Key": event.key,  # the same however often it comes
+            "Idempotency-Key": event.key,  # the same at every delivery
             "Polarnode-Event": event.kind,
             "Polarnode-Seq": str(event.seq),
         }
@@ -129,7 +131,7 @@ class Poster:
                 return response.status_code
 
     async def _body(self, event: StoredEvent, task: TaskRecord | None) -> CallbackBody:
-        """The event in the task's format. The event itself where the task is pruned, or its format does not
+        """The event in the task's format. It is the plain event if the task is pruned or its format does not
         send this kind.
         """
         chosen = None if task is None else self.formats.get(task.spec.callback_format)
@@ -144,37 +146,38 @@ class Poster:
 
 
 def shown(url: str) -> str:
-    """A URL without its query, which may hold a secret."""
+    """The URL without its query, which may hold a secret."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
 # ── all of a node ────────────────────────────────────────────────────────────
 
-# a trainer that is back gets its events within a minute or so
+# a trainer that is up again gets its events within about a minute
 PAUSES: Final = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
-AT_ONCE = 32  # POSTs under way to URLs that answer: each holds one session's JSON, a few megabytes
-PROBES = 8  # to URLs whose last POSTs all failed: slots of their own, so that those hold up no others
-AT_ONE_URL = 4  # to one URL: a trainer takes its groups one after another anyway
-URLS = 256  # at work at once; one that rests is none of them
-HEADS = 64  # tasks looked at in a round of one URL
-# tasks and URLs whose pauses are kept: 200 bytes each; one that is forgotten is only tried earlier
+AT_ONCE = 32  # concurrent POSTs to URLs that answer: each holds one session's JSON, a few megabytes
+# concurrent POSTs to URLs whose last POSTs all failed: separate slots, so that they delay no others
+PROBES = 8
+AT_ONE_URL = 4  # concurrent POSTs to one URL: a trainer processes its groups one after another anyway
+URLS = 256  # URLs served at once; a URL that is paused does not count
+HEADS = 64  # tasks examined in one round of a URL
+# tasks and URLs whose pauses are kept: 200 bytes each; one that is dropped is only retried earlier
 REMEMBERED = 20_000
-TROUBLES = 20  # URLs with their last trouble in the status
-LOOK_S = 0.25  # between two looks at what is pending, however many events come
-UNREAD_S = 5.0  # before another look where the journal could not be read
-SETTLE_S = 5.0  # at the node's end, for the events of its last sessions: a receiver that answers needs one
+TROUBLES = 20  # URLs listed in the status with their last failure
+LOOK_S = 0.25  # the least time between two queries for pending events, however many events arrive
+UNREAD_S = 5.0  # before the next query when the journal could not be read
+SETTLE_S = 5.0  # at shutdown, for the events of the last sessions: a receiver that answers needs about one
 CLOSE_S = 5.0  # for closing idle connections
 
 
 @frozen(kw_only=True)
 class CallbackStatistics:
-    """Callbacks in numbers, as GET /v1/status has them.
+    """Counts of callbacks, as GET /v1/status reports them.
 
-    Since the node's start: events `taken`, attempts that `failed`. Since the journal's beginning: events that
-    retention pruned before they were taken (`expired`). Now: events `pending` as of the last look,
-    POSTs `under_way`, `urls` at work, and `trouble`: what the last failed attempt of a URL (without its
-    query) met, for the last few URLs.
+    Since the node's start: events `taken` by receivers, and attempts that `failed`. Since the journal was
+    created: events that retention pruned before they were accepted (`expired`). Now: events `pending` as of
+    the last query, POSTs `under_way`, `urls` being served, and `trouble`: the error of the last failed
+    attempt by URL (without its query), for the last few URLs.
     """
 
     taken: int = 0
@@ -188,7 +191,7 @@ class CallbackStatistics:
 
 @define(eq=False)
 class RetryPause:
-    """How long a URL or a task is left alone after failures. `url` is a task's."""
+    """How long a URL or a task is paused after failures. `url` is the URL of a task."""
 
     url: str = ""
     failures: int = 0
@@ -199,22 +202,23 @@ class RetryPause:
         return self.until > trio.current_time()
 
     def extend(self) -> None:
-        """Rest after one more failure."""
+        """Extend the pause after one more failure."""
         self.until = trio.current_time() + PAUSES.delay(self.failures, draw=random.random())
         self.failures += 1
 
 
 @define(eq=False)
 class Callbacks:
-    """Made by `open_callbacks`."""
+    """Sends a node's callbacks. Created by `open_callbacks`."""
 
     journal: Journal
     poster: Poster
     _slots: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
     _probes: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(PROBES), init=False)
     _working: set[str] = field(factory=set, init=False)  # URLs
-    _urls: dict[str, RetryPause] = field(factory=dict, init=False)  # that failed, or whose tasks all rest
-    _tasks: dict[str, RetryPause] = field(factory=dict, init=False)  # whose event was not taken
+    # that failed, or whose tasks are all paused
+    _urls: dict[str, RetryPause] = field(factory=dict, init=False)
+    _tasks: dict[str, RetryPause] = field(factory=dict, init=False)  # whose event was not accepted
     _trouble: dict[str, str] = field(factory=dict, init=False)
     _news: trio.Event = field(factory=trio.Event, init=False)
     _taken: int = field(default=0, init=False)
@@ -244,7 +248,7 @@ class Callbacks:
         )
 
     async def settle(self) -> None:
-        """Return when only URLs that rest have pending events."""
+        """Return when only paused URLs have pending events."""
         await self.journal.flushed()
         while await self.journal.pending_callback_count():
             resting = [url for url, pause in self._urls.items() if pause.resting]
@@ -253,7 +257,7 @@ class Callbacks:
             await trio.sleep(LOOK_S)
 
     async def run(self, ready: trio.Event) -> None:
-        """Run for ever."""
+        """Send pending events until cancelled."""
         ready.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
@@ -277,14 +281,14 @@ class Callbacks:
             self._news.set()
 
     async def _begin(self, nursery: trio.Nursery) -> float:
-        """Start a task for each URL that has pending events and does not rest; when the first of the others
-        has rested.
+        """Start a Trio task for each URL that has pending events and is not paused. Return the time at which
+        the first of the paused ones may be tried again.
         """
         self._pending = await self.journal.pending_callback_count()
         expired = await self.journal.expired_callbacks()
         if expired > self._expired:
             logger.warning(
-                "%d events were pruned by the journal's retention before their callbacks took them",
+                "%d events were pruned by the journal's retention before their receivers accepted them",
                 expired - self._expired,
             )
         self._expired = expired
@@ -301,7 +305,7 @@ class Callbacks:
     async def _serve_url(self, url: str) -> None:
         try:
             while await self._round(url):
-                await self.journal.flushed()  # so that what was taken is not found pending again
+                await self.journal.flushed()  # so that an accepted event is not read as pending again
         except PolarnodeError:
             logger.exception("pending callbacks of %s could not be read", shown(url))
             self._rest(url)
@@ -310,12 +314,12 @@ class Callbacks:
             self._news.set()
 
     async def _round(self, url: str) -> bool:
-        """Send the URL the oldest event of some of its tasks. True when there may be more for it now."""
+        """Send the oldest event of some of a URL's tasks. True when it may have more to send now."""
         resting = {
             name: pause.until for name, pause in self._tasks.items() if pause.url == url and pause.resting
         }
         heads = await self.journal.pending_callbacks(url, HEADS, resting)
-        # SQLite takes a bounded number of names to skip
+        # SQLite limits the number of parameters, so the list of names to skip is bounded
         heads = tuple(head for head in heads if head.task_id not in resting)
         if not heads:
             if resting:
@@ -338,8 +342,8 @@ class Callbacks:
         remember(self._urls, url, pause, most=REMEMBERED)
 
     async def _send_all(self, heads: tuple[PendingCallback, ...], slots: trio.CapacityLimiter) -> int:
-        """How many were taken. After a first failure none is begun until one was taken: a dead URL gets a few
-        requests at most.
+        """Send events and return how many were accepted. After a first failure no POST is started until one
+        is accepted, so a dead URL gets a few requests at most.
         """
         ours, ends = trio.CapacityLimiter(AT_ONE_URL), list[bool]()
 
@@ -354,7 +358,7 @@ class Callbacks:
         return sum(ends)
 
     async def _send(self, head: PendingCallback) -> bool:
-        """True when the event is not pending any more."""
+        """True when the event is no longer pending."""
         try:
             taken = await self.poster.send(head)
         except PolarnodeError as error:
@@ -376,13 +380,13 @@ class Callbacks:
 async def open_callbacks(
     journal: Journal, *, formats: Mapping[str, CallbackFormat] | None = None
 ) -> AsyncIterator[Callbacks]:
-    """The callbacks of a node, sent while the block runs. What is still pending SETTLE_S after its end is
-    sent in the node's next life. `formats` are registered besides `event`.
+    """Send a node's callbacks while the block runs. Events still pending SETTLE_S after its end are sent by
+    the next run of the node. `formats` are registered besides `event`.
     """
     limits = httpx2.Limits(max_connections=AT_ONCE + PROBES, max_keepalive_connections=AT_ONCE)
     headers = {"accept-encoding": "identity", "user-agent": "polarnode"}
-    # Neither proxies nor credentials of the node's environment: an event goes to the machine that its task
-    # names, and carries nothing of this one.
+    # Use no proxies or credentials of the node's environment: an event goes directly to the host that its
+    # task names, and carries no secret of this one.
     client = httpx2.AsyncClient(
         timeout=None, limits=limits, headers=headers, trust_env=False, follow_redirects=False
     )
@@ -391,7 +395,7 @@ async def open_callbacks(
         callbacks = Callbacks(journal=journal, poster=poster)
         async with open_background(callbacks.run):
             yield callbacks
-            # a journal that cannot be read is reported elsewhere
+            # an unreadable journal is reported elsewhere
             with trio.move_on_after(SETTLE_S), suppress(PolarnodeError):
                 await callbacks.settle()
     finally:

@@ -1,9 +1,9 @@
 """Trajectories in trainers' formats, and GET /v1/export: finished sessions as JSON lines, in a trainer's
 format, as conversations, or as rows of tokens in a Parquet file.
 
-Everything is made in a reader's thread, one trajectory at a time, and nothing is written to a disk; for
-Parquet a row group is in memory besides. A session that a format cannot carry is `refused` on a stream and in
-an export, with the reason, and ends neither.
+Everything is built in a reader's thread, one trajectory at a time, and nothing is written to disk. Parquet
+also holds one row group in memory. A session that a format cannot represent appears on a stream and in an
+export as `refused`, with the reason; the stream or export continues.
 """
 
 from base64 import b64encode
@@ -31,7 +31,7 @@ from polarnode.trainers import FORMATS, project
 
 
 def check_format(query: Query) -> Query:
-    """The query, for routes that only have trainers' formats. Refused for any other."""
+    """Check the query of a route that serves only trainers' formats. Raises Refused for any other format."""
     if query.format == PARQUET:
         raise Refused(
             f"format must be one of {', '.join(FORMATS)} here; parquet is a format of GET /v1/export",
@@ -45,7 +45,7 @@ def check_format(query: Query) -> Query:
 
 
 def format_json(name: str, trajectory: Trajectory, arrays: Arrays) -> dict[str, Json]:
-    """A trajectory in a trainer's format, with its ids. Refused where the format cannot carry it."""
+    """A trajectory in a trainer's format, with its ids. Raises Refused if the format cannot represent it."""
     return _whose(name, trajectory) | {"value": _plain(project(name, trajectory, arrays="numpy"), arrays)}
 
 
@@ -63,7 +63,7 @@ def _whose(name: str, trajectory: Trajectory) -> dict[str, Json]:
 
 
 def format_bytes(name: str, trajectory: Trajectory, arrays: Arrays) -> bytes:
-    """The same as bytes, with `refused` where the format cannot carry it."""
+    """The same as JSON bytes, with `refused` in place of the data if the format cannot represent it."""
     try:
         return dump_json(format_json(name, trajectory, arrays))
     except Refused as refused:
@@ -96,7 +96,7 @@ def _base64(data: bytes) -> str:
 
 
 def encoder_of(query: Query) -> TrajectoryEncoder:
-    """The encoder of a stream's or an export's trajectories."""
+    """The function that encodes trajectories for a stream or an export."""
     if query.format is None:
         return json_encoder(query.arrays, query.turns)
     name, arrays = query.format, query.arrays
@@ -109,7 +109,7 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 
 
 def export(journal: Journal, query: Query) -> Response:
-    """GET /v1/export, in the shape that the query names."""
+    """Yield the body of GET /v1/export in the format that the query names."""
     if query.kind == "sft":
         return _lines(journal, _alone(query), SFT)
     if query.format == PARQUET:
@@ -119,7 +119,7 @@ def export(journal: Journal, query: Query) -> Response:
 
 
 def _check_arrow() -> None:
-    """Check before the first byte: a later failure can only cut the answer."""
+    """Check pyarrow before the first byte: a later failure could only cut the response short."""
     try:
         arrow()
     except ConfigError as error:
@@ -139,7 +139,7 @@ def _alone(query: Query) -> Query:
 
 
 async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
-    """Every trajectory that is over when this begins, oldest first."""
+    """Every trajectory that was published before the export began, oldest first."""
     seen, last = 0, journal.last_seq
     filters = evolve(query.filters(), kinds=("trajectory",))
     while seen < last:
@@ -151,14 +151,16 @@ async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) 
 
 
 async def _encoded_lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
-    """A line or more for each; none for one that was pruned meanwhile or that encodes to nothing."""
+    """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing."""
     async for event in _finished(journal, query, encoder):
         if event.body not in (b"", PRUNED):
             yield event.body + b"\n"
 
 
 def _conversations(trajectory: Trajectory) -> bytes:
-    """Messages and tools, a line for each main lineage that has them; polarnode 0.1 recorded none."""
+    """Messages and tools, one line for each main lineage that has them. Trajectories of polarnode 0.1 have
+    none.
+    """
     lines, _ = sft_lines(trajectory)
     return b"\n".join(dump_json(line.body) for line in lines)
 
@@ -167,8 +169,8 @@ SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
 async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
-    """The rows of every session as a Parquet file, sent as it is written. A file that is cut has no footer,
-    and readers refuse it.
+    """The rows of every session as a Parquet file, sent as it is written. A truncated file has no footer, so
+    readers refuse it.
     """
     file = await journal.read(ParquetFile)
     waiting: list[ParquetRow] = []
@@ -183,7 +185,7 @@ async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
 
 @define(eq=False)
 class ParquetFile:
-    """A Parquet file in memory, whose bytes are taken as they are written. It is also the file object that
+    """A Parquet file in memory whose bytes are drained as they are written. It is also the file object that
     pyarrow writes to, in order and without seeking.
     """
 
@@ -198,13 +200,15 @@ class ParquetFile:
         self._writer = pq.ParquetWriter(self, schema(), compression="zstd")
 
     def written(self, rows: Sequence[ParquetRow]) -> bytes:
-        """The bytes of one more row group and of what came before it; no row group for no rows."""
+        """Write one more row group and return all bytes not returned yet. Without rows no row group is
+        written.
+        """
         if rows:
             self._writer.write_table(table(rows))
         return self._taken()
 
     def ended(self) -> bytes:
-        """The last bytes."""
+        """Close the file and return its last bytes."""
         self._writer.close()
         return self._taken()
 

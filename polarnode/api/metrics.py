@@ -1,7 +1,8 @@
-"""The node's numbers as Prometheus reads them: one metric family for each number.
+"""The node's metrics in Prometheus text format: one metric family for each number.
 
-Nothing here runs on the event loop: it gets values and is called in a thread. A name keeps its meaning once
-it is served, and every label has a small fixed set of values; sessions, tasks and models are not labels.
+Nothing here runs on the event loop: `exposition` takes immutable values and is called in a thread. A
+published name keeps its meaning, and every label has a small fixed set of values; sessions, tasks and models
+are not labels.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ _TURN: Final = ("provider", "kind", "reason", "role", "state")
 
 @frozen(kw_only=True)
 class Figures:
-    """A node at one moment. `pass_s` is how long its event loop took for a round just then, `lag` how late it
-    was within the last minute.
+    """The state of a node at one moment. `pass_s` is how long one round of the event loop took just then;
+    `lag` is how late the loop was within the last minute.
     """
 
     tally: NodeCounters
@@ -69,7 +70,7 @@ class _Once(Collector):
 
 
 def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
-    turns = CounterMetricFamily("polarnode_turns", "Model calls that were recorded.", labels=_TURN)
+    turns = CounterMetricFamily("polarnode_turns", "Recorded model calls.", labels=_TURN)
     for labels, count in tally.turns.items():
         turns.add_metric(labels, count)
     yield turns
@@ -100,12 +101,12 @@ def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
     yield _counter("polarnode_sessions", "Sessions that ended.", "status", tally.sessions)
     yield _counter(
         "polarnode_retried_sessions",
-        "Sessions whose place was given to a fresh one, by whose fault.",
+        "Sessions replaced by another attempt, by whose fault.",
         "boundary",
         tally.replaced,
     )
     yield _single("polarnode_rows", "Training rows published.", tally.traces)
-    yield _single("polarnode_trainable_tokens", "Tokens published with loss.", tally.trainable_tokens)
+    yield _single("polarnode_trainable_tokens", "Published tokens with loss.", tally.trainable_tokens)
     yield _counter("polarnode_left_out_turns", "Turns that no row trains.", "reason", tally.left_out_turns)
     yield _counter(
         "polarnode_left_out_tokens", "Sampled tokens that no row trains.", "reason", tally.left_out_tokens
@@ -118,7 +119,7 @@ def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
     )
     yield _counter(
         "polarnode_stale_sessions",
-        "Sessions further behind than their task wants, by what it does with them.",
+        "Sessions staler than their task allows, by what the task does with them.",
         "action",
         tally.stale,
     )
@@ -139,7 +140,7 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     )
     yield _by_host(
         "polarnode_engine_running",
-        "Requests the engine is generating for.",
+        "Requests that the engine is generating.",
         engine,
         lambda host: host.running,
     )
@@ -169,7 +170,7 @@ def _of_weights(weights: WeightsState) -> Iterator[Metric]:
     updates.add_metric(["failed"], weights.failures)
     yield updates
     yield GaugeMetricFamily(
-        "polarnode_weight_update_seconds", "How long the last update took.", weights.last_seconds or 0.0
+        "polarnode_weight_update_seconds", "Duration of the last update.", weights.last_seconds or 0.0
     )
 
 
@@ -177,9 +178,7 @@ def _of_node(figures: Figures) -> Iterator[Metric]:
     stages = GaugeMetricFamily(
         "polarnode_stage_sessions", "Sessions in a stage, and waiting before it.", labels=["stage", "place"]
     )
-    limits = GaugeMetricFamily(
-        "polarnode_stage_limit", "The most sessions a stage takes now.", labels=["stage"]
-    )
+    limits = GaugeMetricFamily("polarnode_stage_limit", "The limit of a stage now.", labels=["stage"])
     held = GaugeMetricFamily(
         "polarnode_stage_held_back", "1 while a stage takes fewer than its config allows.", labels=["stage"]
     )
@@ -192,12 +191,14 @@ def _of_node(figures: Figures) -> Iterator[Metric]:
     yield GaugeMetricFamily("polarnode_live_sessions", "Sessions that are not over.", figures.live)
     yield GaugeMetricFamily(
         "polarnode_open_captures",
-        "Captures that are open: sessions whose harness its caller runs.",
+        "Open captures: sessions whose harness the caller runs.",
         figures.captures,
     )
     yield GaugeMetricFamily("polarnode_journal_bytes", "Bytes the journal holds.", figures.journal_bytes)
     yield GaugeMetricFamily(
-        "polarnode_journal_backlog_bytes", "Bytes that wait for the journal's disk.", figures.journal_backlog
+        "polarnode_journal_backlog_bytes",
+        "Bytes not yet written to the journal's disk.",
+        figures.journal_backlog,
     )
     yield GaugeMetricFamily(
         "polarnode_event_loop_pass_seconds",
@@ -215,19 +216,19 @@ def _of_node(figures: Figures) -> Iterator[Metric]:
 
 
 def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
-    yield _single("polarnode_callbacks_taken", "Events that callbacks took.", callbacks.taken)
+    yield _single("polarnode_callbacks_taken", "Events that callback receivers accepted.", callbacks.taken)
     yield _single(
         "polarnode_callbacks_failed",
-        "Attempts to send a callback that failed; each is made again.",
+        "Failed attempts to send a callback; each is repeated.",
         callbacks.failed,
     )
     yield _single(
         "polarnode_callbacks_expired",
-        "Events that went with the journal's retention before their callback took them.",
+        "Events pruned by the journal's retention before their callback was accepted.",
         callbacks.expired,
     )
     yield GaugeMetricFamily(
-        "polarnode_callbacks_owed", "Events that callbacks have yet to take.", callbacks.pending
+        "polarnode_callbacks_owed", "Events whose callbacks are pending.", callbacks.pending
     )
     yield GaugeMetricFamily(
         "polarnode_callbacks_under_way", "Callbacks that are being sent.", callbacks.under_way
@@ -238,15 +239,15 @@ def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
     yield _single("polarnode_runtimes_started", "Containers started.", runtimes.started)
     yield _single(
         "polarnode_runtimes_served_warm",
-        "Containers that stood ready when they were asked for.",
+        "Containers that were ready when a session needed them.",
         runtimes.served_warm,
     )
     yield _single(
-        "polarnode_runtimes_reused", "Containers that began with their workspace in them.", runtimes.reused
+        "polarnode_runtimes_reused", "Containers started from a prepared workspace.", runtimes.reused
     )
     yield _single("polarnode_runtimes_failed", "Containers that did not start.", runtimes.failed)
     yield GaugeMetricFamily("polarnode_runtimes_live", "Containers with sessions.", runtimes.live)
-    yield GaugeMetricFamily("polarnode_runtimes_warm", "Containers that stand ready.", runtimes.warm)
+    yield GaugeMetricFamily("polarnode_runtimes_warm", "Containers that are ready now.", runtimes.warm)
     yield GaugeMetricFamily(
         "polarnode_runtimes_prepared", "Prepared workspaces kept as images.", runtimes.prepared
     )

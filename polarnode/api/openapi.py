@@ -1,7 +1,7 @@
-"""The document of the control plane (OpenAPI 3.1), made from the routes that are served and the types that
-read and write their bodies.
+"""The control plane's OpenAPI 3.1 document, built from the served routes and the types that read and write
+their bodies.
 
-Pure. Nothing is written here that the program knows already: tests compare the parameters with `query`, and
+Pure. Nothing here repeats what the code states elsewhere: tests compare the parameters with `query`, and
 every route with its operation.
 """
 
@@ -23,7 +23,7 @@ from polarnode.trainers import FORMATS
 
 # ── parameters ────────────────────────────────────────────────────────────
 
-LARGEST: Final = 10**18 - 1  # of a count: what is longer is no number of ours
+LARGEST: Final = 10**18 - 1  # the largest number accepted
 
 
 def _one(description: str, schema: Schema) -> Schema:
@@ -41,24 +41,26 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         "A name whose position the node keeps.",
         {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
     ),
-    "after": _one("Begin behind this sequence number.", _COUNT),
-    "follow": _one("false: end when there is no more.", {"type": "boolean", "default": True}),
-    "task_id": _one("Only this task's.", {"type": "string"}),
-    "group_id": _one("Only this group's.", {"type": "string"}),
-    "outcome": _one("Only sessions that ended so.", _enum(get_args(Status))),
-    "min_reward": _one("Only sessions with this reward or more.", {"type": "number"}),
-    "arrays": _one("How arrays are written.", _enum(get_args(Arrays))),
-    "turns": _one("Whether each turn's own tokens are in its row.", _enum(get_args(Turns))),
+    "after": _one("Begin after this sequence number.", _COUNT),
+    "follow": _one(
+        "false: end the stream when no more events are stored.", {"type": "boolean", "default": True}
+    ),
+    "task_id": _one("Only sessions of this task.", {"type": "string"}),
+    "group_id": _one("Only sessions of this group.", {"type": "string"}),
+    "outcome": _one("Only sessions with this status.", _enum(get_args(Status))),
+    "min_reward": _one("Only sessions with at least this reward.", {"type": "number"}),
+    "arrays": _one("The encoding of arrays.", _enum(get_args(Arrays))),
+    "turns": _one("Whether turns include their tokens.", _enum(get_args(Turns))),
     "format": _one(
-        "In a trainer's format; parquet is the export's, of the rows' tokens.", _enum((*FORMATS, PARQUET))
+        "A trainer's format; parquet, of token rows, only for the export.", _enum((*FORMATS, PARQUET))
     ),
-    "kind": _one("sft: conversations, a line each.", _enum(get_args(Kind))),
+    "kind": _one("sft: one conversation per line.", _enum(get_args(Kind))),
     "limit": _one(
-        "How many at most.", {"type": "integer", "minimum": 1, "maximum": MOST_TASKS, "default": 100}
+        "The most records returned.", {"type": "integer", "minimum": 1, "maximum": MOST_TASKS, "default": 100}
     ),
-    "before": _one("The last task_id of the page before.", {"type": "string"}),
+    "before": _one("The last task_id of the previous page.", {"type": "string"}),
     "kinds": {
-        "description": "Which events come.",
+        "description": "The kinds of events sent.",
         "style": "form",
         "explode": False,
         "schema": {"type": "array", "items": _enum(get_args(EventKind)), "minItems": 1},
@@ -74,14 +76,14 @@ HEADERS: Final[Mapping[str, Schema]] = {
 }
 REASONS: Final[Mapping[int, str]] = {
     400: "The request is not valid; `path` names the field.",
-    401: "No token, or another.",
-    404: "There is nothing of that name.",
-    409: "The id or key is another's.",
-    413: "The body is larger than is taken.",
+    401: "The token is missing or wrong.",
+    404: "Nothing has this id or name.",
+    409: "The request conflicts with the current state, or its id or key is in use.",
+    413: "The body is too large.",
     422: "The request is not valid: FastAPI's status for 400.",
-    429: "No room now: come again after `Retry-After` seconds.",
-    500: "A bug of polarnode, or as the message explains.",
-    503: "Not now.",
+    429: "No capacity now: retry after `Retry-After` seconds.",
+    500: "A bug of polarnode, or what the message explains.",
+    503: "Unavailable now.",
     507: "The journal's disk is full.",
 }
 _EVERY: Final = (400, 500)
@@ -89,8 +91,8 @@ _PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
 
 
 def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, token: bool) -> dict[str, Json]:
-    """The document of these rows; `token`: whether the routes need one. rows without an operation are not
-    in it.
+    """The document of these routes. `token` is whether the routes need one. Routes without an operation are
+    left out.
     """
     asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False, known=JSON_SCHEMAS)
     paths: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""What each route of the control plane takes and gives.
+"""The request and response types of each route of the control plane.
 
-A new route brings its operation. Bodies and answers are the types that the program reads and writes; the
-classes here are only those that `routes` puts together, and tests check real answers against them.
+Add an operation with each new route. Bodies and answers are the types that the code reads and writes. The
+classes here describe only the answers that `routes` assembles; tests check real answers against them.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class CancelAnswer:
 
 @frozen(kw_only=True)
 class PositionAnswer:
-    """Where a consumer is."""
+    """The position of a consumer."""
 
     consumer: str
     position: int
@@ -71,8 +71,8 @@ class ForgottenAnswer:
 
 @frozen(kw_only=True)
 class Formatted:
-    """A trajectory in a trainer's format, and whose it is; `refused` is why it is not, on streams and in
-    exports.
+    """A trajectory in a trainer's format, with its ids. On streams and in exports `refused` is why the format
+    cannot represent it.
     """
 
     format: str
@@ -98,7 +98,7 @@ class WholeSession:
 
 @frozen(kw_only=True)
 class NodeStatusAnswer:
-    """The node now; docs/api.md lists what else is in it."""
+    """The node now; docs/api.md lists the other fields."""
 
     node: str
     journal: JournalStatistics
@@ -106,7 +106,7 @@ class NodeStatusAnswer:
 
 @frozen(kw_only=True)
 class HealthAnswer:
-    """200 when the process serves."""
+    """200 while the process serves."""
 
     ok: bool
 
@@ -129,7 +129,7 @@ class ErrorBody:
 
 @frozen(kw_only=True)
 class Refusal:
-    """Every refusal."""
+    """The body of every refusal."""
 
     error: ErrorBody
 
@@ -137,15 +137,15 @@ class Refusal:
 # ── operations ────────────────────────────────────────────────────────────
 
 JSON: Final = "application/json"
-Where = tuple[str, str]  # method and path, as the route's row has them
+Where = tuple[str, str]  # method and path, as in the route table
 
 
 @frozen(kw_only=True)
 class Operation:
-    """One route. `body` and `answer` are types, None where there is none, or where the answer is no JSON;
-    `errors` beside those all can have.
+    """One route. `body` and `answer` are types; None means no body, or an answer that is not JSON. `errors`
+    are the statuses besides those that every route may answer.
 
-    `again` is the status of the same answer to what was done before; `own` are parameters of its URL that
+    `again` is the status of a repeated request, whose answer is the same. `own` are the URL parameters that
     `query` does not read.
     """
 
@@ -159,12 +159,12 @@ class Operation:
     again: int | None = None
     answer: Any = None
     content: str = JSON
-    also: tuple[str, ...] = ()  # what it can be instead
+    also: tuple[str, ...] = ()  # the alternative answer
     errors: tuple[int, ...] = ()
     refusal: Any = Refusal
     own: Mapping[str, Schema] = field(factory=dict)
     open: bool = False  # needs no token
-    # by the place of a name in its answer: the routes that take it in their path
+    # OpenAPI links: the routes that take a value of the answer in their path, by the value's place in it
     leads_to: Mapping[str, Where] = field(factory=dict)
 
 
@@ -193,13 +193,13 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         },
     ),
     ("GET", "/v1/tasks/<task_id>"): Operation(
-        summary="A task, with its spec and its sessions.", answer=TaskWithSpec, errors=(404,)
+        summary="A task with its spec and sessions.", answer=TaskWithSpec, errors=(404,)
     ),
     ("DELETE", "/v1/tasks/<task_id>"): Operation(
-        summary="End a task's sessions with what they have.", answer=CancelAnswer, errors=(404,)
+        summary="End a task's sessions; they keep their turns.", answer=CancelAnswer, errors=(404,)
     ),
     ("GET", "/v1/trajectories/stream"): Operation(
-        summary="Events as they come, for ever or until there are no more.",
+        summary="Stream events as they are published, without end or until there are no more.",
         query=("consumer", "after", "follow", "kinds", *_ARRAYS, "format", *FILTERS),
         headers=("Last-Event-ID",),
         content="text/event-stream",
@@ -208,12 +208,12 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         summary="Move a consumer's position forward.", body=Ack, answer=PositionAnswer, errors=(413,)
     ),
     ("GET", "/v1/consumers"): Operation(
-        summary="Who reads the stream under a name, and how far behind.",
+        summary="The consumers, and how far each is behind.",
         answer=Consumers,
         leads_to={"/consumers/0/consumer": ("DELETE", "/v1/consumers/<path:consumer>")},
     ),
     ("DELETE", "/v1/consumers/<path:consumer>"): Operation(
-        summary="Keep nothing for a consumer any more.", answer=ForgottenAnswer, errors=(404, 409)
+        summary="Delete a consumer and its position.", answer=ForgottenAnswer, errors=(404, 409)
     ),
     ("GET", "/v1/trajectories/<session_id>"): Operation(
         summary="A session that is over.",
@@ -222,27 +222,27 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         errors=(404,),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(
-        summary="All that is known of a session, over or not.",
+        summary="Everything on disk of a session, over or not.",
         query=("arrays",),
         answer=WholeSession,
         errors=(404,),
     ),
     ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
-        summary="A tar of what its task wanted kept.", content="application/x-tar", errors=(404,)
+        summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404,)
     ),
     ("GET", "/v1/export"): Operation(
-        summary="Every trajectory that is over, one a line.",
+        summary="Every published trajectory, one per line.",
         query=(*_ARRAYS, "format", "kind", *FILTERS),
         content="application/x-ndjson",
         also=("application/vnd.apache.parquet",),
     ),
-    ("GET", "/v1/status"): Operation(summary="The node now.", tag="node", answer=NodeStatusAnswer),
-    ("GET", "/metrics"): Operation(summary="Its numbers, for Prometheus.", tag="node", content="text/plain"),
+    ("GET", "/v1/status"): Operation(summary="The state of the node.", tag="node", answer=NodeStatusAnswer),
+    ("GET", "/metrics"): Operation(summary="Prometheus metrics.", tag="node", content="text/plain"),
     ("GET", "/healthz"): Operation(
         summary="Whether the process serves.", tag="node", answer=HealthAnswer, open=True
     ),
     ("GET", "/readyz"): Operation(
-        summary="Whether tasks are taken and an engine answers.",
+        summary="Whether tasks are accepted and an engine answers.",
         tag="node",
         answer=ReadyAnswer,
         errors=(503,),
@@ -273,7 +273,7 @@ class LeftGroupAnswer:
 
 @frozen(kw_only=True)
 class CapturesAnswer:
-    """Those that are open."""
+    """The open captures."""
 
     captures: tuple[CaptureStatus, ...]
     limit: int
@@ -281,14 +281,14 @@ class CapturesAnswer:
 
 @frozen(kw_only=True)
 class CaptureOpen(CaptureStatus):
-    """A capture under way."""
+    """An open capture."""
 
     outcome: Literal[None]
 
 
 @frozen(kw_only=True)
 class CaptureOver:
-    """What became of a capture, without its tokens."""
+    """How a capture ended, without its tokens."""
 
     session_id: str
     task_id: str
@@ -315,10 +315,10 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 503),
     ),
     ("GET", "/v1/weights"): Operation(
-        summary="The weights served, and those before.", tag="weights", answer=WeightsStatus
+        summary="The weights served now and before.", tag="weights", answer=WeightsStatus
     ),
     ("POST", "/v1/weights/updates"): Operation(
-        summary="Begin an update of several requests.",
+        summary="Begin a weight update sent in several requests.",
         tag="weights",
         body=UpdateOrder,
         status=201,
@@ -327,14 +327,14 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         leads_to={"/update_id": _UPDATE},
     ),
     ("POST", "/v1/weights/updates/<update_id>/buckets"): Operation(
-        summary="One bucket more.",
+        summary="Send one bucket of the update.",
         tag="weights",
         body=TensorBucket | BroadcastBucket,
         answer=UpdateOpened,
         errors=(404, 409, 413, 503),
     ),
     _UPDATE: Operation(
-        summary="Serve what came.",
+        summary="Serve the weights of the update.",
         tag="weights",
         status=201,
         again=200,
@@ -342,10 +342,10 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(404, 409, 503),
     ),
     ("DELETE", "/v1/weights/updates/<update_id>"): Operation(
-        summary="Give an update up.", tag="weights", answer=WeightsState, errors=(404, 409)
+        summary="Abort the update.", tag="weights", answer=WeightsState, errors=(404, 409)
     ),
     ("POST", "/v1/weights/groups"): Operation(
-        summary="Join a process group to receive weights in.",
+        summary="Join a process group that broadcasts weights.",
         tag="weights",
         body=GroupOrder,
         status=201,
@@ -353,10 +353,10 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 503),
     ),
     ("DELETE", "/v1/weights/groups/<name>"): Operation(
-        summary="Leave it.", tag="weights", answer=LeftGroupAnswer, errors=(404, 409, 503)
+        summary="Leave a process group.", tag="weights", answer=LeftGroupAnswer, errors=(404, 409, 503)
     ),
     ("POST", "/v1/engine/pause"): Operation(
-        summary="Hold generation.",
+        summary="Pause generation.",
         tag="weights",
         body=PauseOrder,
         optional_body=True,
@@ -364,10 +364,10 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 503),
     ),
     ("POST", "/v1/engine/resume"): Operation(
-        summary="Let generation go on.", tag="weights", answer=WeightsState, errors=(409, 503)
+        summary="Resume generation.", tag="weights", answer=WeightsState, errors=(409, 503)
     ),
     ("POST", "/v1/engine/memory/release"): Operation(
-        summary="Lend the GPUs' memory.",
+        summary="Release GPU memory.",
         tag="weights",
         body=MemoryOrder,
         optional_body=True,
@@ -375,7 +375,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 503),
     ),
     ("POST", "/v1/engine/memory/resume"): Operation(
-        summary="Take it again.",
+        summary="Take GPU memory back.",
         tag="weights",
         body=MemoryOrder,
         optional_body=True,
@@ -393,14 +393,12 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         errors=(409, 413, 429, 507),
         leads_to={"/session_id": ("DELETE", "/v1/capture/<session_id>")},
     ),
-    ("GET", "/v1/capture"): Operation(
-        summary="Captures that are open.", tag="captures", answer=CapturesAnswer
-    ),
+    ("GET", "/v1/capture"): Operation(summary="The open captures.", tag="captures", answer=CapturesAnswer),
     ("GET", "/v1/capture/<session_id>"): Operation(
-        summary="A capture, open or over.", tag="captures", answer=CaptureOpen | CaptureOver, errors=(404,)
+        summary="One capture, open or over.", tag="captures", answer=CaptureOpen | CaptureOver, errors=(404,)
     ),
     ("DELETE", "/v1/capture/<session_id>"): Operation(
-        summary="End a capture into its trajectory.",
+        summary="End a capture and publish its trajectory.",
         tag="captures",
         body=CaptureEnd,
         optional_body=True,

@@ -1,5 +1,5 @@
-"""The parameters of a URL, read as strictly as a body: unknown ones are refused, each refusal names its
-parameter (`?after`).
+"""The query parameters of a URL, read as strictly as a body: unknown ones are refused, and each refusal names
+its parameter (`?after`).
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ MOST_TASKS = 1000  # a page of records with their sessions: some megabytes
 
 
 def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
-    """Read a URL's parameters. Raises Refused for one that is not `allowed` or not valid."""
+    """Read a URL's parameters. Raises Refused for a parameter that is not `allowed` or not valid."""
     for name in parameters:
         if name not in allowed:
             raise _refused(name, f"is not a parameter of this route: it takes {', '.join(allowed) or 'none'}")
@@ -145,5 +145,5 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
 
 
 def last_event_id(text: str | None) -> int | None:
-    """The number in a `Last-Event-ID` header; an empty one is none, as browsers send it."""
+    """The number in a `Last-Event-ID` header. An empty header, as browsers send it, counts as none."""
     return _count("Last-Event-ID", text) if text else None

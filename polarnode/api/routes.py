@@ -1,5 +1,5 @@
-"""The control plane's own routes, each a few lines: read the request, call the service, answer. They decide
-nothing themselves.
+"""The control plane's own routes. Each reads the request, calls the service, and answers; it makes no
+decisions.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Routes:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     async def submit(self) -> Response:
-        """202 when the task is in the journal: it survives the node's death."""
+        """Answer 202 when the task is in the journal, from where it survives a crash of the node."""
         read_query(request.args)
         spec = read_task(await body_json())
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
@@ -116,7 +116,7 @@ class Routes:
         )
 
     async def _position(self, consumer: str) -> int:
-        """A consumer's position. A new consumer is created, so that nothing it has not seen is pruned as
+        """A consumer's position. A new consumer is created, so that no event it has not read is pruned as
         acknowledged by all.
         """
         if consumer not in self.service.journal.statistics().positions:
@@ -134,8 +134,8 @@ class Routes:
         return json_response({"consumers": [plain(each) for each in self.service.journal.consumers()]})
 
     async def forget_consumer(self, consumer: str) -> Response:
-        """Keep nothing for it any more. Refused while it reads: its next acknowledgement would create it
-        again, at the beginning.
+        """Delete a consumer. Refused while it reads a stream: its next acknowledgement would create it again
+        at the beginning.
         """
         read_query(request.args)
         if self.service.journal.streams(consumer):
@@ -157,8 +157,8 @@ class Routes:
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
-        """Everything of a session that is on disk, over or not: its turns in full, and its trajectory without
-        them.
+        """Everything of a session that is on disk, whether it is over or not: its turns in full, and its
+        trajectory without them.
         """
         query = read_query(request.args, "arrays")
         record = await self._existing_session(session_id)
@@ -211,7 +211,7 @@ class Routes:
         return json_response({**self.service.status(), "journal": plain(self.service.journal.statistics())})
 
     async def metrics(self) -> Response:
-        """For Prometheus. The text is made in a thread."""
+        """The metrics in Prometheus text format, rendered in a thread."""
         read_query(request.args)
         began = trio.current_time()
         await trio.lowlevel.checkpoint()
@@ -284,13 +284,15 @@ class CaptureRoutes:
         )
 
     async def begin(self) -> Response:
-        """201 when the capture is in the journal; 200 for one that was opened before and is open."""
+        """Answer 201 when the capture is in the journal; 200 for a capture that was opened before and is
+        still open.
+        """
         read_query(request.args)
         opened = await self.captures.begin(read_capture(await body_json_or({})))
         return json_response(plain(opened), 201 if opened.created else 200)
 
     async def list(self) -> Response:
-        """Captures that are open, without their keys."""
+        """The open captures, without their keys."""
         read_query(request.args)
         await trio.lowlevel.checkpoint()
         return json_response(
@@ -301,7 +303,7 @@ class CaptureRoutes:
         )
 
     async def look(self, session_id: str) -> Response:
-        """A capture that is open, or its outcome."""
+        """An open capture, or the outcome of one that is over."""
         read_query(request.args)
         status = self.captures.status(session_id)
         if status is not None:
@@ -309,7 +311,7 @@ class CaptureRoutes:
         return self._ended(session_id, await self.captures.trajectory(session_id))
 
     async def end(self, session_id: str) -> Response:
-        """Answered when the trajectory is on disk."""
+        """End a capture. The answer is sent when its trajectory is on disk."""
         read_query(request.args)
         return self._ended(
             session_id, await self.captures.end(session_id, read_capture_end(await body_json_or({})))
@@ -347,7 +349,9 @@ T = TypeVar("T")
 
 @frozen(kw_only=True)
 class WeightsRoutes:
-    """`control` takes turns with `weights`."""
+    """The handlers of weights and the engine. `control` and `weights` never change the engine at the same
+    time.
+    """
 
     weights: Weights
     control: EngineControl
@@ -371,7 +375,7 @@ class WeightsRoutes:
     # ── weights ───────────────────────────────────────────────────────────────
 
     async def update(self) -> Response:
-        """201 when the weights are served now, 200 when they were already."""
+        """Answer 201 when the weights are now served, 200 when they were served already."""
         order = await _body(UpdateOrder)
         self._insist_joined(order)
         return _reported(await self.weights.update(order))
@@ -399,7 +403,7 @@ class WeightsRoutes:
         return json_response(plain(self.weights.status()))
 
     async def _bucket(self, update_id: str) -> Make:
-        """The body's shape depends on the source of the update."""
+        """Read one bucket; the source of the update decides the body's shape."""
         if self.weights.opened(update_id).order.source.kind == "distributed":
             return self.control.received(update_id, await _body(BroadcastBucket))
         return self.control.mapped(await _body(TensorBucket))
@@ -444,12 +448,12 @@ def _reported(report: WeightsReport) -> Response:
 
 
 def _served_json(served: Served) -> dict[str, Json]:
-    """A served version, without the fields that only the node itself reads."""
+    """A served version as JSON, without the node's internal fields."""
     return {name: value for name, value in plain(served).items() if name not in ("digest", "model", "files")}
 
 
 async def _body(shape: type[T], *, optional: bool = False) -> T:
-    """The body as `shape`; with `optional` no body is an empty one."""
+    """Read the body as `shape`. With `optional` a missing body counts as an empty object."""
     read_query(request.args)
     body = await (body_json_or({}) if optional else body_json())
     return structure(body, shape, forbid_extra=True)

@@ -1,8 +1,9 @@
-"""The port `Service`, on which the control plane and its faces stand, and how an error is answered.
+"""The port `Service`, which the control plane and the integrations call, and the mapping of errors to
+responses.
 
-Every refusal has one shape: `{"error": {"type", "message", "path"?}}`, the message one sentence that says
-what to do. Nothing leaves the control plane as HTML or as a bare status; a bug of ours says only that it is
-one.
+Every refusal has one shape: `{"error": {"type", "message", "path"?}}`; the message is one sentence with a
+remedy. The control plane never answers HTML or a bare status. A bug of the node is reported only as a bug;
+the log has the details.
 """
 
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ class CapturesService(Protocol):
 
 
 class Generation(Protocol):
-    """Generation, held and let go."""
+    """Pauses and resumes generation."""
 
     async def pause(self, order: PauseOrder) -> object: ...
 
@@ -49,26 +50,26 @@ class Generation(Protocol):
 
 
 class Service(Protocol):
-    """The node as its trainers see it, or whatever else runs tasks in its place."""
+    """A node as its trainers see it, or a stand-in that runs tasks in its place."""
 
     @property
     def node_id(self) -> str:
-        """What results call this node."""
+        """The node's id in results."""
         ...
 
     @property
     def model_name(self) -> str:
-        """The model that is served."""
+        """The name of the served model."""
         ...
 
     @property
     def volumes(self) -> tuple[str, ...]:
-        """Folders of this machine that tasks may see."""
+        """Folders of this machine that tasks may mount."""
         ...
 
     @property
     def journal(self) -> Journal:
-        """What happened, and who has read it."""
+        """The journal of events and of consumers' positions."""
         ...
 
     @property
@@ -78,37 +79,37 @@ class Service(Protocol):
     def captures(self) -> CapturesService: ...
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
-        """Take a task. Raises Refused, Conflict, Busy or DiskFull."""
+        """Accept a task. Raises Refused, Conflict, Busy or DiskFull."""
         ...
 
     async def cancel(self, task_id: str) -> bool:
-        """End a task's sessions with what they have; False when none of them is live."""
+        """End a task's sessions; each keeps its turns. False when none is live."""
         ...
 
     def sessions(self) -> Iterable[LiveSessionStatus]:
-        """Sessions in containers of their own, those that ended a moment ago too."""
+        """Sessions that have their own container, including recently ended ones."""
         ...
 
     def end_session(self, session_id: str) -> bool:
-        """End one session with what it has; False when it is not live."""
+        """End one session; it keeps its turns. False when it is not live."""
         ...
 
     def status(self) -> dict[str, Json]:
-        """The node now, for GET /v1/status; the journal's part is added there."""
+        """The node's part of GET /v1/status; the route adds the journal's."""
         ...
 
     def figures(self) -> Figures:
-        """The node now, for GET /metrics: immutable values, which a thread may read."""
+        """The node's numbers for GET /metrics: immutable values, which a thread may read."""
         ...
 
     def ready(self) -> bool:
-        """Whether the engines answer and tasks are taken."""
+        """Whether the engine answers and tasks are accepted."""
         ...
 
 
 # ── errors ────────────────────────────────────────────────────────────
 
-# The messages for what Quart and Werkzeug raise themselves.
+# Messages for the errors that Quart and Werkzeug raise.
 SENTENCES = {
     404: ("not_found", "nothing is served at this path: see docs/api.md for the routes of the control plane"),
     405: (
@@ -145,7 +146,7 @@ def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Js
 
 
 def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
-    """What an error is called, its status, and the headers that go with it."""
+    """The type name, status and extra headers with which an error is answered."""
     match error:
         case Refused():
             return "invalid_request", 400, {}
@@ -163,7 +164,7 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
 
 
 async def answer_error(error: Exception) -> Response:
-    """Quart's handler for what we raise on purpose and for what it raises itself."""
+    """Quart's error handler: for errors of the node's own and for those that Quart raises."""
     # async though it waits for nothing: Quart would run a plain function in a thread
     await trio.lowlevel.checkpoint()
     match error:

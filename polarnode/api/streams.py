@@ -1,9 +1,9 @@
-"""Long answers: the stream of events (SSE) and a session's artifacts (tar), read piece by piece as the client
-takes them.
+"""Long responses: the stream of events (SSE) and a session's artifacts (tar), read piece by piece as the
+client consumes them.
 
-A stream is silent for at most KEEP_ALIVE_S. It can be cut at any byte and resumed at its last `id:`, exactly;
-so a failure is an `error` event that ends the stream, and the client reconnects. Keep scopes and nurseries
-away from `yield`s.
+A stream is silent for at most KEEP_ALIVE_S. A stream cut at any byte resumes exactly at its last `id:`. A
+failure is therefore sent as an `error` event that ends the stream, and the client reconnects. Never `yield`
+inside a cancel scope or nursery.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
@@ -22,21 +22,20 @@ from polarnode.core.errors import PolarnodeError
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import EventPage, StoredEvent
 
-# of a stream at once: small events leave together, and of a large one no second copy is made for a reader
-# that is slow
+# bytes written at once: small events are sent together, and a large one is not copied whole for a slow reader
 WRITE_BYTES = 256 << 10
-# bytes of a file at a time: one look at the disk, and little memory for a client that reads slowly
+# bytes of a file at a time: one disk read, and little memory for a slow client
 PIECE = 1 << 20
 END = b"\n\n"
-LAST = b"}" + END  # of an event whose body is written by itself
+LAST = b"}" + END  # ends an event whose body is written separately
 KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
 
 
 def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[bytes]:
-    """Events after `start` as they come. With follow=false it ends when there is no more: after the task's
-    end when one is named.
+    """Events after `start` as they are published. With follow=false the stream ends when there are no more;
+    if a task is named, after that task's end.
 
-    A stream holds one page of events at most, whatever its reader does: it reads the next when that is taken.
+    A stream holds at most one page of events: it reads the next when the client has consumed the page.
     """
     events = _events(journal, query, start)
     return (
@@ -48,8 +47,8 @@ def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[by
 
 @define(eq=False, kw_only=True)
 class _Attended(AsyncIterator[bytes]):
-    """A consumer's stream. The journal waits for the consumer from the first piece until Quart closes this,
-    which it does however the client leaves.
+    """A consumer's stream. The journal counts the consumer as reading from the first piece until Quart closes
+    the iterator, which Quart does however the client disconnects.
     """
 
     journal: Journal
@@ -70,7 +69,7 @@ class _Attended(AsyncIterator[bytes]):
 
 
 async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[bytes, None]:
-    yield b": polarnode\n\n"  # headers leave at once, so that a client knows it is connected
+    yield b": polarnode\n\n"  # send the headers at once, so that the client knows it is connected
     seen, last_write = start, trio.current_time()
     while True:
         last_round = not query.follow and await _nothing_to_come(journal, query.task_id)
@@ -105,8 +104,8 @@ async def _page(journal: Journal, query: Query, seen: int) -> EventPage | Polarn
 
 
 async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
-    """Whether the journal already holds all events. Call it before the page is read, so that an end between
-    the two is not missed.
+    """Whether the journal already holds all events. Call it before reading the page, so that a task's end
+    between the two is not missed.
     """
     if task_id is None:
         return True
@@ -115,8 +114,8 @@ async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
 
 
 def _gap(oldest: int, after: int) -> bytes:
-    """The events between were pruned; or `after` belongs to another journal (the file was replaced), and this
-    one is sent from its beginning.
+    """A gap event: the events between were pruned; or `after` belongs to another journal (the file was
+    replaced), so this one is sent from its beginning.
     """
     body: dict[str, Json] = {
         "seq": oldest - 1,
@@ -127,7 +126,7 @@ def _gap(oldest: int, after: int) -> bytes:
 
 
 def _pieces(events: Iterable[StoredEvent]) -> Iterator[bytes]:
-    """Events as they are written, WRITE_BYTES or so at a time."""
+    """Encoded events in pieces of about WRITE_BYTES."""
     held: list[bytes] = []
     size = 0
     for event in events:
@@ -152,8 +151,8 @@ def _head(kind: str, seq: int) -> bytes:
 
 
 async def file_pieces(path: Path, size: int) -> AsyncIterator[bytes]:
-    """A file's first `size` bytes. Opened for each piece: a client that goes away in between leaves nothing
-    open.
+    """A file's first `size` bytes. The file is opened for each piece, so a client that disconnects in between
+    leaves nothing open.
     """
     for place in range(0, size, PIECE):
         yield await trio.to_thread.run_sync(_piece, path, place, min(PIECE, size - place))
