@@ -48,4 +48,4 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, monkeypatch: 
             nursery.start_soon(there.ensure, "agent")
     (builder,) = seen
     assert builder.asked == 2
-    assert builder.most <= images.QUESTIONS
+    assert builder.most <= images.CHECKS_AT_ONCE

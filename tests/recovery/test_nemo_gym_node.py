@@ -173,6 +173,6 @@ def test_a_template_that_can_not_be_ends_the_program_with_a_sentence(tmp_path: P
         text=True,
     )
     assert ended.returncode == 1
-    assert "is no place of a task template" in ended.stderr
+    assert "is no placeholder of a task template" in ended.stderr
     assert main.gym_agent.name == "gym-agent"
     assert serve.serve_agent
