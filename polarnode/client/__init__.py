@@ -1,10 +1,10 @@
-"""What a trainer imports: submit tasks, read groups and trajectories as they come, acknowledge, push
-weights, capture an agent of its own.
+"""What a trainer imports: submit tasks, read groups and trajectories, acknowledge, push weights, capture an
+agent.
 
-The scripts (`api.py` and what it is made of) do no I/O; two clients run them: PolarnodeClient on the
-standard library, and AsyncPolarnodeClient on httpx2, under Trio and asyncio. Importing this package costs a
-trainer 0.15 s and none of the node's own libraries: keep it so. The asynchronous client is imported on first
-use.
+The scripts (`api.py` and the modules it uses) do no I/O; two clients run them: PolarnodeClient on the
+standard library, and AsyncPolarnodeClient on httpx2, under Trio and asyncio. Keep the import of this package
+light: it takes 0.15 s and loads none of the node's own libraries. The asynchronous client is imported on
+first use.
 """
 
 from typing import TYPE_CHECKING

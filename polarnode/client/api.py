@@ -1,8 +1,9 @@
-"""What both clients can do, as scripts: which requests, how often, and how their answers are put together.
+"""The methods of both clients, as scripts: which requests are sent, how often, and how their answers are
+combined.
 
 Invariant: a request that is sent more than once takes effect once. A capture is opened under an id that the
-caller chose, so that opening it may be retried, and it is ended whatever the agent did, because an open
-capture holds a place on the node. Whether a node is there is asked once, without retries.
+caller chose, so opening it may be retried. It is ended whatever happens to the agent, because an open capture
+holds a place on the node.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from attrs import define, evolve, field, frozen
 
 from polarnode.client import requests, weights
-from polarnode.client.requests import ClientRequest, Script, T, answered, part
+from polarnode.client.requests import ClientRequest, Script, T, part, typed_request
 from polarnode.client.scripts import Follower, Following, Patience, patiently
 from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
 from polarnode.client.values import ClientError, Unreachable
@@ -30,16 +31,15 @@ from polarnode.core.weights import UpdateMode, WeightsReport
 
 # ── captures ────────────────────────────────────────────────────────────
 
-MOST_REASON = 1000  # characters: a sentence for a table, not a traceback
-LEAVING_S = 30.0  # for reporting a fault to the node: the fault itself goes on after it
-# an end is answered when it is on disk, which the node itself waits for up to 30 s, after calls under way are
-# ended
+MOST_REASON = 1000  # characters: one line of a table, not a traceback
+LEAVING_S = 30.0  # for reporting an exception to the node, before the exception propagates
+# The node answers when the end is on disk. It ends the calls in progress first, then waits up to 30 s.
 END_SILENCE_S = 120.0
 
 
 @frozen(kw_only=True)
 class BaseUrls:
-    """Where each provider's own client is pointed at. `any` serves all of them."""
+    """The base URL for each provider's own client. `any` serves all providers."""
 
     anthropic: str
     openai: str
@@ -49,7 +49,7 @@ class BaseUrls:
 
 @frozen(kw_only=True)
 class ClientCapture:
-    """A capture that is open."""
+    """An open capture, as the node describes it."""
 
     session_id: str
     task_id: str
@@ -64,7 +64,7 @@ class ClientCapture:
 
 @frozen(kw_only=True)
 class Captured:
-    """What became of a capture; its tokens are in its trajectory."""
+    """The result of a capture. Its tokens are in its trajectory."""
 
     session_id: str
     outcome: Outcome
@@ -77,9 +77,9 @@ class Captured:
 
 @define(eq=False, kw_only=True)
 class CaptureSession:
-    """An open capture, for the code that runs the agent: where its model is, and what it was worth.
+    """An open capture, for the code that runs the agent: the model's addresses, and the result to report.
 
-    Set `reward` and the rest before the block ends; `result` is there behind it.
+    Set `reward` and the other fields before the block ends; `result` is set after it.
     """
 
     opened: ClientCapture
@@ -98,7 +98,7 @@ class CaptureSession:
 
     @property
     def key(self) -> str:
-        """What an agent's client sends as its API key."""
+        """The API key for the agent's client."""
         return self.opened.key
 
     @property
@@ -115,15 +115,20 @@ class CaptureSession:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """For a harness that is a program: merged over its environment it finds its model by itself."""
+        """Environment variables for a harness that is a program: merged over its environment, they lead it to
+        the model.
+        """
         return self.opened.env
 
     def failed(self, error: BaseException) -> None:
-        """The agent's code was left by `error`: a fault of its own, or an interruption of whoever ran it."""
+        """Record that `error` ended the agent's code: "failed" for an exception, "cancelled" for an
+        interruption.
+        """
         self.status = "failed" if isinstance(error, Exception) else "cancelled"
         self.reason = self.reason or f"{type(error).__name__}: {error}"[:MOST_REASON]
 
     def end(self) -> CaptureEnd:
+        """The result to report to the node."""
         return CaptureEnd(
             status=self.status,
             exit_code=self.exit_code,
@@ -136,9 +141,7 @@ class CaptureSession:
 
 
 def named(spec: CaptureSpec | None, **options: Any) -> CaptureSpec:
-    """The requested capture: `spec` with other options merged over it, under a task of its own where none is
-    named.
-    """
+    """Merge options over `spec`; a capture without a task id gets a random one."""
     whole = evolve(
         spec or CaptureSpec(), **{name: value for name, value in options.items() if value is not None}
     )
@@ -146,11 +149,11 @@ def named(spec: CaptureSpec | None, **options: Any) -> CaptureSpec:
 
 
 def begin(spec: CaptureSpec) -> ClientRequest[ClientCapture]:
-    return answered(ClientCapture, "POST", "/v1/capture", plain(spec))
+    return typed_request(ClientCapture, "POST", "/v1/capture", plain(spec))
 
 
 def end(session_id: str, result: CaptureEnd) -> ClientRequest[Captured]:
-    return answered(
+    return typed_request(
         Captured, "DELETE", f"/v1/capture/{part(session_id)}", plain(result), silence_s=END_SILENCE_S
     )
 
@@ -164,7 +167,9 @@ STREAM = "/v1/trajectories/stream"
 
 @frozen(kw_only=True)
 class Reading:
-    """What both kinds of stream are given: who reads, from where, what of it, and how it is written."""
+    """The parameters that `trajectories` and `groups` share: the reader, where it begins, filters and
+    encoding.
+    """
 
     consumer: str | None
     after: int | None
@@ -177,12 +182,12 @@ class Reading:
 
     @property
     def goes_on(self) -> bool:
-        """A task ends, and with it its events; a node does not."""
+        """Whether the stream has no end: by default only the stream of a single task ends."""
         return self.task_id is None if self.follow is None else self.follow
 
     def following(self, kinds: Sequence[str], **filters: object) -> Following:
         if self.ack and self.consumer is None:
-            raise Refused("ack needs a consumer: name whose position moves", path="$.consumer")
+            raise Refused("ack needs a consumer: name the consumer whose position moves", path="$.consumer")
         query = requests.query_string(
             consumer=self.consumer,
             follow=self.goes_on,
@@ -198,7 +203,7 @@ class Reading:
 
 @frozen(kw_only=True)
 class Api:
-    """Of one client, as patient as it is."""
+    """The client's methods as scripts."""
 
     patience_s: float
     ack_every_s: float = ACK_EVERY_S
@@ -221,8 +226,8 @@ class Api:
     ) -> Script[WeightsReport]:
         if (path is None) == (source is None):
             raise Refused(
-                "weights come from one place: give path=, a checkpoint's folder on the node's machine, or"
-                " source=",
+                "weights come from one place: give either path= (a checkpoint folder on the node's machine)"
+                " or source=",
                 path="$.source",
             )
         return self.patiently(
@@ -249,21 +254,23 @@ class Api:
         return self.patiently(end(session.session_id, session.end()))
 
     def leave_capture(self, session: CaptureSession, error: BaseException) -> Script[None]:
-        """End it after its agent's code raised `error`; a node that cannot be reached is waited for less long
-        than otherwise.
+        """End a capture after its agent's code raised `error`. The node is waited for at most LEAVING_S
+        seconds.
         """
         session.failed(error)
         try:
-            asked = end(session.session_id, session.end())
-            session.result = yield from patiently(asked, Patience(min(self.patience_s, LEAVING_S), self.now))
-        except (ClientError, Unreachable) as unsaid:
+            request = end(session.session_id, session.end())
+            session.result = yield from patiently(
+                request, Patience(min(self.patience_s, LEAVING_S), self.now)
+            )
+        except (ClientError, Unreachable) as unreported:
             logger.warning(
-                "the node was not told that capture %s is over (%s): it ends when its time is",
+                "the node was not told that capture %s has ended (%s): it ends at its time limit",
                 session.session_id,
-                unsaid,
+                unreported,
             )
 
-    # ── what is iterated ──────────────────────────────────────────────────────
+    # ── iteration ──────────────────────────────────────────────────────
 
     def trajectories(self, reading: Reading, kinds: Sequence[str], **filters: object) -> Script[None]:
         following = reading.following(kinds, **filters)

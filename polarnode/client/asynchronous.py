@@ -1,9 +1,8 @@
-"""The asynchronous client: the scripts run over httpx2, under Trio or asyncio, whichever runs.
+"""The asynchronous client: the scripts run over httpx2, under Trio or asyncio.
 
 The methods are those of `PolarnodeClient`, with the same parameters; they are documented there, and nothing
-is decided here. No cancel scope and no nursery is open while a value is handed out. A wait that is cancelled
-leaves its script as a broken connection does, so that whoever iterates with a deadline of its own may go on
-iterating. Closing is bounded and shielded.
+is decided here. No cancel scope and no nursery is open while a value is yielded. A script sees a cancelled
+wait as a broken connection, so iteration can continue after a deadline. Closing is bounded and shielded.
 """
 
 import ssl
@@ -49,7 +48,7 @@ from polarnode.groups.group import Group
 
 # ── running scripts ────────────────────────────────────────────────────────────
 
-CLOSE_S = 5.0  # for closing a connection: nobody waits for its result
+CLOSE_S = 5.0  # seconds to close a connection; its result is not needed
 FAULTS = (
     httpx2.HTTPError,
     httpx2.StreamError,
@@ -64,12 +63,12 @@ V = TypeVar("V")
 
 @define(eq=False, kw_only=True)
 class AwaitingHttp:
-    """Where the node is, the key to it, and the connections to it."""
+    """The address and the bearer token of one node, and the connections to it."""
 
     base_url: str
     token: str | None = field(repr=False)
     client: httpx2.AsyncClient = field(init=False)
-    # whose bodies are open: loops that were left early may not have closed theirs
+    # the open responses: a loop that ended early may not have closed its own
     reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
 
     @client.default
@@ -81,7 +80,7 @@ class AwaitingHttp:
         return httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
 
     async def run(self, script: Script[T]) -> T:
-        """What the script returns."""
+        """Run a script to its end and return its value."""
         running, wire = Running(script), _Wire(self)
         try:
             while (command := running.next()) is not None:
@@ -104,10 +103,10 @@ class AwaitingHttp:
 
 @define(eq=False)
 class AsyncEvents(Generic[V]):
-    """What a script gives, one after another. `async with` it, or `aclose` it, to be done with its connection
-    when a loop is left early.
+    """An asynchronous iterator over the values that a script gives.
 
-    A cancelled wait loses nothing: iterating may go on, over a new connection.
+    Use `async with` or `aclose` to release its connection when a loop ends early. A cancelled wait loses
+    nothing: iteration continues over a new connection.
     """
 
     http: AwaitingHttp
@@ -156,7 +155,7 @@ class AsyncEvents(Generic[V]):
 
 @define(eq=False)
 class _Wire:
-    """The open body of one script."""
+    """The response that one script has open."""
 
     http: AwaitingHttp
     _response: httpx2.Response | None = field(default=None, init=False)
@@ -167,7 +166,7 @@ class _Wire:
             answer = await self._obey(command)
         except PolarnodeError as error:
             running.failed(error)
-        except BaseException:  # cancelled: the script hears of it as of a cut, when it is asked to go on
+        except BaseException:  # cancelled: the script sees a broken connection when it is resumed
             await self.close()  # noqa: ASYNC102 - shielded and bounded in `_closed`
             if isinstance(command, Sleep | Close | Give):
                 running.answered(None)
@@ -220,7 +219,7 @@ class _Wire:
             await _closed(response, pieces)
 
     async def _send(self, request: ClientRequest[Any]) -> httpx2.Response:
-        """The head of an answer of 2xx; ClientError for another."""
+        """Return the response once its head is read. Raises ClientError for a status of 300 or more."""
         mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
         url = self.http.base_url.rstrip("/") + request.path
         try:
@@ -250,10 +249,10 @@ class _Wire:
 
 
 async def _closed(response: httpx2.Response, pieces: AsyncIterator[bytes] | None = None) -> None:
-    """Bounded, shielded, and without errors: nothing more is expected of what is closed."""
+    """Close a response. Bounded, shielded, and without errors, because nothing more is expected of it."""
     with anyio.move_on_after(CLOSE_S, shield=True), suppress(*FAULTS):
         await response.aclose()
-        # httpx2 leaves a generator of its own in mid-body to the garbage collector, of which Trio complains.
+        # httpx2 leaves its own generator to the garbage collector in mid-body, and Trio warns about that.
         # Read on, it ends with its connection.
         if pieces is not None:
             async for _ in pieces:
@@ -268,8 +267,10 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class AsyncPolarnodeClient:
-    """One node's control plane, as `PolarnodeClient`. `async with` it, or `aclose` it, to be done with its
-    connections.
+    """A client of one node's control plane for Trio and asyncio. Its methods are documented at
+    `PolarnodeClient`.
+
+    Use `async with` or `aclose` to close its connections.
     """
 
     base_url: str = "http://127.0.0.1:8080"
@@ -382,7 +383,7 @@ class AsyncPolarnodeClient:
 
     async def artifacts(self, session_id: str, to: str | Path) -> int:
         async with AsyncEvents[bytes](self._http, self._api.artifacts(session_id)) as pieces:
-            await anext(pieces)  # it is there: only now is there a file
+            await anext(pieces)  # the node has the archive: create the file only now
             async with await anyio.open_file(to, "wb") as file:
                 return sum([await file.write(piece) async for piece in pieces])
 
@@ -504,7 +505,7 @@ class AsyncPolarnodeClient:
         num_samples: int | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> AsyncIterator[CaptureSession]:
-        asked = named(
+        requested = named(
             spec,
             task_id=task_id,
             group_id=group_id,
@@ -512,11 +513,11 @@ class AsyncPolarnodeClient:
             num_samples=num_samples,
             metadata=metadata,
         )
-        session = CaptureSession(opened=await self._run(self._api.begin_capture(asked)))
+        session = CaptureSession(opened=await self._run(self._api.begin_capture(requested)))
         try:
             yield session
         except BaseException as error:
-            # a cancelled caller still reports it
+            # the capture is ended even when the caller is cancelled
             with anyio.move_on_after(LEAVING_S + END_SILENCE_S, shield=True):
                 await self._run(self._api.leave_capture(session, error))
             raise
@@ -530,7 +531,7 @@ class AsyncPolarnodeClient:
     async def metrics(self) -> str:
         return await self._run(ask(requests.metrics()))
 
-    # ── how ───────────────────────────────────────────────────────────────────
+    # ── running ───────────────────────────────────────────────────────────────────
 
     async def aclose(self) -> None:
         await self._http.aclose()

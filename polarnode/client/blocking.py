@@ -50,13 +50,13 @@ READ_BYTES = 1 << 16
 
 @frozen(kw_only=True)
 class BlockingHttp:
-    """Where the node is, and the key to it."""
+    """The address and the bearer token of one node; runs scripts over blocking connections."""
 
     base_url: str
     token: str | None = field(repr=False)
 
     def run(self, script: Script[T]) -> T:
-        """What the script returns."""
+        """Run a script to its end and return its value."""
         running = Running(script)
         with closing(_Wire(self)) as wire:
             while (command := running.next()) is not None:
@@ -64,7 +64,7 @@ class BlockingHttp:
         return running.value
 
     def iterate(self, script: Script[None]) -> Iterator[Any]:
-        """What the script gives."""
+        """Run a script and yield each value that it gives."""
         running = Running(script)
         with closing(_Wire(self)) as wire:
             while (command := running.next()) is not None:
@@ -82,7 +82,7 @@ class BlockingHttp:
 
 @define(eq=False)
 class _Wire:
-    """The connections of one script: a short one for each Ask, one that stays for what is Open."""
+    """The connections of one script: a short one for each Ask, one that stays open for an Open."""
 
     http: BlockingHttp
     _connection: HTTPConnection | None = field(default=None, init=False)
@@ -149,7 +149,7 @@ class _Wire:
         return kind(url.hostname or "127.0.0.1", url.port, timeout=request.silence_s)
 
     def _send(self, connection: HTTPConnection, request: ClientRequest[Any]) -> HTTPResponse:
-        """The head of an answer of 2xx; ClientError for another."""
+        """Return the response once its head is read. Raises ClientError for a status of 300 or more."""
         mine = {} if self.http.token is None else {"Authorization": f"Bearer {self.http.token}"}
         path = urlsplit(self.http.base_url).path.rstrip("/") + request.path
         connection.request(request.method, path, request.body, {**mine, **request.headers})
@@ -168,11 +168,17 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class PolarnodeClient:
-    """One node's control plane. `patience_s` is how long a node that is away or full is waited for, before
-    ClientError or Unreachable is raised.
+    """A client of one node's control plane. Threads may share it.
 
-    Waited for are streams, submissions, acknowledgements, trajectories by their id, weights, and captures:
-    docs/client.md. Threads may share it.
+    * `base_url`: the address of the node. `token`: the bearer token, if the node has one.
+    * `patience_s`: seconds to wait for a node that is away or full, since its last sign of life, before the
+      error is raised.
+    * `ack_every_s`: the least seconds between two acknowledgements of one stream.
+
+    Every method raises ClientError when the node answers with an error, and Unreachable when there is no
+    complete answer. Streams, `submit`, `acknowledge`, `trajectory`, `update_weights`, the commit of
+    `push_weights` and captures are retried for `patience_s`; other methods are tried once. The table is in
+    docs/client.md.
     """
 
     base_url: str = "http://127.0.0.1:8080"
@@ -183,37 +189,48 @@ class PolarnodeClient:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     def submit(self, spec: TaskSpec | dict[str, Json], *, idempotency_key: str | None = None) -> Submitted:
-        """Submit a task. Tried again, under one key, when the connection fails or the node has no room: it is
-        taken once.
+        """Submit a task: a TaskSpec, or its JSON.
+
+        Each retry carries the same idempotency key, so the task is created once; without `idempotency_key` a
+        random one is used. Submitting the same task with the same key again returns the same answer with
+        `created` False. Raises ClientError 400 for an invalid task, 409 for a key of another task, and 507
+        when the journal's disk is full.
         """
         return self._run(self._api.submit(spec, idempotency_key))
 
     def submit_source(
         self, path: str | Path, *, kind: "Kind | None" = None, **overrides: Any
     ) -> list[Submitted]:
-        """Submit every task of a source, read whole before the first goes: a task file, JSONL, a Harbor
-        directory, a dataset, Polar's files.
+        """Submit every task of a source: a task file, JSONL, a Harbor directory, a dataset or Polar's files.
 
-        `overrides` are the fields of `polarnode.sources.values.Overrides`, such as harness="pi", samples=8,
-        over={"budgets": {"run_s": 900}}. An image that a task's folder would be built into must be on the
-        node's machine: `polarnode convert --build` there.
+        The source is read completely before the first task is submitted. `kind` is detected from the path
+        when it is None. `overrides` are the fields of `polarnode.sources.values.Overrides`, such as
+        harness="pi", samples=8, over={"budgets": {"run_s": 900}}. An image that is built from a task's folder
+        must exist on the node's machine: run `polarnode convert --build` there. Raises Refused for a source
+        that cannot be read.
         """
         return [self.submit(spec) for spec in specs_of(path, kind, overrides)]
 
     def task(self, task_id: str) -> dict[str, Any]:
-        """A task's status, counts, sessions and spec, as JSON."""
+        """Return a task's status, counts, sessions and spec as JSON. Raises ClientError 404 for an unknown
+        task.
+        """
         return self._run(ask(requests.task(task_id)))
 
     def task_status(self, task_id: str) -> TaskStatus:
-        """A task's status, counts and sessions."""
+        """Return a task's status, counts and sessions. Raises ClientError 404 for an unknown task."""
         return self._run(ask(requests.task_status(task_id)))
 
     def tasks(self, *, limit: int = 100, before: str | None = None) -> list[dict[str, Any]]:
-        """Tasks, newest first; `before` is the last task_id of the page before."""
+        """Return up to `limit` tasks, newest first. For the next page, set `before` to the last task_id of
+        this one.
+        """
         return self._run(ask(requests.tasks(limit=limit, before=before)))
 
     def cancel(self, task_id: str) -> bool:
-        """End a task's sessions with what they have; False when it was over."""
+        """End a task's sessions; each keeps the turns it has. Return False when the task had already
+        finished.
+        """
         return self._run(ask(requests.cancel(task_id)))
 
     # ── trajectories and groups ───────────────────────────────────────────────
@@ -234,12 +251,18 @@ class PolarnodeClient:
         kinds: Sequence[str] = (),
         format: str | None = None,
     ) -> Iterator[Event]:
-        """Events in order, for ever; or, with a `task_id` or follow=False, until there are no more.
+        """Yield events in order: without end, or, with a `task_id` or follow=False, until there are no more.
 
-        Begins after `after`, else where `consumer` last acknowledged, else at the oldest. With `ack` each
-        event is acknowledged for the consumer when the next is asked for (at most once a second), and the
-        last at the end. `kinds`, where given, are all; only so comes `attempt`. With a trainer's `format`
-        (docs/trainers.md) the data of a trajectory is that, under `value`.
+        * `after`: begin after this event number. Otherwise begin after the position of `consumer`, or at the
+          oldest event.
+        * `task_id`, `group_id`, `outcome`, `min_reward`: yield only events that match.
+        * `kinds`: yield only these kinds. `attempt` events come only when they are named here.
+        * `arrays`: how arrays travel: "base64" (compact) or "json" (lists).
+        * `turns`: "table" omits the token arrays of each turn; "full" includes them.
+        * `format`: a trainer's format (docs/trainers.md). A trajectory's data is then in that format, under
+          `value`.
+        * `ack`: acknowledge each event for `consumer` when the next one is requested, at most once in
+          `ack_every_s` seconds, and the last one at the end. Raises Refused without a `consumer`.
         """
         reading = Reading(
             consumer=consumer,
@@ -269,13 +292,16 @@ class PolarnodeClient:
         skip: Container[str] = (),
         kept_bytes: int = KEPT_BYTES,
     ) -> Iterator[Group]:
-        """Groups as they end, each with its trajectories; for ever, or as `trajectories` until there are no
-        more.
+        """Yield each group when it ends, with its trajectories: without end, or as `trajectories` until there
+        are no more.
 
-        With `ack` a group is acknowledged when the next is asked for, and only up to what no unfinished group
-        still needs: after a crash every group that was not worked on to its end comes again, whole, and
-        others may: `skip` holds the task ids of those that need not. Up to `kept_bytes` of trajectories are
-        kept until their group is over; the others are fetched again.
+        * `consumer`, `after`, `task_id`, `group_id`, `arrays`, `turns`, `follow`: as for `trajectories`.
+        * `ack`: acknowledge a group when the next one is requested, but only up to the first event that an
+          unfinished group still needs. After a crash, every group that was not finished is sent again whole,
+          and some finished ones may be too.
+        * `skip`: task ids of groups that are already processed and need not be sent again.
+        * `kept_bytes`: bytes of trajectories to keep in memory until their group ends. Trajectories beyond
+          this are fetched again by id.
         """
         reading = Reading(
             consumer=consumer,
@@ -290,31 +316,34 @@ class PolarnodeClient:
         return self._http.iterate(self._api.groups(reading, skip, kept_bytes))
 
     def acknowledge(self, consumer: str, seq: int) -> int:
-        """Move a consumer's position forward; returns where it is."""
+        """Move a consumer's position forward to event `seq`. Return the position."""
         return self._run(self._api.acknowledge(consumer, seq))
 
     def trajectory(self, session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64") -> Trajectory:
-        """One session that is over; with turns="full" its turns are there too."""
+        """Return the trajectory of a finished session; with turns="full" it includes its turns. Raises
+        ClientError 404 until the session has finished.
+        """
         return self._run(self._api.trajectory(session_id, turns, arrays))
 
     def formatted(self, session_id: str, format: str, *, arrays: Arrays = "base64") -> dict[str, Any]:
-        """One session in a trainer's format, under `value`: docs/trainers.md. ClientError 400 where that can
-        not carry it.
+        """Return a finished session in a trainer's format, under `value` (docs/trainers.md). Raises
+        ClientError 400 when the format cannot represent the session.
         """
         return self._run(ask(requests.formatted(session_id, format=format, arrays=arrays)))
 
     def session(self, session_id: str) -> dict[str, Any]:
-        """All that is known of a session, over or not: its record, its turns in full, its trajectory
-        or None.
+        """Return everything that the node has of a session, finished or not: its record, its full turns, and
+        its trajectory or None.
         """
         return self._run(ask(requests.session(session_id)))
 
     def artifacts(self, session_id: str, to: str | Path) -> int:
-        """Write the tar of what a session's task wanted kept to a file; its bytes. ClientError 404 where
-        there is none.
+        """Write a session's artifacts to the file `to` as a tar archive. Return the number of bytes.
+
+        Raises ClientError 404 when the task names no artifacts, or the harness has not ended yet.
         """
         pieces = self._http.iterate(self._api.artifacts(session_id))
-        next(pieces)  # it is there: only now is there a file
+        next(pieces)  # the node has the archive: create the file only now
         with Path(to).open("wb") as file:
             return sum(map(file.write, pieces))
 
@@ -328,7 +357,7 @@ class PolarnodeClient:
         arrays: Arrays = "json",
         turns: Turns = "table",
     ) -> Iterator[dict[str, Any]]:
-        """Every trajectory that is over, oldest first, as JSON."""
+        """Yield every finished trajectory that matches, oldest first, as JSON."""
         query = {
             "task_id": task_id,
             "group_id": group_id,
@@ -351,9 +380,10 @@ class PolarnodeClient:
         format: str | None = None,
         kind: str | None = None,
     ) -> Iterator[bytes]:
-        """An export as the node sends it, piece by piece: first b"", when it is known to be there.
+        """Yield an export in pieces, as the node sends it. The first piece is b"", once the node has accepted
+        the request.
 
-        `format` is a trainer's, or parquet; kind="sft" gives conversations (docs/offline-data.md).
+        `format` is a trainer's format or "parquet". kind="sft" gives conversations (docs/offline-data.md).
         """
         query = {
             "task_id": task_id,
@@ -368,11 +398,13 @@ class PolarnodeClient:
     # ── consumers ─────────────────────────────────────────────────────────────
 
     def consumers(self) -> tuple[Consumer, ...]:
-        """Who reads, how far each is, and for whom anything is kept."""
+        """Return the consumers that the node keeps a position for, with their backlogs."""
         return self._run(ask(requests.consumers()))
 
     def forget_consumer(self, consumer: str) -> None:
-        """Keep nothing for it any more."""
+        """Delete a consumer's position; the node keeps no more events for it. Raises ClientError 409 while it
+        has a stream open.
+        """
         self._run(ask(requests.forget_consumer(consumer)))
 
     # ── weights ───────────────────────────────────────────────────────────────
@@ -385,8 +417,14 @@ class PolarnodeClient:
         source: Mapping[str, Json] | None = None,
         mode: UpdateMode = "in_place",
     ) -> WeightsReport:
-        """Serve new weights as `version` on every engine: of a checkpoint's folder on the node's machine, or
-        of another `source` (docs/weights.md).
+        """Serve new weights as `version` on every engine. Return when they are served, which can take
+        minutes.
+
+        Give either `path`, a checkpoint folder on the node's machine, or another `source` (docs/weights.md).
+        `mode` decides what happens to turns in progress: they continue under the new weights ("in_place"),
+        recompute their prefix first ("retract"), end under the old weights ("drain") or are cut ("abort").
+        Raises Refused unless exactly one of `path` and `source` is given, ClientError 400 for weights that do
+        not fit the model, and 409 for a version that named other weights.
         """
         return self._run(self._api.update_weights(version, None if path is None else str(path), source, mode))
 
@@ -399,8 +437,11 @@ class PolarnodeClient:
         group: str | None = None,
         mode: UpdateMode = "in_place",
     ) -> WeightsReport:
-        """Serve new weights as `version`, sent in buckets of `polarnode.client.tensors`; with
-        kind="distributed" over a `group` that was joined.
+        """Serve new weights as `version`, sent as `buckets` made by `polarnode.client.tensors`.
+
+        kind="tensor" sends handles to tensors on the node's machine; kind="distributed" broadcasts over the
+        process `group` that `join_weights_group` named. If anything fails before the commit, the node keeps
+        its weights. `mode` and errors are those of `update_weights`.
         """
         return self._run(self._api.push_weights(version, buckets, kind, group, mode))
 
@@ -414,31 +455,43 @@ class PolarnodeClient:
         backend: Backend = "nccl",
         name: str = "weights",
     ) -> None:
-        """Let the node's engines join a process group of the trainer's; answers when all of it have."""
+        """Let the node's engines join a trainer's process group as ranks from `rank_offset` on. Return when
+        all `world_size` ranks have joined.
+
+        Call it in a thread, at the same time as `polarnode.client.tensors.open_group` in rank 0.
+        """
         self._run(ask(weights.join(name, address, port, world_size, rank_offset, backend)))
 
     def leave_weights_group(self, name: str = "weights") -> None:
-        """Let them leave it."""
+        """Let the node's engines leave a process group."""
         self._run(ask(weights.leave(name)))
 
     def weights(self) -> WeightsStatus:
-        """The version that is served, and how it came to that."""
+        """Return the version that is served and the last updates."""
         return self._run(ask(weights.status()))
 
     def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
-        """Hold generation: calls under way and new ones wait."""
+        """Hold generation: calls in progress and new calls wait until `resume`. `mode` is one of those of
+        `update_weights`, except "drain".
+        """
         return self._run(ask(weights.pause(mode)))
 
     def resume(self) -> WeightsStatus:
-        """Let generation go on."""
+        """Continue generation after `pause`."""
         return self._run(ask(weights.resume()))
 
     def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
-        """Lend the engines' memory to a trainer on the same GPUs: all of it, or what `tags` name."""
+        """Lend the engines' GPU memory to a trainer on the same GPUs: the parts in `tags`, or all of it.
+
+        Raises ClientError 409 unless generation is held by "retract" or "abort", and for a node started
+        without `memory_saver`.
+        """
         return self._run(ask(weights.memory("release", tags)))
 
     def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
-        """Take it back."""
+        """Take the lent GPU memory back: the parts in `tags`, or all of it. The trainer must have
+        freed it.
+        """
         return self._run(ask(weights.memory("resume", tags)))
 
     # ── captures ──────────────────────────────────────────────────────────────
@@ -454,12 +507,15 @@ class PolarnodeClient:
         num_samples: int | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Iterator[CaptureSession]:
-        """A session around an agent of your own, in this process or any other of the node's machine; what it
-        samples becomes a trajectory.
+        """Open a session for an agent that you run yourself, in any process on the node's machine; its model
+        calls become a trajectory.
 
-        Set `reward` before the block ends. An exception ends the session as failed, and goes on.
+        Use it in a `with` statement and set `reward` on the session before the block ends. The other
+        parameters are fields of CaptureSpec and override `spec`. An exception in the block ends the session
+        as "failed" (an interruption as "cancelled") and propagates. Raises ClientError 409 for a sample that
+        has ended, and 429 when the node has no room.
         """
-        asked = named(
+        requested = named(
             spec,
             task_id=task_id,
             group_id=group_id,
@@ -467,7 +523,7 @@ class PolarnodeClient:
             num_samples=num_samples,
             metadata=metadata,
         )
-        session = CaptureSession(opened=self._run(self._api.begin_capture(asked)))
+        session = CaptureSession(opened=self._run(self._api.begin_capture(requested)))
         try:
             yield session
         except BaseException as error:
@@ -478,14 +534,14 @@ class PolarnodeClient:
     # ── the node ──────────────────────────────────────────────────────────────
 
     def status(self) -> dict[str, Any]:
-        """The node now."""
+        """Return the node's current state as JSON."""
         return self._run(ask(requests.status()))
 
     def metrics(self) -> str:
-        """Prometheus text."""
+        """Return the node's metrics as Prometheus text."""
         return self._run(ask(requests.metrics()))
 
-    # ── how ───────────────────────────────────────────────────────────────────
+    # ── running ───────────────────────────────────────────────────────────────────
 
     @property
     def _api(self) -> Api:
@@ -500,8 +556,10 @@ class PolarnodeClient:
 
 
 def specs_of(path: str | Path, kind: "Kind | None", overrides: Mapping[str, Any]) -> list[TaskSpec]:
-    """The tasks of a source, all of them. Its room is imported by who needs it: it is half of what importing
-    the client would take.
+    """Read all tasks of a source.
+
+    The import of `polarnode.sources` is local because it would double the time that importing the client
+    takes.
     """
     from polarnode.sources.source import read_source
     from polarnode.sources.values import Overrides

@@ -28,25 +28,25 @@ from polarnode.core.trajectory import Trajectory
 
 T = TypeVar("T")
 
-SILENCE_S = 30.0  # the node speaks at least every 10 s on a stream; three misses are a dead connection
+SILENCE_S = 30.0  # on a stream the node sends something every 10 s; three misses are a dead connection
 
 
 @frozen(kw_only=True)
 class ClientRequest(Generic[T]):
-    """One request, and how its answer is read. `path` holds its query, `headers` none of the client's own."""
+    """One request, and how its answer is read. `path` includes the query; `headers` omits authentication."""
 
     method: str
     path: str
     read: Callable[[bytes], T]
     body: bytes | None = None
     headers: Mapping[str, str] = field(factory=dict)
-    silence_s: float = SILENCE_S  # without a byte for so long, the connection is dead
+    silence_s: float = SILENCE_S  # seconds without a byte after which the connection is dead
 
 
 @frozen
 class Ask:
-    """Send the request; answer its whole body. Raises ClientError for what is no success, Unreachable for no
-    answer.
+    """Send the request and answer its whole body. Raises ClientError for an error status, Unreachable for no
+    complete answer.
     """
 
     request: ClientRequest[Any]
@@ -54,21 +54,21 @@ class Ask:
 
 @frozen
 class Open:
-    """Send the request and leave its body to be read; answer its content type. Raises as Ask."""
+    """Send the request and answer its content type; the body is read by Read. Raises as Ask."""
 
     request: ClientRequest[Any]
 
 
 @frozen
 class Read:
-    """Some bytes of the body that is open, b"" at its end. Raises Unreachable when it breaks off, or is
+    """Read some bytes of the open body; b"" at its end. Raises Unreachable when the connection breaks or is
     silent for too long.
     """
 
 
 @frozen
 class Close:
-    """Close the body that is open, if one is."""
+    """Close the open body, if there is one."""
 
 
 @frozen
@@ -78,7 +78,7 @@ class Sleep:
 
 @frozen
 class Give:
-    """Hand a value to whoever iterates; answered when the next is asked for."""
+    """Yield a value to the caller's loop. It is answered when the next value is requested."""
 
     value: Any
 
@@ -88,14 +88,14 @@ Script = Generator[Command, Any, T]
 
 
 def ask(request: ClientRequest[T]) -> Script[T]:
-    """One request, once."""
+    """Send one request once and return its answer."""
     body = yield Ask(request)
     return request.read(body)
 
 
 @define(eq=False)
 class Running(Generic[T]):
-    """A script under way: what it wants next, and how that went."""
+    """A script in progress: its next command, and the result of the last one."""
 
     script: Script[T]
     _step: Callable[[], Command] = field(init=False)
@@ -106,7 +106,7 @@ class Running(Generic[T]):
         return partial(next, self.script)
 
     def next(self) -> Command | None:
-        """What to do now; None when the script is over."""
+        """Return the next command; None when the script has ended."""
         try:
             return self._step()
         except StopIteration as stop:
@@ -121,7 +121,7 @@ class Running(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What the script returned, once it is over."""
+        """The value that the script returned."""
         return cast(T, self._value)
 
 
@@ -132,7 +132,7 @@ JSON_BODY = {"Content-Type": "application/json"}
 
 
 def query_string(**parameters: object) -> str:
-    """The query of a URL, without values that are None."""
+    """Encode parameters as a URL query; values that are None are omitted."""
     query = {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in parameters.items()
@@ -142,7 +142,7 @@ def query_string(**parameters: object) -> str:
 
 
 def part(name: str) -> str:
-    """A name as one part of a path."""
+    """Quote a name as one segment of a path."""
     return quote(name, safe="")
 
 
@@ -154,7 +154,7 @@ def request(
     *,
     silence_s: float = SILENCE_S,
 ) -> ClientRequest[T]:
-    """A request, with a body of JSON if it has one."""
+    """Make a request; `body`, if given, is sent as JSON."""
     sent = None if body is None else dump_json(dict(body))
     return ClientRequest(
         method=method,
@@ -166,14 +166,14 @@ def request(
     )
 
 
-def asked(
+def json_request(
     method: Method, path: str, body: Mapping[str, Json] | None = None, *, silence_s: float = SILENCE_S
 ) -> ClientRequest[dict[str, Any]]:
     """A request whose answer is an object, taken as it is."""
     return request(read_object, method, path, body, silence_s=silence_s)
 
 
-def answered(
+def typed_request(
     shape: type[T],
     method: Method,
     path: str,
@@ -181,7 +181,7 @@ def answered(
     *,
     silence_s: float = SILENCE_S,
 ) -> ClientRequest[T]:
-    """A request whose answer is a `shape`."""
+    """A request whose answer is read as a `shape`."""
     return request(partial(read_answer, shape=shape), method, path, body, silence_s=silence_s)
 
 
@@ -189,16 +189,18 @@ def answered(
 
 
 def submit(spec: TaskSpec | dict[str, Json], *, idempotency_key: str) -> ClientRequest[Submitted]:
-    plain = answered(Submitted, "POST", "/v1/tasks", task_json(spec) if isinstance(spec, TaskSpec) else spec)
+    plain = typed_request(
+        Submitted, "POST", "/v1/tasks", task_json(spec) if isinstance(spec, TaskSpec) else spec
+    )
     return evolve(plain, headers={**plain.headers, "Idempotency-Key": idempotency_key})
 
 
 def task(task_id: str) -> ClientRequest[dict[str, Any]]:
-    return asked("GET", f"/v1/tasks/{part(task_id)}")
+    return json_request("GET", f"/v1/tasks/{part(task_id)}")
 
 
 def task_status(task_id: str) -> ClientRequest[TaskStatus]:
-    return answered(TaskStatus, "GET", f"/v1/tasks/{part(task_id)}")
+    return typed_request(TaskStatus, "GET", f"/v1/tasks/{part(task_id)}")
 
 
 def tasks(*, limit: int, before: str | None) -> ClientRequest[list[dict[str, Any]]]:
@@ -233,11 +235,13 @@ def trajectory(
 
 
 def formatted(session_id: str, *, format: str, arrays: Arrays) -> ClientRequest[dict[str, Any]]:
-    return asked("GET", f"/v1/trajectories/{part(session_id)}" + query_string(format=format, arrays=arrays))
+    return json_request(
+        "GET", f"/v1/trajectories/{part(session_id)}" + query_string(format=format, arrays=arrays)
+    )
 
 
 def session(session_id: str) -> ClientRequest[dict[str, Any]]:
-    return asked("GET", f"/v1/sessions/{part(session_id)}")
+    return json_request("GET", f"/v1/sessions/{part(session_id)}")
 
 
 def artifacts(session_id: str) -> ClientRequest[bytes]:
@@ -253,14 +257,14 @@ def consumers() -> ClientRequest[tuple[Consumer, ...]]:
 
 
 def forget_consumer(consumer: str) -> ClientRequest[dict[str, Any]]:
-    return asked("DELETE", f"/v1/consumers/{part(consumer)}")
+    return json_request("DELETE", f"/v1/consumers/{part(consumer)}")
 
 
 # ── the node ──────────────────────────────────────────────────────────────────
 
 
 def status() -> ClientRequest[dict[str, Any]]:
-    return asked("GET", "/v1/status")
+    return json_request("GET", "/v1/status")
 
 
 def metrics() -> ClientRequest[str]:

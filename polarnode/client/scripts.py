@@ -1,10 +1,11 @@
-"""One stream of events, read through cuts and restarts: retries, decoding, and where to go on.
+"""One stream of events across broken connections and restarts: retries, decoding, and the position to resume
+from.
 
-Only errors that can pass are retried, with growing pauses, and only until the node gave no sign of life for
-as long as the caller allows. A connection that only greets is no sign of life: a node that greets and fails,
-again and again, is given up like one that is not there. Bytes are looked at once (a trajectory is
-megabytes), and what cannot be read is an error. Reading goes on after the last event that was handed out, so
-none is missed and none comes twice.
+Only transient errors are retried, with growing pauses, until the node has given no sign of life for as long
+as the caller allows. The greeting of a new connection is not a sign of life: a node that greets and then
+fails each time is given up like an absent one. Bytes are scanned once, because a trajectory is megabytes, and
+data that cannot be read is an error. A new connection resumes after the last event that was yielded, so no
+event is missed or repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 @define(eq=False)
 class Patience:
-    """Of one stream, or of one request."""
+    """How long one stream or one request is retried: `seconds` since the last sign of life."""
 
     seconds: float
     now: Callable[[], float]
@@ -38,12 +39,12 @@ class Patience:
         return self.now()
 
     def renew(self) -> None:
-        """A sign of life: what follows is a new trouble."""
+        """Record a sign of life: the pauses and the time limit begin again."""
         self._failures, self._last_life = 0, self.now()
 
     def pause(self, error: ClientError | Unreachable) -> float:
-        """Seconds to wait before the next attempt. Raises `error` when it does not pass, or not before
-        patience is at its end.
+        """Return the seconds to wait before the next attempt. Raises `error` when it is permanent or the
+        patience would end first.
         """
         left = self._last_life + self.seconds - self.now()
         wish = error.retry_after or 0.0 if isinstance(error, ClientError) else 0.0
@@ -55,9 +56,7 @@ class Patience:
 
 
 def patiently(request: ClientRequest[T], patience: Patience) -> Script[T]:
-    """One request that may be sent more than once: again when it was not answered, or when there was
-    no room.
-    """
+    """Send a request that takes effect once, and retry it after transient errors."""
     while True:
         try:
             return (yield from ask(request))
@@ -67,32 +66,32 @@ def patiently(request: ClientRequest[T], patience: Patience) -> Script[T]:
 
 # ── events ────────────────────────────────────────────────────────────
 
-# of one event: a session may carry 256 MiB beside its tokens, which base64 makes a third more
+# of one event: a session may have 256 MiB of token extras beside its tokens, and base64 adds a third
 MOST_BYTES = 1 << 30
 
 
 @define(eq=False)
 class Lines:
-    """Bytes into lines, each byte looked at once. What stands behind the last line's end is `rest` bytes
-    long.
+    """Split bytes into lines; each byte is scanned once. `rest` is the number of bytes after the last line
+    end.
     """
 
     _buffer: bytearray = field(factory=bytearray, init=False)
-    _looked: int = field(default=0, init=False)  # so far there is no line's end
+    _scanned: int = field(default=0, init=False)  # no line ends before this index
 
     @property
     def rest(self) -> int:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What is whole now. Take all of it before more is fed."""
+        """Yield the lines that are complete. Consume all of them before feeding more."""
         self._buffer += data
-        while (end := self._buffer.find(b"\n", self._looked)) >= 0:
+        while (end := self._buffer.find(b"\n", self._scanned)) >= 0:
             line = bytes(self._buffer[:end])
             del self._buffer[: end + 1]
-            self._looked = 0
+            self._scanned = 0
             yield line
-        self._looked = len(self._buffer)
+        self._scanned = len(self._buffer)
 
 
 @frozen(kw_only=True)
@@ -105,7 +104,7 @@ class Block:
 
 
 class Life:
-    """A comment: the node is alive and has no event."""
+    """A comment line: the node is alive and has no event."""
 
 
 LIFE: Final = Life()
@@ -113,7 +112,9 @@ LIFE: Final = Life()
 
 @define(eq=False)
 class Decoder:
-    """One body's bytes. Whatever follows the last blank line when the body ends was cut, and is dropped."""
+    """Decodes one body of server-sent events. Bytes after the last blank line were cut off, and are
+    dropped.
+    """
 
     _lines: Lines = field(factory=Lines, init=False)
     _held: int = field(default=0, init=False)  # bytes of the block that is not whole yet
@@ -122,14 +123,14 @@ class Decoder:
     _data: list[bytes] = field(factory=list, init=False)
 
     def feed(self, data: bytes) -> Iterator[Block | Life]:
-        """What is whole now. Take all of it before more is fed."""
+        """Yield what is complete. Consume all of it before feeding more."""
         for whole in self._lines.feed(data):
             line = whole.removesuffix(b"\r")
             self._held += len(line)
             yield from self._line(line)
         if self._held + self._lines.rest > MOST_BYTES:
             raise Unreachable(
-                f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this a polarnode?"
+                f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this polarnode?"
             )
 
     def _line(self, line: bytes) -> Iterator[Block | Life]:
@@ -159,8 +160,8 @@ class Decoder:
 
 
 def read_event(block: Block) -> Event:
-    """The event of a block. Unreachable for the node's own `error`, so that we come again, and for what is no
-    event of a polarnode.
+    """Read the event of a block. Raises Unreachable for an `error` event, so that the stream is resumed, and
+    for data that is not an event.
     """
     try:
         value = read_json(block.data)
@@ -168,7 +169,7 @@ def read_event(block: Block) -> Event:
         raise _garbled(str(refused)) from None
     match value:
         case {"error": {"message": str(message)}} if block.kind == "error":
-            raise Unreachable(f"the node could not go on: {message}")
+            raise Unreachable(f"the node could not continue the stream: {message}")
         case dict():
             return _event(block, value)
     raise _garbled("its data is not an object")
@@ -190,7 +191,7 @@ def _event(block: Block, value: dict[str, Any]) -> Event:
 
 
 def _garbled(why: str) -> Unreachable:
-    return Unreachable(f"an event of the stream cannot be read ({why}): is this a polarnode?")
+    return Unreachable(f"an event of the stream cannot be read ({why}): is this polarnode?")
 
 
 # ── following ────────────────────────────────────────────────────────────
@@ -199,7 +200,7 @@ CONTENT_TYPE = "text/event-stream"
 
 
 class Over:
-    """There is no more, and there will be no more."""
+    """The stream has ended for good."""
 
 
 OVER: Final = Over()
@@ -207,8 +208,8 @@ OVER: Final = Over()
 
 @frozen(kw_only=True)
 class Following:
-    """Which stream: its `path` with its query; it begins behind `after`. `goes_on`: its end is a cut like any
-    other.
+    """Which stream to read: its `path` with the query; it begins after event `after`. With `goes_on`, an end
+    counts as a broken connection.
     """
 
     path: str
@@ -218,7 +219,7 @@ class Following:
 
 @define(eq=False)
 class Follower:
-    """Hands out the events of one stream after another."""
+    """Reads the events of one stream, over as many connections as it needs."""
 
     following: Following
     patience: Patience
@@ -232,7 +233,7 @@ class Follower:
         return self.following.after
 
     def next(self) -> Script[Event | Life | Over]:
-        """The next event; or a sign of life, so that the caller can act as time goes by."""
+        """Return the next event, or a sign of life, so that the caller can act as time passes."""
         while True:
             try:
                 if self._pieces is None:
@@ -254,14 +255,14 @@ class Follower:
         found = yield Open(request)
         if not found.startswith(CONTENT_TYPE):
             raise ClientError(
-                f"the answer is {found or 'of no type'}, not the stream of a polarnode",
+                f"the answer is {found or 'of no type'}, not the event stream of polarnode",
                 status=200,
                 type="garbled",
             )
         self._decoder, self._pieces, self._greeted = Decoder(), iter(()), False
 
     def _decoded(self) -> Event | Life | None:
-        """What the bytes read so far hold; None when more are needed."""
+        """Return the next event or sign of life in the bytes read so far; None when more bytes are needed."""
         for piece in self._pieces or ():
             if isinstance(piece, Life):
                 if self._greeted:
@@ -276,7 +277,7 @@ class Follower:
         return None
 
     def _more(self) -> Script[bool]:
-        """Read on; False at the end of the stream."""
+        """Read more bytes; return False at the end of the stream."""
         data = yield Read()
         self._pieces = self._decoder.feed(data)
         if data:

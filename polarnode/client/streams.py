@@ -1,15 +1,13 @@
-"""The scripts of everything that is iterated: events, groups, lines, bytes; and when positions are
-acknowledged.
+"""Scripts of everything that is iterated (events, groups, lines, bytes), and when positions are acknowledged.
 
-Groups are put together from the stream. Trajectories are kept as they come, up to a number of bytes; what
-comes beyond that is let go, and fetched again when its group is over. Keeping comes first, because a second
-read of everything would double what the node writes as JSON, its largest cost; letting go is needed because
-interleaved groups are without a bound.
+Groups are assembled from the stream. Trajectories are kept up to a number of bytes; others are dropped, and
+fetched again when their group ends. Keeping them avoids reading everything twice, which would double the JSON
+that the node writes, its largest cost. The limit exists because the number of groups in progress has none.
 
-Invariant: an item is acknowledged when the next one is requested, because until then it is being worked on,
-and the position never passes a trajectory whose group is not done: a reader that dies is sent the whole
-group again. An acknowledgement that is lost loses nothing, so while a stream is read none ends it; only the
-last is awaited.
+Invariant: an item is acknowledged only when the next one is requested, because until then the caller works on
+it, and the position never passes a trajectory whose group is unfinished: a reader that crashes is sent the
+whole group again. A lost acknowledgement loses no data, so its failure does not end a stream; only the last
+one is awaited.
 """
 
 import logging
@@ -37,23 +35,24 @@ from polarnode.groups.group import Group, read_group
 
 # ── collecting ────────────────────────────────────────────────────────────
 
-# as they came: some hundred sessions of 100 000 tokens each, a group or several of the largest that are
-# trained today
+# as received: about a hundred sessions of 100 000 tokens each, one or several of today's largest groups
 KEPT_BYTES = 1 << 30
-# groups that were given: a repeat of one comes after a break of the connection or of the node, soon after it
+# yielded groups to remember: a group is repeated only soon after a broken connection or a restart
 REMEMBERED = 1 << 16
 
 
 @frozen(kw_only=True)
 class Gathered:
-    """A group that is over, with what was kept of it, and the sessions that are to be fetched again."""
+    """A group that has ended: the trajectories that were kept, and the session ids that have to be fetched
+    again.
+    """
 
     group: Group
     kept: tuple[Trajectory, ...]
     missing: tuple[str, ...]
 
     def whole(self, fetched: Iterable[Trajectory]) -> Group:
-        """The group with its trajectories, in the order of its members."""
+        """Return the group with its trajectories, in the order of its members."""
         ours = {each.session_id: each for each in (*self.kept, *fetched)}
         return self.group.holding(
             ours[each.session_id] for each in self.group.members if each.session_id in ours
@@ -62,7 +61,7 @@ class Gathered:
 
 @define(eq=False)
 class _Open:
-    """A task some of whose sessions have come."""
+    """A task of which some sessions have arrived, but not its group."""
 
     first_seq: int
     kept: dict[str, Trajectory] = field(factory=dict)
@@ -71,7 +70,7 @@ class _Open:
 
 @define(eq=False)
 class Collector:
-    """One reader's groups. `skip` are task ids whose groups it has had before."""
+    """Assembles one reader's groups. `skip` are task ids whose groups it has already processed."""
 
     skip: Container[str] = ()
     kept_bytes: int = KEPT_BYTES
@@ -83,16 +82,16 @@ class Collector:
 
     @property
     def position(self) -> int:
-        """Everything up to here is done with."""
+        """The last event up to which everything is done."""
         return min((each.first_seq - 1 for each in self._open.values()), default=self._seen)
 
     @property
     def oldest(self) -> str | None:
-        """The task that holds the position."""
+        """The task that holds the position back; None if there is none."""
         return min(self._open, key=lambda task_id: self._open[task_id].first_seq, default=None)
 
     def add(self, event: Event) -> Gathered | None:
-        """One event; the group it ends, if it ends one that was not given before."""
+        """Add one event. Return the group that it ends, unless that group was yielded before."""
         if event.kind == "gap":
             self._pass_gap(event)
         self._seen = event.seq
@@ -104,14 +103,14 @@ class Collector:
         return None
 
     def done(self, group: Group) -> None:
-        """The group was worked on to its end."""
+        """Record that the caller has finished a group."""
         self.forget(group.task_id)
         self._given[group.task_id] = None
         if len(self._given) > REMEMBERED:
             del self._given[next(iter(self._given))]
 
     def forget(self, task_id: str) -> None:
-        """Wait for this task no longer."""
+        """Stop waiting for a task."""
         if (found := self._open.pop(task_id, None)) is not None:
             self._size -= found.size
 
@@ -133,18 +132,18 @@ class Collector:
         if self._knows(group.task_id):
             self.forget(group.task_id)
             return None
-        # it holds the position until it is done
+        # the group holds the position until it is done
         whose = self._open.setdefault(group.task_id, _Open(first_seq=event.seq))
         kept = tuple(whose.kept[each.session_id] for each in group.members if each.session_id in whose.kept)
         missing = tuple(each.session_id for each in group.members if each.session_id not in whose.kept)
         return Gathered(group=group, kept=kept, missing=missing)
 
     def _pass_gap(self, gap: Event) -> None:
-        """What lies between is gone. Where numbers began anew it is another journal, whose node knows nothing
-        of what we wait for.
+        """Log that events were pruned. Smaller numbers mean another journal, whose node does not know the
+        tasks waited for.
         """
         logger.warning(
-            "the node no longer keeps all events: those of groups under way may lack sessions (%s)", gap.data
+            "the node no longer keeps all events: groups in progress may lack sessions (%s)", gap.data
         )
         if gap.seq < self._seen:
             for task_id in tuple(self._open):
@@ -153,13 +152,13 @@ class Collector:
 
 # ── acks ────────────────────────────────────────────────────────────
 
-# between acknowledgements: each is one request and one commit; what is lost of them is only read again
+# seconds between acknowledgements: each is one request and one commit; a lost one only repeats events
 ACK_EVERY_S = 1.0
 
 
 @define(eq=False)
 class Acks:
-    """Of one stream. Without a consumer nothing is acknowledged."""
+    """The acknowledgements of one stream; without a consumer there are none."""
 
     consumer: str | None
     patience_s: float
@@ -174,14 +173,14 @@ class Acks:
         return self.now()
 
     def move(self, seq: int) -> None:
-        """Everything up to `seq` is done with. A number smaller than before is of another journal, whose
-        numbers began anew.
+        """Record that everything up to `seq` is done. A smaller number than before is from another
+        journal.
         """
         self._said = self._said if seq >= self._done else min(self._said, seq - 1)
         self._done = seq
 
     def report(self) -> Script[None]:
-        """Acknowledge, if the position moved and the last time is long enough ago."""
+        """Acknowledge if the position has moved and `every_s` seconds have passed since the last time."""
         if self.consumer is None or self._done <= self._said or self.now() - self._said_at < self.every_s:
             return
         self._said_at = self.now()
@@ -195,7 +194,7 @@ class Acks:
                 raise
 
     def report_last(self) -> Script[None]:
-        """Acknowledge what was not acknowledged yet."""
+        """Acknowledge what is not acknowledged yet, with retries."""
         if self.consumer is not None and self._done > self._said:
             yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
             self._said = self._done
@@ -205,19 +204,18 @@ class Acks:
 
 logger = logging.getLogger(__name__)
 
-# a task that holds the position for so long is looked at once: one without a record is in no group, and would
-# hold it for ever
+# after so many seconds, check the task that holds the position: one without a record would hold it for ever
 LOOK_AFTER_S = 60.0
 
 
 def events(follower: Follower, acks: Acks) -> Script[None]:
-    """Every event."""
-    follower.patience.renew()  # a stream begins when it is first read
+    """Give every event."""
+    follower.patience.renew()  # the time limit begins with the first read
     while not isinstance(event := (yield from follower.next()), Over):
         yield from acks.report()
         if isinstance(event, Event):
             yield Give(event)
-            follower.patience.renew()  # however long that was worked on, it was no silence of the node
+            follower.patience.renew()  # the time that the caller took does not count
             acks.move(event.seq)
             yield from acks.report()
     yield from acks.report_last()
@@ -228,7 +226,7 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
 
 @define(eq=False)
 class Groups:
-    """One reader's groups, put together by `collector`."""
+    """Gives one reader's groups, assembled by `collector`."""
 
     follower: Follower
     acks: Acks
@@ -237,11 +235,11 @@ class Groups:
     now: Callable[[], float]
     turns: Turns = "table"
     arrays: Arrays = "base64"
-    _holder: str | None = None  # the task that held the position when it was last looked at, and since when
+    _holder: str | None = None  # the task that held the position at the last check, and since when
     _since: float = 0.0
 
     def script(self) -> Script[None]:
-        self.follower.patience.renew()  # a stream begins when it is first read
+        self.follower.patience.renew()  # the time limit begins with the first read
         while not isinstance(event := (yield from self.follower.next()), Over):
             gathered = self.collector.add(event) if isinstance(event, Event) else None
             if gathered is not None:
@@ -258,26 +256,28 @@ class Groups:
             fetched += [] if found is None else [found]
         group = gathered.whole(fetched)
         yield Give(group)
-        self.follower.patience.renew()  # however long that was worked on, it was no silence of the node
+        self.follower.patience.renew()  # the time that the caller took does not count
         self.collector.done(group)
 
     def _fetch(self, session_id: str) -> Script[Trajectory | None]:
-        """A trajectory that was not kept, or came before this reader did; None when it is nowhere any
-        more.
+        """Fetch a trajectory that was not kept, or that came before this reader began; None when the node no
+        longer has it.
         """
         try:
-            asked = trajectory(session_id, turns=self.turns, arrays=self.arrays)
-            return (yield from patiently(asked, Patience(self.patience_s, self.now)))
+            request = trajectory(session_id, turns=self.turns, arrays=self.arrays)
+            return (yield from patiently(request, Patience(self.patience_s, self.now)))
         except ClientError as error:
             if error.status != 404:
                 raise
             logger.warning(
-                "the node has no trajectory of session %s any more: its group is given without it", session_id
+                "the node no longer has the trajectory of session %s: its group comes without it", session_id
             )
             return None
 
     def _look(self) -> Script[None]:
-        """A task without a record (of a journal of 0.1, say) never ends: nothing waits for it."""
+        """Stop waiting for a task that the node has no record of (one of a journal of 0.1, for example): its
+        group never ends.
+        """
         if self.collector.oldest != self._holder:
             self._holder, self._since = self.collector.oldest, self.now()
         if self._holder is None or self.now() - self._since < LOOK_AFTER_S:
@@ -296,7 +296,7 @@ class Groups:
 
 
 def pieces(request: ClientRequest[bytes]) -> Script[None]:
-    """A body as it comes; first b"", when it is known to be there."""
+    """Give a body in pieces as they arrive. The first is b"", once the node has accepted the request."""
     yield Open(request)
     yield Give(b"")
     while data := (yield Read()):
@@ -304,7 +304,9 @@ def pieces(request: ClientRequest[bytes]) -> Script[None]:
 
 
 def objects(request: ClientRequest[bytes]) -> Script[None]:
-    """A body's lines, each an object. What stands behind the last line's end is nothing of a whole body."""
+    """Give each line of a body as an object. Bytes after the last line end are not part of a complete
+    body.
+    """
     yield Open(request)
     whole = Lines()
     while data := (yield Read()):

@@ -1,9 +1,9 @@
-"""The trainer's side of weights that do not go over a disk: tensors as buckets for `push_weights`, by handle
-or by broadcast.
+"""Tensors as buckets for `push_weights`, without a disk: by handle or by broadcast. This is the trainer's
+side.
 
-torch is imported on use, and nowhere else in the client. A bucket's tensors are held until the node has
-taken it: each function is a generator, and what it yielded is let go when the next is requested. Payloads
-are what SGLang's own reader admits: tensors and names, pickled with torch's reductions.
+torch is imported on use, and nowhere else in the client. Each function is a generator that holds a bucket's
+tensors until the next bucket is requested, which is when the node has taken it. Payloads contain what
+SGLang's own reader admits: tensors and names, pickled with torch's reductions.
 """
 
 from base64 import b64encode
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 Named = tuple[str, "torch.Tensor"]
 Bucket = dict[str, Json]
 
-# a request each: a few dozen for a model of 30 GB, and the copies that are held meanwhile stay small
+# one request for each bucket: a few dozen for a model of 30 GB, and the copies held meanwhile stay small
 BUCKET_BYTES = 512 << 20
-DEVICE = 6  # where torch's reduction of a CUDA tensor says its device
+DEVICE = 6  # index of the device in torch's reduction of a CUDA tensor
 
 
 def buckets(named: Iterable[Named], *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Tensors of this process by handle, for a node on this machine and a trainer of one process: CUDA IPC,
-    or shared memory on a CPU.
+    """Yield tensors of this process by handle, for a node on this machine: CUDA IPC, or shared memory on a
+    CPU.
 
-    Names are the checkpoint's. A trainer of several processes makes one payload a GPU itself (`payload`) and
-    gathers them.
+    `named` yields (name, tensor) with the checkpoint's names. `bucket_bytes` is the most bytes of tensors in
+    a bucket; a larger tensor has a bucket of its own. A trainer of several processes makes one `payload` on
+    each GPU and gathers them.
     """
     for part in parts(named, bucket_bytes):
         made = payload(part)
@@ -42,8 +43,9 @@ def buckets(named: Iterable[Named], *, bucket_bytes: int = BUCKET_BYTES) -> Iter
 def broadcast_buckets(
     named: Iterable[Named], group: Any, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
-    """Tensors that rank 0 of a joined group (`open_group`) broadcasts: each bucket is under way when it is
-    told, and waited for before the next.
+    """Yield tensors that rank 0 broadcasts over a joined group (`open_group`).
+
+    The broadcast of a bucket begins before the bucket is yielded, and is awaited before the next one.
     """
     import torch.distributed as dist
 
@@ -60,7 +62,7 @@ def broadcast_buckets(
 
 
 def parts(named: Iterable[Named], most: int) -> Iterator[list[Named]]:
-    """Tensors in order, up to `most` bytes at a time; one that is larger goes by itself."""
+    """Split tensors in order into lists of up to `most` bytes; a larger tensor is a list of its own."""
     part: list[Named] = []
     size = 0
     for name, tensor in named:
@@ -75,8 +77,8 @@ def parts(named: Iterable[Named], most: int) -> Iterator[list[Named]]:
 
 @frozen
 class Payload:
-    """Base64 of a pickle that holds handles, not numbers. Hold it until the node has taken it: what the
-    handles lead to lives as long.
+    """Base64 text of a pickle that holds handles, not numbers. Keep it until the node has taken it: the
+    tensors are freed with it.
     """
 
     text: str
@@ -84,7 +86,7 @@ class Payload:
 
 
 def payload(named: Iterable[Named]) -> Payload:
-    """Tensors of one device as a payload."""
+    """Make a payload of the tensors of one device."""
     import torch
     from torch import multiprocessing
 
@@ -93,7 +95,7 @@ def payload(named: Iterable[Named]) -> Payload:
     pickler = ForkingPickler(file, 4)
     pickler.dispatch_table[torch.Tensor] = _reduced
     before = sharing.get_sharing_strategy()
-    # by name: descriptors would be handed over by a server that only this process's children may ask
+    # by name: descriptors are passed by a server that only this process's children may use
     sharing.set_sharing_strategy("file_system")
     try:
         pickler.dump(held)
@@ -103,8 +105,8 @@ def payload(named: Iterable[Named]) -> Payload:
 
 
 def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
-    """On a CPU a copy: sharing moves a tensor's memory, and the trainer's own stays where its optimizer knows
-    it.
+    """Return the tensor to share. On a CPU this is a copy: sharing moves memory that the trainer's optimizer
+    refers to.
     """
     import torch
 
@@ -113,7 +115,7 @@ def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
-    """As torch does it, but that a GPU is called by its UUID: its number is another in a process that sees
+    """Reduce a tensor as torch does, but name a GPU by its UUID: its index differs in a process that sees
     other GPUs. SGLang reads both.
     """
     import torch
@@ -130,17 +132,17 @@ def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
 def open_group(
     *, address: str, port: int, world_size: int, backend: str = "nccl", name: str = "weights"
 ) -> Any:
-    """Rank 0's end of a group with the node's engines; waits until they have joined (`join_weights_group`, at
-    the same time, from a thread).
+    """Open rank 0's end of a process group with the node's engines. Return the group when all `world_size`
+    ranks have joined.
 
-    torch has no public way to a group beside the trainer's own default one; this is the one SGLang's end is
-    made by.
+    Call `join_weights_group` at the same time, from a thread. torch has no public function for a group
+    besides the default one; this is the function that SGLang uses for its own end.
     """
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
-    found = c10d.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=c10d.default_pg_timeout)
-    store, rank, size = next(found)
+    rendezvous = c10d.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=c10d.default_pg_timeout)
+    store, rank, size = next(rendezvous)
     store.set_timeout(c10d.default_pg_timeout)
     group, _ = c10d._new_process_group_helper(
         size,

@@ -1,7 +1,7 @@
-"""What a client is answered and what it raises.
+"""The values that a client returns and the errors that it raises.
 
-Values shared with the node are in `core.status` and `core.weights`. The errors that pass by themselves are a
-short list, each for its reason; anything else is raised at once, because asking again cannot help.
+Values shared with the node are in `core.status` and `core.weights`. The transient statuses are a short list,
+each for a reason; any other error is raised at once, because a retry cannot help.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,10 @@ from polarnode.groups.group import Group, read_group
 
 @frozen(kw_only=True)
 class Event:
-    """One event of the stream. `kind` is trajectory, group, task, gap, or attempt where it was asked for;
-    `key` is the same each time an event is delivered; `data` its JSON.
+    """One event of the stream.
+
+    * `kind`: trajectory, group, task or gap; attempt where it was requested.
+    * `key`: the same each time the event is delivered. `data`: the event's JSON.
     """
 
     seq: int
@@ -32,10 +34,10 @@ class Event:
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """The trajectory (a replaced one of an attempt), read; None for other kinds, and for one that was
-        pruned or is in a trainer's format.
+        """The trajectory of a `trajectory` or `attempt` event. None for other kinds, for a pruned one, and in
+        a trainer's format.
 
-        Its `turns` are there when asked for with turns="full".
+        It has its `turns` when they were requested with turns="full".
         """
         if self.kind not in ("trajectory", "attempt") or self.data is None or "format" in self.data:
             return None
@@ -43,7 +45,9 @@ class Event:
 
     @property
     def group(self) -> Group | None:
-        """The group, read, without its trajectories, which have events of their own; None for other kinds."""
+        """The group of a `group` event, without its trajectories, which have events of their own. None for
+        other kinds.
+        """
         return read_group(self.data) if self.kind == "group" else None
 
 
@@ -52,13 +56,16 @@ class Event:
 T = TypeVar("T")
 
 # No room now (429, 503), or an intermediary whose node is being restarted (502, 504). 507 is not one of them:
-# a full disk waits for a person.
+# a full disk needs an operator.
 PASSING = (429, 502, 503, 504)
 
 
 class ClientError(PolarnodeError):
-    """The node answered with an error: its `status`, its `type`, the `path` of the field when it named one,
-    and after how long to ask again.
+    """The node answered with an error.
+
+    * `status`, `type`: the HTTP status and the type of the error. `path`: the field that is at fault, if the
+      node named one.
+    * `retry_after`: seconds after which a retry may succeed, if the node gave them.
     """
 
     boundary = "client"
@@ -77,27 +84,28 @@ class ClientError(PolarnodeError):
 
     @property
     def passes(self) -> bool:
-        """Whether asking again later can help."""
+        """Whether a later retry can succeed."""
         return self.status in PASSING
 
 
 class Unreachable(PolarnodeError):
-    """No answer from the node, or none that is whole."""
+    """The node gave no answer, or not a complete one."""
 
     boundary = "node"
 
 
 def read_error(status: int, reason: str, headers: Mapping[str, str], body: bytes) -> ClientError:
-    """The error of an answer that is no success; an intermediary, or a node that is starting, may send a body
-    of its own. `headers` are in lower case.
+    """Read the error of a response. `headers` have lower-case names.
+
+    An intermediary, or a node that is starting, may send a body that is not the node's own.
     """
     wait = headers.get("retry-after", "")
-    # a date is not ours: our own pauses do as well
+    # the node sends seconds; for a date, the client's own pauses are used
     seconds = float(wait) if wait.isascii() and wait.isdigit() else None
     found = _error_of(body)
     if found is None:
         return ClientError(
-            f"the answer is {status} {reason}, not one of a polarnode",
+            f"the answer is {status} {reason}, not from polarnode",
             status=status,
             type="http",
             retry_after=seconds,
@@ -121,7 +129,7 @@ def _error_of(body: bytes) -> tuple[str, str, str | None] | None:
 
 
 def read_answer(body: bytes, shape: type[T]) -> T:
-    """The answer's JSON as a `shape`; what no polarnode sends is an error of status 200."""
+    """Read the answer's JSON as a `shape`. Anything else is a ClientError with status 200."""
     try:
         return structure(read_json(body), shape)
     except Refused as refused:
@@ -129,7 +137,7 @@ def read_answer(body: bytes, shape: type[T]) -> T:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The answer's JSON as it is; what is no object is not one of a polarnode's."""
+    """Read the answer's JSON as an object. Anything else is a ClientError with status 200."""
     try:
         value = read_json(body)
     except Refused as refused:
@@ -140,4 +148,4 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _garbled(why: str) -> ClientError:
-    return ClientError(f"the answer is not one of a polarnode: {why}", status=200, type="garbled")
+    return ClientError(f"the answer is not from polarnode: {why}", status=200, type="garbled")

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from polarnode.client.requests import ClientRequest, Script, answered, ask, asked, part
+from polarnode.client.requests import ClientRequest, Script, ask, json_request, part, typed_request
 from polarnode.client.scripts import Patience, patiently
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.conversation import Json
@@ -34,7 +34,7 @@ UPDATE_SILENCE_S = (
 
 
 def update(version: str, source: Mapping[str, Json], mode: UpdateMode) -> ClientRequest[WeightsReport]:
-    return answered(
+    return typed_request(
         WeightsReport, "POST", "/v1/weights", _order(version, source, mode), silence_s=UPDATE_SILENCE_S
     )
 
@@ -44,7 +44,7 @@ def _order(version: str, source: Mapping[str, Json], mode: UpdateMode) -> dict[s
 
 
 def status() -> ClientRequest[WeightsStatus]:
-    return answered(WeightsStatus, "GET", "/v1/weights")
+    return typed_request(WeightsStatus, "GET", "/v1/weights")
 
 
 # ── an update of several requests ─────────────────────────────────────────────
@@ -57,23 +57,25 @@ def push(
     mode: UpdateMode,
     patience: Patience,
 ) -> Script[WeightsReport]:
-    """Begin, one bucket after the other, and commit. Whatever fails before that, the node goes on with what
-    it served.
+    """Begin an update, send each bucket, and commit. If anything fails before the commit, the node keeps its
+    weights.
     """
     opened = yield from ask(
-        answered(UpdateOpened, "POST", UPDATES, _order(version, source, mode), silence_s=UPDATE_SILENCE_S)
+        typed_request(
+            UpdateOpened, "POST", UPDATES, _order(version, source, mode), silence_s=UPDATE_SILENCE_S
+        )
     )
     try:
         for bucket in buckets:
             yield from ask(
-                asked(
+                json_request(
                     "POST", f"{UPDATES}/{part(opened.update_id)}/buckets", bucket, silence_s=UPDATE_SILENCE_S
                 )
             )
-    except Exception:  # of whoever makes the buckets, too
+    except Exception:  # including one raised while a bucket is made
         yield from _give_up(opened.update_id)
         raise
-    commit = answered(
+    commit = typed_request(
         WeightsReport, "POST", f"{UPDATES}/{part(opened.update_id)}/commit", silence_s=UPDATE_SILENCE_S
     )
     return (yield from patiently(commit, patience))
@@ -81,12 +83,14 @@ def push(
 
 def _give_up(update_id: str) -> Script[None]:
     try:
-        yield from ask(asked("DELETE", f"{UPDATES}/{part(update_id)}"))
+        yield from ask(json_request("DELETE", f"{UPDATES}/{part(update_id)}"))
     except (ClientError, Unreachable) as error:
         if isinstance(error, ClientError) and error.status == 404:
-            return  # it was given up already, for what a bucket held
+            return  # the node gave it up already, because of a bucket's content
         logger.warning(
-            "the node was not told to give up the update %s (%s): it does so by itself", update_id, error
+            "the node was not told to give up update %s (%s): it does so after its idle time",
+            update_id,
+            error,
         )
 
 
@@ -100,11 +104,11 @@ def join(
         "world_size": world_size,
         "rank_offset": rank_offset,
     }
-    return asked("POST", "/v1/weights/groups", body | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
+    return json_request("POST", "/v1/weights/groups", body | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
 
 
 def leave(name: str) -> ClientRequest[dict[str, Any]]:
-    return asked("DELETE", f"/v1/weights/groups/{part(name)}")
+    return json_request("DELETE", f"/v1/weights/groups/{part(name)}")
 
 
 # ── the engine ────────────────────────────────────────────────────────────────
@@ -114,12 +118,14 @@ def memory(
     verb: Literal["release", "resume"], tags: Sequence[MemoryTag] | None
 ) -> ClientRequest[WeightsStatus]:
     body: dict[str, Json] = {} if tags is None else {"tags": list(tags)}
-    return answered(WeightsStatus, "POST", f"/v1/engine/memory/{verb}", body, silence_s=UPDATE_SILENCE_S)
+    return typed_request(WeightsStatus, "POST", f"/v1/engine/memory/{verb}", body, silence_s=UPDATE_SILENCE_S)
 
 
 def pause(mode: PauseMode) -> ClientRequest[WeightsStatus]:
-    return answered(WeightsStatus, "POST", "/v1/engine/pause", {"mode": mode}, silence_s=UPDATE_SILENCE_S)
+    return typed_request(
+        WeightsStatus, "POST", "/v1/engine/pause", {"mode": mode}, silence_s=UPDATE_SILENCE_S
+    )
 
 
 def resume() -> ClientRequest[WeightsStatus]:
-    return answered(WeightsStatus, "POST", "/v1/engine/resume", silence_s=UPDATE_SILENCE_S)
+    return typed_request(WeightsStatus, "POST", "/v1/engine/resume", silence_s=UPDATE_SILENCE_S)

@@ -45,8 +45,8 @@ class ToolCall:
 class Message:
     """One message. `call_id` only with role tool; `calls`, `thinking`, `refs` only with role assistant.
 
-    `refs` are our own signed references found in opaque fields that the client echoed (tool-call ids,
-    thinking signatures). They prove which turn this message is and never override what the client changed.
+    `refs` are the node's signed references, found in opaque fields that the client echoed (tool-call ids,
+    thinking signatures). They prove which turn this message is, but never override what the client changed.
     """
 
     role: Role
@@ -57,8 +57,8 @@ class Message:
     refs: tuple[str, ...] = field(default=(), metadata=json_key(None))
 
     def joined(self, more: "Message") -> "Message":
-        """This message and another as one: one turn of an assistant that a client shows as two. Each
-        reference once, as all parts of an answer carry it.
+        """This message and another as one, for a client that shows one assistant turn as two messages. Each
+        reference appears once, because all parts of an answer carry it.
         """
         return Message(
             role=self.role,
@@ -72,10 +72,10 @@ class Message:
 
 @frozen(kw_only=True)
 class Tool:
-    """A function the model may call; `parameters` is its JSON Schema in the client's own key order.
+    """A function that the model may call; `parameters` is its JSON Schema in the client's own key order.
 
-    `spelling` belongs to the dialect: how a call of this tool is written when it is no plain function there.
-    Opaque to all other code.
+    `spelling` belongs to the dialect: how a call is written when the tool is not a plain function there. It
+    is opaque to all other code.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Tool:
 
 @frozen(kw_only=True)
 class Conversation:
-    """All that is rendered into a prompt. `thinking` is enable_thinking for templates that know it (None: the
-    template's default).
+    """Everything that is rendered into a prompt. `thinking` is enable_thinking for templates that support it
+    (None: the template's default).
 
-    `tool_choice` is "auto", "none", "required" or a tool's name. It changes what the engine is asked for,
+    `tool_choice` is "auto", "none", "required" or a tool's name. It changes what the engine must generate,
     never the prompt.
     """
 
@@ -101,8 +101,8 @@ class Conversation:
 
 @frozen(kw_only=True)
 class Sampling:
-    """How to sample; None means not specified. `stop` are strings: the node watches for them, the engine
-    knows ids only.
+    """Sampling parameters; None means not specified. `stop` are strings: the node searches for them, because
+    the engine stops only at ids.
     """
 
     temperature: float | None = None
@@ -138,14 +138,15 @@ class Constraint:
 
 @frozen(kw_only=True)
 class ModelRequest:
-    """One call of a harness, as its provider module read it: all that other rooms need to know of it.
+    """One model call of a harness, as its provider module read it.
 
-    `hints` say who is asking, opaque but for their names: `session`, `agent` (empty for the main one),
-    `parent`, and `kind`, a turn's role where the harness itself names it (`subagent`, `auxiliary`,
-    `compaction`). `logprobs` is None when they are not requested, else how many alternatives to show with
-    each token. `one_call`: the answer ends with its first tool call. Without `generate` nothing is sampled:
-    the client only warms its connection. `extras` is what the provider's writer needs back; opaque to all
-    other code.
+    * `hints` describe the agent that sent it and are opaque except for their names: `session`, `agent` (empty
+      for the main one), `parent`, and `kind`, a turn's role where the harness names it (`subagent`,
+      `auxiliary`, `compaction`).
+    * `logprobs` is None when they are not requested, else the number of alternatives to show with each token.
+    * `one_call`: the answer ends with its first tool call.
+    * `generate`: False samples nothing, because the client only warms its connection.
+    * `extras` is what the provider's writer needs back; opaque to all other code.
     """
 
     provider: str
@@ -191,7 +192,7 @@ class TokenLogprob:
 @frozen
 class TextDelta:
     """More visible text. `logprobs` only where they were requested: of the tokens read since the previous
-    delta, held-back ones included.
+    delta, including held-back ones.
     """
 
     text: str
@@ -205,7 +206,7 @@ class ThinkingDelta:
     text: str
 
 
-# a call is held back until it is whole (harnesses.md 14.8, 14.9)
+# a call is held back until it is complete (harnesses.md 14.8, 14.9)
 Delta = TextDelta | ThinkingDelta | ToolCall
 
 

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
-    """The object that `package.module:attribute` names. Refused unless the module is, or lies below, one of
-    `allowed` ("*" allows all).
+    """Return the object that `package.module:attribute` names. Raises Refused unless the module is, or lies
+    below, one of `allowed` ("*" allows all).
     """
     module_name, attribute = _parts(import_path)
     if not any(_lies_below(module_name, prefix) for prefix in allowed):
@@ -34,8 +34,8 @@ def load(import_path: str, *, allowed: tuple[str, ...]) -> object:
 
 
 def load_value(import_path: str, kind: type[T], *, allowed: tuple[str, ...], path: str) -> T:
-    """As `load`, for an object of type `kind`. Refused, with the path of the field that named it, when it is
-    something else.
+    """Load an object of type `kind`. Raises Refused, with the path of the field that named it, for any other
+    object.
     """
     found = load(import_path, allowed=allowed)
     if not isinstance(found, kind):

@@ -26,11 +26,11 @@ class Tokenizer(Protocol):
     def control(self) -> Mapping[str, int]: ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text by the vocabulary alone: never a control token, whatever the text holds."""
+        """Encode a text with the vocabulary alone: it never yields a control token."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one id stands for; a control token's are its text's."""
+        """The bytes that one id stands for; for a control token, those of its text."""
         ...
 
     def render(
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
         generation_prompt: bool,
         thinking: bool | None,
     ) -> str:
-        """The chat template's text for a conversation in the OpenAI shape that templates read."""
+        """Render a conversation, in the OpenAI shape that templates read, with the chat template."""
         ...
 
 
@@ -148,36 +148,40 @@ class Runtime(Protocol):
         ...
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
-        """A file's first `limit` bytes, None when there is none. Never follows a link."""
+        """Return a file's first `limit` bytes, None when it does not exist. Never follows a link."""
         ...
 
     async def end_processes(self) -> None:
-        """End everything the session started in here; only the container's own first process stays."""
+        """End everything that the session started in the container; only the container's own first process
+        stays.
+        """
         ...
 
 
 @frozen(kw_only=True)
 class Question:
-    """What a judge is asked: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer must be
-    JSON of that shape.
+    """A question for a judge: chat messages in OpenAI's shape. With `schema` (JSON Schema) the answer must be
+    JSON that matches it.
     """
 
     messages: tuple[Mapping[str, Json], ...]
     schema: Mapping[str, Json] | None = None
     temperature: float = 0.0
-    max_tokens: int = 2048  # a rubric's answer with its reasons; a judge that thinks aloud needs more
+    max_tokens: int = 2048  # a rubric's answer with its reasons; a thinking judge needs more
 
 
 class Judge(Protocol):
     """A model that judges, at an endpoint of the node's config."""
 
     async def ask(self, question: Question) -> str:
-        """Its answer's text. EvaluatorError when it gives none after its retries."""
+        """Return the text of the judge's answer. Raises EvaluatorError when there is none after its
+        retries.
+        """
         ...
 
     async def ask_each(self, questions: Sequence[Question]) -> list[str]:
-        """Several at once, as many as the judge takes; their answers in order. One that fails fails
-        them all.
+        """Ask several questions, as many at once as the judge accepts; return the answers in order. If one
+        fails, all fail.
         """
         ...
 

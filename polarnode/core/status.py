@@ -1,5 +1,4 @@
-"""What a node says of tasks, sessions and consumers: the journal and the API write these values, and clients
-read them.
+"""Values of tasks, sessions and consumers: the journal and the API write them, and clients read them.
 
 Invariant: a field here is a field of the API (docs/api.md). Fields that a node of an earlier release does not
 write have defaults. Times are seconds since the epoch.
@@ -15,8 +14,8 @@ from polarnode.core.trajectory import Outcome
 
 @frozen(kw_only=True)
 class Submitted:
-    """A task that is in the node's journal. `created` is False when it was there before and this is the same
-    answer again.
+    """A task that is in the node's journal. `created` is False when it existed before and the same answer is
+    returned again.
     """
 
     task_id: str
@@ -28,8 +27,8 @@ class Submitted:
 class SessionRecord:
     """A session without its tokens. `outcome` is None until its trajectory is published.
 
-    `attempt` counts the sessions of its place in the group from 0; `retried_as` is the session that took its
-    place, where one did.
+    `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that took this
+    one's place, if any.
     """
 
     session_id: str
@@ -46,15 +45,15 @@ class SessionRecord:
 
 @frozen(kw_only=True)
 class SessionStatus(SessionRecord):
-    """A session without its tokens; `status` is its outcome's, or "pending" until it is over."""
+    """A session without its tokens; `status` is that of its outcome, or "pending" until it has ended."""
 
     status: str
 
 
 @frozen(kw_only=True)
 class TaskStatus:
-    """A task and the sessions that hold its places: `counts` of them by status; `finished` when none is
-    pending.
+    """A task and the sessions that hold its places. `counts` is the number of sessions by status; `finished`
+    is True when none is pending.
     """
 
     task_id: str
@@ -68,12 +67,13 @@ class TaskStatus:
 
 @frozen(kw_only=True)
 class Consumer:
-    """A named reader of the stream. `behind_events` counts all kinds after its position, whatever it filters;
-    `behind_bytes` is about what they take.
+    """A named reader of the stream. `behind_events` counts the events of all kinds after its position,
+    whatever it filters; `behind_bytes` is about their size.
 
-    `missed`: events after its position that were pruned, which a `gap` reports to it. `moved` is when its
-    position last did, `last_seen` when it last acknowledged, or opened or closed a stream. `holds`: what it
-    has not acknowledged is kept for it (docs/delivery.md).
+    * `missed`: events after its position that were pruned, which a `gap` event reports to it.
+    * `moved`: when its position last moved. `last_seen`: when it last acknowledged, or opened or closed a
+      stream.
+    * `holds`: whether the node keeps what it has not acknowledged (docs/delivery.md).
     """
 
     consumer: str

@@ -14,8 +14,8 @@ from polarnode.core.conversation import Json, Sampling
 
 @frozen(kw_only=True)
 class McpServerSpec:
-    """A server of tools the harness itself starts (`command`, in the container) or reaches (`url`, over
-    streamable HTTP).
+    """An MCP server that the harness starts in the container (`command`) or reaches over streamable HTTP
+    (`url`).
     """
 
     command: str | None = None
@@ -27,11 +27,11 @@ class McpServerSpec:
 
 @frozen(kw_only=True)
 class HarnessSpec:
-    """Which agent program, and how it is set. `command` is for `shell`; `import_path` is
+    """The agent program and its settings. `command` is for `shell`; `import_path` is
     `package.module:attribute`.
 
-    `mcp_servers` by name; `skills` are texts of SKILL.md by the name of their folder. Both are for harnesses
-    that know them.
+    `mcp_servers` by name; `skills` are texts of SKILL.md by the name of their folder. Both are only for
+    harnesses that support them.
     """
 
     name: str = "shell"
@@ -69,8 +69,8 @@ class PrepareStep:
 
 @frozen(kw_only=True)
 class VolumeSpec:
-    """A folder of the node's machine, seen in the container at `target`. Only where the node's own `volumes`
-    allow it.
+    """A folder of the node's machine, mounted in the container at `target`. Only where the node's `volumes`
+    setting allows it.
     """
 
     source: str
@@ -80,14 +80,16 @@ class VolumeSpec:
 
 @frozen(kw_only=True)
 class RuntimeSpec:
-    """The container. `image` is a folder name of `runtimes/` or any image Podman has. There is no network:
-    the model endpoint is inside the container.
+    """The container. `image` is a folder name of `runtimes/` or any image that Podman has. There is no
+    network: the model endpoint is inside the container.
 
-    `add_harness`: the harness is built on top of `image` (any Debian or Ubuntu), once, because the image is
-    the task's and not the harness's. `egress` are names of hosts that may be reached through the node's
-    proxy, `*.example.org` for all below one; only where the node's own `egress` allows them. While the
-    harness runs the root is read-only but for the workdir, the home, /tmp, /var/tmp and `writable`.
-    `artifacts` are files and folders kept of the session, relative to the workdir or absolute.
+    * `add_harness`: build the harness once on top of `image` (any Debian or Ubuntu), for an image that
+      belongs to the task.
+    * `egress`: names of hosts that the container may reach through the node's proxy, `*.example.org` for all
+      below one; only where the node's own `egress` allows them.
+    * `writable`: what stays writable while the harness runs, besides the workdir, the home, /tmp and
+      /var/tmp; the rest of the root is read-only.
+    * `artifacts`: files and folders of the session to keep, relative to the workdir or absolute.
     """
 
     image: str = "agent"
@@ -101,7 +103,7 @@ class RuntimeSpec:
     cpus: float = 1.0  # one harness is one busy thread; more lets one session starve its siblings
     memory_mb: int = 2048  # Claude Code peaks near 1 GB; twice that before the kernel ends it
     pids: int = 512  # node harnesses run ~60 threads; a fork bomb stops here
-    # what a session may write: a repository with its build fits, and 64 sessions fit on half a terabyte
+    # the bytes that a session may write: a repository with its build fits, and 64 sessions fit on 512 GB
     disk_mb: int = 8192
     network: Literal["none"] = "none"
     egress: tuple[str, ...] = ()
@@ -123,7 +125,9 @@ class BuilderSpec:
 
 @frozen(kw_only=True)
 class EvaluatorPart:
-    """One of several evaluators whose rewards are summed, each times its weight."""
+    """One of several evaluators. The session's reward is the sum of their rewards, each multiplied by its
+    weight.
+    """
 
     name: str = "session_completed"
     import_path: str | None = None
@@ -133,10 +137,10 @@ class EvaluatorPart:
 
 @frozen(kw_only=True)
 class EvaluatorSpec:
-    """What scores the session. `fresh_runtime`: evaluate the workdir's files in a clean container that the
+    """How the session is scored. `fresh_runtime`: evaluate the workdir's files in a clean container that the
     harness never touched.
 
-    With `parts` there is neither name nor config: each part evaluates in turn, in the same runtime.
+    With `parts` there is neither name nor config: the parts evaluate one after another, in the same runtime.
     """
 
     name: str = "session_completed"
@@ -148,30 +152,30 @@ class EvaluatorSpec:
 
 @frozen(kw_only=True)
 class Budgets:
-    """Seconds that a phase may take, and counts that a run may spend; None is no limit.
+    """Seconds that a phase may take, and counts that a run may use; None means no limit.
 
-    `retries`: fresh sessions in place of one that ended through a fault of the machine (its container, its
-    engine, its node), never of the agent.
+    `retries`: how many fresh sessions may replace one that ended through a fault of the machine (its
+    container, its engine, its node), never of the agent.
     """
 
-    # an image build is not in it; a cold container start under load is 1-3 s, prepare steps take the rest
+    # without the image build; a cold container start under load takes 1-3 s, prepare steps the rest
     init_s: float = 300.0
     run_s: float = 1800.0
     post_s: float = 300.0
     max_turns: int | None = None
     max_tokens: int | None = None
-    # a machine that loses the same session three times has a fault a fourth attempt meets again
+    # a machine that loses the same session three times has a fault that a fourth attempt would meet too
     retries: int = 2
 
 
 @frozen(kw_only=True)
 class CarrySpec:
-    """Token extras to record beside ids, logprobs and weight versions. Both take memory, up to the node's
+    """Token extras to record beside ids, logprobs and weight versions. They take memory, up to the node's
     `carried_mb` for each session.
 
-    `top_logprobs`: the likeliest tokens at each sampled one, 0 to 20; 8 bytes each. `routed_experts`: the
-    experts of a mixture that computed each position, for a trainer that replays the routing; layers * experts
-    of a token, in bytes, for each position.
+    * `top_logprobs`: the number of likeliest tokens to record at each sampled one, 0 to 20; 8 bytes each.
+    * `routed_experts`: record the experts that computed each position of a mixture model, for a trainer that
+      replays the routing; layers * experts of a token, in bytes, for each position.
     """
 
     top_logprobs: int = 0
@@ -180,14 +184,16 @@ class CarrySpec:
 
 @frozen(kw_only=True)
 class GroupSpec:
-    """What a trainer requires of a task's sessions together. A session is usable when it has a reward and at
+    """What a trainer requires of all sessions of a task. A session is usable when it has a reward and at
     least one trainable token.
 
-    `early_stop_min`: with this many usable sessions the group stops, and those under way end with what they
-    have; a larger `num_samples` over-samples the group. With fewer than `min_usable` usable sessions the
-    group is dropped. `max_staleness`: how many weight updates a session's oldest sampled token may be behind
-    when it ends; one further behind is unusable (`drop`) or only marked (`mark`). `drop_uniform_reward`: a
-    group whose usable rewards are all equal teaches nothing and is dropped.
+    * `early_stop_min`: with this many usable sessions the group stops, and sessions in progress end with the
+      turns they have; a larger `num_samples` over-samples the group.
+    * `min_usable`: a group with fewer usable sessions is dropped.
+    * `max_staleness`: the most weight updates between a session's oldest sampled token and its end; a session
+      over it is unusable (`drop`) or only marked (`mark`).
+    * `drop_uniform_reward`: drop a group whose usable rewards are all equal, because it has no training
+      signal.
     """
 
     early_stop_min: int | None = None
@@ -199,9 +205,7 @@ class GroupSpec:
 
 @frozen(kw_only=True)
 class TaskSpec:
-    """One task: `num_samples` sessions of the same harness on the same instruction; together they are a
-    group.
-    """
+    """One task: `num_samples` sessions of the same harness on the same instruction, which form a group."""
 
     instruction: str
     harness: HarnessSpec
@@ -214,12 +218,12 @@ class TaskSpec:
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)
-    # which sampled thinking a later prompt shows: all, or what the model's template would
+    # which sampled thinking a later prompt shows: all of it, or what the model's template shows
     thinking: Literal["keep", "template"] = "keep"
     carry: CarrySpec = field(factory=CarrySpec)
     group: GroupSpec = field(factory=GroupSpec)
-    callback_url: str | None = None  # each event of the task is sent to it by POST until it is accepted
-    # what it is sent: `event`, each event as the stream has it, or a format that the node registered
+    callback_url: str | None = None  # each event of the task is sent to this URL by POST until it is accepted
+    # the body of the POST: `event`, the event as on the stream, or a format that the node registered
     callback_format: str = "event"
     metadata: Mapping[str, Json] = field(factory=dict)
 
@@ -227,11 +231,11 @@ class TaskSpec:
 @frozen(kw_only=True)
 class CaptureSpec:
     """A session whose harness its caller runs, anywhere on the node's machine: no runtime, no evaluator, one
-    key.
+    API key.
 
-    `num_samples` captures with one `task_id`, each with its own `sample_index` and all else equal, are a task
-    and a group together; the first of them registers the task. Of `budgets`, `run_s` counts from beginning to
-    end; `init_s`, `post_s` and `retries` have no effect.
+    `num_samples` captures with one `task_id`, each with its own `sample_index` and otherwise equal, form one
+    task and group; the first one registers the task. Of `budgets`, `run_s` counts from beginning to end;
+    `init_s`, `post_s` and `retries` have no effect.
     """
 
     task_id: str | None = None

@@ -2,7 +2,7 @@
 
 A `Turn` is a delta: its prompt is its parent's prompt and sample, then `prompt_delta`; a root's delta is its
 whole prompt. Every token of a session is stored once, so a later prompt cannot disagree with an earlier one.
-A `Trajectory` holds all that became of a session: its turns, its traces, its outcome and its reward.
+A `Trajectory` holds everything that a session produced: its turns, its traces, its outcome and its reward.
 
 The journal's bytes, the JSON of the API and its schema are derived from these classes: a new field needs a
 default here and nothing elsewhere. Field metadata gives the key in JSON where that is not the field's name.
@@ -31,7 +31,7 @@ from polarnode.core.conversation import (
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
-# partial: the client left or aborted; failed: the engine's fault
+# partial: the client disconnected or aborted; failed: an engine fault
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
 
@@ -52,12 +52,12 @@ class VersionSpan:
 
 @frozen(kw_only=True)
 class NewMessages:
-    """The messages that a turn's `prompt_delta` was rendered from: those after its parent's, without our
-    references.
+    """The messages that a turn's `prompt_delta` was rendered from: those after its parent's, without the
+    node's signed references.
 
-    `tools` (JSON text, "" for none) and `thinking` (enable_thinking, None: the template's own) are set at a
-    root: they stand at the head of a prompt, and no turn extends one with others. Text and not values,
-    because 30 KB of schemas are 300 KB of objects.
+    `tools` (JSON text, "" for none) and `thinking` (enable_thinking, None: the template's default) are set at
+    a root: they stand at the head of a prompt, and no turn extends one with others. They are text, because 30
+    KB of schemas are 300 KB as objects.
     """
 
     messages: tuple[Message, ...] = ()
@@ -69,13 +69,16 @@ class NewMessages:
 class Turn:
     """One model call.
 
-    `index` counts the session's turns from 0 in the order of their requests. `prompt_delta` int32[D];
-    `sampled` int32[S] with the stop token when one was sampled; `logprobs` float32[S] in nats of the
-    distribution sampled from; `version_spans` cover [0, S) in order. The first `close_length` ids of
-    `prompt_delta` close the parent's sample (a turn end that its cut sample is missing); they are never
-    trained. `top` has a row for each of `sampled`; `routed` the positions that no turn before it has, up to
-    the sample's last token. Both are None where the task did not request them, and where `notes` say why they
-    are missing. `new_messages`: what the prompt shows that its parent's did not.
+    * `index` counts the session's turns from 0, in the order of their requests.
+    * `prompt_delta` int32[D]: the ids that the prompt adds to its parent's prompt and sample. The first
+      `close_length` of them close the parent's sample (a turn end that a cut sample lacks) and are never
+      trained.
+    * `sampled` int32[S], with the stop token if one was sampled; `logprobs` float32[S], in nats, of the
+      distribution sampled from; `version_spans` cover [0, S) in order.
+    * `top` has a row for each of `sampled`; `routed` has the positions that no earlier turn has, up to the
+      sample's last token. Both are None where the task did not request them, and where `notes` give the
+      reason that they are missing.
+    * `new_messages`: the messages that the prompt adds to its parent's.
     """
 
     session_id: str = field(metadata=OPTIONAL)
@@ -124,12 +127,12 @@ class Turn:
 
     @property
     def begin(self) -> int:
-        """Where in a row its new tokens begin: where its parent ended."""
+        """The index in a row where the turn's new tokens begin: its parent's `end`."""
         return self.prompt_length - len(self.prompt_delta)
 
     @property
     def end(self) -> int:
-        """The length of a row that ends with it."""
+        """The length of a row that ends with this turn."""
         return self.prompt_length + len(self.sampled)
 
 
@@ -141,8 +144,8 @@ Clock = Literal["init", "run", "post", "turns", "tokens"]
 
 @frozen(kw_only=True)
 class TurnSpan:
-    """Tokens [start, end) of a trace are the sample of this turn; `reward` is the turn's own, where the
-    evaluator gave turns rewards.
+    """Tokens [start, end) of a trace are the sample of this turn. `reward` is the turn's own, where the
+    evaluator gave one.
     """
 
     turn: int
@@ -153,19 +156,19 @@ class TurnSpan:
 
 @frozen(kw_only=True)
 class Trace:
-    """One training sequence: T tokens.
+    """One training sequence of T tokens.
 
-    `token_ids` int32[T]; `loss_mask` uint8[T], 1 where trainable; `logprobs` float32[T], 0 where the mask is
-    0; `version_spans` and `turn_spans` index into it. `turn_spans` name every sampled turn that lies in the
-    trace, trainable here or context only.
+    `token_ids` int32[T]; `loss_mask` uint8[T], 1 where trainable; `logprobs` float32[T], in nats, 0 where the
+    mask is 0. `version_spans` and `turn_spans` index into it. `turn_spans` name every sampled turn in the
+    trace, whether it is trainable here or only context.
 
     A row longer than the task's `max_row_tokens` becomes several traces in order: `part` of `parts`, each a
-    stretch of the row. `offset` tokens of the row lie before it; the model saw them and this trace does not
-    show them. `over_long`: one sample alone is longer than the limit.
+    stretch of the row. `offset` is the number of tokens of the row before this trace; the model saw them, but
+    this trace does not contain them. `over_long`: one sample alone is longer than the limit.
 
-    `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1),
+    `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1)
     without a gap. Each is None where it was not requested, or where it would be incomplete: `missing_extras`
-    then says what is missing, of which turn, and why.
+    then gives what is missing, of which turn, and why.
     """
 
     lineage: int
@@ -194,7 +197,7 @@ class Trace:
 
 @frozen(kw_only=True)
 class LeftOut:
-    """A turn none of whose sampled tokens is trainable, and why."""
+    """A turn without any trainable sampled token, and the reason."""
 
     turn: int
     reason: str
@@ -210,8 +213,8 @@ class Built:
 
 @frozen(kw_only=True)
 class Outcome:
-    """How a session ended. `clock` is the budget that ran out, `boundary` names whose fault an error was,
-    `log_tail` is the end of the harness's log.
+    """How a session ended. `clock` is the budget that ran out, `boundary` names the part that was at fault in
+    an error, `log_tail` is the end of the harness's log.
     """
 
     status: Status
@@ -234,10 +237,10 @@ class Timing:
 
 @frozen(kw_only=True)
 class Verdict:
-    """An evaluator's result: a reward, and whatever metrics it wants kept.
+    """An evaluator's result: a reward, and any metrics to keep.
 
-    `lineage_rewards` replace the session's reward in the traces of their lineage; `turn_rewards` stand in
-    their turns' spans.
+    `lineage_rewards` replace the session's reward in the traces of their lineage; `turn_rewards` are recorded
+    in their turns' spans.
     """
 
     reward: float
@@ -250,9 +253,9 @@ class Verdict:
 class Trajectory:
     """All traces of one session, with its outcome, timing and reward: what a trainer reads.
 
-    `attempt` counts the sessions of the same place in the group from 0; `retried_as` is the session that
-    replaced this one. `staleness`: how many weight updates its oldest sampled token was behind when it ended,
-    None where that is unknown.
+    `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that replaced
+    this one. `staleness`: the weight updates between its oldest sampled token and its end, None where that is
+    unknown.
     """
 
     session_id: str
@@ -287,8 +290,8 @@ class Trajectory:
 
 
 def sequence(turns: Mapping[int, Turn], index: int) -> "array[int]":
-    """Everything turn `index` was conditioned on and then its sample: int32[prompt_length + S]. KeyError when
-    an ancestor is not there.
+    """The whole prompt of turn `index`, followed by its sample: int32[prompt_length + S]. Raises KeyError
+    when an ancestor is missing.
     """
     line = line_of(turns, index)
     if line is None:
@@ -301,9 +304,9 @@ def sequence(turns: Mapping[int, Turn], index: int) -> "array[int]":
 
 
 def line_of(turns: Mapping[int, Turn], index: int, *, since: int = -1) -> list[Turn] | None:
-    """The turns from a root to `index`, in that order; None when an ancestor is not there.
+    """The turns from a root to `index`, in that order; None when an ancestor is missing.
 
-    `since`: not from the root on, but from the turn that brought the token at that place of the row.
+    `since`: begin with the turn that added the token at this index of the row, not with the root.
     """
     line: list[Turn] = []
     at: int | None = index
@@ -337,24 +340,24 @@ def prompt_digests(turns: Sequence[Turn]) -> dict[int, str]:
 
 
 def weight_versions(spans: Sequence[VersionSpan]) -> list[str]:
-    """Each version once, in the order it first sampled."""
+    """Each version once, in the order in which it first sampled."""
     return list(dict.fromkeys(span.version for span in spans))
 
 
 def top_of_turns(trained: Sequence[Turn | None]) -> TopLogprobs | None:
-    """What the trained turns of a trace have for their tokens; None when one has nothing, or is not there."""
+    """The top logprobs of a trace's trained turns; None when one turn has none, or is missing."""
     found = [turn.top for turn in trained if turn is not None and turn.top is not None]
     return TopLogprobs.joined(found) if len(found) == len(trained) else None
 
 
 def trained_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> list[Turn | None]:
-    """The turns that a trace trains, by its mask."""
+    """The turns that a trace trains, according to its mask."""
     return [turns.get(span.turn) for span in spans if any(mask[span.start : span.end])]
 
 
 def routed_of_turns(offset: int, line: Sequence[Turn] | None) -> RoutedExperts | None:
-    """What a line of turns has for the trace at its end that begins at `offset`; None when a position has
-    nothing.
+    """The routed experts of a line of turns, for the trace at its end that begins at `offset`; None when a
+    position has none.
     """
     end = line[-1].end - 1 if line else 0
     return RoutedExperts.joined(

@@ -1,4 +1,4 @@
-"""What is said of weights on the wire: the node writes these values, and its clients read them.
+"""Values of the weights API: the node writes them, and clients read them.
 
 Invariant: a field here is a field of the API, with its row in docs/weights.md. Fields that a node of an
 earlier release does not write have defaults.
@@ -9,7 +9,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-# what becomes of calls under way: they go on as they are, from their prompts again, to their ends, or end
+# calls in progress: continue as they are, recompute their prefix, run to their end, or are cut
 UpdateMode = Literal["in_place", "retract", "drain", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
 Backend = Literal["nccl", "gloo"]
@@ -18,8 +18,8 @@ MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 @frozen(kw_only=True)
 class HostReport:
-    """One engine host: the seconds its loads took. `ok` is always true, because an update that fails on one
-    host is not served.
+    """One engine host's part of an update: `seconds` to load the weights. `ok` is always true, because an
+    update that fails on one host is not served.
     """
 
     index: int
@@ -29,8 +29,8 @@ class HostReport:
 
 @frozen(kw_only=True)
 class WeightsReport:
-    """An update that is served. `created` is False when the version was served before and this is the same
-    answer again.
+    """An update that is served. `seconds` is the time it took. `created` is False when the version was served
+    before and the same answer is returned again.
     """
 
     version: str
@@ -43,8 +43,8 @@ class WeightsReport:
 
 @frozen(kw_only=True)
 class UpdateOpened:
-    """An update of several requests. `buckets` counts those that came; the node gives the update up `idle_s`
-    seconds after the last.
+    """An update of several requests. `buckets` counts those that have arrived; the node gives the update up
+    `idle_s` seconds after the last.
     """
 
     update_id: str
@@ -56,7 +56,7 @@ class UpdateOpened:
 
 @frozen(kw_only=True)
 class WeightsUpdate:
-    """An update of the history; `at` is seconds since the epoch."""
+    """An update in the history; `at` is in seconds since the epoch."""
 
     version: str
     mode: UpdateMode = "in_place"
@@ -68,7 +68,8 @@ class WeightsUpdate:
 
 @frozen(kw_only=True)
 class WeightsState:
-    """The weights now: the version served, the one being loaded, and how generation is held, if it is.
+    """The state of the weights: the version served, the version being loaded, and how generation is held, if
+    it is.
 
     `versions` are those since the node started, oldest first; `released` names the GPU memory that is lent.
     """
@@ -86,6 +87,6 @@ class WeightsState:
 
 @frozen(kw_only=True)
 class WeightsStatus(WeightsState):
-    """The weights now, and the last updates, newest first, where they were asked for."""
+    """The state of the weights and, where requested, the last updates, newest first."""
 
     history: tuple[WeightsUpdate, ...] = ()

@@ -349,7 +349,7 @@ def test_garbage_is_given_up_in_time_and_said(kind: str, name: str) -> None:
     ("answer", "sentence"),
     [
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\n<html", "502 Bad Gateway"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<html", "not one of a polarnode"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<html", "not from polarnode"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "not an object"),
         (b'HTTP/1.1 400 Bad\r\nContent-Length: 13\r\n\r\n{"error":"no"}'[:-1], "400 Bad"),
     ],
@@ -368,7 +368,7 @@ def test_a_page_in_the_place_of_a_stream_is_said_at_once(kind: str) -> None:
         client = stack.enter_context(
             open_client(kind, stack.enter_context(answering(lambda request, number: page)))
         )
-        with pytest.raises(ClientError, match="text/html, not the stream of a polarnode"):
+        with pytest.raises(ClientError, match="text/html, not the event stream of polarnode"):
             next(client.trajectories())
 
 

@@ -1,6 +1,7 @@
-"""Where JSON becomes values (cattrs), and a refusal becomes a sentence with a path.
+"""Converts JSON to values with cattrs, and a refusal to one sentence with the path of the field.
 
-Other rooms import from this package what it lists. Only this package and the providers' shapes know JSON.
+Other rooms import only what this package lists. JSON is handled in this package and in the providers' shapes,
+nowhere else.
 """
 
 from polarnode.core.codec.arrays import Arrays

@@ -1,9 +1,9 @@
-"""Arrays on the wire: lists or base64 in JSON, raw bytes in the journal; always little-endian int32,
-float32, int16 and uint8.
+"""Arrays on the wire: lists or base64 in JSON, raw bytes in the journal; always little-endian int32, float32,
+int16 and uint8.
 
-Invariant: a number written here is read back as the same value. JSON has no number for what is not finite,
-so three words stand for it that every language's reader of numbers knows. Polarnode's machines (x86-64,
-aarch64) are little-endian, so memory has the wire's order.
+Invariant: a number written here is read back as the same value. JSON has no number for non-finite values, so
+three words stand for them, which number parsers of every language accept. Polarnode's machines (x86-64,
+aarch64) are little-endian, so memory already has the wire's order.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from polarnode.core.conversation import Json
 
 A = TypeVar("A")
 Arrays = Literal["json", "base64"]
-# null: how nodes wrote it before there were words
+# null: written by nodes before the words existed
 WORDS: Final[Mapping[str | None, float]] = {"NaN": nan, "Infinity": inf, "-Infinity": -inf, None: nan}
 Encode = Callable[["array[Any] | bytes"], Json]
 EXPERTS_SHAPE: Final = layout(RoutedExperts, without=("data",))
@@ -29,13 +29,13 @@ EXPERTS_SHAPE: Final = layout(RoutedExperts, without=("data",))
 
 
 def encoder(arrays: Arrays) -> Encode:
-    """How an array (or a mask's bytes) becomes JSON."""
+    """The function that turns an array (or a mask's bytes) into JSON."""
     return _as_list if arrays == "json" else _as_base64
 
 
 def _as_list(value: "array[Any] | bytes") -> Json:
     numbers = list(value)
-    # the sum costs a tenth of what writing the numbers does
+    # the sum costs a tenth of writing the numbers
     if isinstance(value, array) and value.typecode == "f" and not isfinite(sum(numbers)):
         return [part if isfinite(part) else _word(part) for part in numbers]
     return numbers
@@ -50,7 +50,7 @@ def _as_base64(value: "array[Any] | bytes") -> Json:
 
 
 def experts_json(routed: RoutedExperts, write: JsonWriter) -> dict[str, Json]:
-    """The experts as JSON: `data` is written as numbers of their `dtype`."""
+    """Routed experts as JSON: `data` is written as numbers of their `dtype`."""
     numbers = array("h", routed.data) if routed.dtype == "int16" else routed.data
     return {**write.fields(routed, EXPERTS_SHAPE), "data": write(numbers)}
 
@@ -59,24 +59,24 @@ def experts_json(routed: RoutedExperts, write: JsonWriter) -> dict[str, Json]:
 
 
 def read_ids(value: Any, _: object = None) -> "array[int]":
-    """int32 from a list or base64. Mismatch for anything else."""
+    """Read an int32 array from a list or base64. Raises Mismatch for anything else."""
     return _read(value, ids, "a list of int32 or base64 of them")
 
 
 def read_floats(value: Any, _: object = None) -> "array[float]":
-    """float32 from a list (of numbers and WORDS) or base64. Mismatch for anything else."""
+    """Read a float32 array from base64 or a list of numbers and WORDS. Raises Mismatch for anything else."""
     if isinstance(value, list):
         value = [WORDS.get(part, part) if part is None or isinstance(part, str) else part for part in value]
     return _read(value, floats, "a list of numbers or base64 of float32")
 
 
 def read_mask(value: Any, _: object = None) -> bytes:
-    """uint8 from a list or base64. Mismatch for anything else."""
+    """Read a uint8 array from a list or base64. Raises Mismatch for anything else."""
     return _read(value, bytes, "a list of 0 and 1 or base64 of them")
 
 
 def read_shorts(value: Any, _: object = None) -> bytes:
-    """int16 from a list or base64, as bytes. Mismatch for anything else."""
+    """Read an int16 array from a list or base64, as bytes. Raises Mismatch for anything else."""
     return _read(value, lambda numbers: array("h", numbers).tobytes(), "a list of int16 or base64 of them")
 
 
@@ -90,7 +90,7 @@ def _read(value: Any, make: Callable[[Any], A], expected: str) -> A:
 
 
 def check_top(found: TopLogprobs) -> TopLogprobs:
-    """Mismatch when the arrays are not of their shape."""
+    """Raise Mismatch when the arrays do not have their shape."""
     if found.k < 1 or len(found.ids) % found.k or len(found.ids) != len(found.logprobs):
         raise Mismatch(
             f"has {len(found.ids)} ids and {len(found.logprobs)} logprobs: it must have {found.k} of each"
@@ -100,7 +100,7 @@ def check_top(found: TopLogprobs) -> TopLogprobs:
 
 
 def check_routed(found: RoutedExperts) -> RoutedExperts:
-    """Mismatch when the array is not of its shape."""
+    """Raise Mismatch when the array does not have its shape."""
     if found.width < 1 or len(found.data) % found.width or found.start < 0:
         raise Mismatch(
             f"has {len(found.data)} bytes from {found.start} on: it must have {found.width} a position"

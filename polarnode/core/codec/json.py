@@ -1,10 +1,10 @@
-"""JSON in and out: bytes to values, values to attrs classes, and every refusal one sentence with the path of
-the field.
+"""JSON in and out: bytes to values, values to attrs classes, and each refusal as one sentence with the path
+of the field.
 
-Reading is strict: "5" is not a number and 5 is not a text, because a guess at what was meant trains on the
-wrong thing. A hook returns the value or raises `Mismatch` with a predicate ("must be a string, not a
-number"); `structure` adds the path. Only what the client did becomes `Refused`: a type that cannot be
-structured, or any other error in a hook, is a bug here and passes through as itself.
+Reading is strict: "5" is not a number and 5 is not a text, because a wrong guess would train on wrong data. A
+hook returns the value or raises `Mismatch` with a predicate ("must be a string, not a number"); `structure`
+adds the path. Only a client's mistake becomes `Refused`: a type that cannot be structured, or any other error
+in a hook, is a bug and is raised unchanged.
 """
 
 import difflib
@@ -40,7 +40,7 @@ KIND_WORDS = {
 
 
 def _origin(shape: Any) -> Any:
-    """`get_origin`, whose stub says ParamSpec where a special form is meant."""
+    """`get_origin`, whose stub says ParamSpec for special forms."""
     return get_origin(shape)
 
 
@@ -56,11 +56,11 @@ _KINDS: dict[type, str] = {
 
 
 class Mismatch(Refused):
-    """A value that does not fit; the text is a predicate without its subject."""
+    """A value that does not fit. The text is a predicate without its subject."""
 
 
 def kind_of(value: object) -> str:
-    """The JSON kind of a value that came out of a JSON reader."""
+    """The JSON kind of a value that a JSON reader returned."""
     kind = _KINDS.get(type(value))
     if kind is not None:
         return kind
@@ -187,7 +187,7 @@ def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
 
 
 def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None = None) -> Hook:
-    """Reads an attrs class by its fields' JSON keys; `hooks` read the fields they name."""
+    """A hook that reads an attrs class by its fields' JSON keys. `hooks` read the fields that they name."""
     keys = {each.name: json_key_of(each) for each in attrs.fields(cls)}
     overrides = {
         name: override(rename=key, omit=key is None or None, struct_hook=(hooks or {}).get(name))
@@ -205,7 +205,7 @@ def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None 
 
 
 def _flat(value: dict[str, Any], groups: tuple[str, ...]) -> dict[str, Any]:
-    """The parts of the objects `groups` beside the others, under dotted keys."""
+    """Flatten the objects `groups`: their fields stand beside the others, under dotted keys."""
     flat = dict(value)
     for group in groups:
         if group in value:
@@ -273,9 +273,7 @@ def _first_fit(value: Any, fitting: Sequence[tuple[Any, Hook]]) -> Any:
 
 
 def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
-    """The field all classes spell as a Literal (`type`, `role` …) and which class each of its values
-    names.
-    """
+    """The Literal field that all classes share (`type`, `role` …), and the class of each of its values."""
     if len(classes) < 2:
         return None
     shared = [
@@ -291,7 +289,7 @@ def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
 
 
 def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
-    """The class that the field `tag` of an object names. Mismatch where it names none."""
+    """The class that the field `tag` of an object names. Raises Mismatch when it names none."""
     name = value.get(tag)
     if isinstance(name, str) and name in classes:
         return classes[name]
@@ -326,9 +324,9 @@ def _is_anything(shape: Any) -> bool:
 
 
 def make_converter(*, forbid_extra: bool, hooks: Mapping[Any, Hook] | None = None) -> Converter:
-    """A converter for JSON that came from outside; `hooks` read the types they name.
+    """A converter for JSON from outside. `hooks` read the types that they name.
 
-    Later rules win, so the general ones come first.
+    Later rules take precedence, so general rules come first.
     """
     converter = Converter(forbid_extra_keys=forbid_extra, detailed_validation=True, use_alias=True)
     for shape, hook in (
@@ -358,14 +356,14 @@ def make_converter(*, forbid_extra: bool, hooks: Mapping[Any, Hook] | None = Non
 
 T = TypeVar("T")
 
-# Two, because forbidding is a property of a converter: our own API refuses what it does not know, a
-# provider's API ignores it as they do.
+# Two, because forbidding is a property of a converter: the node's own API refuses unknown fields, a
+# provider's API ignores them, as the provider does.
 CONVERTERS = {forbid: make_converter(forbid_extra=forbid) for forbid in (False, True)}
 
 
 def read_json(body: bytes) -> Json:
-    """The JSON value in `body` (UTF-8). Refused, with line and column, when it is none; NaN and lone
-    surrogates are no JSON.
+    """Parse `body` (UTF-8) as JSON. Raises Refused, with line and column, for invalid JSON, including NaN and
+    lone surrogates.
     """
     if not body.strip():
         raise Refused("the body is empty: send a JSON value")
@@ -378,13 +376,13 @@ def read_json(body: bytes) -> Json:
 
 
 def dump_json(value: Json) -> bytes:
-    """`value` as compact UTF-8 JSON. A float that is not finite becomes null, as JSON has no word for it;
-    half a surrogate pair, \ufffd.
+    """Write `value` as compact UTF-8 JSON. A non-finite float becomes null, because JSON has no form for it;
+    a lone surrogate becomes �.
     """
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        # a harness's log may hold them, and must not make a trajectory unreadable
+        # a harness's log may contain them, and must not make a trajectory unreadable
         return orjson.dumps(_without_surrogates(value))
 
 
@@ -400,7 +398,7 @@ def _without_surrogates(value: Json) -> Json:
 
 
 def json_key_of(each: "attrs.Attribute[Any]") -> str | None:
-    """The key of a field in JSON, as `json_key` gives it; its alias by default."""
+    """The key of a field in JSON, as `json_key` sets it; its alias by default."""
     key: str | None = each.metadata.get("json", each.alias)
     return key
 
@@ -411,7 +409,7 @@ Layout = tuple[tuple[str, str, str], ...]
 
 
 def layout(cls: Any, *, first: Sequence[str] = (), without: Collection[str] = ()) -> Layout:
-    """The fields named in `first`, then the class's others but `without`."""
+    """The order of a class's fields: those in `first`, then the others except `without`."""
     fields = attrs.fields_dict(cls)
     keys = [
         (name, json_key_of(fields[name]))
@@ -426,9 +424,9 @@ _whole_layout: Callable[[Any], Layout] = cache(layout)
 
 @define(eq=False)
 class JsonWriter:
-    """Writes values as JSON: attrs classes as objects, tuples as lists, everything else as it is.
+    """Writes values as JSON: attrs classes as objects, tuples as lists, other values unchanged.
 
-    `special` writes values of the types it names, by exact type.
+    `special` writes values of the types that it names, by exact type.
     """
 
     special: Mapping[type, Callable[[Any], Json]] = field(factory=dict)
@@ -446,7 +444,7 @@ class JsonWriter:
         return self.fields(value) if attrs.has(kind) else value
 
     def fields(self, value: Any, fields: Layout | None = None) -> dict[str, Any]:
-        """An attrs value as an object; `fields` chooses and orders what is written."""
+        """Write an attrs value as an object; `fields` chooses and orders what is written."""
         found: dict[str, Any] = {}
         for name, group, key in _whole_layout(type(value)) if fields is None else fields:
             part = getattr(value, name)
@@ -466,15 +464,16 @@ plain = JsonWriter()  # for values without arrays
 def structure(
     value: Json, cls: type[T], *, forbid_extra: bool = False, converter: Converter | None = None
 ) -> T:
-    """`value` as a `cls` (an attrs class, or any type built of them). Refused with the first misfit's path.
+    """Read `value` as a `cls` (an attrs class, or a type built of them). Raises Refused with the path of the
+    first misfit.
 
-    Strict: nothing is coerced but whole floats to int and int to float. A field is called by its attrs alias.
-    Unions are chosen by JSON kind, then by a Literal field the classes share (`type`, `role`), then by the
-    order they are written in. Unknown fields are ignored, or with `forbid_extra` refused naming the nearest
-    known one. `converter` reads types that have no form of their own in JSON.
+    Strict: the only coercions are whole floats to int and int to float. A field is read by its attrs alias.
+    Unions are resolved by JSON kind, then by a Literal field that the classes share (`type`, `role`), then by
+    the order in which they are written. Unknown fields are ignored; with `forbid_extra` they are refused, and
+    the message names the nearest known field. `converter` reads types without a JSON form of their own.
     """
     converter = converter or CONVERTERS[forbid_extra]
-    hook = converter.get_structure_hook(cls)  # before the try: a shape we can not read is our bug
+    hook = converter.get_structure_hook(cls)  # before the try: a shape that cannot be read is a bug here
     try:
         found: T = hook(value, cls)
     except (BaseValidationError, Refused) as error:
@@ -486,13 +485,13 @@ def structure(
 
 
 def subject(path: str) -> str:
-    """How a sentence names a path: `$.a[0].b` is `a[0].b`, the root is `the body`."""
+    """A path as the subject of a sentence: `$.a[0].b` becomes `a[0].b`, the root becomes `the body`."""
     return path.removeprefix("$").removeprefix(".") or "the body"
 
 
 def _refusal(error: Exception, path: str) -> Refused:
-    """The first leaf of the tree, under its own path; a leaf that is not the client's fault is raised as
-    it is.
+    """The first leaf of the error tree, with its path. A leaf that is not the client's fault is raised
+    unchanged.
     """
     if isinstance(error, ClassValidationError | IterableValidationError):
         inner = _first(error)
@@ -515,7 +514,7 @@ def _first(group: BaseValidationError) -> Exception:
 
 
 def _step(error: Exception, cls: Any) -> str:
-    """The path from a container to the part that failed; empty when the container itself did."""
+    """The path from a container to the part that failed; empty when the container itself failed."""
     for note in reversed(getattr(error, "__notes__", [])):  # the innermost container noted last
         if isinstance(note, IterableValidationNote):
             return child("", note.index)
@@ -525,12 +524,12 @@ def _step(error: Exception, cls: Any) -> str:
 
 
 def _path_of(key: str) -> str:
-    """The path of a key of `json_key`, which may be in an object of its own."""
+    """The path of a key set by `json_key`, which may be in an object of its own."""
     return "".join(child("", part) for part in key.split("."))
 
 
 def child(path: str, key: int | str) -> str:
-    """The path of a part: `.name`, `[0]`, or `['odd name']`."""
+    """Append a part to a path: `.name`, `[0]`, or `['odd name']`."""
     if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
         return f"{path}.{key}"
     return f"{path}[{key!r}]"

@@ -37,20 +37,20 @@ FORMAT = b"\x01"
 
 
 def pack_turn(turn: Turn) -> bytes:
-    """The turn as bytes: 8 a sampled token, 4 a prompt token, what it carries, and some hundreds for the
-    rest.
+    """Pack a turn: 8 bytes for each sampled token, 4 for each prompt token, the token extras, and a few
+    hundred bytes for the rest.
     """
     return _pack(_compact(turn))
 
 
 def unpack_turn(packed: bytes) -> Turn:
-    """What `pack_turn` was given. JournalError when the bytes are of another format."""
+    """Unpack what `pack_turn` returned. Raises JournalError for another format."""
     turn: Turn = _read(Turn, _unpack(packed))
     return turn
 
 
 def pack_trajectory(trajectory: Trajectory) -> bytes:
-    """The trajectory without its turns, which are packed one by one."""
+    """Pack a trajectory without its turns, which are packed one by one."""
     turns = {turn.index: turn for turn in trajectory.turns}
     rest = _compact(attrs.evolve(trajectory, traces=(), turns=()))
     return _pack(
@@ -59,7 +59,7 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def unpack_trajectory(packed: bytes, turns: Sequence[Turn]) -> Trajectory:
-    """What `pack_trajectory` was given; `turns` are its turns again."""
+    """Unpack what `pack_trajectory` returned; `turns` are the trajectory's turns."""
     found = _unpack(packed)
     by_index = {turn.index: turn for turn in turns}
     traces = tuple(_trace(trace, by_index) for trace in found["traces"])
@@ -68,7 +68,7 @@ def unpack_trajectory(packed: bytes, turns: Sequence[Turn]) -> Trajectory:
 
 
 def _pack(value: Any) -> bytes:
-    # surrogatepass: a log's tail may hold what is no UTF-8, and must not cost the trajectory
+    # surrogatepass: the end of a log may contain invalid UTF-8, which must not lose the trajectory
     packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
     return FORMAT + packed
 
@@ -110,7 +110,7 @@ def _compact_class(value: Any, fields: "Fields") -> dict[str, Any]:
 
 
 def _compact_message(message: Message) -> list[Any]:
-    """As short as it can be, because most are a role and a text."""
+    """Write a message as short as possible, because most are a role and a text."""
     if not message.calls and message.call_id is None and not message.thinking:
         return [message.role, message.text]
     return [message.role, message.text, _compact(message.calls), message.call_id, message.thinking]
@@ -121,7 +121,7 @@ Fields = tuple[tuple[str, str, Any], ...]
 
 @cache
 def _fields(cls: Hashable) -> Fields:
-    """Each field's name, key and default; a factory's product is made once, to compare with."""
+    """Each field's name, key and default. A factory's product is made once, for comparison."""
     found: list[tuple[str, str, Any]] = []
     for field in attrs.fields(cast(Any, cls)):
         default: Any = field.default
@@ -151,14 +151,14 @@ Reader = Callable[[Any], Any]
 
 
 def _read(cls: Any, found: dict[str, Any], made: dict[str, Any] | None = None) -> Any:
-    """An attrs value of what `_compact` made of it; `made` are fields that are values already."""
+    """Read an attrs value that `_compact` wrote; `made` are the fields that are values already."""
     values = found if made is None else found | made
     for name, key in _renamed(cls):
         if key in values:
             values[name] = values.pop(key)
     for name, reader in _field_readers(cls):
         if name in values and (made is None or name not in made):
-            values[name] = reader(values[name])  # in place: nobody else has what msgpack made
+            values[name] = reader(values[name])  # in place: the value came from msgpack and has no other user
     return cls(**values)
 
 
@@ -170,13 +170,13 @@ def _renamed(cls: Hashable) -> tuple[tuple[str, str], ...]:
 
 @cache
 def _field_readers(cls: Hashable) -> tuple[tuple[str, Reader], ...]:
-    """The fields of a class that msgpack does not give as they are, and how they are read."""
+    """The readers of the fields that msgpack does not return unchanged."""
     readers = ((each.name, _reader(each.type)) for each in attrs.fields(cast(Any, cls)))
     return tuple((name, reader) for name, reader in readers if reader is not None)
 
 
 def _reader(kind: Any) -> Reader | None:
-    """How a value of this type is read; None when msgpack gives it as it is."""
+    """How a value of this type is read; None when msgpack returns it unchanged."""
     if kind in READERS:
         return READERS[kind]
     parts = get_args(kind)
@@ -235,7 +235,8 @@ READERS: Mapping[Any, Reader] = {
 
 def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     last = trace.turn_spans[-1].turn if trace.turn_spans else None
-    token_ids = trace.token_ids.tobytes()  # compared as bytes: comparing arrays makes a number of every item
+    # compared as bytes: comparing arrays creates a number for each item
+    token_ids = trace.token_ids.tobytes()
     by_turn = _chain(turns, last, trace.offset) == token_ids
     by_mask = _logprobs_of(trace.loss_mask, trace.turn_spans, turns)
     packed: dict[str, Any] = _compact(attrs.evolve(trace, top=None, routed=None)) | _compact_carried(
@@ -252,7 +253,7 @@ def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
 
 
 def _compact_carried(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
-    """Nothing for nothing, True for what the turns hold."""
+    """None for no extras, True for those that the turns hold."""
     packed: dict[str, Any] = {}
     if trace.top is not None:
         packed["top"] = top_of_turns(
@@ -289,11 +290,13 @@ def _chain(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | 
     try:
         return None if last is None or offset < 0 else sequence(turns, last)[offset:].tobytes()
     except KeyError:
-        return None  # a turn whose ancestor is not of this trajectory: written raw
+        return None  # a turn whose ancestor is not in this trajectory: written raw
 
 
 def _logprobs_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> "array[float] | None":
-    """Zero where the mask is 0, else the logprobs of the span's turn; None when spans do not fit turns."""
+    """Zero where the mask is 0, else the logprobs of the span's turn. None when the spans do not fit the
+    turns.
+    """
     found = floats(bytes(4 * len(mask)))
     for span in spans:
         turn = turns.get(span.turn)

@@ -1,8 +1,8 @@
-"""What `structure` takes, as JSON Schema (2020-12), so that the document of the API is made from the types
-that read its bodies.
+"""The JSON Schema (2020-12) of what `structure` accepts, so that the API's document is generated from the
+types that read its bodies.
 
-Keep it in step with `json.py`: a type that is read there has its schema here. What types cannot express
-(ranges, names, one of two fields) is refused by the checks in `tasks.py`.
+Keep it in step with `json.py`: each type that is read there has its schema here. What types cannot express
+(ranges, names, one of two fields) is checked by the rules in `tasks.py`.
 """
 
 import types
@@ -30,23 +30,23 @@ _PLAIN: Final[Mapping[Any, Schema]] = {
 
 @define(eq=False)
 class Schemas:
-    """Collects the schemas of classes under their names, each once; `of` gives the schema of a type, which
-    refers to them at `root`.
+    """Collects each class's schema once, under the class's name. `of` returns the schema of a type, with
+    references to `root`.
 
-    `strict`: unknown fields are refused, as in bodies; else they may be there, as in answers, where fields
-    are added as time goes by.
+    `strict`: unknown fields are refused, as in request bodies; otherwise they are allowed, as in answers,
+    where fields are added over time.
     """
 
     strict: bool
     root: str = "#/components/schemas/"
-    suffix: str = ""  # of the names, where one class is both read strictly and answered
+    suffix: str = ""  # suffix of the names, where one class is both read strictly and returned in answers
     known: Mapping[Any, Schema] = field(factory=dict)  # of types without a form of their own in JSON
     named: dict[str, Json] = field(factory=dict, init=False)
     _classes: dict[str, Any] = field(factory=dict, init=False)
 
     def of(self, kind: Any) -> Schema:
-        """The schema of a type. TypeError for one that JSON has no shape for, and for a second class of one
-        name.
+        """The schema of a type. Raises TypeError for a type without a JSON form, and for a second class of
+        the same name.
         """
         if (found := self.known.get(kind, _PLAIN.get(kind))) is not None:
             return dict(found)
@@ -68,9 +68,9 @@ class Schemas:
     def _named(self, cls: Any) -> Schema:
         name = cls.__name__ + self.suffix
         if self._classes.setdefault(name, cls) is not cls:
-            raise TypeError(f"{cls} and {self._classes[name]} can not both be called {name}")
+            raise TypeError(f"{cls} and {self._classes[name]} cannot both be called {name}")
         if name not in self.named:
-            self.named[name] = None  # a class that holds itself finds its name taken
+            self.named[name] = None  # a class that contains itself finds its name taken
             self.named[name] = self._object(cls)
         return {"$ref": self.root + name}
 
@@ -95,7 +95,7 @@ def _object(description: str = "") -> dict[str, Any]:
 
 
 def _hints(cls: Any) -> Mapping[str, Any]:
-    """Types by field; those written as text are resolved, the others left alone, because `Json` resolved is
+    """Types by field. Types written as text are resolved; others are left alone, because a resolved `Json` is
     no longer `Json`.
     """
     written = {each.name: each.type for each in attrs.fields(cls)}
@@ -103,8 +103,8 @@ def _hints(cls: Any) -> Mapping[str, Any]:
 
 
 def _default(each: "attrs.Attribute[Any]") -> Schema:
-    """What a field is when it is absent; of containers and classes that is "empty", and their own fields
-    hold the rest.
+    """The value of an absent field. For containers and classes it is "empty", because their own fields hold
+    the rest.
     """
     default = each.default
     if (

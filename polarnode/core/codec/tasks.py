@@ -1,10 +1,9 @@
-"""A TaskSpec from JSON or TOML and back, a capture's from JSON, and the rules beyond types: ranges, names,
-paths.
+"""Tasks from JSON or TOML and back, captures from JSON, and the rules beyond types: ranges, names, paths.
 
-Every refusal names the field and what to write instead. A spec that passes here starts, unless the machine
+Each refusal names the field and what to write instead. A spec that passes here can start, unless the machine
 itself lacks something. Unknown fields are refused, because a misspelt budget that is silently ignored costs a
-night of GPU time. A new field with a range, a name or a path in it gets a rule here: (whether it holds,
-where, what to write instead).
+night of GPU time. A new field with a range, a name or a path needs a rule here: (whether it holds, where,
+what to write instead).
 """
 
 import ipaddress
@@ -38,29 +37,29 @@ from polarnode.core.task import (
 
 
 class Rule(NamedTuple):
-    """One demand on one field; `sentence` is a predicate for the field at `path`."""
+    """A requirement on one field; `sentence` is a predicate for the field at `path`."""
 
     holds: bool
     path: str
     sentence: str
 
 
-# a GRPO group is 8-64; a pass@k study asks a thousand; more is a mistyped number that fills the queue
+# a GRPO group is 8-64, a pass@k study a thousand; more is a mistyped number that would fill the queue
 MAX_SAMPLES = 4096
 MAX_RETRIES = 10  # more would hide a broken machine for hours
-MAX_TOP_LOGPROBS = 20  # what the engine is asked for at most, as OpenAI and Google allow
+MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
 # stands in a URL path, a container label and an SSE filter unescaped
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # an OCI reference or a folder of runtimes/; never an option or a path upwards
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# of a skill or an MCP server: part of a path, a TOML key and a tool's name
+# name of a skill or an MCP server: part of a path, a TOML key and a tool's name
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 HOST = re.compile(
     r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 )
-NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # of a turn or a lineage
+NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # number of a turn or a lineage
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
 
@@ -69,12 +68,12 @@ def first_broken(rules: Iterable[Rule]) -> Rule | None:
 
 
 def task_rules(spec: TaskSpec) -> Iterator[Rule]:
-    """Every rule of a task but those on the content of files."""
+    """All rules of a task, except those on the content of files."""
     yield Rule(bool(spec.instruction.strip()), "$.instruction", "is empty: say what the agent should do")
     yield Rule(
         "\0" not in spec.instruction,
         "$.instruction",
-        "has a NUL character: it can not be an argument of a program",
+        "has a NUL character: it cannot be an argument of a program",
     )
     yield from _name_rules(spec.task_id, "$.task_id")
     yield from _name_rules(spec.group_id, "$.group_id")
@@ -100,7 +99,7 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
 
 
 def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
-    """Every rule of a capture."""
+    """All rules of a capture."""
     yield from _name_rules(spec.task_id, "$.task_id")
     yield from _name_rules(spec.group_id, "$.group_id")
     yield Rule(
@@ -117,7 +116,7 @@ def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
 
 
 def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
-    """Every rule of a capture's end but those on the turns it names."""
+    """All rules of a capture's end, except those on the turns that it names."""
     yield Rule(
         end.reward is None or isfinite(end.reward), "$.reward", f"must be a finite number, not {end.reward}"
     )
@@ -159,7 +158,7 @@ def _is_http(url_text: str | None) -> bool:
 
 
 def address(text: str) -> SplitResult:
-    """The parts of an address; all empty where it is none."""
+    """The parts of an address; all empty when it is not one."""
     try:
         return urlsplit(text)
     except ValueError:  # brackets that do not match
@@ -295,7 +294,7 @@ def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
 
 
 def _reach_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
-    """What of the machine and the world a container may see."""
+    """The rules on what a container can reach: volumes, hosts, servers."""
     for index, name in enumerate(runtime.egress):
         named = HOST.fullmatch(name) is not None
         yield Rule(
@@ -359,7 +358,7 @@ def _budget_rules(budgets: Budgets) -> Iterator[Rule]:
 
 
 def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
-    """The ranges the engine takes; also for a provider's request that gives a path of its own."""
+    """The ranges that the engine accepts; also used for a provider's request, with a path of its own."""
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", sampling.temperature, 0.0, 100.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
@@ -397,8 +396,8 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
 
 
 def read_task(value: Json) -> TaskSpec:
-    """The TaskSpec that `value` says, with defaults where it is silent. Refused with the path of the first
-    field that can not be.
+    """Read a TaskSpec from JSON; absent fields take their defaults. Raises Refused with the path of the first
+    invalid field.
     """
     spec = structure(value, TaskSpec, forbid_extra=True)
     _hold(_all_rules(spec))
@@ -406,14 +405,14 @@ def read_task(value: Json) -> TaskSpec:
 
 
 def read_capture(value: Json) -> CaptureSpec:
-    """The CaptureSpec that `value` says. Refused as a task is."""
+    """Read a CaptureSpec from JSON. Raises Refused as `read_task`."""
     spec = structure(value, CaptureSpec, forbid_extra=True)
     _hold(capture_rules(spec))
     return spec
 
 
 def read_capture_end(value: Json) -> CaptureEnd:
-    """How a capture ends, as `value` says. Refused as a task is."""
+    """Read the end of a capture from JSON. Raises Refused as `read_task`."""
     end = structure(value, CaptureEnd, forbid_extra=True)
     _hold(capture_end_rules(end))
     return end
@@ -453,12 +452,12 @@ def file_bytes(file: FileSpec) -> bytes:
 
 
 def in_workdir(path: str, workdir: str) -> str:
-    """A path that is relative to the workdir or absolute, as an absolute one."""
+    """Make a path absolute: a relative one is below the workdir."""
     return path if path.startswith("/") else f"{workdir.rstrip('/')}/{path}"
 
 
 def task_json(spec: TaskSpec) -> dict[str, Json]:
-    """`spec` as JSON with every default written out; `read_task` of it is `spec` again."""
+    """Write `spec` as JSON with every default; `read_task` of it equals `spec`."""
     found: dict[str, Json] = plain(spec)
     return found
 
@@ -467,16 +466,16 @@ def task_json(spec: TaskSpec) -> dict[str, Json]:
 
 
 def read_task_toml(text: str, *, read_file: Callable[[str], bytes] | None = None) -> TaskSpec:
-    """A TaskSpec written in TOML, as `read_toml_value` reads it."""
+    """Read a TaskSpec written in TOML, as `read_toml_value` reads it."""
     return read_task(read_toml_value(text, read_file=read_file))
 
 
 def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = None) -> dict[str, Json]:
-    """A TaskSpec written in TOML, whole or partial, as its JSON.
+    """Read a TaskSpec written in TOML, whole or partial, and return its JSON.
 
     With `read_file` (a path as written → bytes), `instruction_file = "task.md"` stands for the instruction
     and `source = "tests/x.py"` of a `[[runtime.files]]` for its content, so that a task can be a folder. This
-    module opens nothing itself.
+    module opens no files.
     """
     try:
         value = tomllib.loads(text)
@@ -533,7 +532,7 @@ def _decoded(content: bytes, path: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
+    """Whether a host name or address is this machine's own."""
     if host == "localhost":
         return True
     try:

@@ -1,9 +1,9 @@
-"""A trajectory as JSON: what a trainer reads, and back.
+"""Trajectories as JSON, written for a trainer and read back.
 
-Fields and types are those of the classes in `core.trajectory`; what stands here is the order of keys, the
-keys computed from several turns, and how types without a form in JSON are written and read. Invariant: the
-shape is the one of docs/api.md; fields are added, never renamed, and a reader ignores what it does not know,
-so that a trainer's client may be older than the node.
+Fields and types are those of the classes in `core.trajectory`. This module adds the order of keys, the keys
+computed from several turns, and the types that have no JSON form of their own. Invariant: the shape is the
+one in docs/api.md; fields are added and never renamed, and a reader ignores unknown fields, so that a
+trainer's client may be older than the node.
 """
 
 from array import array
@@ -101,7 +101,7 @@ def _writer(arrays: Arrays) -> JsonWriter:
     unsaid = write.fields(Message(role="user"))
 
     def message_json(message: Message) -> Json:
-        """Its role and text, and what else it has."""
+        """The message's role and text, and its other fields where they are set."""
         found = write.fields(message).items()
         return {key: part for key, part in found if key in ("role", "text") or part != unsaid[key]}
 
@@ -130,7 +130,9 @@ _WRITERS: Final[Mapping[Arrays, JsonWriter]] = {"json": _writer("json"), "base64
 def trajectory_json(
     trajectory: Trajectory, *, arrays: Arrays = "json", turns: Turns = "table"
 ) -> dict[str, Json]:
-    """The whole trajectory. `turns="full"` adds each turn's own tokens, logprobs and answer to its row."""
+    """The whole trajectory as JSON. `turns="full"` adds each turn's own tokens, logprobs and answer to its
+    row.
+    """
     write = _WRITERS[arrays]
     rows = turns_json(
         trajectory.turns, left_out=trajectory.left_out, arrays=arrays if turns == "full" else None
@@ -150,10 +152,10 @@ def trajectory_json(
 def turns_json(
     turns: tuple[Turn, ...], *, left_out: tuple[LeftOut, ...] = (), arrays: Arrays | None = None
 ) -> list[Json]:
-    """The turns table; with `arrays`, full rows, whose arrays are written so.
+    """The turns table as JSON; with `arrays`, full rows with arrays in that encoding.
 
-    A row holds everything about a turn but its tokens, and `prompt_sha256` lets anyone who has the tokens
-    check them.
+    A row holds everything about a turn except its tokens. `prompt_sha256` lets a reader that has the tokens
+    verify them.
     """
     write = _WRITERS[arrays or "json"]
     digests = prompt_digests(turns)
@@ -215,7 +217,7 @@ _NARROW: Final = class_hook(RoutedExperts, READER)
 _WIDE: Final = class_hook(RoutedExperts, READER, {"data": read_shorts})
 
 _LIST: Final[Schema] = {"type": ["array", "string"]}
-# What the types above are in JSON Schema.
+# The types above in JSON Schema.
 JSON_SCHEMAS: Final[Mapping[Any, Schema]] = {
     Int32Array: _LIST,
     Float32Array: _LIST,
@@ -228,13 +230,13 @@ _NO_TOKENS: Final[Mapping[str, Json]] = {"prompt_delta": [], "sampled": [], "log
 
 
 def read_trajectory(value: Json) -> Trajectory:
-    """The trajectory in `value`; Refused with a path when it holds none.
+    """Read a trajectory from JSON. Raises Refused with the path of the first field that does not fit.
 
-    `turns` holds the turns that were written in full; a table's rows have no tokens, so they stay in the JSON
-    and `turns` is empty.
+    `turns` holds the turns that were written in full. The rows of a table have no tokens, so `turns` is then
+    empty.
     """
     if not isinstance(value, dict):
-        return structure(value, Trajectory, converter=READER)  # which refuses it
+        return structure(value, Trajectory, converter=READER)  # this call raises Refused
     rows = value.get("turns", [])
     given = rows
     if isinstance(rows, list):
