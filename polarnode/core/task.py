@@ -175,7 +175,7 @@ class CarrySpec:
 
     * `top_logprobs`: the number of likeliest tokens to record at each sampled one, 0 to 20; 8 bytes each.
     * `routed_experts`: record the experts that computed each position of a mixture model, for a trainer that
-      replays the routing; layers * experts of a token, in bytes, for each position.
+      replays the routing; layers times experts of a token, in bytes, for each position.
     """
 
     top_logprobs: int = 0

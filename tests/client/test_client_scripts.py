@@ -548,7 +548,7 @@ def test_a_session_that_is_nowhere_any_more_is_left_out_and_said(caplog: pytest.
     world = World([(2, session_event(2, "t", 1)), (3, group_event(3, "t", 2))], piece=1000)
     [group] = gives(groups_of(world).script(), world)
     assert [each.session_id for each in group.trajectories] == ["t-1"]
-    assert "no trajectory of session t-0" in caplog.text
+    assert "no longer has the trajectory of session t-0" in caplog.text
 
 
 def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:
