@@ -174,5 +174,5 @@ def test_a_template_that_can_not_be_ends_the_program_with_a_sentence(tmp_path: P
     )
     assert ended.returncode == 1
     assert "is no placeholder of a task template" in ended.stderr
-    assert main.gym_agent.name == "gym-agent"
+    assert "gym-agent" in main.commands
     assert serve.serve_agent
