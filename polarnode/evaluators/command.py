@@ -109,18 +109,15 @@ def check(config: Mapping[str, Json]) -> None:
 async def evaluate(finished: Finished) -> Verdict:
     """Run the test and read its verdict; a test that cannot be judged raises EvaluatorError."""
     config = read_config(finished.config)
-    if config.reward_file is not None:
-        await clear(finished.runtime, [config.reward_file], user=config.user)
+    path = config.reward_file
+    if path is not None:
+        await clear(finished.runtime, [path], user=config.user)
     argv = config.argv or ("sh", "-c", config.script or "")
     ended = await finished.runtime.run(argv, user=config.user)
     # what the test started, and what of the agent's it may have woken, changes no reward any more
     await finished.runtime.end_processes()
-    if config.reward_file is None:
+    if path is None:
         return Verdict(reward=float(ended.exit_code == 0), metrics=_metrics(ended))
-    return await _from_file(finished, config.reward_file, ended)
-
-
-async def _from_file(finished: Finished, path: str, ended: Ended) -> Verdict:
     content = await read(finished.runtime, path)
     if content is None:
         raise EvaluatorError(

@@ -105,9 +105,10 @@ async def evaluate(finished: Finished) -> Verdict:
     """Put the tests there, run them, read the reward."""
     config = read_config(finished.config)
     await _place(finished, config)
+    name = TEST if TEST in config.tests else OLD_TEST
     ran = await run_script(
         finished.runtime,
-        _script(config),
+        config.test_command or f"bash {config.tests_target.rstrip('/')}/{name}",
         within_s=config.verifier_timeout,
         user=config.user,
         env={"TEST_DIR": config.tests_target, **config.env},
@@ -130,11 +131,6 @@ async def _place(finished: Finished, config: HarborConfig) -> None:
         await runtime.put({f"{target}/{path}": _bytes(path, file)}, user=config.user, mode=mode)
     # which makes the folder, and the test's user its owner
     await runtime.put({f"{verifier}/.keep": b""}, user=config.user)
-
-
-def _script(config: HarborConfig) -> str:
-    name = TEST if TEST in config.tests else OLD_TEST
-    return config.test_command or f"bash {config.tests_target.rstrip('/')}/{name}"
 
 
 async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult) -> Verdict:

@@ -241,7 +241,7 @@ def check_show(show: ShowConfig, path: str = f"{ROOT}.show") -> None:
 
 
 async def evidence(finished: Finished, show: ShowConfig) -> list[Evidence]:
-    """Yield everything that is shown, the task first. Short pieces get their room first; the transcript gets
+    """Everything that is shown, the task first. Short pieces get their room first; the transcript gets
     the rest.
     """
     room = show.max_chars

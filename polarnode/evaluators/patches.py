@@ -245,12 +245,12 @@ def without(patch: bytes, patterns: Sequence[str]) -> bytes:
     """Drop every file whose path matches one of the patterns (`*` matches `/` too) and every file inside a
     .git folder.
     """
-    kept = (section for path, section in sections(patch) if path is None or not _unwanted(path, patterns))
-    return b"".join(kept)
-
-
-def _unwanted(path: str, patterns: Sequence[str]) -> bool:
-    return ".git" in path.split("/") or any(fnmatchcase(path, pattern) for pattern in patterns)
+    return b"".join(
+        section
+        for path, section in sections(patch)
+        if path is None
+        or (".git" not in path.split("/") and not any(fnmatchcase(path, pattern) for pattern in patterns))
+    )
 
 
 def _lines(patch: bytes) -> list[bytes]:

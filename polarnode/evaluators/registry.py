@@ -186,7 +186,7 @@ def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, pa
     evaluator = (
         _named(spec.name, allowed, path)
         if spec.import_path is None
-        else _imported(spec.import_path, allowed, path)
+        else load_value(spec.import_path, Evaluator, allowed=allowed.imports, path=f"{path}.import_path")
     )
     try:
         evaluator.check(spec.config)
@@ -195,10 +195,6 @@ def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, pa
             str(refused), path=(refused.path or f"{WHOLE}.config").replace(WHOLE, path, 1)
         ) from refused
     return evaluator
-
-
-def _imported(import_path: str, allowed: Allowed, path: str) -> Evaluator:
-    return load_value(import_path, Evaluator, allowed=allowed.imports, path=f"{path}.import_path")
 
 
 def _named(name: str, allowed: Allowed, path: str) -> Evaluator:

@@ -436,7 +436,8 @@ async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allow
         found = await judge_rewards(finished, config.judge, config.of)
         metrics["judged"] = dict(found.metrics)
         sources.append(dict(found.rewards))
-    rewards = _added(sources)
+    scored = sorted({number for source in sources for number in source})
+    rewards = {number: sum(source.get(number, 0.0) for source in sources) for number in scored}
     outcome = (await command.evaluate_completed(finished)).reward
     session = config.weights.outcome * outcome + config.weights.turns * _total(rewards, config.total)
     metrics |= {
@@ -466,11 +467,6 @@ def _total(rewards: Numbers, total: Total) -> float:
     if total == "none" or not rewards:
         return 0.0
     return sum(rewards.values()) / (len(rewards) if total == "mean" else 1)
-
-
-def _added(sources: list[Numbers]) -> Numbers:
-    numbers = sorted({number for source in sources for number in source})
-    return {number: sum(source.get(number, 0.0) for source in sources) for number in numbers}
 
 
 # ── rules and functions ────────────────────────────────────────────────────────

@@ -51,6 +51,12 @@ def launch(order: HarnessOrder) -> Launch:
 
 def _config(order: HarnessOrder) -> dict[str, Json]:
     window = order.endpoint.context_length
+    provider: dict[str, Json] = {
+        "name": "local",
+        "base_url": f"{order.endpoint.base_url}/v1",
+        "env_key": "LOCAL_API_KEY",
+        "wire_api": "responses",
+    }
     return {
         "model": model_name(order),
         "model_provider": "local",
@@ -62,17 +68,8 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
         "web_search": "disabled",  # a hosted tool, which the model cannot call
         "analytics": {"enabled": False},
         "feedback": {"enabled": False},
-        "model_providers": {"local": _provider(order)},
+        "model_providers": {"local": provider},
         "mcp_servers": {name: _server(server) for name, server in order.mcp_servers.items()},
-    }
-
-
-def _provider(order: HarnessOrder) -> dict[str, Json]:
-    return {
-        "name": "local",
-        "base_url": f"{order.endpoint.base_url}/v1",
-        "env_key": "LOCAL_API_KEY",
-        "wire_api": "responses",
     }
 
 

@@ -124,7 +124,10 @@ def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Out
     exit code is enough.
     """
     judged = _judged(harness, exit_code, turns)
-    return _of_engine(judged) if judged.status == "failed" and lost_its_engine(turns) else judged
+    if judged.status != "failed" or not lost_its_engine(turns):
+        return judged
+    reason = f"the engine failed the harness's last call, and it ended with exit code {exit_code}"
+    return Outcome(status="error", boundary=EngineError.boundary, exit_code=exit_code, reason=reason)
 
 
 def lost_its_engine(turns: Sequence[Turn]) -> bool:
@@ -133,11 +136,6 @@ def lost_its_engine(turns: Sequence[Turn]) -> bool:
     """
     last = _last_main(turns)
     return last is not None and last.state == "failed"
-
-
-def _of_engine(failed: Outcome) -> Outcome:
-    reason = f"the engine failed the harness's last call, and it ended with exit code {failed.exit_code}"
-    return Outcome(status="error", boundary=EngineError.boundary, exit_code=failed.exit_code, reason=reason)
 
 
 def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:

@@ -45,6 +45,13 @@ def launch(order: HarnessOrder) -> Launch:
 
 def _config(order: HarnessOrder) -> dict[str, Json]:
     window = order.endpoint.context_length
+    api = choice(order.settings, "api", APIS)
+    provider: dict[str, Json] = {
+        "name": "local",
+        "base_url": f"{order.endpoint.base_url}{BASES[api]}",
+        "api_key": order.endpoint.key,
+        "api_mode": api,
+    }
     return {
         "model": {
             "default": model_name(order),
@@ -52,20 +59,10 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
             "context_length": max(window, LEAST_WINDOW),  # set here, so that it does not ask the server
             "max_tokens": min(MAX_REPLY_TOKENS, window // 4),
         },
-        "custom_providers": [_provider(order)],
+        "custom_providers": [provider],
         "approvals": {"mode": "off"},
         "security": {"allow_lazy_installs": False},
         "mcp_servers": {name: server_json(server) for name, server in order.mcp_servers.items()},
-    }
-
-
-def _provider(order: HarnessOrder) -> dict[str, Json]:
-    api = choice(order.settings, "api", APIS)
-    return {
-        "name": "local",
-        "base_url": f"{order.endpoint.base_url}{BASES[api]}",
-        "api_key": order.endpoint.key,
-        "api_mode": api,
     }
 
 

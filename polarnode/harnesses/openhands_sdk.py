@@ -64,25 +64,22 @@ def launch(order: HarnessOrder) -> Launch:
         "OPENHANDS_SUPPRESS_BANNER": "1",
         "ANONYMIZED_TELEMETRY": "false",
     }
-    return Launch(
-        argv=("/opt/openhands/bin/python", runner, order_file),
-        env=environment(order, own),
-        files={
-            runner: RUNNER.encode(),
-            order_file: json_bytes(_order_json(order)),
-            **skill_files(order, ".openhands/skills"),
-        },
-    )
-
-
-def _order_json(order: HarnessOrder) -> dict[str, Json]:
-    return {
+    sent: dict[str, Json] = {
         "instruction": order.instruction,
         "workdir": order.workdir,
         "compact_at": int(order.endpoint.context_length * COMPACT_AT),
         "llm": _llm(order, choice(order.settings, "api", APIS)),
         "mcp": {name: server_json(server) for name, server in order.mcp_servers.items()},
     }
+    return Launch(
+        argv=("/opt/openhands/bin/python", runner, order_file),
+        env=environment(order, own),
+        files={
+            runner: RUNNER.encode(),
+            order_file: json_bytes(sent),
+            **skill_files(order, ".openhands/skills"),
+        },
+    )
 
 
 def _llm(order: HarnessOrder, api: str) -> dict[str, Json]:

@@ -65,25 +65,23 @@ def _settings(window: int) -> dict[str, Json]:
 
 def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
     api = choice(order.settings, "api", APIS)
-    provider: dict[str, Json] = {
-        "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
-        "api": api,
-        "apiKey": "LOCAL_API_KEY",  # the name of the variable, not the key
-        "models": [_model(order, name)],
-    }
-    return {"providers": {"local": provider}}
-
-
-def _model(order: HarnessOrder, name: str) -> dict[str, Json]:
-    return {
+    window = order.endpoint.context_length
+    model: dict[str, Json] = {
         "id": name,
         "name": name,
         "reasoning": False,  # true makes pi send the developer role and reasoning_effort
         "input": ["text"],
-        "contextWindow": order.endpoint.context_length,
-        "maxTokens": min(MAX_REPLY_TOKENS, order.endpoint.context_length // 2),
+        "contextWindow": window,
+        "maxTokens": min(MAX_REPLY_TOKENS, window // 2),
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }
+    provider: dict[str, Json] = {
+        "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
+        "api": api,
+        "apiKey": "LOCAL_API_KEY",  # the name of the variable, not the key
+        "models": [model],
+    }
+    return {"providers": {"local": provider}}
 
 
 HARNESS = Harness(

@@ -11,7 +11,7 @@ in every order. In the table, a row's reasons add up to its attempts, and the ro
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from math import ceil
 from typing import Final
@@ -278,12 +278,8 @@ def split_of(tasks: Iterable[Mapping[str, Json]], *, by: str | None, share: floa
             f"--held-out-by {by}: all tasks have the same value there, so none can be held out; name another"
             " key of their metadata"
         )
-    return Split(by=by, values=_lowest(names, min(ceil(share * len(names)), len(names) - 1)))
-
-
-def _lowest(names: Collection[str], count: int) -> frozenset[str]:
-    return frozenset(
-        sorted(
-            names, key=lambda name: (blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), name)
-        )[:count]
+    count = min(ceil(share * len(names)), len(names) - 1)
+    ordered = sorted(
+        names, key=lambda name: (blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), name)
     )
+    return Split(by=by, values=frozenset(ordered[:count]))

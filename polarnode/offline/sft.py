@@ -16,7 +16,7 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.codec.json import plain, read_json
-from polarnode.core.conversation import Conversation, Json, Message, ToolCall
+from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory, Turn, line_of, sequence
 from polarnode.merge.transcript import transcript
@@ -128,28 +128,23 @@ def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
     names: dict[str, str] = {}
     for message in messages:
         names |= {call.id: call.name for call in message.calls}
-        yield _message_json(message, names)
-
-
-def _message_json(message: Message, names: Mapping[str, str]) -> dict[str, Json]:
-    body: dict[str, Json] = {"role": message.role, "content": message.text}
-    if message.thinking:
-        body["reasoning_content"] = message.thinking
-    if message.calls:
-        body["tool_calls"] = [_call_json(call) for call in message.calls]
-    if message.call_id is not None:
-        body["tool_call_id"] = message.call_id
-        if message.call_id in names:
-            body["name"] = names[message.call_id]
-    return body
-
-
-def _call_json(call: ToolCall) -> dict[str, Json]:
-    return {
-        "type": "function",
-        "id": call.id,
-        "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-    }
+        body: dict[str, Json] = {"role": message.role, "content": message.text}
+        if message.thinking:
+            body["reasoning_content"] = message.thinking
+        if message.calls:
+            body["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for call in message.calls
+            ]
+        if message.call_id is not None:
+            body["tool_call_id"] = message.call_id
+            if message.call_id in names:
+                body["name"] = names[message.call_id]
+        yield body
 
 
 def _arguments(text: str) -> Json:

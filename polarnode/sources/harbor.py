@@ -152,18 +152,19 @@ def _task(folder: Path) -> FoundTask:
     _refuse_other_worlds(task, folder)
     image = _image(task.environment, folder)
     name = folder.resolve().name
+    run: dict[str, Json] = {} if task.agent.timeout_sec is None else {"run_s": task.agent.timeout_sec}
     value: dict[str, Json] = {
         "instruction": without_marks(read_text(folder / "instruction.md")),
         "runtime": _runtime(task, image),
         "evaluator": _evaluator(task, folder),
-        "budgets": _budgets(task),
+        "budgets": {**run, "post_s": task.verifier.timeout_sec + POST_MARGIN_S},
         "metadata": {**task.metadata, "source": "harbor", "name": name},
     }
-    harness = _servers(task.environment.mcp_servers)
+    servers: dict[str, Json] = {server.name: _server(server) for server in task.environment.mcp_servers}
     return FoundTask(
         name=name,
         origin=str(folder),
-        value={**value, **({"harness": harness} if harness else {})},
+        value={**value, **({"harness": {"mcp_servers": servers}} if servers else {})},
         notes=tuple(_notes(task, raw, image, folder)),
         build=image.build,
         foreign=True,
@@ -307,15 +308,6 @@ def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
     if task.verifier.user is not None:
         config["user"] = str(task.verifier.user)
     return {"name": "harbor", "config": config}
-
-
-def _budgets(task: HarborTask) -> dict[str, Json]:
-    run: dict[str, Json] = {} if task.agent.timeout_sec is None else {"run_s": task.agent.timeout_sec}
-    return {**run, "post_s": task.verifier.timeout_sec + POST_MARGIN_S}
-
-
-def _servers(servers: tuple[HarborMcp, ...]) -> dict[str, Json]:
-    return {"mcp_servers": {server.name: _server(server) for server in servers}} if servers else {}
 
 
 def _server(server: HarborMcp) -> Json:

@@ -179,18 +179,18 @@ def spec_of(found: FoundTask) -> TaskSpec:
 
 
 def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
+    flags: dict[str, Json] = {}
+    if overrides.harness is not None:
+        flags["harness"] = {"name": overrides.harness}
+    if overrides.samples is not None:
+        flags["num_samples"] = overrides.samples
     try:
-        value = merged_over(merged_over(found.value, overrides.over), _flags(overrides))
+        value = merged_over(merged_over(found.value, overrides.over), flags)
         spec = codec.read_task(_with_harness_added(value, found))
     except Refused as refused:
         return Unread(name=found.name, origin=found.origin, refused=named(refused, found.origin))
     build = found.build if found.build is not None and spec.runtime.image == found.build.image else None
     return SourcedTask(spec=spec, name=found.name, origin=found.origin, notes=found.notes, build=build)
-
-
-def _flags(overrides: Overrides) -> dict[str, Json]:
-    flags: dict[str, Json] = {} if overrides.harness is None else {"harness": {"name": overrides.harness}}
-    return flags if overrides.samples is None else {**flags, "num_samples": overrides.samples}
 
 
 def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:

@@ -93,11 +93,13 @@ def _rows_of(file: Path) -> Iterator[DatasetRow]:
         case ".jsonl" | ".ndjson":
             yield from _lines_of(file)
         case ".json":
-            yield from _list_of(file)
+            value = read_json(file)
+            for number, each in enumerate(value if isinstance(value, list) else [value], start=1):
+                yield _row(each, f"{file} row {number}")
         case _:
             batches = _parquet(file) if file.suffix == ".parquet" else _arrow(file)
-            for number, value in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-                yield DatasetRow(origin=f"{file} row {number}", value=cast(Mapping[str, Json], value))
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                yield DatasetRow(origin=f"{file} row {number}", value=cast(Mapping[str, Json], row))
 
 
 def _lines_of(file: Path) -> Iterator[DatasetRow]:
@@ -107,12 +109,6 @@ def _lines_of(file: Path) -> Iterator[DatasetRow]:
             yield _row(read_line(line), origin)
         except Refused as refused:
             yield DatasetRow(origin=origin, refused=named(refused, origin))
-
-
-def _list_of(file: Path) -> Iterator[DatasetRow]:
-    value = read_json(file)
-    for number, each in enumerate(value if isinstance(value, list) else [value], start=1):
-        yield _row(each, f"{file} row {number}")
 
 
 def _row(value: Json, origin: str) -> DatasetRow:

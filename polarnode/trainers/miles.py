@@ -29,7 +29,9 @@ WIRE: Final[Native] = {"tensors": "numpy"}
 def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **fields: Any) -> list[dict[str, Any]]:
     """A Sample for each row. Takes the same arguments as `slime.samples`."""
     packed = slime.samples(trajectory, arrays="numpy", **fields)
-    found: list[dict[str, Any]] = as_arrays([_renamed(each, trajectory) for each in packed], arrays, SAMPLE)
+    added = ALSO | {"routing_key": trajectory.session_id}
+    renamed = [{name: value for name, value in each.items() if name not in SLIMES} | added for each in packed]
+    found: list[dict[str, Any]] = as_arrays(renamed, arrays, SAMPLE)
     return found
 
 
@@ -52,14 +54,6 @@ def session_tensors(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[
     packed = [each for each in slime.samples(trajectory, arrays="numpy") if not each["remove_sample"]]
     found: list[dict[str, Any]] = as_arrays([_wire(each) for each in packed], arrays, WIRE)
     return found
-
-
-def _renamed(sample: dict[str, Any], trajectory: Trajectory) -> dict[str, Any]:
-    return (
-        {name: value for name, value in sample.items() if name not in SLIMES}
-        | ALSO
-        | {"routing_key": trajectory.session_id}
-    )
 
 
 def _wire(sample: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[d
 
 
 def _result(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
-    experts = _experts(row)
+    experts = routed(row)
+    if experts is not None:
+        experts = padded(experts, len(row.tokens))
     log = [_message(row, place, decode, experts) for place in _places(row)]
     return {
         "message_log": log,
@@ -89,11 +91,6 @@ def _message(
     if trained:
         item["generation_logprobs"] = row.logprobs[start:end]
     return item if experts is None else item | {"routed_experts": experts[start:end]}
-
-
-def _experts(row: TrainedRow) -> Array | None:
-    experts = routed(row)
-    return None if experts is None else padded(experts, len(row.tokens))
 
 
 def _items(row: TrainedRow) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import numpy
 
 from polarnode.core.trajectory import Trajectory
 from polarnode.trainers.rows import (
-    Array,
     Arrays,
     TrainedRow,
     as_arrays,
@@ -70,7 +69,7 @@ def _sample(
         "temperatures": temperatures(row, temperature),
         "env_name": env_name,
         "routed_experts": _experts(row),
-        "advantages": None if advantage is None else _advantages(row, advantage),
+        "advantages": None if advantage is None else numpy.where(row.mask == 1, advantage, 0.0),
     }
 
 
@@ -80,7 +79,3 @@ def _experts(row: TrainedRow) -> dict[str, Any] | None:
         return None
     whole = padded(experts, len(row.tokens))
     return {"data": whole.tobytes(), "shape": list(whole.shape), "dtype": str(whole.dtype)}
-
-
-def _advantages(row: TrainedRow, advantage: float) -> Array:
-    return numpy.where(row.mask == 1, advantage, 0.0)

@@ -232,16 +232,11 @@ def as_arrays(value: Any, arrays: Arrays, native: Native = MappingProxyType({}))
     if isinstance(value, numpy.ndarray):
         return _array(value, "list" if arrays == "native" else arrays)
     if isinstance(value, dict):
-        return {
-            name: as_arrays(each, _of_field(name, arrays, native), native) for name, each in value.items()
-        }
+        kinds = native if arrays == "native" else {}
+        return {name: as_arrays(each, kinds.get(name, arrays), native) for name, each in value.items()}
     if isinstance(value, list):
         return [as_arrays(each, arrays, native) for each in value]
     return value
-
-
-def _of_field(name: str, arrays: Arrays, native: Native) -> Arrays:
-    return native.get(name, arrays) if arrays == "native" else arrays
 
 
 def _array(value: Array, arrays: Arrays) -> Any:

@@ -15,7 +15,6 @@ import numpy
 from polarnode.core.trajectory import Status, Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers.rows import (
-    Array,
     Arrays,
     Native,
     TrainedRow,
@@ -80,7 +79,10 @@ def group_samples(
 
 def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
     response = row.tokens[row.prompt :]
-    turns = row.turns
+    turns, experts = row.turns, routed(row)
+    status = STATUS[row.trajectory.outcome.status]
+    if status == "completed" and row.trace.finish_reason == "length":
+        status = "truncated"
     return {
         "tokens": row.tokens,
         "response": "" if decode is None else decode(response.tolist()),
@@ -89,9 +91,9 @@ def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
         "loss_mask": row.mask[row.prompt :],
         "weight_versions": list(versions_of(row)),
         "rollout_log_probs": row.logprobs[row.prompt :],
-        "rollout_routed_experts": _experts(row),
+        "rollout_routed_experts": None if experts is None else experts.astype(numpy.int32),
         "remove_sample": False,
-        "status": _status(row),
+        "status": status,
         "metadata": {**row.trajectory.metadata, "polarnode": _own(row.trajectory, row)},
         "session_id": row.trajectory.session_id,
         "prefix_cache_info": {
@@ -118,17 +120,6 @@ def _nothing(trajectory: Trajectory) -> dict[str, Any]:
         "session_id": trajectory.session_id,
         "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": 0},
     }
-
-
-def _experts(row: TrainedRow) -> Array | None:
-    """int32 [T - 1, layers, top_k]."""
-    experts = routed(row)
-    return None if experts is None else experts.astype(numpy.int32)
-
-
-def _status(row: TrainedRow) -> str:
-    status = STATUS[row.trajectory.outcome.status]
-    return "truncated" if status == "completed" and row.trace.finish_reason == "length" else status
 
 
 def _own(trajectory: Trajectory, row: TrainedRow | None) -> dict[str, Any]:

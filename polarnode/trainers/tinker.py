@@ -25,9 +25,16 @@ def datums(
     if one is given. `mask` is for the cookbook, which removes it before forward_backward; remove it yourself
     if you call that directly.
     """
-    found: list[dict[str, Any]] = as_arrays(
-        [_datum(row, _sampled(row, advantage, mask)) for row in rows_of(trajectory)], arrays, DATUM
-    )
+    rows = []
+    for row in rows_of(trajectory):
+        trained = row.mask[1:]
+        inputs = {"logprobs": _tensor(row.logprobs[1:], "float32")}
+        if advantage is not None:
+            inputs["advantages"] = _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")
+        if mask:
+            inputs["mask"] = _tensor(trained, "float32")
+        rows.append(_datum(row, inputs))
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, DATUM)
     return found
 
 
@@ -49,17 +56,6 @@ def _datum(row: TrainedRow, inputs: dict[str, Any]) -> dict[str, Any]:
         "model_input": {"chunks": [chunk]},
         "loss_fn_inputs": {"target_tokens": _tensor(row.tokens[1:], "int64"), **inputs},
     }
-
-
-def _sampled(row: TrainedRow, advantage: float | None, mask: bool) -> dict[str, Any]:
-    trained = row.mask[1:]
-    inputs = {"logprobs": _tensor(row.logprobs[1:], "float32")}
-    inputs |= (
-        {}
-        if advantage is None
-        else {"advantages": _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")}
-    )
-    return inputs | ({"mask": _tensor(trained, "float32")} if mask else {})
 
 
 def _tensor(values: Array, kind: Kind) -> dict[str, Any]:

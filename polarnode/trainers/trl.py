@@ -54,7 +54,19 @@ def rollout_output(
 
 def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
     """The TurnRecords of each row: every prompt in full, every sample with the mask of its trained tokens."""
-    found: list[list[dict[str, Any]]] = as_arrays([_turns(row) for row in rows_of(trajectory)], arrays)
+    records = [
+        [
+            {
+                "prompt_ids": row.tokens[: span.start],
+                "output_ids": row.tokens[span.start : span.end],
+                "output_log_probs": row.logprobs[span.start : span.end],
+                "output_mask": row.mask[span.start : span.end],
+            }
+            for span in row.trace.turn_spans
+        ]
+        for row in rows_of(trajectory)
+    ]
+    found: list[list[dict[str, Any]]] = as_arrays(records, arrays)
     return found
 
 
@@ -114,18 +126,6 @@ def _rollout(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
         "reward": row.reward,
     }
     return shared | whose
-
-
-def _turns(row: TrainedRow) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt_ids": row.tokens[: span.start],
-            "output_ids": row.tokens[span.start : span.end],
-            "output_log_probs": row.logprobs[span.start : span.end],
-            "output_mask": row.mask[span.start : span.end],
-        }
-        for span in row.trace.turn_spans
-    ]
 
 
 def _sequence(row: TrainedRow) -> dict[str, Any]:
