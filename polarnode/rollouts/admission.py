@@ -1,9 +1,9 @@
-"""Whether one more task may be taken: its parts are found and tried, and the node has capacity for it.
+"""Admission of tasks: resolves and checks the parts that a task names, and checks the node's capacity.
 
-Pure. Keep refusals early: what a task can get wrong is refused at submission, with the field's path, and not
-hours later in a session's outcome. Parts named by import path are other people's code: whatever they raise is
-a refusal, never an error of the node. A lack of capacity passes with time and says what will end it (`Busy`);
-a full disk needs its operator (`DiskFull`).
+Pure. Keep refusals early: an invalid task is refused at submission, with the field's path, and not hours
+later in a session's outcome. Parts named by import path are user code: whatever they raise becomes a refusal,
+never an error of the node. `Busy` is a lack of capacity that passes, and its message names the remedy;
+`DiskFull` needs the operator.
 """
 
 from collections.abc import Collection
@@ -31,13 +31,13 @@ from polarnode.rollouts.services import harness_order
 
 # ── the parts of a task ───────────────────────────────────────────────────────
 
-# What a launch is tried with: the shape of a real endpoint, with a key of no session.
+# The endpoint for the trial launch: shaped like a real one, with a key that belongs to no session.
 DRY_URL, DRY_KEY, DRY_HOME = "http://127.0.0.1:8080", "sk-polarnode-dry", "/home/agent"
 
 
 @frozen(kw_only=True)
 class Admitted:
-    """The parts a task named, found and fit for its settings."""
+    """The parts that a task names, resolved and checked against its settings."""
 
     harness: Harness
     evaluator: Evaluator
@@ -54,12 +54,12 @@ def admitted(
     volumes: tuple[str, ...] | None = (),
     egress: tuple[str, ...] | None = (),
 ) -> Admitted:
-    """The parts a task named. Raises Refused, with the field's path, when one is not available or does not
-    take its settings.
+    """Resolve the parts that a task names. Raises Refused, with the field's path, when one is not available
+    or does not accept its settings.
 
     `judges` are the names of the node's judges, `volumes` the folders below which tasks may mount, `egress`
-    the hosts they may reach, each None where it is not known yet; `unrouted` is why this node's engine
-    reports no routed experts, None when it does.
+    the hosts they may reach; None means not known yet. `unrouted` is why this node's engine reports no routed
+    experts, None when it does.
     """
     if spec.carry.routed_experts and unrouted is not None:
         raise Refused(
@@ -74,7 +74,7 @@ def admitted(
         _try_launch(harness, spec, model, context_length)
     with boundary(Refused, "the evaluator cannot work with this config"):
         evaluator = evaluators.find(spec.evaluator, allowed_imports=allowed_imports, judges=judges)
-    # a session that never called its model is built too
+    # a trajectory is built even for a session without a model call
     build(spec.builder, (), allowed_imports=allowed_imports)
     return Admitted(harness=harness, evaluator=evaluator)
 
@@ -94,13 +94,13 @@ def _try_launch(harness: Harness, spec: TaskSpec, model: str, context_length: in
 
 # ── backpressure ──────────────────────────────────────────────────────────────
 
-# a session ends every second or so on a busy node; a trainer that comes back sooner only asks more often
+# on a busy node a session ends about every second, so an earlier retry would only add requests
 RETRY_AFTER_S: Final = 5.0
 
 
 def check_task(journal: JournalStatistics, *, pending: int, more: int, limit: int) -> None:
-    """Raise DiskFull or Busy when a task of `more` sessions cannot be taken now, beside `pending` ones of at
-    most `limit`.
+    """Raise DiskFull or Busy when a task of `more` sessions cannot be accepted now. `pending` sessions wait
+    or run already, of at most `limit`.
     """
     if journal.refuses_tasks:
         raise DiskFull(
@@ -112,7 +112,7 @@ def check_task(journal: JournalStatistics, *, pending: int, more: int, limit: in
 
 
 def check_capture(journal: JournalStatistics, *, count: int, limit: int) -> None:
-    """Raise DiskFull or Busy when no capture can be opened now, beside `count` open ones of at most
+    """Raise DiskFull or Busy when no capture can be opened now. `count` captures are open already, of at most
     `limit`.
     """
     if journal.refuses_tasks:
@@ -128,8 +128,8 @@ def check_capture(journal: JournalStatistics, *, count: int, limit: int) -> None
 
 
 def backpressure(journal: JournalStatistics, *, pending: int, more: int, limit: int) -> str | None:
-    """Why a task of `more` sessions cannot be taken now, beside `pending` ones of at most `limit`; None when
-    it can. The thresholds stand in `journal.values`.
+    """Why a task of `more` sessions cannot be accepted now, given `pending` ones of at most `limit`; None
+    when it can. The thresholds are in `journal.values`.
     """
     if pending + more > limit:
         return (
@@ -141,10 +141,10 @@ def backpressure(journal: JournalStatistics, *, pending: int, more: int, limit: 
             f"{journal.backlog_bytes >> 20} MiB wait for the journal's disk: submit again when it has"
             " caught up"
         )
-    # what was pruned is written again first
+    # pages of pruned events are reused before the file grows
     if (free := journal.disk_free + journal.free_bytes) < TASK_DISK_FREE_BYTES:
         return f"the journal's disk has {free >> 20} MiB left: free some, or move state_dir to a larger one"
-    # without consumers nobody waits for the oldest
+    # without consumers no reader needs the oldest events
     if journal.positions and journal.unacknowledged_bytes > TASK_UNACKNOWLEDGED * journal.most_bytes:
         kept = f"{journal.unacknowledged_bytes >> 20} of {journal.most_bytes >> 20} MiB"
         return (

@@ -1,10 +1,10 @@
-"""Captures: sessions without a container, identity harness the caller runs on this machine.
+"""Captures: sessions without a container, whose harness the caller runs on this machine.
 
-A capture is a sample of a task like any other, so that whatever reads tasks, groups or sessions reads it too.
+A capture is a sample of a task like any other, so all readers of tasks, groups and sessions see it too.
 Invariants: a capture is ended by its own Trio task and never by the request that ends it, because that
-request may be cut off half-way; the first request to end it stands, and none is taken once it closes, because
-its turns are then being counted; a budget that was spent is reported as in any session, whatever the caller
-says.
+request may be disconnected; the first request to end it wins, and none is accepted while it closes, because
+its turns are then being counted; a spent budget is reported as in any session, whatever status the caller
+requests.
 """
 
 import secrets
@@ -37,12 +37,14 @@ from polarnode.rollouts.services import NodeServices
 
 # ── one capture ───────────────────────────────────────────────────────────────
 
-HARNESS: Final = "capture"  # what a capture's records call its harness: no task can ask for one of this name
+HARNESS: Final = "capture"  # the harness name in a capture's records; no harness of a task can have it
 INSTRUCTION: Final = "(a capture: whoever holds its key runs its harness)"
 
 
 def task_of(spec: CaptureSpec) -> TaskSpec:
-    """The task whose samples are captures. None is tried again: the node cannot run their harness."""
+    """The task whose samples are captures. Lost samples are not retried: the node cannot run their
+    harness.
+    """
     return TaskSpec(
         instruction=INSTRUCTION,
         harness=HarnessSpec(name=HARNESS),
@@ -60,8 +62,8 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
 
 @frozen(kw_only=True)
 class OpenedCapture:
-    """A capture that is open: where its harness finds the model, and until when. `created` is False when this
-    answer repeats an earlier one.
+    """An open capture: where its harness finds the model, and until when. `created` is False when this answer
+    repeats an earlier one.
     """
 
     session_id: str
@@ -77,7 +79,7 @@ class OpenedCapture:
 
 @frozen(kw_only=True)
 class CaptureStatus:
-    """How far an open capture is."""
+    """The progress of an open capture."""
 
     session_id: str
     task_id: str
@@ -91,10 +93,10 @@ class CaptureStatus:
 
 @define(eq=False, kw_only=True)
 class Capture:
-    """A session identity harness its caller runs. A `SessionDriver`.
+    """A session whose harness the caller runs. A `SessionDriver`.
 
-    `end_spec`: how it is to end; None where its time was over first. `closing`: it is too late to end it
-    otherwise.
+    `end_spec`: the requested end; None if its time ran out first. `closing`: the end can no longer be
+    changed.
     """
 
     identity: Identity
@@ -106,26 +108,27 @@ class Capture:
     cancelled: CancelCause | None = None
     closing: bool = False
     end_requested: trio.Event = field(factory=trio.Event)
-    over: trio.Event = field(factory=trio.Event)  # and published, unless its journal refused it
+    # set after publishing, or after the journal refused the trajectory
+    over: trio.Event = field(factory=trio.Event)
 
     @property
     def expires_s(self) -> float:
         return max(0.0, self.clock.deadline - trio.current_time())
 
     def end(self, end_spec: CaptureEnd) -> None:
-        """End it so, unless it ends already."""
+        """Request this end, unless an end was requested before."""
         if not (self.closing or self.end_requested.is_set()):
             self.end_spec = end_spec
             self.end_requested.set()
 
     def cancel(self, cause: CancelCause) -> None:
-        """End it with what it has, unless it ends already."""
+        """End it as cancelled with the turns so far, unless an end was requested before."""
         self.cancelled = self.cancelled or cause
         reason = "its node was stopped" if cause == "stopped" else "its task was cancelled"
         self.end(CaptureEnd(status="cancelled", reason=reason))
 
     async def run(self) -> Result:
-        """Wait for its end; the result is what was requested, unless its time was over first."""
+        """Wait for the end. The result is the requested one, unless the capture's time ran out first."""
         with self.clock:
             await self.end_requested.wait()
         self.closing = True
@@ -142,7 +145,7 @@ class Capture:
         )
 
     def closed(self, *, failed: bool) -> None:
-        """The registry has let go of it: whoever waits for its end may read it."""
+        """Wake the requests that wait for its end: the registry no longer holds it."""
         self.over.set()
 
 
@@ -151,7 +154,7 @@ def _opened(capture: Capture, services: NodeServices, base_url: str, *, created:
     endpoint = Endpoint(
         base_url=base, key=key, context_length=services.context_length, model=services.identity.model
     )
-    # there is no instruction: that is between the caller and its harness
+    # a capture has no instruction: the caller gives it to its harness directly
     order = HarnessOrder(
         instruction="", endpoint=endpoint, workdir="", home="", model_name=None, settings={}, env={}
     )
@@ -167,7 +170,7 @@ def _opened(capture: Capture, services: NodeServices, base_url: str, *, created:
             "google": base,
             "any": f"{base}/sessions/{key}",
         },
-        # the endpoint as the providers' SDKs read it
+        # the base URLs as the providers' SDKs expect them
         env={name: value for name, value in endpoint_environment(order).items() if value},
         expires_s=capture.expires_s,
         created=created,
@@ -192,7 +195,7 @@ def _capture_status(capture: Capture) -> CaptureStatus:
 
 
 def check_rewards(end_spec: CaptureEnd, turns: tuple[Turn, ...]) -> None:
-    """Refused when a reward is of a turn or a lineage that is not there."""
+    """Raise Refused when a reward names a turn or a lineage that does not exist."""
     try:
         checked_rewards(_verdict(end_spec, 0.0), turns)
     except EvaluatorError as error:
@@ -229,15 +232,14 @@ def _verdict(end_spec: CaptureEnd, reward: float) -> Verdict:
 
 # ── captures of a node ────────────────────────────────────────────────────────
 
-# for a beginning or an end to be on disk before it is answered; a disk that takes longer is full, and that is
-# said
+# how long a request waits for a capture's begin or end to be on disk; a slower disk is reported as full
 WRITTEN_S: Final = 30.0
 
 
 @define(eq=False, kw_only=True)
 class Captures:
     """The captures of a node. `base_url` is where their model endpoint listens, without a version path;
-    `limit` is how many may be open at once. `nursery` holds a task for each that is open.
+    `limit` is how many may be open at once. `nursery` holds a task for each open one.
     """
 
     nursery: trio.Nursery
@@ -247,14 +249,14 @@ class Captures:
     journal: Journal
     base_url: str
     limit: int
-    # two that begin one sample at once must be one capture
+    # two concurrent requests for one sample must get one capture
     _beginning: trio.Lock = field(factory=trio.Lock, init=False)
 
     # ── beginning ─────────────────────────────────────────────────────────────
 
     async def begin(self, spec: CaptureSpec) -> OpenedCapture:
-        """Open a capture, or answer again what was answered to the same one. Raises Refused, Conflict, Busy
-        or DiskFull.
+        """Open a capture, or repeat the answer to an identical earlier request. Raises Refused, Conflict,
+        Busy or DiskFull.
         """
         self._check(spec)
         async with self._beginning:
@@ -277,7 +279,7 @@ class Captures:
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
 
     async def _sample(self, spec: CaptureSpec) -> Identity:
-        """The sample it is: of a task that was taken before, or of one that is taken with it."""
+        """The capture's sample: of an existing task, or of a task created with it."""
         if spec.task_id is None:
             return self._taken(spec)
         await self._written("nothing was opened")  # a sample that ended a moment ago is not free
@@ -309,7 +311,7 @@ class Captures:
 
     def _check_capacity(self) -> None:
         if self.registry.stopping:
-            raise Refused("this node is stopping and takes no new captures: ask another, or again later")
+            raise Refused("this node is stopping and takes no new captures: use another node, or retry later")
         check_capture(self.journal.statistics(), count=len(self.list()), limit=self.limit)
 
     def _identity(self, session_id: str, task_id: str, spec: CaptureSpec) -> Identity:
@@ -340,11 +342,11 @@ class Captures:
     # ── ending ────────────────────────────────────────────────────────────────
 
     async def end(self, session_id: str, end_spec: CaptureEnd) -> Trajectory | None:
-        """End a capture; its trajectory, once that is on disk. One that is over already answers the same
-        again; None for what is no capture.
+        """End a capture and return its trajectory once that is on disk. For a capture that is over already
+        the answer is the same; None if no capture has this id.
 
-        Raises Refused for rewards of turns it has not, and is then still open; DiskFull when it is over and
-        its disk takes nothing.
+        Raises Refused for rewards of turns that it does not have; the capture then stays open. Raises
+        DiskFull when it is over and the journal's disk accepts no writes.
         """
         capture = self.registry.get(Capture, session_id)
         if capture is not None:
@@ -353,24 +355,24 @@ class Captures:
         return await self.trajectory(session_id)
 
     async def trajectory(self, session_id: str) -> Trajectory | None:
-        """A capture's trajectory: waits for its end, if that is under way. None for what is no capture."""
+        """A capture's trajectory. Waits if the capture is ending. None if no capture has this id."""
         capture = self.registry.get(Capture, session_id)
         if capture is not None:
             await capture.over.wait()
-        await self._written("what is over is kept in memory")
+        await self._written("the finished trajectory is kept in memory")
         found = await self.journal.trajectory(session_id)
         return found if found is not None and found.harness == HARNESS else None
 
     async def _written(self, meanwhile: str) -> None:
-        """Return when all that was written before is on disk; a disk that is full for long is said."""
+        """Return when all earlier writes are on disk. Raises DiskFull when that takes too long."""
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
             return
         raise DiskFull(f"the journal's disk is full or hangs; {meanwhile}: free some room, then ask again")
 
     async def cancel(self, task_id: str) -> bool:
-        """End all samples of a task of captures with what they have, those that never began too. False when
-        all were over.
+        """End all samples of a task of captures, including those never begun; each keeps its turns. False
+        when all were over.
         """
         async with self._beginning:
             return await self._cancelled(task_id)
@@ -398,10 +400,10 @@ class Captures:
     # ── status ────────────────────────────────────────────────────────────────
 
     def list(self) -> tuple[CaptureStatus, ...]:
-        """Those that are open, oldest first."""
+        """The open captures, oldest first."""
         return tuple(map(_capture_status, self.registry.live(Capture)))
 
     def status(self, session_id: str) -> CaptureStatus | None:
-        """One that is open."""
+        """The status of one open capture."""
         capture = self.registry.get(Capture, session_id)
         return None if capture is None or capture.closing else _capture_status(capture)

@@ -1,10 +1,10 @@
-"""How a run ended, and POST: the evaluator judges what the harness left, on a clock of its own.
+"""The outcome of a run, and POST: the evaluator scores what the harness left, under its own time budget.
 
-The first cause of an end counts. Invariant: a machine's fault is never reported as the agent's, because the
-one is tried again and the other is what a trainer learns from. An evaluator may be a user's code: whatever it
-returns, raises or hangs in becomes this session's outcome and leaves its turns alone, and no process of the
+The first cause of an end counts. Invariant: a fault of the machine is never reported as the agent's, because
+the first is retried and the second is what a trainer learns from. An evaluator may be user code: whatever it
+returns or raises, or a hang, becomes this session's outcome and leaves its turns unchanged. No process of the
 agent runs beside it. Nothing here is shielded: a trainer's cancel does not reach POST, and a node that is
-left by force does not wait for it.
+forced to stop does not wait for it.
 """
 
 import logging
@@ -33,12 +33,12 @@ LOG_TAIL = 2000  # characters of a harness's log shown in the outcome: a traceba
 
 @frozen(kw_only=True)
 class Ending:
-    """The facts when a harness's run is over. `ended`: its exit code, what failed instead, or None where its
-    time was over. `cancelled`: why it was, where it was.
+    """The facts when a harness's run is over. `ended`: its exit code, the failure that replaced it, or None
+    when its time ran out. `cancelled`: the cause, if it was cancelled.
 
-    `because`: why the node ended all that ran in its container; `for_room`: because the machine was full, and
-    not for the session's own limit. `oom_kills`: how many of its programs the kernel ended for lack of
-    memory.
+    `because`: why the node ended all processes in its container; `for_room`: whether the machine was full,
+    rather than the session over its own limit. `oom_kills`: how many of its programs the kernel killed for
+    lack of memory.
     """
 
     ended: int | PolarnodeError | None
@@ -65,7 +65,7 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
         return evolve(fault_outcome(RuntimeFault(ending.because)), log_tail=ending.log_tail)
     if ending.because is not None:
         return Outcome(status="failed", exit_code=exit_code, reason=ending.because, log_tail=ending.log_tail)
-    # the kernel took the container's first process too: still the agent's doing
+    # the kernel killed the container's first process too: the agent's doing nevertheless
     if isinstance(ending.ended, RuntimeFault) and ending.oom_kills:
         return _short_of_memory(
             Outcome(status="failed", reason=str(ending.ended), log_tail=ending.log_tail),
@@ -105,7 +105,7 @@ def _short_of_memory(outcome: Outcome, order: SessionOrder, kills: int) -> Outco
 
 
 def tail(log: Path) -> str | None:
-    """The end of a harness's log, read at once: it is small and on local disk."""
+    """The end of a harness's log. Read synchronously: the read is small and on local disk."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL))
@@ -127,8 +127,8 @@ async def evaluated(
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None = None,
 ) -> Result:
-    """The session's result with its verdict, or with what kept its evaluator from one. `prefetched` makes the
-    evaluator's own runtime, where it needs one.
+    """The session's result with its verdict, or with the evaluator's failure. `prefetched` makes the
+    evaluator's own runtime, if it needs one.
     """
     post_s = containers.order.spec.budgets.post_s
     judged: Verdict | PolarnodeError | None = None
@@ -147,7 +147,7 @@ async def evaluated(
 
 
 def _failed(outcome: Outcome, boundary: str, reason: str) -> Result:
-    """How the run ended stays readable beside it: its exit code, its clock, its log."""
+    """The outcome of a failed evaluation. It keeps the run's exit code, clock and log."""
     return Result(outcome=evolve(outcome, status="error", boundary=boundary, reason=reason))
 
 
@@ -172,7 +172,7 @@ async def _judged(
         finished = session_containers.finished(
             reach.through(judged), work, containers.services.judge, outcome, turns, spec
         )
-        # its tests come after the agent's work, which the evaluator itself puts there
+        # its tests are added after the agent's work, which the evaluator copies in itself
         if order.fresh and not order.evaluator.copies:
             return await _evaluate(containers, evolve(finished, prepare=prepare), judged)
         await prepare()
@@ -182,7 +182,7 @@ async def _judged(
 async def _evaluate(
     containers: Containers, finished: Finished, runtime: PodmanRuntime
 ) -> Verdict | PolarnodeError:
-    """The evaluator's verdict, or its error as a value: raised, the nurseries on the way out would wrap it in
+    """The evaluator's verdict, or its error as a value: nurseries would wrap a raised error in exception
     groups.
     """
     before = runtime.ended_because
@@ -193,9 +193,10 @@ async def _evaluate(
     except PolarnodeError as error:
         verdict = error
     except (Exception, SystemExit) as error:
-        # the user's code, named by import path: its bug is this session's data, its exit not the node's
+        # user code, named by import path: its bug is this session's data, and its SystemExit must not end the
+        # node
         verdict = EvaluatorError(f"{type(error).__name__}: {error}")
-    # the node ended what ran in its runtime meanwhile: then its verdict means nothing
+    # the node ended the processes in its runtime meanwhile, so the verdict is not valid
     if runtime.ended_because != before:
         return EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")
     return verdict
@@ -207,8 +208,8 @@ async def _fresh(
     prefetched: PrefetchedRuntime | None,
     stack: AsyncExitStack,
 ) -> PodmanRuntime:
-    """A clean runtime, prepared as the harness's own was; in its workdir lies what the harness left, unless
-    the evaluator takes what it wants.
+    """A clean runtime, prepared like the harness's own. Its workdir holds a copy of what the harness left,
+    unless the evaluator copies what it needs itself.
     """
     clean = await prefetched.take() if prefetched is not None else None
     if clean is None:
@@ -221,7 +222,7 @@ async def _fresh(
 async def _opened(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
     try:
         return await stack.enter_async_context(containers.open())
-    except RuntimeFault as fault:  # a whole rollout hangs on it: one more is tried, as in INIT
+    except RuntimeFault as fault:  # a whole rollout depends on it: retry once, as in INIT
         logger.warning(
             "session %s: its evaluator's runtime failed, trying a fresh one: %s",
             containers.order.identity.session_id,

@@ -1,8 +1,8 @@
-"""Judges over HTTP: models that evaluators ask, at Chat Completions endpoints of the node's config.
+"""Judges over HTTP: models that evaluators query, at Chat Completions endpoints named in the node's config.
 
-`open_judges` gives them by name, for as long as the block. Only the config decides where a question goes and
-with which key; a task names a judge. Every question ends: `answer_s` bounds one attempt, `attempts` their
-number, and the budget of POST all of it. Invariants: `read_reply` alone decides whether another attempt can
+`open_judges` provides them by name while its block runs. Only the config decides the endpoint and key of a
+question; a task names a judge. Every question ends: `answer_s` bounds one attempt, `attempts` the number of
+attempts, and the POST budget the total. Invariants: `read_reply` alone decides whether another attempt can
 help; no error message contains a key.
 """
 
@@ -30,13 +30,13 @@ from polarnode.evaluators.judging import JudgeConfig, unknown_judge
 
 # besides 5xx: the same request may succeed later
 PASSES = frozenset({408, 409, 425, 429})
-REASON_CHARS = 300  # of an endpoint's own error in a message
+REASON_CHARS = 300  # characters of an endpoint's own error in a message
 SCHEMA_NAME = "verdict"
 
 
 @frozen
 class Passes:
-    """No answer, for a reason that passes; `after_s` is how long the endpoint asks to be left alone."""
+    """A transient failure; `after_s` is the pause that the endpoint requests."""
 
     reason: str
     after_s: float = 0.0
@@ -52,7 +52,7 @@ class JudgeReply:
 
 
 def request_body(config: JudgeConfig, question: Question) -> bytes:
-    """The request as JSON. What the config's `body` says lies over it; null there takes a field out."""
+    """The request as JSON. The config's `body` is merged over it; a null there removes a field."""
     body: dict[str, Json] = {
         "model": config.model,
         "messages": [dict(message) for message in question.messages],
@@ -77,8 +77,8 @@ def _response_format(config: JudgeConfig, schema: Mapping[str, Json]) -> Json:
 
 
 def read_reply(reply: JudgeReply, *, who: str, now: float, secret: str | None = None) -> str | Passes:
-    """The answer's text, or why there is none now. EvaluatorError where asking again would not help. `now` is
-    seconds since the epoch.
+    """The answer's text, or a transient failure. Raises EvaluatorError where another attempt would not help.
+    `now` is seconds since the epoch.
     """
     if reply.status == 200:
         return _text(reply, who)
@@ -129,7 +129,7 @@ def _text(reply: JudgeReply, who: str) -> str:
 
 
 def _words(reply: JudgeReply, secret: str | None) -> str:
-    """What the endpoint says of itself, as OpenAI and its like spell it, or the beginning of its body."""
+    """The endpoint's error message in the format of OpenAI, or the beginning of its body."""
     try:
         value = codec.read_json(reply.body)
     except Refused:
@@ -144,7 +144,7 @@ def _words(reply: JudgeReply, secret: str | None) -> str:
 
 
 def _retry_after(reply: JudgeReply, now: float) -> float:
-    """Seconds, or a date, as the header has it; 0 where there is none that can be read."""
+    """The seconds to wait, from a number or a date in the header; 0 if it is missing or unreadable."""
     header = reply.headers.get("retry-after", "").strip()
     if header.replace(".", "", 1).isdecimal():
         return float(header)
@@ -162,20 +162,20 @@ def _retry_after(reply: JudgeReply, now: float) -> float:
 
 logger = logging.getLogger(__name__)
 
-# of an answer, its reasons and a judge's thoughts included: a hundred times a long one
+# bytes of an answer with the judge's reasons and thoughts: a hundred times a long one
 ANSWER_BYTES = 4 << 20
-# between attempts: several of the longest must fit in a post budget of five minutes, and sessions that were
-# refused together must not come back together
+# between attempts: several of the longest must fit in a POST budget of five minutes, and sessions that were
+# refused together must not retry together
 PAUSES = Backoff(first_s=1.0, longest_s=30.0, jitter=0.25)
-# a judge that asks to be left alone for longer has no quota left, and the session is told at once
+# a judge that requests a longer pause has no quota left, and the session fails at once
 LONGEST_WISH_S = 120.0
 CLOSE_S = 5.0  # for closing idle connections
 
 
 @frozen(kw_only=True)
 class JudgeStatistics:
-    """Questions of one judge since the node's start: `asked` by evaluators, `again` after a reason that
-    passed, `failed` for good.
+    """Questions to one judge since the node's start: `asked` by evaluators, retried (`again`) after a
+    transient failure, and `failed` for good.
     """
 
     asked: int = 0
@@ -192,7 +192,7 @@ class HttpJudge:
     name: str
     config: JudgeConfig
     client: httpx2.AsyncClient
-    now: Callable[[], float] = time.time  # what a Retry-After with a date is compared with
+    now: Callable[[], float] = time.time  # the clock for a Retry-After that is a date
     _secret: str | None = field(default=None, alias="secret", repr=False)
     _slots: trio.CapacityLimiter = field(init=False)
     _questions: int = field(default=0, init=False)
@@ -204,8 +204,8 @@ class HttpJudge:
         return trio.CapacityLimiter(self.config.at_once)
 
     async def ask(self, question: Question) -> str:
-        """The answer's text. Whoever has to wait before asking again keeps its slot: others would meet the
-        same refusal.
+        """Ask one question and return the answer's text. A question that waits for a retry keeps its slot:
+        another would get the same refusal.
         """
         self._questions += 1
         try:
@@ -216,7 +216,7 @@ class HttpJudge:
             raise
 
     async def ask_each(self, questions: Sequence[Question]) -> list[str]:
-        """All of them at once, as far as there are slots; answers in order. The first that fails ends the
+        """Ask questions concurrently, as slots allow; answers are in order. The first failure cancels the
         others.
         """
         answers: list[str] = [""] * len(questions)
@@ -226,7 +226,8 @@ class HttpJudge:
             async def one(index: int) -> None:
                 try:
                     answers[index] = await self.ask(questions[index])
-                except PolarnodeError as error:  # as a value: raised, the nursery would wrap it in a group
+                except PolarnodeError as error:
+                    # kept as a value: the nursery would wrap a raised error in an exception group
                     failed.append(error)
                     nursery.cancel_scope.cancel()
 
@@ -264,7 +265,7 @@ class HttpJudge:
             pause = _pause(answer, attempt)
             if answer.after_s > LONGEST_WISH_S:
                 raise EvaluatorError(
-                    f"judge {self.name} asks to be left alone for {answer.after_s:.0f} s: {answer.reason}"
+                    f"judge {self.name} requests a pause of {answer.after_s:.0f} s: {answer.reason}"
                 )
             logger.info("judge %s is asked again in %.1f s: %s", self.name, pause, answer.reason)
             self._again += 1
@@ -292,7 +293,7 @@ class HttpJudge:
 
     async def _post(self, body: bytes) -> JudgeReply:
         received = bytearray()
-        # left so, and not by an error, the generators inside the response are closed from within
+        # leaving without an error closes the generators inside the response properly
         with trio.CancelScope() as enough:
             async with self.client.stream("POST", "chat/completions", content=body) as response:
                 async for part in response.aiter_bytes():
@@ -314,8 +315,8 @@ def _pause(passes: Passes, attempt: int) -> float:
 
 @define(eq=False)
 class Judges:
-    """The node's judges. Called with a name it gives that one, and EvaluatorError for a name the node's
-    config does not know.
+    """The node's judges. Called with a name it returns that judge; raises EvaluatorError for a name that is
+    not in the node's config.
     """
 
     by_name: Mapping[str, HttpJudge]
@@ -339,7 +340,9 @@ class Judges:
 async def open_judges(
     configs: Mapping[str, JudgeConfig], environment: Mapping[str, str]
 ) -> AsyncIterator[Judges]:
-    """The judges of these configs, their keys from `environment`. ConfigError when a key is not there."""
+    """Open the judges of these configs with keys from `environment`. Raises ConfigError when a key is
+    missing.
+    """
     secrets = {name: _secret(name, config, environment) for name, config in configs.items()}
     async with AsyncExitStack() as stack:
         found: dict[str, HttpJudge] = {}
@@ -368,12 +371,12 @@ def _secret(name: str, config: JudgeConfig, environment: Mapping[str, str]) -> s
 @asynccontextmanager
 async def _open_client(config: JudgeConfig, secret: str | None) -> AsyncIterator[httpx2.AsyncClient]:
     base = httpx2.URL(config.base_url.rstrip("/") + "/")
-    # packed, a small answer could be a huge one
+    # compressed, a small response could expand to a huge one
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if secret is not None:
         headers["authorization"] = f"Bearer {secret}"
     limits = httpx2.Limits(max_connections=config.at_once, max_keepalive_connections=config.at_once)
-    # No proxy of the environment reaches this machine.
+    # Ignore the environment's proxies.
     client = httpx2.AsyncClient(
         base_url=base, headers=headers, timeout=None, limits=limits, trust_env=not is_loopback(base.host)
     )

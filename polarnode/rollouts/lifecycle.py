@@ -1,9 +1,9 @@
-"""The life of a session, whoever drives it: opened with a key, run, ended once with one message.
+"""The lifecycle of a session under any driver: opened with a key, run, and ended once with one message.
 
 A driver is a session with its own container (`Session`) or a harness that its caller runs (`Capture`). The
-registry holds every live driver of a node, builds its trajectory when it is over and publishes it.
-Invariant: what an agent did is never tried again, however it ended, because choosing among its attempts
-would bend what a trainer learns from; only what the machine did to it is, at most `retries` times.
+registry holds every live driver of a node, builds its trajectory when it is over and publishes it. Invariant:
+an end caused by the agent is never retried, because choosing among attempts would bias the training data.
+Only a loss caused by the machine is retried, at most `retries` times.
 """
 
 import logging
@@ -27,11 +27,11 @@ from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
-SESSION_ID_BYTES: Final = 8  # 64 random bits: no two sessions of a lifetime of journals collide
+SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 
 # ── attempts of a group's sample ──────────────────────────────────────────────
 
-# before an attempt: a Podman service that died is back in one or two seconds
+# before an attempt: a Podman service that crashed is up again in one or two seconds
 PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
 
 
@@ -55,7 +55,9 @@ def pause_before(attempt: int) -> float:
 
 @define(eq=False)
 class _Open:
-    """A group that is not over. `over` by sample_index; None for a sample whose end could not be written."""
+    """A group that is not over. `over` is by sample_index; None for a sample whose end could not be
+    written.
+    """
 
     spec: GroupSpec
     samples: int
@@ -71,30 +73,28 @@ class _Open:
 class GroupWatch:
     """The open groups, by task: a task's sessions are a group.
 
-    It counts samples, not sessions: one that was lost and is tried again is not over. It judges by the same
-    facts and function as the journal, which decides what a group was.
+    It counts samples, not sessions: a sample whose session was lost and is retried is not over. It uses the
+    same facts and function as the journal, which decides the group's outcome.
     """
 
     tally: NodeCounters
     _open: dict[str, _Open] = field(factory=dict, init=False)
 
     def begin(self, task_id: str, spec: TaskSpec, over: Iterable[Facts] = ()) -> None:
-        """Watch a task's group. `over`: the samples that ended in an earlier run of the node, which counted
-        them.
+        """Watch a task's group. `over`: the samples that ended, and were counted, in an earlier run of the
+        node.
         """
         before = {each.sample_index: each for each in over}
         usable = sum(member_of(spec.group, each).usable for each in before.values())
         self._open[task_id] = _Open(spec=spec.group, samples=spec.num_samples, over={**before}, usable=usable)
 
     def has_enough(self, task_id: str) -> bool:
-        """Whether the group needs none of the sessions that are not over."""
+        """Whether the group needs no more sessions."""
         group = self._open.get(task_id)
         return group is not None and group.enough
 
     def over(self, trajectory: Trajectory) -> bool:
-        """Count a sample that is over. True when it makes its group have enough: its siblings are to be ended
-        now.
-        """
+        """Count a finished sample. True when its group has enough with it: its siblings must be ended now."""
         group = self._open.get(trajectory.task_id)
         if group is None or trajectory.sample_index in group.over:
             return False
@@ -130,7 +130,7 @@ CancelCause = Literal["cancelled", "stopped", "early stop"]  # by its trainer, b
 
 @frozen(kw_only=True)
 class SessionEnd:
-    """Sent once for each session, when it is over. `cancelled` is the first cause, where it was cancelled."""
+    """Sent once for each session, when it is over. `cancelled` is the first cause, if it was cancelled."""
 
     identity: Identity
     trajectory: Trajectory
@@ -138,7 +138,7 @@ class SessionEnd:
 
 
 class SessionDriver(Protocol):
-    """What runs a session: its own container, or a caller that holds its key."""
+    """Drives a session: in its own container, or by a caller that holds its key."""
 
     @property
     def identity(self) -> Identity: ...
@@ -157,11 +157,11 @@ class SessionDriver(Protocol):
         ...
 
     def cancel(self, cause: CancelCause) -> None:
-        """End the session with what it has. The first cause stands."""
+        """End the session; it keeps its turns. The first cause counts."""
         ...
 
     def closed(self, *, failed: bool) -> None:
-        """Called last, when the registry has let go of it; `failed`: its trajectory was not published."""
+        """Called last, when the registry no longer holds it. `failed`: its trajectory was not published."""
         ...
 
 
@@ -172,7 +172,7 @@ Driver = TypeVar("Driver", bound=SessionDriver)
 class SessionRegistry:
     """Every live session of a node, by id, in the order they began.
 
-    Keep publishing synchronous and last, so that there is no moment in which a finished rollout can be lost.
+    Keep publishing synchronous and last, so that a finished rollout cannot be lost.
     """
 
     services: NodeServices
@@ -187,7 +187,7 @@ class SessionRegistry:
         return GroupWatch(self.services.tally)
 
     def open(self, identity: Identity, task: TaskSpec) -> LiveSession:
-        """A session as the model endpoint sees it, with a fresh key."""
+        """Create a session as the model endpoint sees it, with a new key."""
         session_id, services = identity.session_id, self.services
         drops = services.drops_thinking if task.thinking == "template" else None
         return LiveSession(
@@ -262,7 +262,7 @@ class SessionRegistry:
         self.services.tally.published(end.trajectory)
 
     def publish(self, trajectory: Trajectory) -> None:
-        """A sample is over; siblings under way end too where their group has enough now."""
+        """Publish a finished sample. Running siblings are cancelled if their group has enough now."""
         self.services.journal.publish(trajectory)
         if self.groups.over(trajectory):
             for driver in tuple(self._drivers.values()):
@@ -271,7 +271,7 @@ class SessionRegistry:
                     driver.cancel(EARLY_STOP)
 
     def live(self, kind: type[Driver], task_id: str | None = None) -> tuple[Driver, ...]:
-        """The live drivers of a kind, oldest first, of one task or of all."""
+        """The live drivers of a type, oldest first, of one task or of all."""
         return tuple(
             each
             for each in self._drivers.values()
@@ -279,18 +279,18 @@ class SessionRegistry:
         )
 
     def get(self, kind: type[Driver], session_id: str) -> Driver | None:
-        """The live driver of a session; None when it is over or of another kind."""
+        """The live driver of a session; None when it is over or of another type."""
         found = self._drivers.get(session_id)
         return found if isinstance(found, kind) else None
 
     def cancel_all(self) -> None:
-        """End every session with what it has, because the node stops."""
+        """End every session because the node stops; each keeps its turns."""
         for driver in self._drivers.values():
             driver.cancel("stopped")
 
     async def stop(self, *, cancel: bool) -> None:
-        """Begin no session any more and wait until all are over; `cancel` ends them with what they have.
-        Bounded by their own budgets.
+        """Start no more sessions and wait until all are over. With `cancel` they are ended now and keep their
+        turns. The wait is bounded by their own budgets.
         """
         self.stopping = True
         if cancel:
@@ -300,11 +300,11 @@ class SessionRegistry:
 
 
 def bug_outcome(identity: Identity, error: Exception) -> Outcome:
-    """The outcome of a session that met a bug of the node, which is logged."""
+    """Log a bug of the node and return the outcome of its session."""
     logger.error("session %s met a bug", identity.session_id, exc_info=error)
     return Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}")
 
 
 def new_session_id() -> str:
-    """An id for a session that begins."""
+    """An id for a new session."""
     return secrets.token_hex(SESSION_ID_BYTES)

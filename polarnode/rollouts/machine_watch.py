@@ -1,8 +1,8 @@
 """Reads the machine and the engine once a second, and sets the stages' limits accordingly.
 
-The readings come from a few small files of the kernel; what a machine does not have is None. A limit of the
-node's control group counts like the machine's own, because the kernel ends what goes beyond it all the same.
-Keep every decision in `stage_limits`, and its reason in `GET /v1/status`.
+The readings come from a few small files of the kernel; a reading that a machine lacks is None. A memory limit
+of the node's control group counts like the machine's own, because the kernel enforces both. Keep every
+decision in `stage_limits`, and its reason in `GET /v1/status`.
 """
 
 import logging
@@ -82,7 +82,7 @@ def _disk(folder: Path) -> float | None:
 
 
 def _cpu(root: Path) -> float | None:
-    """The kernel's own figure; else, of those that want a CPU, the part that has none."""
+    """The kernel's pressure figure; without one, the share of runnable programs that have no CPU."""
     found = SOME.search(_text(root / "proc/pressure/cpu"))
     if found:
         return float(found[1])
@@ -100,7 +100,7 @@ def _text(path: Path) -> str:
 
 # ── watch ────────────────────────────────────────────────────────────
 
-LOOK_S = 1.0  # seconds between looks: a session takes about as long to begin, and a look costs 0.2 ms
+LOOK_S = 1.0  # seconds between readings: a session takes about as long to begin, and a reading costs 0.2 ms
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +124,14 @@ class MachineWatch:
         return begin(self.bounds)
 
     async def run(self, ready: trio.Event) -> None:
-        """Look and adjust until cancelled."""
+        """Read and adjust once a second until cancelled."""
         while True:
             await self.look()
             ready.set()
             await trio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """One look."""
+        """Read once, and adjust the limits."""
         machine = await trio.to_thread.run_sync(self.read)
         before, self.state = (
             self.state,
@@ -167,7 +167,7 @@ def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
 
 
 def _standing(stages: Stages) -> Standing:
-    """Those that have begun: whoever waits for INIT has not."""
+    """The sessions that have begun; those that wait for INIT do not count."""
     init, run, post = stages.init.statistics(), stages.run.statistics(), stages.post.statistics()
     return Standing(
         at_work=init.inside + run.waiting + run.inside + post.waiting + post.inside, running=run.inside

@@ -1,11 +1,11 @@
-"""The scheduler: tasks become sessions here, and sessions that the machine lost get a successor.
+"""The scheduler: starts the sessions of tasks, and another attempt for each session that the machine lost.
 
-The node hands it the sessions' nursery, so that a session outlives the request that submitted it. Submitting
-is synchronous: a task is either taken whole or not at all. A caller that waits for a task counts the samples
-of its group, not its sessions, because several attempts may follow one another for one sample.
+The node passes it the sessions' nursery, so that a session outlives the request that submitted it. Submission
+is synchronous: a task is accepted whole or not at all. A caller that waits for a task must count the samples
+of its group, not its sessions, because one sample may take several attempts.
 
-`recover` settles the sessions that ran when an earlier run of this node ended. The journal alone decides what
-was left, and each session is settled in one entry, so that a node killed while it recovers resumes there.
+`recover` settles the sessions that were running when an earlier run of this node ended. The journal alone
+decides which they are. Each is settled in one entry, so a node killed during recovery resumes there.
 """
 
 import logging
@@ -42,12 +42,12 @@ from polarnode.support.semaphore import SemaphoreStatistics
 
 logger = logging.getLogger(__name__)
 
-KEPT_ENDED = 10_000  # ended sessions still listed in status: about 1 kB each
+KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
 
 
 @frozen(kw_only=True)
 class LiveSessionStatus:
-    """How far one session is. A sample of a group (`task_id`, `sample_index`) is over when one of its
+    """The progress of one session. A sample of a group (`task_id`, `sample_index`) is over when one of its
     attempts has an `outcome`.
     """
 
@@ -66,8 +66,8 @@ class LiveSessionStatus:
 
 @frozen(kw_only=True)
 class SchedulerStatistics:
-    """The stages and the sessions in them. `retried` are those that another attempt followed; they are not
-    among the `ended`.
+    """The stages and the counts of sessions. `retried` sessions were followed by another attempt and are not
+    counted as `ended`.
     """
 
     stages: Mapping[str, SemaphoreStatistics]
@@ -78,7 +78,7 @@ class SchedulerStatistics:
 
 
 def session_status(session: Session, published: Trajectory | None = None) -> LiveSessionStatus:
-    """A session now, or with its trajectory when it is over."""
+    """The status of a live session, or of one that is over with its `trajectory`."""
     identity, counters = session.identity, session.live.counters
     status = LiveSessionStatus(
         session_id=identity.session_id,
@@ -99,7 +99,7 @@ def session_status(session: Session, published: Trajectory | None = None) -> Liv
 
 @define(eq=False)
 class Scheduler:
-    """Takes tasks and runs their sessions. `warm` is the most containers kept of one shape."""
+    """Accepts tasks and runs their sessions. `warm` is the most warm containers kept per shape."""
 
     nursery: trio.Nursery
     services: NodeServices
@@ -116,11 +116,11 @@ class Scheduler:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     def submit(self, spec: TaskSpec, *, idempotency_key: str | None = None) -> tuple[str, tuple[str, ...]]:
-        """Take a task: (task_id, session_ids). Raises Refused when something it names is not available
-        or does not take its settings, or when the node is stopping.
+        """Accept a task and return (task_id, session_ids). Raises Refused when a part that it names is not
+        available or does not accept its settings, or when the node is stopping.
         """
         if self.registry.stopping:
-            raise Refused("this node is stopping and takes no new tasks: submit to another, or again later")
+            raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
         orders = self._orders(spec, task_id)
         session_ids = tuple(order.identity.session_id for order in orders)
@@ -170,8 +170,8 @@ class Scheduler:
         )
 
     def cancel(self, task_id: str) -> bool:
-        """Cancel a task's sessions; each ends with what it has, and none is tried again, even after a
-        restart. False when none is live.
+        """Cancel a task's sessions. Each keeps its turns, and none is retried, even after a restart. False
+        when none is live.
         """
         sessions = self.registry.live(Session, task_id)
         if sessions:
@@ -181,7 +181,7 @@ class Scheduler:
         return bool(sessions)
 
     def cancel_session(self, session_id: str) -> bool:
-        """Cancel one of a task's sessions, which ends with what it has. False when it is not live."""
+        """Cancel one of a task's sessions; it keeps its turns. False when it is not live."""
         session = self.registry.get(Session, session_id)
         if session is not None:
             session.cancel("cancelled")
@@ -190,8 +190,8 @@ class Scheduler:
     # ── sessions that the machine lost ────────────────────────────────────────
 
     def order_of(self, spec: TaskSpec, identity: Identity) -> SessionOrder:
-        """The order of a session of an earlier run of the node, as of this one. Raises Refused where its task
-        would not be taken today.
+        """Make the order of a session of an earlier run of the node again. Raises Refused if its task would
+        not be accepted now.
         """
         found = self._admitted(spec)
         node = self.services.identity
@@ -205,8 +205,8 @@ class Scheduler:
         return SessionOrder(identity=today, spec=spec, harness=found.harness, evaluator=found.evaluator)
 
     def replace(self, lost: Trajectory, order: SessionOrder) -> None:
-        """Publish a session that the machine lost beside its group, and start the next attempt. `order` was
-        the lost one's.
+        """Publish a session that the machine lost outside its group, and start the next attempt. `order` is
+        the lost session's.
         """
         fresh = evolve(order, identity=successor(order.identity, new_session_id()))
         self.services.journal.replaced(evolve(lost, retried_as=fresh.identity.session_id), fresh.identity)
@@ -221,7 +221,7 @@ class Scheduler:
         self._start(fresh)
 
     def recovered(self, trajectory: Trajectory) -> None:
-        """Publish a session of an earlier run of the node, whose sample is over."""
+        """Publish a session of an earlier run of the node. Its sample is over."""
         self.registry.publish(stamped(trajectory, self.services.versions()))
 
     # ── sessions ──────────────────────────────────────────────────────────────
@@ -231,7 +231,7 @@ class Scheduler:
             order=order,
             live=self.registry.open(order.identity, order.spec),
             services=self.services,
-            delay_s=pause_before(order.identity.attempt),  # what broke may be mended in a moment
+            delay_s=pause_before(order.identity.attempt),  # give a transient fault time to pass
             on_phase=self._phase_changed,
             on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
         )
@@ -240,7 +240,7 @@ class Scheduler:
         )
 
     def _session_over(self, end: SessionEnd) -> None:
-        """A session's sample is over, or another session takes its place."""
+        """Publish a session that is over: its sample is over, or another attempt takes its place."""
         session_id = end.identity.session_id
         session = self.registry.get(Session, session_id)
         if (
@@ -265,7 +265,7 @@ class Scheduler:
     # ── status ────────────────────────────────────────────────────────────────
 
     def sessions(self, task_id: str | None = None) -> tuple[LiveSessionStatus, ...]:
-        """Live and lately ended sessions, oldest first."""
+        """Live and recently ended sessions, oldest first."""
         ended = (status for status in self._ended.values() if task_id in (None, status.task_id))
         return (*ended, *map(session_status, self.registry.live(Session, task_id)))
 
@@ -285,10 +285,10 @@ Report = Callable[[str], None]
 
 
 async def recover(journal: Journal, scheduler: Scheduler, report: Report) -> None:
-    """Each session that ran becomes a trajectory of what was captured, and where retries are left another
-    attempt begins.
+    """Publish each interrupted session as a trajectory of the captured turns, and start another attempt if
+    retries are left.
 
-    Not in a group that has enough: the node died before it had ended them all.
+    A group that has enough gets no new attempts: the node died before it had ended all its sessions.
     """
     unfinished = await journal.unfinished()
     for task_id, spec in {
@@ -299,17 +299,17 @@ async def recover(journal: Journal, scheduler: Scheduler, report: Report) -> Non
     await journal.flushed()
     if unfinished:
         report(
-            f"{len(unfinished)} sessions of an earlier life were interrupted; their turns are kept, and"
+            f"{len(unfinished)} sessions of an earlier run were interrupted; their turns are kept, and"
             f" {again} of them are tried again"
         )
 
 
 async def _recovered(journal: Journal, scheduler: Scheduler, session: UnfinishedSession) -> bool:
-    """Whether another attempt began. Its traces are built in a thread, because attempts begun before it run
-    already.
+    """Settle one session; True if another attempt was started. Its traces are built in a thread, because
+    attempts started earlier are already running.
     """
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-    # read only now, because siblings end meanwhile
+    # read late, because siblings end meanwhile
     if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
         session.identity.task_id
     ):
@@ -348,7 +348,7 @@ def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) ->
 
 
 def _spec(session: UnfinishedSession) -> TaskSpec:
-    """The task of an interrupted session; a capture has none, and is built as any other."""
+    """The spec of an interrupted session. A capture is built like any other session."""
     return session.spec or TaskSpec(instruction="", harness=HarnessSpec(name=session.identity.harness))
 
 

@@ -1,6 +1,6 @@
-"""What a session is handed: its order, and the services of its node.
+"""The inputs of a session: its order, and the services of its node.
 
-Keep `harness_order` the only maker of a harness's order, so that a task runs with what it was admitted with.
+Keep `harness_order` the only function that makes a harness's order, so that a task runs as it was admitted.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from polarnode.support.semaphore import PrioritySemaphore
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: who it is and what it is to do."""
+    """One session of a task: its identity, task and parts."""
 
     identity: Identity
     spec: TaskSpec
@@ -36,8 +36,8 @@ class SessionOrder:
 
     @property
     def runtime(self) -> RuntimeSpec:
-        """The task's runtime, with the harness's own image where the task left the choice, or on top of the
-        task's where it asks for that.
+        """The task's runtime. The harness's own image is filled in if the task names none, or layered on the
+        task's image if the task requests that.
         """
         spec = self.spec.runtime
         if spec.image == "agent":
@@ -46,17 +46,17 @@ class SessionOrder:
 
     @property
     def fresh(self) -> bool:
-        """Whether its evaluator judges in a runtime of its own."""
+        """Whether its evaluator works in a fresh runtime."""
         return self.spec.evaluator.fresh_runtime or self.evaluator.fresh
 
     @property
     def containers(self) -> int:
-        """How many it will take."""
+        """How many containers the session needs."""
         return 2 if self.fresh else 1
 
 
 def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str) -> HarnessOrder:
-    """A task as its harness module reads it."""
+    """The part of a task that its harness reads."""
     return HarnessOrder(
         instruction=spec.instruction,
         endpoint=endpoint,
@@ -73,7 +73,7 @@ def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str
 
 @frozen(kw_only=True)
 class Stages:
-    """The stage limits every session passes."""
+    """The stage limits that every session passes."""
 
     live: PrioritySemaphore
     init: PrioritySemaphore
@@ -82,7 +82,7 @@ class Stages:
 
 
 class SessionJournal(Protocol):
-    """What sessions write down, at once: the synchronous side of the journal."""
+    """The synchronous writes of sessions to the journal."""
 
     def task_submitted(
         self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
@@ -101,7 +101,7 @@ class SessionJournal(Protocol):
 
 @frozen(kw_only=True)
 class NodeIdentity:
-    """The node and the model that every trajectory names."""
+    """The node and model named in every trajectory."""
 
     node: str
     model: str
@@ -109,7 +109,7 @@ class NodeIdentity:
 
 @frozen(kw_only=True)
 class NodeServices:
-    """What a node offers its sessions, whoever drives them."""
+    """The services of a node for sessions of all drivers."""
 
     identity: NodeIdentity
     journal: SessionJournal

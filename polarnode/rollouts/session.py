@@ -1,8 +1,8 @@
 """One rollout, phase by phase: INIT, READY, RUN, POST, teardown.
 
-Each phase has its own clock, and what ends one phase never ends the next: a harness out of time goes on to
-POST with every turn it made, and a trainer's cancel reaches all but POST. Invariant: `run` returns a result
-whatever happened, because a bad session is data and a bug in one must not reach another.
+Each phase has its own time budget, and the end of one phase never ends the next: a harness that ran out of
+time enters POST with all its turns, and a trainer's cancel reaches every phase except POST. Invariant: `run`
+always returns a result, because a failed session is data, and a bug in one session must not reach another.
 """
 
 import logging
@@ -37,8 +37,8 @@ from polarnode.support.semaphore import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 
-INIT_ATTEMPTS = 2  # a container that fails twice in a row fails for a reason that a third would meet again
-# seconds a harness has to end by itself once its budget is refused: mini retries a refusal for minutes
+INIT_ATTEMPTS = 2  # after two failures in a row a third container would fail for the same reason
+# seconds for a harness to exit by itself after its budget is spent: mini retries a refusal for minutes
 SPENT_GRACE = 10.0
 LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
 
@@ -47,15 +47,15 @@ Phase = Literal["init", "ready", "run", "post", "ended"]
 
 @define(eq=False)
 class Session:
-    """A session in a container of its own. `phase` is where it is; `cancel` ends what can be ended and leaves
-    POST alone. A `SessionDriver`.
+    """A session in its own container. `phase` is its current phase. `cancel` ends any phase except POST.
+    A `SessionDriver`.
     """
 
     order: SessionOrder
     live: LiveSession
     services: NodeServices
     delay_s: float  # before it begins
-    # called with each new phase, and when its evaluator's container is made or will never be
+    # called at each new phase, and when the evaluator's container is made or will not be made
     on_phase: "Callable[[Session], None]"
     # called last, when its trajectory could not be published
     on_unpublished: "Callable[[Session], None]"
@@ -80,25 +80,25 @@ class Session:
 
     @property
     def to_come(self) -> int:
-        """How many containers it will yet take."""
+        """How many more containers it needs."""
         evaluators = int(
             self.order.fresh and not self._evaluator_served and self.phase in ("init", "ready", "run")
         )
         return evaluators + int(self.phase == "init")
 
     def cancel(self, cause: CancelCause) -> None:
-        """End the session with what it has: a run goes on to its traces, a waiting one is over, one whose run
-        is over is judged as ever.
+        """End the session; it keeps its turns. A run ends and its traces are built; a waiting session is
+        over; one whose run is over is evaluated as usual.
 
-        The first cause stands.
+        The first cause counts.
         """
         self.cancelled = self.cancelled or cause
         if self._stoppable is not None:
             self._stoppable.cancel()
 
     async def run(self) -> Result:
-        """The whole rollout. A bug of the node is logged and becomes this session's outcome: it reaches no
-        sibling.
+        """Run all phases. A bug of the node is logged and becomes this session's outcome; it does not reach
+        siblings.
         """
         try:
             with self._stoppable_scope():
@@ -114,7 +114,7 @@ class Session:
         return evolve(result, timing=self._timing, metrics=metrics)
 
     def closed(self, *, failed: bool) -> None:
-        """The registry has let go of it."""
+        """The registry no longer holds it."""
         self._enter("ended")
         if failed:
             self.on_unpublished(self)
@@ -155,8 +155,8 @@ class Session:
         return Result(outcome=fault_outcome(ended)) if isinstance(ended, PolarnodeError) else ended
 
     async def _in_runtime(self, scope: trio.CancelScope) -> Result | PolarnodeError:
-        """One runtime from start to removal. Errors come out as values: raised, the nurseries on the way
-        would wrap them in groups.
+        """Use one runtime from start to removal. Errors are returned as values: nurseries would wrap raised
+        ones in exception groups.
         """
         async with AsyncExitStack() as init:
             await self._enter_init(init, scope)
@@ -177,8 +177,8 @@ class Session:
 
     @asynccontextmanager
     async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
-        """A slot of INIT with its budget running: one budget for all attempts; waiting for the slot is
-        free.
+        """Hold a slot of INIT while its budget runs: one budget for all attempts. Waiting for the slot does
+        not count.
         """
         async with self._slot(self.services.stages.init):
             scope.deadline = trio.current_time() + self.order.spec.budgets.init_s - self._timing.init_s
@@ -261,7 +261,7 @@ class Session:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
             self.live.on_spent = lambda: _soon(clock)
             ended = await self._harness_ended(runtime, launch, log)
-        cause = self.cancelled  # from here on a cancel comes too late: the run is over
+        cause = self.cancelled  # from here on a cancel has no effect: the run is over
         await self.live.close()
         ending = Ending(
             ended=ended,
@@ -276,7 +276,7 @@ class Session:
         return run_outcome(self.order, ending)
 
     async def _harness_ended(self, runtime: PodmanRuntime, launch: Launch, log: Path) -> int | PolarnodeError:
-        """The harness's exit code. What fails meanwhile fails the run and not its turns, so it is a value."""
+        """The harness's exit code, or the failure as a value: it fails the run, but the turns are kept."""
         try:
             async with self._containers.reaching(runtime) as reach:
                 env = {**reach.env, **launch.env}
@@ -293,7 +293,8 @@ class Session:
             return Result(outcome=outcome)
         self._enter("post")
         try:
-            # now, and not when there is a slot: what a harness left running takes from those that still run
+            # end them now, before POST has a slot: processes that a harness left running slow down other
+            # sessions
             await runtime.end_processes()
         except RuntimeFault as fault:
             return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
@@ -319,8 +320,8 @@ class Session:
 
     @contextmanager
     def _stoppable_scope(self) -> Iterator[trio.CancelScope]:
-        """A scope `cancel` reaches until it is left, or another one is entered in it: then it reaches neither
-        when that is left.
+        """A scope that `cancel` reaches until it is left. If another one is entered within it, `cancel`
+        reaches neither after the inner one is left.
         """
         with trio.CancelScope() as scope:
             self._stoppable = scope
@@ -333,12 +334,12 @@ class Session:
 
 
 def _reason(cause: CancelCause) -> str:
-    """How an outcome names the cause: whoever reads it need not tell a trainer's cancel from a node's."""
+    """The cause as an outcome's reason. A trainer's cancel and a node's stop read the same."""
     return EARLY_STOP if cause == EARLY_STOP else "cancelled"
 
 
 def _soon(clock: trio.CancelScope) -> None:
-    """A harness whose budget of turns or tokens is spent is refused; one that does not end for it is
-    ended.
+    """Give a harness SPENT_GRACE seconds to exit after its budget of turns or tokens is spent; its calls are
+    refused meanwhile.
     """
     clock.deadline = min(clock.deadline, trio.current_time() + SPENT_GRACE)

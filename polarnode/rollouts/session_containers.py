@@ -1,9 +1,9 @@
 """A session's containers: opened with the task's workspace, connected to the hosts it may reach.
 
-The evaluator's own container is prefetched while the harness runs, in a slot of INIT that no session wants.
-Invariants: a failing step of the task is distinct from a failing runtime, which is worth another try; the
-harness, the task's steps and its evaluator reach the same hosts and no others; whoever needs a prefetched
-runtime that was not begun makes its own instead of waiting, and leaving the block removes what was made.
+The evaluator's own container is prefetched while the harness runs, in a slot of INIT that no session needs.
+Invariants: a failing step of the task is distinct from a failing runtime, which is retried; the harness, the
+task's steps and its evaluator reach the same hosts and no others; an evaluator whose prefetched runtime was
+not begun makes its own instead of waiting, and leaving the block removes a runtime that was made.
 """
 
 import logging
@@ -32,8 +32,8 @@ from polarnode.support.semaphore import PrioritySemaphore
 
 
 async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
-    """Place the task's files and run its prepare steps. A step that fails is Refused with its last words: it
-    would fail again.
+    """Place the task's files and run its prepare steps. A failing step raises Refused with the end of its
+    output: it would fail again.
     """
     for file in spec.files:
         await runtime.put(
@@ -46,8 +46,8 @@ async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
 
 
 async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
-    """Run the steps only an evaluator needs (a test suite the harness must not have seen). One that fails is
-    an EvaluatorError.
+    """Run the steps that only an evaluator needs (a test suite that the harness must not see). A failing step
+    raises EvaluatorError.
     """
     for step in spec.eval_prepare:
         failure = await _step(runtime, step, spec)
@@ -63,8 +63,8 @@ def finished(
     turns: tuple[Turn, ...],
     spec: TaskSpec,
 ) -> Finished:
-    """The session as its evaluator sees it. `work` is the runtime the harness left; turns have the roles that
-    the whole session shows.
+    """The session as its evaluator sees it. `work` is the harness's runtime; the roles of turns are judged
+    over the whole session.
     """
     return Finished(
         runtime=runtime,
@@ -79,8 +79,8 @@ def finished(
 
 
 def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
-    """A verdict that can be kept: finite rewards, of turns and lineages there are, and metrics as the JSON
-    they make. It may be anybody's code.
+    """Validate a verdict: rewards must be finite and of existing turns and lineages, metrics must be JSON. It
+    may come from user code.
     """
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(
@@ -96,7 +96,7 @@ def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
 
 
 async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str | None:
-    """Run a step; None, or how it failed."""
+    """Run a step; None on success, else how it failed."""
     ended = await runtime.run(step.argv, user=step.user, env=spec.env)
     if ended.exit_code == 0:
         return None
@@ -115,12 +115,12 @@ logger = logging.getLogger(__name__)
 
 @define(eq=False, kw_only=True)
 class PrefetchedRuntime:
-    """A runtime made in the background. `begin` lets it be made, `take` gives it away."""
+    """A runtime made in the background. `begin` starts making it, `take` hands it over."""
 
     open: Callable[[], AbstractAsyncContextManager[PodmanRuntime]]
     stage: PrioritySemaphore
     budget_s: float
-    on_settled: Callable[[], None]  # called once, when it is made or will never be
+    on_settled: Callable[[], None]  # called once, when it is made or will not be made
     _may_begin: trio.Event = field(factory=trio.Event, init=False)
     _waiting: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _begun: bool = field(default=False, init=False)
@@ -128,11 +128,11 @@ class PrefetchedRuntime:
     _runtime: PodmanRuntime | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """Make it as soon as there is a slot that no session wants."""
+        """Make it as soon as a slot is free that no session needs."""
         self._may_begin.set()
 
     async def take(self) -> PodmanRuntime | None:
-        """The runtime, for once; None where it was not begun, failed, or ended since."""
+        """Hand over the runtime, once; None if it was not begun, failed, or has ended since."""
         if not self._begun:
             self._waiting.cancel()
         await self._settled.wait()
@@ -140,7 +140,7 @@ class PrefetchedRuntime:
         return taken if taken is not None and taken.alive else None
 
     async def run(self) -> None:
-        """Make it, and hold it until cancelled."""
+        """Make the runtime, and hold it until cancelled."""
         async with AsyncExitStack() as stack:
             try:
                 self._runtime = await self._made(stack)
@@ -168,8 +168,8 @@ async def open_prefetched_runtime(
     budget_s: float,
     on_settled: Callable[[], None],
 ) -> AsyncIterator[PrefetchedRuntime]:
-    """Make a runtime in the background of the block. An error of the block comes out as itself, not as a
-    group of one.
+    """Make a runtime in the background of the block. An error of the block is raised as itself, not in an
+    exception group.
     """
     prefetched = PrefetchedRuntime(open=open_runtime, stage=stage, budget_s=budget_s, on_settled=on_settled)
     try:
@@ -185,22 +185,22 @@ async def open_prefetched_runtime(
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The error, if the group holds one and no more."""
+    """The only error of a group; None if it holds several errors or another group."""
     found = group.exceptions[0]
     return found if len(group.exceptions) == 1 and not isinstance(found, BaseExceptionGroup) else None
 
 
 # ── containers of a session ───────────────────────────────────────────────────
 
-# of a container's life for waiting in READY: several whole run budgets; one that waited longer gives way to a
-# fresh one
+# seconds of a container's lifetime for waiting in READY: several whole run budgets; after a longer wait a
+# fresh container replaces it
 READY_S = 6 * 3600.0
-TEARDOWN_S = 60.0  # what the dead-man switch of a container is given beyond all budgets
+TEARDOWN_S = 60.0  # what a container's dead-man switch allows beyond all budgets
 
 
 @define(eq=False)
 class Containers:
-    """The containers of one session. `metrics`: what they add to its trajectory's metrics."""
+    """The containers of one session. `metrics` are added to its trajectory's metrics."""
 
     order: SessionOrder
     services: NodeServices
@@ -220,19 +220,19 @@ class Containers:
         )
 
     def preparing(self) -> bool:
-        """Whether a sibling just prepares the same, so that to wait for it is quicker."""
+        """Whether a sibling is preparing the same workspace, so that waiting for it is quicker."""
         return self.services.runtimes.preparing(self.order.runtime)
 
     async def wait_prepared(self) -> None:
-        """Wait until no sibling does."""
+        """Wait until no sibling is preparing it."""
         await self.services.runtimes.wait_prepared(self.order.runtime)
 
     def lifetime_s(self) -> float:
-        """When the dead-man switch ends a container that everybody forgot."""
+        """After how long the dead-man switch ends a container that nothing else removed."""
         return self.order.spec.budgets.init_s + READY_S + self.needed_s()
 
     def needed_s(self) -> float:
-        """What a container must still live for when its run begins."""
+        """The lifetime that a container must have left when its run begins."""
         return self.order.spec.budgets.run_s + 2 * self.order.spec.budgets.post_s + TEARDOWN_S
 
     async def _prepare(self, runtime: PodmanRuntime) -> None:
@@ -244,8 +244,8 @@ class Containers:
 
     @asynccontextmanager
     async def reaching(self, *runtimes: PodmanRuntime) -> AsyncIterator["Reach"]:
-        """While the block lasts, programs in these containers reach what the task asked for and the node
-        allows.
+        """While the block runs, programs in these containers reach the hosts that the task requests and the
+        node allows.
         """
         if not self.order.runtime.egress:
             yield Reach()
@@ -265,8 +265,8 @@ class Containers:
                 )
 
     async def keep_artifacts(self, runtime: PodmanRuntime) -> None:
-        """Copy the artifacts the task names out of the container. What cannot be copied is reported in the
-        metrics and costs no verdict.
+        """Copy the artifacts the task names out of the container. A failed copy is reported in the metrics
+        and does not affect the verdict.
         """
         if not self.order.runtime.artifacts:
             return
@@ -274,7 +274,7 @@ class Containers:
         self.metrics["artifacts"] = await _kept(runtime, self.order.runtime.artifacts, to)
 
     def note_kills(self, runtime: PodmanRuntime) -> int:
-        """How many of the harness's programs the kernel ended for lack of memory."""
+        """Record how many of the harness's programs the kernel killed for lack of memory."""
         if kills := runtime.oom_kills():
             self.metrics["oom_kills"] = kills
         return kills
@@ -298,8 +298,8 @@ async def _kept(runtime: PodmanRuntime, paths: Sequence[str], to: Path) -> dict[
 
 
 def _added(before: Json, figures: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Counts of several proxies as one: numbers and tables of numbers are added up, anything else is the last
-    one's.
+    """Sum the counts of several proxies: numbers and tables of numbers are added up; of other values the last
+    one is kept.
     """
     total: dict[str, Json] = dict(before) if isinstance(before, dict) else {}
     for counts in figures:
@@ -323,7 +323,7 @@ class Reach:
     env: Mapping[str, str] = field(factory=dict)
 
     def extend_env(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """The task's runtime with this environment, over which the task's own is merged."""
+        """The task's runtime with this environment; the task's own variables override it."""
         return evolve(spec, env={**self.env, **spec.env}) if self.env else spec
 
     def through(self, runtime: PodmanRuntime) -> Runtime:

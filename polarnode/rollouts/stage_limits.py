@@ -2,28 +2,27 @@
 
 Pure: one step a second, no clock.
 
-INIT stops where memory or disk are short: a session that began needs both until it is over. RUN shrinks by a
-part where the engine's queue is long and grows by one where it is short, as TCP does, because the
-number of agents an engine can feed is unknown in advance: more of them make no more tokens, they only wait on
-one another. POST shrinks where programs wait for the CPU. Invariant: nothing
-stops for ever; with no session at work one begins whatever is short, since waiting would free nothing.
+INIT stops when memory or disk is short, because a session needs both until it is over. RUN shrinks by a
+fraction when the engine's queue is long and grows by one when it is short, as TCP does: the number of agents
+that an engine can serve is unknown in advance, and more agents do not raise throughput. POST shrinks when
+programs wait for the CPU. Invariant: nothing stops for ever. With no session at work one begins whatever is
+short, since waiting would free nothing.
 """
 
 from attrs import evolve, frozen
 
-# of a reserve must be free before INIT goes on: sessions that end free it in pieces, and each would begin one
-# and stop again
+# multiple of a reserve that must be free before INIT resumes: ending sessions free it in pieces, and each
+# piece would start one session and stop again
 RELIEF = 1.1
 
-# of each second's queue in the mean: agents ask in bursts, and a burst is over in a few seconds
+# weight of each second's queue in the mean: agents call in bursts, and a burst is over in a few seconds
 QUEUE_MEAN = 0.2
-# of requests waiting to those running: half as many again as the engine takes at once is more than keeps it
-# full
+# ratio of waiting to running requests: a queue of half the engine's batch is more than keeps it full
 LONG_QUEUE = 0.5
 SHORT_QUEUE = 0.1  # below it the engine may soon have nothing to do
 FEW = 4  # requests waiting that are no queue yet, however few run
-SHRINK = 0.8  # of the harnesses that run, when the queue is long
-SETTLE = 15  # seconds until it may shrink again: those inside go on, and a turn or two end meanwhile
+SHRINK = 0.8  # share of the running harnesses that remains when the queue is long
+SETTLE = 15  # seconds until it may shrink again: running harnesses continue, and a turn or two end meanwhile
 # of so many parts of its limit RUN keeps one: the engine's batch is full of fewer than that only where each
 # asks a thousand tokens
 RUN_PART = 8
@@ -37,7 +36,7 @@ POST_PART = 4  # of so many parts of its limit POST keeps one: evaluations also 
 
 @frozen(kw_only=True)
 class Bounds:
-    """Limits of the node's config: the most of each stage, and MiB that are kept free."""
+    """Limits from the node's config: the largest limit of each stage, and the MiB kept free."""
 
     init: int
     run: int
@@ -57,7 +56,7 @@ class Readings:
     cpu: float | None = None
     running: int = 0
     waiting: int = 0
-    serving: bool = True  # an engine answers and is not paused: else its queue says nothing
+    serving: bool = True  # whether an engine answers and is not paused; otherwise its queue means nothing
 
 
 @frozen(kw_only=True)
@@ -70,7 +69,7 @@ class Standing:
 
 @frozen(kw_only=True)
 class State:
-    """The limits now, with why a stage is held back, and what the next step must know."""
+    """The limits now, why a stage is throttled, and what the next step needs."""
 
     init: int
     run: int
@@ -84,12 +83,12 @@ class State:
 
     @property
     def short(self) -> bool:
-        """Whether memory or disk are."""
+        """Whether memory or disk is short."""
         return self.init_held is not None
 
 
 def begin(bounds: Bounds) -> State:
-    """Before anything was read: what the config says."""
+    """The state before the first reading: the config's limits."""
     return State(init=bounds.init, run=bounds.run, post=bounds.post)
 
 

@@ -169,7 +169,7 @@ async def test_a_pause_is_as_long_as_the_endpoint_asks_for(clock: MockClock) -> 
 async def test_an_endpoint_that_wants_hours_is_not_waited_for(clock: MockClock) -> None:
     async with judged_by(error(429, "quota spent", retry_after="3600")) as (judges, endpoint):
         with pytest.raises(
-            EvaluatorError, match=r"judge j asks to be left alone for 3600 s: HTTP 429: quota spent"
+            EvaluatorError, match=r"judge j requests a pause of 3600 s: HTTP 429: quota spent"
         ):
             await judges("j").ask(asks())
     assert len(endpoint.asked) == 1

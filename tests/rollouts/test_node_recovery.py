@@ -89,7 +89,7 @@ async def test_sessions_of_an_earlier_life_become_interrupted_trajectories(tmp_p
         ran(journal, "without")
     await recovered(path, said)
     assert said == [
-        "3 sessions of an earlier life were interrupted; their turns are kept, and 0 of them are tried again"
+        "3 sessions of an earlier run were interrupted; their turns are kept, and 0 of them are tried again"
     ]
     async with open_journal(path, now=time.time) as journal:
         found = await journal.trajectory("with-turns")
@@ -185,7 +185,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
         await recover(journal, scheduler, said.append)
         assert said == [
             (
-                "2 sessions of an earlier life were interrupted; their turns are kept, and 2 of them are tried"
+                "2 sessions of an earlier run were interrupted; their turns are kept, and 2 of them are tried"
                 " again"
             )
         ]
