@@ -148,7 +148,11 @@ def _find(path: str, headers: Mapping[str, str]) -> Route | None:
             return Route(dialect=dialect, operation=operation)
     method = _METHOD.fullmatch(path)
     if method is not None and _CAMEL.fullmatch(method["method"]):
-        return _google(method["model"], method["method"])
+        operation_and_stream = _METHODS.get(method["method"])
+        if operation_and_stream is None:
+            return None
+        operation, stream = operation_and_stream
+        return Route(dialect=GOOGLE, operation=operation, model=method["model"], stream=stream)
     listed = _MODELS.fullmatch(path)
     if listed is None or listed["prefix"].endswith(_NOT_OURS):
         return None
@@ -157,11 +161,6 @@ def _find(path: str, headers: Mapping[str, str]) -> Route | None:
         operation="model" if listed["model"] else "models",
         model=listed["model"],
     )
-
-
-def _google(model: str, method: str) -> Route | None:
-    found = _METHODS.get(method)
-    return None if found is None else Route(dialect=GOOGLE, operation=found[0], model=model, stream=found[1])
 
 
 def _lister(path: str, headers: Mapping[str, str]) -> Dialect:

@@ -41,7 +41,7 @@ async def _run(scope: trio.CancelScope, task: Task, ready: trio.Event) -> None:
 
 
 def _ours(group: BaseExceptionGroup[BaseException]) -> PolarnodeError | None:
-    """The error, if the group holds one of ours and nothing else."""
+    """The group's PolarnodeError, if it contains nothing else."""
     found = group.exceptions[0]
     if len(group.exceptions) > 1:
         return None

@@ -76,7 +76,7 @@ V = TypeVar("V")
 
 
 def remember(kept: dict[K, V], name: K, value: V, *, most: int) -> None:
-    """Store a value as the latest of its table, and drop the oldest where there are more than `most`."""
+    """Store a value as the latest entry of a table; with more than `most` entries the oldest is dropped."""
     kept.pop(name, None)
     kept[name] = value
     while len(kept) > most:

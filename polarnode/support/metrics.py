@@ -27,9 +27,9 @@ from polarnode.providers.contract import Fault
 
 # ── event loop lag ────────────────────────────────────────────────────────────
 
-# 20 looks a second: a step of 50 ms is seen each time, and the looking is 0.1 % of a core
+# 20 samples a second: a step of 50 ms is always seen, and sampling takes 0.1 % of a core
 TICK_S: Final = 0.05
-KEPT: Final = 1200  # looks, a minute of them: longer hides what happens now
+KEPT: Final = 1200  # samples, one minute: a longer window hides the current state
 
 
 @frozen(kw_only=True)
@@ -152,7 +152,7 @@ class NodeCounters:
         return NodeCounters(**{each.name: copy(getattr(self, each.name)) for each in fields(NodeCounters)})
 
     def turn(self, turn: Turn) -> None:
-        """A turn was kept."""
+        """Count a recorded turn."""
         reason = turn.reason if turn.reason in REASONS else OTHER
         self.turns[turn.provider, turn.kind, reason, turn.role, turn.state] += 1
         self.sampled_tokens[turn.role] += len(turn.sampled)
@@ -163,22 +163,22 @@ class NodeCounters:
             self.notes.update(figures.counted(turn.notes))
 
     def refused(self, fault: Fault) -> None:
-        """A call was refused."""
+        """Count a refused call."""
         self.refusals[fault.kind] += 1
 
     def lost(self, outcome: Outcome) -> None:
-        """A session lost its place to a fresh one. Its rows are not published, and not counted."""
+        """Count a session that lost its place to a fresh one. Its rows are not published, and not counted."""
         self.replaced[outcome.boundary or OTHER] += 1
 
     def place(self, member: Member) -> None:
-        """A place of a group is over."""
+        """Count a finished place of a group."""
         self.stopped_early += member.why == EARLY_STOP
         # not one that is unusable for another reason
         if member.stale and (member.usable or str(member.why).startswith(STALE)):
             self.stale["mark" if member.usable else "drop"] += 1
 
     def published(self, trajectory: Trajectory) -> None:
-        """A session is over."""
+        """Count a finished session."""
         self.sessions[trajectory.outcome.status] += 1
         self.traces += len(trajectory.traces)
         self.trainable_tokens += trajectory.trainable_tokens

@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 import trio
 
-TERM_GRACE = 5.0  # seconds between asking and killing: what polarnode starts has nothing to save by itself
+TERM_GRACE = 5.0  # seconds between TERM and KILL: what polarnode starts has nothing to save by itself
 # seconds for the kernel to be done with killed processes: a GPU context of many GB takes some of them
 KILL_GRACE = 10.0
-POLL = 0.05  # seconds between looks at a group; only while one is being ended
+POLL = 0.05  # seconds between checks of a group, only while one is being ended
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ async def open_process_group(
     """Start a program as the leader of its own session; at the end of the block, TERM then KILL whatever
     remains of its group.
 
-    `stdout` takes stdout and stderr both (None: neither is kept). `env` is the whole environment (None:
-    ours). Raises OSError when the program cannot be started. The process may be awaited inside the block; its
-    end does not end the block.
+    `stdout` receives stdout and stderr (None: neither is kept). `env` is the whole environment (None: that of
+    this process). Raises OSError when the program cannot be started. The process may be awaited inside the
+    block; its end does not end the block.
     """
     sink = stdout if stdout is not None else subprocess.DEVNULL
     process = await trio.lowlevel.open_process(
@@ -60,7 +60,7 @@ async def open_process_group(
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids in a process group that still run, without zombies, which only wait for their parent."""
+    """The ids of the processes of a group that still run, without zombies."""
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -72,7 +72,7 @@ def _group_of(entry: Path) -> int | None:
     try:
         after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return None  # it ended while we looked
+        return None  # it ended during the check
     state, _, group = after_name[:3]
     return None if state in "ZX" else int(group)
 

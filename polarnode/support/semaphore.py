@@ -2,7 +2,7 @@
 
 It wakes its waiters by priority, then by age. Trio's own limiters are first come, first served, and a trainer
 that raises the priority of a task expects its sessions to pass the waiting ones. A limit may change at any
-time; who is inside stays inside.
+time; sessions already in the stage stay in it.
 """
 
 import heapq
@@ -69,11 +69,11 @@ class PrioritySemaphore:
         if turn in self._waiting:
             self._waiting.remove(turn)
             heapq.heapify(self._waiting)
-        else:  # the place was handed over in the very tick we were cancelled
+        else:  # the place was handed over in the tick of the cancellation
             self._leave()
 
     def _leave(self) -> None:
-        """Hand the place to the next waiter, or free it where none waits or too many are inside."""
+        """Give the place to the next waiter, or free it when nobody waits or too many are inside."""
         if self._waiting and self._inside <= self.limit:
             heapq.heappop(self._waiting)[2].set()
         else:

@@ -16,7 +16,7 @@ through the envelope.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 from urllib.parse import parse_qs
 
@@ -254,11 +254,7 @@ def _output(result: CodeExecutionResult) -> str:
 
 def _once(refs: Iterable[str]) -> tuple[str, ...]:
     """Each reference once: all thoughts and calls of an answer carry the same signature."""
-    return tuple(dict.fromkeys(_nonempty(refs)))
-
-
-def _nonempty(refs: Iterable[str]) -> Iterator[str]:
-    yield from (ref for ref in refs if ref)
+    return tuple(dict.fromkeys(ref for ref in refs if ref))
 
 
 # ── schemas ────────────────────────────────────────────────────────────
@@ -434,7 +430,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
         extras={
             "thoughts": bool(config.thinkingConfig and config.thinkingConfig.includeThoughts),
-            "sse": _sse(envelope.query),
+            "sse": "sse" in parse_qs(envelope.query).get("alt", ()),
         },
     )
 
@@ -447,10 +443,6 @@ def _request(body: bytes) -> tuple[GenerateRequest, tuple[str, ...]]:
         return structure(spelled, CountRequest).generateContentRequest, unknown
     spelled, unknown = respelled(value, GenerateRequest)
     return structure(spelled, GenerateRequest), unknown
-
-
-def _sse(query: str) -> bool:
-    return "sse" in parse_qs(query).get("alt", ())
 
 
 def _thinking(config: ThinkingConfig | None) -> bool | None:

@@ -43,7 +43,7 @@ _ANY_OBJECT = Constraint(kind="json_schema", text='{"type":"object"}')
 
 def constraint(request: ChatRequest) -> Constraint | None:
     """The constraint on the answer. Raises Refused when there is more than one."""
-    found = dict(_said(request))
+    found = dict(_constraints(request))
     if len(found) > 1:
         first, second, *_ = found
         raise Refused(
@@ -52,7 +52,7 @@ def constraint(request: ChatRequest) -> Constraint | None:
     return next(iter(found.values()), None)
 
 
-def _said(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+def _constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     if request.response_format is not None and request.response_format.type != "text":
         yield "$.response_format", _formatted(request.response_format)
     yield from _schemas(request)

@@ -97,10 +97,8 @@ def unseal(opaque: str) -> SealedContent | None:
         content = read_json(data) if packed.eof else None
     except (NotBase64, ValueError, zlib.error, Refused):
         return None
-    return _read(content) if isinstance(content, dict) else None
-
-
-def _read(content: dict[str, Json]) -> SealedContent:
+    if not isinstance(content, dict):
+        return None
     summary = content.get("c")
     return SealedContent(
         signature=_text(content.get("s")),

@@ -48,7 +48,8 @@ def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bo
         or ""
     )
     helper = headers.get("x-openai-subagent") or _text(turn.get("subagent_kind"))
-    session = _first(headers, _SESSION) or _text(body.get("session_id")) or _text(request.prompt_cache_key)
+    session = next((headers[name] for name in _SESSION if headers.get(name)), "")
+    session = session or _text(body.get("session_id")) or _text(request.prompt_cache_key)
     agent = (headers.get("thread-id") or _text(turn.get("thread_id")) or session) if parent or helper else ""
     named = {
         "session": session,
@@ -65,10 +66,6 @@ def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
     if "compact" in helper:
         return "compaction"
     return _KINDS.get(_text(turn.get("request_kind"))) or ("subagent" if helper or parent else "")
-
-
-def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return next((headers[name] for name in names if headers.get(name)), "")
 
 
 def _turn(header: str | None) -> Mapping[str, Json]:
