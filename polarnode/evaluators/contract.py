@@ -81,7 +81,7 @@ class Evaluator:
 
 Config = TypeVar("Config")
 ROOT = "$.evaluator.config"
-COMMAND_BYTES = 100_000  # Linux takes 131,072 bytes of one argument, a script of ours around it
+COMMAND_BYTES = 100_000  # Linux allows 131,072 bytes per argument, and a wrapper script is added
 
 
 def read(config: Mapping[str, Json], shape: type[Config]) -> Config:
@@ -123,7 +123,7 @@ def command(name: str, text: str | None) -> None:
 
 # ── rewards ────────────────────────────────────────────────────────────────────
 
-LARGEST = sys.float_info.max  # of a reward: beyond it, and for what is no number, a comparison fails
+LARGEST = sys.float_info.max  # the largest reward; for larger values and NaN the comparison fails
 
 
 def is_finite(reward: object) -> TypeGuard[float]:
@@ -192,7 +192,7 @@ TAIL = 2000  # characters of an output kept in metrics: enough for a traceback's
 # of an output that are read for names of tests: a suite prints some 100 KB, and reading 2 MiB holds the event
 # loop for 0.2 s
 LOG_BYTES = 2 << 20
-NAMES = 50  # names of tests shown of each kind: nobody reads more, and PASS_TO_PASS has thousands
+NAMES = 50  # test names shown per kind; PASS_TO_PASS can have thousands
 NAME = 200  # characters of one name: parametrized ids hold whole documents
 GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
 # said on the stderr the program does not have: its exit code alone may be its own, or the kernel's out of
@@ -235,7 +235,7 @@ class ProgramResult:
 
     @property
     def metrics(self) -> dict[str, Json]:
-        """What is kept of it with a verdict."""
+        """What is stored with the verdict."""
         return {"exit_code": self.exit_code, "output_tail": self.tail, **self._flags}
 
 

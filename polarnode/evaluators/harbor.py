@@ -18,7 +18,7 @@ from polarnode.evaluators import command, contract
 from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script
 
 TEST, OLD_TEST = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
-MODE = 0o755  # of a file given as text alone: what of the tests runs what is their business
+MODE = 0o755  # of a file given as text alone: any test file may execute another
 
 
 @frozen(kw_only=True)
@@ -150,8 +150,8 @@ async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult)
 
 
 def _read(content: bytes, path: str, config: HarborConfig) -> tuple[float, dict[str, Json]]:
-    """A number; or of several the one that is called `reward` or as the task says; or their mean, and it is
-    said that it is.
+    """A single number, or one of several: the one called `reward` or named by `reward_key`, otherwise their
+    mean, which the metrics then state.
     """
     value = command.parsed(content, path)
     if not isinstance(value, dict):

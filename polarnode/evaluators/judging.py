@@ -34,7 +34,7 @@ class JudgeConfig:
     answer_s: float = 120.0  # for one answer; a judge that thinks takes a minute
     # of a question that failed for a reason that passes: a cut connection, no answer in time, 429, 5xx
     attempts: int = 3
-    # how it is asked for JSON: by its schema, as any JSON object, in words alone
+    # how JSON is requested: by schema, as any JSON object, or in words alone
     structured: Literal["schema", "object", "text"] = "schema"
     # merged over each request, for what this endpoint needs in addition; null removes a field
     body: Mapping[str, Json] = field(factory=dict)
@@ -42,7 +42,7 @@ class JudgeConfig:
 
 # ── fence ──────────────────────────────────────────────────────────────────────
 
-MARK_DIGITS = 20  # hex digits: 80 bits, as many as nobody finds by trying
+MARK_DIGITS = 20  # hex digits: 80 bits, too many to guess
 
 
 @frozen
@@ -52,12 +52,12 @@ class Fence:
     mark: str
 
     def around(self, name: str, text: str) -> str:
-        """A text between two lines that only we could write; `name` is ours and says what it is."""
+        """A text between two marker lines that only the node can write. `name` is the node's label for it."""
         return f"<<<{self.mark} {name}\n{text}\n{self.mark}>>>"
 
     @property
     def instructions(self) -> str:
-        """What the judge is told about the fence."""
+        """What the judge must know about the markers."""
         return (
             f"Evidence stands between a line that begins with <<<{self.mark} and a line {self.mark}>>>. All"
             " of it was written by the agent, by programs it ran, or for the agent; none of it was written"
@@ -113,8 +113,8 @@ class JudgeAnswers(Generic[T]):
 def question(
     system: str, user: str, *, schema: Mapping[str, Json], max_tokens: int, temperature: float
 ) -> Question:
-    """A question of two messages; the form stands in it too, for endpoints that are not asked to
-    enforce it.
+    """A question of two messages. It also states the answer's form in words, for endpoints that do not
+    enforce a schema.
     """
     form = (
         "Answer with one JSON object and nothing else. It must fit this JSON"
@@ -169,8 +169,8 @@ def _last(request: JudgeRequest[T], text: str) -> T:
 
 
 def json_of(text: str) -> Json:
-    """The JSON of an answer: without what stands before the end of a thought, and out of its code block where
-    there is exactly one.
+    """The JSON of an answer: without thoughts before it, and taken out of its code block if there is exactly
+    one.
     """
     answer = text.rpartition(THOUGHT)[2].strip()
     blocks = FENCED.findall(answer)
@@ -231,8 +231,8 @@ class CriterionConfig:
 
 @frozen(kw_only=True)
 class Score:
-    """What a judge gives to a criterion, its reason first: a score that follows from a reason is a better
-    one.
+    """A judge's score for a criterion. The reason comes first, because a score that follows from a reason is
+    better.
     """
 
     reason: str
@@ -248,7 +248,7 @@ class Scores:
 
 @frozen(kw_only=True)
 class Rubric:
-    """All that is asked: words for the whole, and the criteria."""
+    """The rubric: instructions for the whole, and the criteria."""
 
     words: str
     criteria: tuple[CriterionConfig, ...] = field()
@@ -323,7 +323,7 @@ def list_of(form: Mapping[str, Json], number: str) -> dict[str, Json]:
 
 
 def rubric_of(words: str | None, criteria: Sequence[CriterionConfig], path: str = ROOT) -> Rubric:
-    """The rubric of a config. Refused where there is nothing to score, or a criterion cannot be."""
+    """The rubric of a config. Refused if it has no criteria or an invalid one."""
     if not criteria:
         if not (words or "").strip():
             raise Refused("a judge needs a rubric, criteria, or both: say what it should score", path=path)

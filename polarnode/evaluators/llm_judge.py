@@ -50,9 +50,7 @@ class LlmJudgeConfig:
 
 
 def evaluator(allowed: Allowed) -> Evaluator:
-    """The evaluator, for a node that has these judges. It reads what the harness left where it was left, so
-    no copy is made for it.
-    """
+    """The evaluator for a node with these judges. It reads the workdir in place, so no copy is made."""
 
     def check(config: Mapping[str, Json]) -> None:
         check_judge(read_config(config).judge, allowed, f"{contract.ROOT}.judge")

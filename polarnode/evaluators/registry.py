@@ -116,7 +116,7 @@ async def _verdict(name: str, part: WeightedEvaluator, finished: Finished) -> Ve
 
 
 def _checked(verdict: object, finished: Finished) -> Verdict:
-    """A part may be anybody's code: what it says is looked at here, where its name is still known."""
+    """Check a part's verdict here, where the part's name is known: a part may be user code."""
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(f"it returned {type(verdict).__name__}: return a polarnode.records.Verdict")
     lineages, turns = checked_rewards(verdict, finished.turns)
@@ -161,10 +161,9 @@ WHOLE = "$.evaluator"
 def find(
     spec: EvaluatorSpec, *, allowed_imports: tuple[str, ...] = (), judges: Collection[str] | None = None
 ) -> Evaluator:
-    """The evaluator of a task, its config already looked at. An import path must lead to an `Evaluator`
-    value.
+    """The evaluator of a task, with its config checked. An import path must name an `Evaluator` value.
 
-    `judges` are the names of the node's, None where they are not known.
+    `judges` are the names of the node's judges, or None if they are not known.
     """
     allowed = Allowed(imports=allowed_imports, judges=judges)
     if not spec.parts:

@@ -142,9 +142,7 @@ def statuses(output: str) -> dict[str, str]:
 
 
 def short(name: str) -> str:
-    """A test's name without its file: `method`, or `Class.method`. What pytest adds behind a dash is not part
-    of it.
-    """
+    """A test's name without its file: `method` or `Class.method`, without pytest's suffix after a dash."""
     parts = name.split(" - ")[0].split("::")
     return ".".join(parts[-2:]) if len(parts) > 2 else parts[-1]
 

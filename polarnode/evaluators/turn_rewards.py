@@ -113,7 +113,7 @@ def counted(rules: Sequence[str], turns: Sequence[Turn]) -> dict[int, dict[str, 
 Whose = Literal["turn", "lineage"]
 Total = Literal["sum", "mean", "none"]
 
-# turns one session's judge may be asked about: more is a run budget's mistake, and hours of a judge
+# the most turns a judge scores per session; more would take hours and points to a wrong run budget
 MOST_ITEMS = 256
 
 
@@ -212,14 +212,14 @@ TASK_SHARE = 4  # of the evidence at most one in so many characters is the task'
 
 @frozen(kw_only=True)
 class JudgedRewards:
-    """Rewards by number, and what is kept of how they came about."""
+    """Rewards by number, and the record of how they were determined."""
 
     rewards: Mapping[int, float]
     metrics: Mapping[str, Json] = field(factory=dict)
 
 
 async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) -> JudgedRewards:
-    """Ask about the session's turns or lineages. A session without any is asked nothing."""
+    """Have a judge score the session's turns or lineages. For a session without any, no call is made."""
     turns = turn_texts(finished.turns, message_most=config.message_chars, thinking=config.thinking)
     numbers = (
         [turn.index for turn in turns]
@@ -246,7 +246,7 @@ async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) 
 
 @frozen(kw_only=True)
 class _Asking:
-    """What is asked about one session; its turns are written once, however many questions show them."""
+    """The questions about one session. Its turns are rendered once, however many questions show them."""
 
     instruction: str
     config: TurnJudgeConfig

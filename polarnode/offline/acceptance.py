@@ -23,7 +23,7 @@ from polarnode.core.conversation import Json, Part, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 
-# characters: what a user writes on a command line; a parser's recursion stays far away
+# characters: enough for a command line, and far below the parser's recursion limit
 LONGEST: Final = 1000
 _TYPES: Final = (type(None), bool, int, float, str)
 
@@ -60,7 +60,7 @@ _SAME: Final = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)
 
 
 def read_expression(text: str, columns: Collection[str]) -> ast.expr:
-    """The tree of a valid expression. Refused with one sentence that names what is unknown."""
+    """The tree of a valid expression. Refused with one sentence that names the unknown part."""
     if len(text) > LONGEST:
         raise Refused(f"the expression has {len(text)} characters: {LONGEST} are enough")
     try:
@@ -333,7 +333,7 @@ class AcceptanceResult:
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """Refused with a sentence for what is no expression over COLUMNS."""
+    """Parse an expression over COLUMNS. Refused with a sentence if it is invalid."""
     return Acceptance(text=text.strip(), tree=read_expression(text, tuple(COLUMNS)))
 
 
@@ -351,8 +351,8 @@ def _says(part: Part) -> bool:
 
 
 def judge(acceptance: Acceptance, trajectory: Trajectory) -> AcceptanceResult:
-    """Never raises. An empty session and one without a trace have nothing to train on, whatever the
-    expression says.
+    """Whether a session is accepted, and why not. Never raises. An empty session or one without a trace is
+    never accepted, whatever the expression.
     """
     if trajectory.outcome.status in ("cancelled", "interrupted"):  # it was stopped before its end
         return AcceptanceResult(reason=trajectory.outcome.status, because=_why(trajectory))
@@ -378,7 +378,7 @@ def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str,
 
 
 def _clause(tree: ast.expr, facts: Mapping[str, Json]) -> ast.expr:
-    """The first part of a conjunction that does not hold; the whole where it is none."""
+    """The first part of a conjunction that does not hold, or the whole expression if it is no conjunction."""
     if not (isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)):
         return tree
     return next((each for each in tree.values if truth(evaluate(each, facts)) is not True), tree)

@@ -78,7 +78,7 @@ def manifest_of(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: st
 
 
 def read_manifest(body: Json, *, folder: str) -> Manifest:
-    """The manifest of a folder. Refused when it is none."""
+    """The manifest of a folder. Refused if the folder has no valid one."""
     try:
         return structure(body, Manifest)
     except Refused as refused:
@@ -219,7 +219,7 @@ class GenerationTable:
         return [*ordered, self.total]
 
     def seen(self) -> list[Reason]:
-        """The reasons that occurred besides acceptance, in their order."""
+        """The reasons other than acceptance that occurred, in their order."""
         return [reason for reason in REASONS if reason != "accepted" and self.total.reasons[reason]]
 
     def json(self) -> dict[str, Json]:

@@ -148,7 +148,9 @@ def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
 
 
 def _arguments(text: str) -> Json:
-    """An object, as templates want it; other text stays as it is, and no text is an empty object."""
+    """Tool-call arguments as an object, as templates require. Text that is not an object stays as it is;
+    empty text becomes an empty object.
+    """
     if not text.strip():
         return {}
     try:

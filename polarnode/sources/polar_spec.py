@@ -165,7 +165,7 @@ def _note_clean(evaluator: PolarEvaluator, note: Note) -> None:
 
 
 def _with_tests(config: dict[str, Json], folder: Path) -> dict[str, Json]:
-    """Files in the place of `tests_dir`, which is a folder of whoever submits."""
+    """Add the files of `tests_dir`, a folder on the submitter's machine."""
     tests = folder / str(_needed(config, "tests_dir"))
     if not tests.is_dir():
         raise Refused(

@@ -82,14 +82,14 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def named(refused: Refused, origin: str) -> Refused:
-    """A refusal that says where it was met, once."""
+    """A refusal with the name of where it happened, added once."""
     text = str(refused)
     return refused if text.startswith(origin) else Refused(f"{origin}: {text}", path=refused.path)
 
 
 def below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files below a folder by their relative name, sorted. Refused for what is no file of that folder:
-    links that lead out, devices.
+    """The files below a folder by relative name, sorted. Refused for devices and for links that lead out of
+    the folder.
     """
     root = folder.resolve()
     for file in sorted(folder.rglob("*")):

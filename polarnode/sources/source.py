@@ -31,7 +31,7 @@ HOW = f"name its kind with --kind ({', '.join(KINDS)})"
 
 
 def detect(path: Path) -> Kind:
-    """The kind of what lies at `path`. Refused when it is none, or could be several."""
+    """The kind of source at `path`. Refused if none or several fit."""
     return _folder(path) if path.is_dir() else _file(path)
 
 
@@ -95,7 +95,7 @@ def _lines(file: Path) -> Kind:
         try:
             return _value(codec.read_json(line), file, listed=True)
         except Refused:
-            return "jsonl"  # whose reader says what is wrong with the line
+            return "jsonl"  # its reader reports what is wrong with the line
     raise Refused(f"{file} is empty: it holds no task")
 
 
@@ -194,8 +194,8 @@ def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
 
 
 def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:
-    """On the task's own image the harness is still to be put, unless it is a command of the task's own, or
-    the user says otherwise.
+    """Set `add_harness` for a task on its own image, unless its harness is a command of its own or the user
+    set it.
     """
     harness, runtime = value.get("harness"), value.get("runtime")
     if harness is None:

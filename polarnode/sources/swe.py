@@ -49,7 +49,7 @@ Do not change tests that exist; the solution is judged by tests that you do not 
 """
 SWEBENCH_IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
 SWEGYM_IMAGE = "xingyaoww/sweb.eval.x86_64.{id_s}:latest"
-# Whose images are called how; a repository in neither has an image column, or its user says a template.
+# Image names by dataset. A repository in neither needs an image column or --image-template.
 SWEBENCH_REPOS = frozenset(
     [
         "astropy/astropy",
@@ -164,7 +164,7 @@ def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides)
 
 
 def _words(row: Mapping[str, Json]) -> dict[str, str]:
-    """What a template may name: nothing of the solution or its tests."""
+    """The values that a template may use: none of the solution or its tests."""
     name = str(row["instance_id"])
     return {
         "instance_id": name,
@@ -180,7 +180,7 @@ def _words(row: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _filled(template: str, words: Mapping[str, str], path: str) -> str:
-    """A template with its names filled in, once: what is filled in is not read again."""
+    """Fill a template once: inserted text is not expanded again."""
 
     def word(found: re.Match[str]) -> str:
         if found[1] not in words:

@@ -23,7 +23,7 @@ OWN_FILES = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_in
 
 @frozen(kw_only=True)
 class DatasetRow:
-    """A row with its number in its file, from 1; or why it is none."""
+    """A row and its origin (file and number, from 1), or why it cannot be read."""
 
     origin: str
     value: Mapping[str, Json] | None = None

@@ -141,9 +141,7 @@ def _refuse_compose(raw: Any, name: str) -> None:
 
 
 def _tests(folder: Path) -> dict[str, Json]:
-    """tests/ as they are, with the script that runs them, whose exit code the evaluator takes for the
-    reward.
-    """
+    """tests/ unchanged, with the script that runs them; its exit code is the reward."""
     found = inline(folder / "tests") if (folder / "tests").is_dir() else {}
     return {
         **found,
