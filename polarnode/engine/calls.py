@@ -1,5 +1,5 @@
-"""One generation in flight, on the node's side: messages of a host become chunks, an order becomes SGLang's
-request.
+"""One generation in flight, on the node's side: a request becomes SGLang's, and the host's messages become
+chunks.
 
 Everything here is synchronous except the wait for a chunk, so that a call can end inside any cleanup.
 """
@@ -24,8 +24,8 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False) -> None:
-    """Raises ContextTooLong, or EngineError for what would end the engine's own process: an id outside the
-    vocabulary, an ambiguous name.
+    """Raise ContextTooLong, or EngineError for a request that would end the engine's process: an id outside
+    the vocabulary, an ambiguous name.
     """
     if not _REQUEST_ID.fullmatch(order.request_id):
         raise EngineError(
@@ -97,14 +97,14 @@ def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
 
 
 def _seed(order: GenerateOrder) -> int:
-    """The requested seed, else one of the call's own: with deterministic inference SGLang gives all calls
-    without a seed the same samples.
+    """The requested seed, else a seed derived from the call, because with deterministic inference SGLang
+    gives all calls without a seed the same samples.
     """
     return int(order.request_id[:7], 16) if order.sampling.seed is None else order.sampling.seed
 
 
 def _forced(order: GenerateOrder) -> dict[str, Json]:
-    """What limits the choice of tokens, where anything does: SGLang's fields have the names of our kinds."""
+    """The constraint on the choice of tokens, if any. SGLang's fields have the names of our kinds."""
     if order.steering is not None:
         return {"custom_params": dict(order.steering.parameters)}
     return {} if order.constraint is None else {order.constraint.kind: order.constraint.text}
@@ -135,7 +135,7 @@ class Call:
     """An async iterator of chunks. What arrived since the consumer last looked is one chunk, so that a busy
     loop handles fewer chunks, not more.
 
-    What waits is bounded by the requested `max_tokens`, 8 bytes each.
+    The buffer is bounded by the requested `max_tokens`, 8 bytes each.
     """
 
     rid: str
@@ -154,7 +154,7 @@ class Call:
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
     def take(self, piece: Piece | Routed) -> None:
-        """A piece came from the host, or some of the routed experts that come before the last one."""
+        """Take a piece from the host, or some of the routed experts that precede the last piece."""
         self.over = isinstance(piece, Piece) and piece.finish is not None
         if self._left:
             return
@@ -178,12 +178,12 @@ class Call:
         self._arrived.set()
 
     def fail(self, error: EngineError) -> None:
-        """Nothing more will come, and this is why; what came before is still delivered first."""
+        """Fail the call. Chunks that arrived before are still delivered first."""
         self.over, self._error = True, error
         self._arrived.set()
 
     def close(self) -> None:
-        """The consumer left; whatever still comes is dropped."""
+        """The consumer left; later messages are dropped."""
         self._left = True
 
     def __aiter__(self) -> Self:
@@ -199,7 +199,9 @@ class Call:
             self._arrived = trio.Event()  # a piece without tokens
 
     def _chunk(self) -> Chunk:
-        """All that came; the next one waits for more, unless nothing will."""
+        """Everything that has arrived, as one chunk; the next call waits for more unless the call has
+        ended.
+        """
         chunk = Chunk(
             ids=self._ids,
             logprobs=self._logprobs,
@@ -237,7 +239,7 @@ def _top(count: int, alternatives: bytearray, logprobs: bytearray) -> TopLogprob
 
 
 def _experts(parts: list[Routed]) -> RoutedExperts | None:
-    """All rows, which came in order."""
+    """All rows, which arrive in order."""
     if not parts:
         return None
     first, data = parts[0], b"".join(part.data for part in parts)

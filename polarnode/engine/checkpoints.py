@@ -18,12 +18,12 @@ FLOATS = frozenset({"BF16", "F16", "F32"})  # any of them is read as any other
 
 
 class BadCheckpoint(ValueError):
-    """Why weights are not those of the model; one sentence."""
+    """Why weights do not belong to the model, in one sentence."""
 
 
 @frozen
 class Kind:
-    """What a tensor is, whatever its numbers."""
+    """A tensor's shape and dtype, without its values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,8 +64,8 @@ def _head(file: Path) -> dict[str, Any]:
 
 
 def check_folder(path: Path, model: Manifest) -> None:
-    """BadCheckpoint unless the folder holds a whole checkpoint with the tensors of `model`; where those are
-    unknown, any.
+    """Raise BadCheckpoint unless the folder holds a whole checkpoint with the tensors of `model`, or any
+    whole checkpoint if those are unknown.
     """
     if not (path / "config.json").is_file():
         raise BadCheckpoint(
@@ -78,7 +78,7 @@ def check_folder(path: Path, model: Manifest) -> None:
 
 
 def check_tensors(found: Manifest, model: Manifest) -> None:
-    """BadCheckpoint when a tensor is not one of the model, or has another shape or type."""
+    """Raise BadCheckpoint if a tensor is not one of the model's, or has another shape or type."""
     # a tied output head is often listed; it is the embedding
     if unknown := sorted(found.keys() - model.keys() - {"lm_head.weight"}):
         raise BadCheckpoint(f"{_some(unknown)} not in the model")
@@ -92,8 +92,8 @@ def check_tensors(found: Manifest, model: Manifest) -> None:
 
 
 def check_whole(names: Iterable[str], model: Manifest) -> None:
-    """BadCheckpoint when tensors of the model are missing: those would stay as they were, and the model be
-    neither old nor new.
+    """Raise BadCheckpoint if tensors of the model are missing: they would keep their old values, and the
+    model would be neither old nor new.
     """
     if missing := sorted(model.keys() - set(names)):
         raise BadCheckpoint(f"{_some(missing)} missing: send every tensor of the model")
@@ -105,8 +105,8 @@ def _some(names: list[str]) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Of a folder's files, by name, size and time: whether they are still those that were loaded. Empty when
-    there are none.
+    """Fingerprint of a folder's files by name, size and time, to detect changes since they were loaded. Empty
+    if there are none.
     """
     try:
         seen = [

@@ -149,7 +149,7 @@ class Engines:
         return update
 
     async def commit(self, update: Update, loaded: Loaded) -> None:
-        """What `update` loaded and checked is what the node serves."""
+        """Make the weights that `update` loaded and checked the node's weights."""
         self._versions = [*self._versions[1 - VERSIONS :], loaded.version]
         with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
             await update.commit(loaded)
@@ -176,7 +176,7 @@ class Engines:
         return tuple(host.restarts for host in self._hosts)
 
     def note_change(self) -> None:
-        """A host's state changed: wake whoever waits for one."""
+        """Wake the tasks that wait for a host; called when a host's state changes."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -216,7 +216,9 @@ class Engines:
             await self._changed.wait()
 
     async def _send_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
-        """The answers of all hosts that serve. Leaving early drops the answers; the hosts still obey."""
+        """The answers of all serving hosts. Leaving early drops the answers; the hosts still carry out the
+        order.
+        """
         answers: dict[int, Done] = {}
 
         async def ask(host: Host) -> None:
@@ -238,8 +240,8 @@ class Engines:
 
 @asynccontextmanager
 async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None) -> AsyncIterator[Engines]:
-    """Start every host of `settings`, give them once all serve, end them after the block: no process,
-    semaphore or file is left.
+    """Start every host of `settings`, yield them once all serve, and end them after the block, without
+    leaving a process, semaphore or file.
 
     `loaded` are served in place of the weights they start with. Raises EngineError naming the setting to
     change, the log, and its last meaningful line. A host that dies later is restarted alone.
@@ -279,7 +281,7 @@ async def open_hosts(
     ours: list[BaseException] = []
     try:
         async with trio.open_nursery() as nursery:
-            # bounded by the body: cancelled right after it, whatever happened there
+            # bounded by the body: cancelled right after it, on success or failure
             service = trio.CancelScope(shield=True)
             nursery.start_soon(_serve, engines._hosts, service)
             try:

@@ -1,10 +1,11 @@
-"""One engine host for as long as the node lives: its child process is started, spoken to and restarted.
+"""One engine host for the lifetime of the node: start its child process, exchange messages with it, restart
+it.
 
-Everything that is sent goes through `post`, which never waits, so that an abort can be sent from any cleanup.
-When the process dies, its calls and questions end at once and synchronously (`_on_exit`), before anything is
-awaited: nobody waits for a process that is gone. A host that comes back serves the node's weights or nothing;
-weights that cannot be loaded again (tensors of a trainer, a folder that was overwritten) are waited for,
-never guessed.
+Every message is sent through `post`, which never waits, so that an abort can be sent from any cleanup. When
+the process dies, its calls and questions end immediately and synchronously (`_on_exit`), before anything is
+awaited, so that no task waits for a process that is gone. A host that comes back serves the node's weights or
+nothing; weights that cannot be loaded again (tensors of a trainer, a folder that was overwritten) are waited
+for, never guessed.
 """
 
 import logging
@@ -76,13 +77,13 @@ class Questions:
         return question.done
 
     def answer(self, done: Done) -> None:
-        """Answers to questions that nobody waits for any more are dropped."""
+        """Deliver an answer; it is dropped if its question is no longer waiting."""
         if (question := self._open.get(done.call)) is not None:
             question.done = done
             question.answered.set()
 
     def end(self) -> None:
-        """The host died: every open question returns None."""
+        """Answer every open question with None, since the host died."""
         for question in self._open.values():
             question.answered.set()
 
@@ -92,8 +93,8 @@ Ask = Callable[[Callable[[int], ToHost]], Awaitable[Done]]
 
 @frozen(kw_only=True)
 class Loaded:
-    """The weights a host should serve when they are not those it starts with. `path` None: a trainer sent
-    them, and no disk has them.
+    """The weights a host should serve if they are not those it starts with. `path` None: a trainer sent them,
+    and they are on no disk.
     """
 
     version: str
@@ -224,15 +225,15 @@ class Host:
             self.post(Abort(rid=call.rid))
 
     async def ask(self, make: Callable[[int], ToHost]) -> Done:
-        """Send a control message and wait for its answer. A host that dies meanwhile answers so; leaving
-        early only drops the answer.
+        """Send a control message and wait for its answer. If the host dies meanwhile, the answer is a
+        failure. Leaving early only drops the answer.
         """
         return await self._questions.ask(make, self.post) or Done(
             call=0, ok=False, message=self.last_error or "the engine host died"
         )
 
     def restart_with_reason(self, reason: str) -> None:
-        """End this process, whose state is not what it should be. It is started again."""
+        """End this process because its state is wrong. It is started again."""
         self._fatal_message = reason
         self._process_scope.cancel()
 
@@ -264,8 +265,8 @@ class Host:
             self._change("starting")
 
     def _hopeless(self) -> bool:
-        """A first start that fails is a setting to change, not a host to restart; but for a port that was
-        taken meanwhile.
+        """Whether the first start failed for good: a setting must be changed, unless a port was merely taken
+        meanwhile.
         """
         by_chance = self._diagnosis().chance and self.restarts + 1 < FIRST_STARTS
         return self.ready is None and not by_chance
@@ -323,7 +324,7 @@ class Host:
                     return  # the reader sees the end too, and ends this process
 
     async def _receive(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
-        """Until the host is gone: its end of the socket closes with it, whatever ended it."""
+        """Receive until the host is gone: its end of the socket closes with it in any case."""
         decoder = FrameDecoder()
         while True:
             try:
@@ -367,7 +368,7 @@ class Host:
         return call
 
     async def _on_ready(self, ready: Ready) -> None:
-        """A host that came back must first hold the weights and the pause of the one it replaces."""
+        """Bring a restarted host to the weights and the pause of the one it replaces."""
         await self._settled()
         try:
             loaded = await load_target(lambda: self.loaded, self.ask)
@@ -409,7 +410,7 @@ class Host:
         self._on_change()
 
     def _version(self) -> str:
-        """The version it was brought to; the one in its load reports is older."""
+        """The version that the host was brought to; the version in its load reports is older."""
         return self.ready.weight_version if self.ready is not None else self._settings.weight_version
 
 

@@ -81,7 +81,9 @@ def _remove_stale(path: Path) -> bool:
 
 
 def _locked(path: Path) -> bool:
-    """Whether a living node holds it; a folder without a lock was being removed when its host was killed."""
+    """Whether a living node holds the folder. A folder without a lock file was being removed when its host
+    was killed.
+    """
     try:
         lock = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -121,12 +123,14 @@ class Wires:
         return ["--fd", str(self._host.fileno()), "--lifeline-fd", str(self._lifeline)]
 
     def close_theirs(self) -> None:
-        """Once the host runs: while we hold its end of the socket, its death would not close it."""
+        """Close our copies of the host's ends, once the host runs: otherwise its death would not close the
+        socket.
+        """
         self._host.close()
         self._lifeline = _close(self._lifeline)
 
     def cut(self) -> None:
-        """Close the lifeline: the host ends its session now, whatever it is doing."""
+        """Close the lifeline: the host ends its session immediately."""
         self._held = _close(self._held)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """GPU memory lent to a trainer on the same GPUs, and process groups that receive weights.
 
-What SGLang would assert, and so end its scheduler process, is refused here first, with a remedy.
+Requests that SGLang would reject by an assertion, which ends its scheduler process, are refused here first,
+with a remedy.
 """
 
 import trio
@@ -26,7 +27,7 @@ from polarnode.engine.weights import Weights
 
 @define(eq=False)
 class EngineControl:
-    """Takes turns with `Weights`. `keeps`: released weights are kept in main memory and restored from
+    """Excludes updates by `Weights`. `keeps`: released weights are kept in main memory and restored from
     there.
     """
 
@@ -99,8 +100,8 @@ class EngineControl:
             return True
 
     def insist_joined(self, name: str) -> None:
-        """Conflict unless every host is in the group: those that are would wait for a broadcast the others
-        cannot take.
+        """Raise Conflict unless every host is in the group: those in it would wait for a broadcast that the
+        others cannot receive.
         """
         if name not in self._groups:
             raise Conflict(f"no group {name!r} is joined: POST /v1/weights/groups first")
@@ -111,7 +112,7 @@ class EngineControl:
             )
 
     def received(self, update_id: str, bucket: BroadcastBucket) -> Make:
-        """A bucket of an open update that comes over its group."""
+        """Load a bucket of an open update over its group."""
         source = self.weights.opened(update_id).order.source
         if not isinstance(source, DistributedSource):
             raise Conflict(
@@ -121,11 +122,11 @@ class EngineControl:
         return broadcast(bucket, source.group)
 
     def mapped(self, bucket: TensorBucket) -> Make:
-        """A bucket of an open update that is handles of memory."""
+        """Load a bucket of an open update from memory handles."""
         return tensors(bucket, hosts=len(self.weights.engines.restarts), ranks=self.weights.engines.ranks)
 
     async def _failed(self, make: Make) -> EngineError | None:
-        """Send an order to every host; the error, if one failed."""
+        """Send an order to every host; return the error if one failed."""
         with trio.move_on_after(STEP_S, shield=True):
             try:
                 await self.weights.engines.order(make)

@@ -64,8 +64,8 @@ class LoadBroadcast:
 
 @frozen(kw_only=True)
 class CheckUpdate:
-    """All has been sent: answer whether it is a whole model, and with `flush` drop the KV cache of the old
-    weights.
+    """All weights were sent: answer whether they are a whole model, and with `flush` drop the KV cache of the
+    old weights.
     """
 
     call: int
@@ -74,7 +74,7 @@ class CheckUpdate:
 
 @frozen(kw_only=True)
 class CommitUpdate:
-    """What was loaded is `version` from now on, and the copy of the old weights is dropped."""
+    """Name the loaded weights `version`, and drop the copy of the old ones."""
 
     call: int
     version: str
@@ -82,7 +82,7 @@ class CommitUpdate:
 
 @frozen(kw_only=True)
 class RollBack:
-    """What was served before the update is served again."""
+    """Serve the weights from before the update again."""
 
     call: int
 
@@ -145,11 +145,10 @@ HostFinish = Literal["stop", "length", "abort"]
 
 @frozen(kw_only=True)
 class Simulation:
-    """What the simulated engine makes of a model: how fast one GPU of its kind would be, and how its random
-    answers look.
+    """The simulated engine's model: the speed of one GPU, and the shape of the random answers.
 
-    The defaults are about a 30B mixture of experts on one H100. `tokens_per_s` are one request's; 0, there
-    and for the prefill, is at once.
+    The defaults approximate a 30B mixture of experts on one H100. `tokens_per_s` is for one request; 0, also
+    for the prefill, means without delay.
     """
 
     tokens_per_s: float = 80.0
@@ -225,7 +224,7 @@ class Shutdown:
 
 
 class Experts(NamedTuple):
-    """What a row of routed experts is: `top_k` numbers below `number` for each of `layers`."""
+    """The shape of a row of routed experts: `top_k` numbers below `number` for each of `layers`."""
 
     layers: int
     top_k: int
@@ -240,7 +239,7 @@ def _experts(fields: Sequence[int] | None) -> Experts | None:
 class Ready:
     """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
 
-    `experts` is there where the engine remembers which experts read each token.
+    `experts` is set if the engine records which experts read each token.
     """
 
     vocab_size: int
@@ -253,7 +252,7 @@ class Ready:
 
 
 def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
-    """Arrays come off the wire as lists; this field alone is a value of ours."""
+    """Version spans as tuples: arrays arrive from the wire as lists."""
     return tuple(cast(tuple[str, int, int], tuple(each)) for each in arrays)
 
 
@@ -339,7 +338,7 @@ _ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes)
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame of ours: the other end is not the program we started."""
+    """Bytes that are not a valid frame: the other end is not the program that the node started."""
 
 
 def encode(*messages: Message) -> bytes:
@@ -379,8 +378,8 @@ def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
 
 @define(eq=False)
 class FrameDecoder:
-    """Bytes in as they come, messages out once their frame is whole. Raises FrameError on anything else; it
-    is then of no further use.
+    """Takes bytes as they arrive and gives messages once their frame is whole. Raises FrameError on anything
+    else and cannot be used afterwards.
     """
 
     _buffer: bytearray = field(factory=bytearray, init=False)

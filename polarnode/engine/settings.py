@@ -1,5 +1,5 @@
-"""The settings of the engines, the arguments and environment of each host, and why a host did not start.
-Pure.
+"""The settings of the engines, the arguments and environment of each host, and the diagnosis of a host that
+did not start. Pure.
 
 An argument that the node relies on is RESERVED; every other one of SGLang's can be given through `extra`,
 unchecked here because SGLang checks its own. A row of ADVICE is a pattern seen in a real log and a remedy in
@@ -59,7 +59,7 @@ class EngineSettings:
     as it is. A `simulated` engine has a host for each of `gpus` (or per `tp` of them) too, but needs none of
     them to be there. `routed_experts`: remember which experts of a mixture read each token, in main memory:
     layers * experts a token * 4 bytes for each token of the KV cache. `memory_saver`: GPU memory can be lent
-    to others; then weights are gone with it (`discard`), or kept in main memory (`backup`).
+    to others; weights are then discarded (`discard`) or kept in main memory (`backup`).
     """
 
     model_path: Path
@@ -83,14 +83,14 @@ class EngineSettings:
 
 
 def check(settings: EngineSettings) -> None:
-    """Raises EngineError naming the setting that cannot work, before anything is started."""
+    """Raise EngineError naming a setting that cannot work, before anything is started."""
     if not (settings.model_path / "config.json").is_file():
         raise _wrong(
             f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face"
             " checkpoint"
         )
     if taken := sorted(RESERVED & set(settings.extra)):
-        raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the setting of its own")
+        raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the dedicated setting")
     if settings.routed_experts and (reason := unrouted(settings)):
         raise _wrong(f"--routed-experts: {reason}")
     if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
@@ -179,8 +179,8 @@ def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict
 
 
 def _routed_arguments(settings: EngineSettings) -> dict[str, Json]:
-    """SGLang sizes what it keeps of one pass by the largest chunk of a prompt, which -1 does not say; this
-    one still takes a prompt in one pass.
+    """The largest chunk of a prompt. SGLang sizes its per-pass buffers by it, and -1 gives no size; this
+    value still takes a prompt in one pass.
     """
     if not settings.routed_experts:
         return {}
@@ -208,7 +208,9 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Json]:
 
 
 def cpu_tokens(config: Mapping[str, Json]) -> int:
-    """How many tokens of KV cache fit in CPU_CACHE_BYTES for this model at float32, within sense."""
+    """The number of KV-cache tokens that fit in CPU_CACHE_BYTES for this model at float32, within reasonable
+    bounds.
+    """
     layers, heads = _whole(config, "num_hidden_layers", 32), _whole(config, "num_attention_heads", 32)
     kv_heads = _whole(config, "num_key_value_heads", heads)
     head_size = _whole(config, "head_dim", _whole(config, "hidden_size", 4096) // heads)
@@ -334,7 +336,7 @@ _NOISE = re.compile(
 
 
 def diagnose(log: str, fatal_message: str | None = None) -> Diagnosis:
-    """`log` is the end of the host's log, `fatal_message` what the host still sent about itself."""
+    """`log` is the end of the host's log, `fatal_message` the host's last message about its end."""
     line = _first_line(fatal_message) or _last_meaningful(log)
     for text in (line, log):
         for pattern, advice in ADVICE:

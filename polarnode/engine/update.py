@@ -50,7 +50,7 @@ class Update:
     _kept: set[int] = field(factory=set)
 
     async def begin(self, drained: Callable[[], bool], changed: Callable[[], trio.Event]) -> None:
-        """Hold generation and keep what is served. `drained`: no call is under way."""
+        """Hold generation and keep a copy of the served weights. `drained`: no call is under way."""
         self.hosts = tuple(host for host in self.everyone if host.state in ALIVE)
         if not self.hosts:
             raise EngineError("no engine host serves at present: update the weights again once one does")
@@ -75,13 +75,16 @@ class Update:
         self._require(await self._ask(self.hosts, make, note))
 
     async def check(self) -> None:
-        """Everything has been sent. When this returns, every host can serve it and none does yet."""
-        # requests frozen in place keep their cache; nobody else finds it, as the version is its salt
+        """Check the weights after everything was sent. When this returns, every host can serve them and none
+        does yet.
+        """
+        # requests frozen in place keep their cache; no other request finds it, because the version is its
+        # salt
         flush = self.mode != "in_place"
         self._require(await self._ask(self.hosts, lambda call, _: CheckUpdate(call=call, flush=flush)))
 
     async def commit(self, loaded: Loaded) -> None:
-        """Serve it, and let generation go on unless it was held before."""
+        """Serve the new weights, and resume generation unless it was held before the update."""
         self.committed = True
         for host in self.everyone:
             host.loaded = loaded  # first: a host that dies from here on comes back with it
@@ -91,7 +94,7 @@ class Update:
         await self._continue()
 
     async def roll_back(self) -> None:
-        """Serve what was served before."""
+        """Serve the previous weights again."""
         kept = [host for host in self.hosts if host.index in self._kept]
         self._survivors(
             await self._ask(kept, lambda call, _: RollBack(call=call)),
@@ -137,7 +140,7 @@ class Update:
         return answers
 
     def _survivors(self, answers: dict[int, Done], what: str) -> list[Host]:
-        """The hosts that obeyed; the others are ended."""
+        """The hosts that carried out the order; the others are ended."""
         for host in self.hosts:
             answer = answers.get(host.index)
             if answer is not None and not answer.ok and host.state in ALIVE:

@@ -1,13 +1,9 @@
-"""What a trainer says of weights, and what it is told: frozen values, JSON by `wire`.
+"""Weights API values: what a trainer sends and receives, and the load messages for each engine host.
 
-Rule for whoever edits it: a body is read into these and nothing else, so a field here is a field of the API,
-with its row in docs/weights.md.
-
-From what a trainer sends to what each engine host is told. Plain functions: what can not be is refused here,
-before anything is held.
-
-Rule for whoever edits it: payloads are handles, never weights by value: those belong on a disk, or a frame to
-a host would hold gigabytes.
+Frozen values, encoded as JSON by `wire`, and plain functions. Impossible requests are refused here, before
+generation is held. Invariants: a request body is read into these classes only, so every field is a field of
+the API with a row in docs/weights.md; payloads are handles, never weights by value, because a frame to a host
+would otherwise hold gigabytes.
 """
 
 import binascii
@@ -89,8 +85,8 @@ class UpdateOrder:
 
 @frozen(kw_only=True)
 class GroupOrder:
-    """A torch process group: rank 0 is the trainer's, the node's GPUs are `rank_offset` and those
-    behind it.
+    """A torch process group: rank 0 is the trainer's, the node's GPUs have the ranks from
+    `rank_offset` on.
     """
 
     name: str = "weights"
@@ -110,15 +106,15 @@ class PauseOrder:
 
 @frozen(kw_only=True)
 class MemoryOrder:
-    """What memory of the GPUs is meant."""
+    """Which GPU memory to release or take back."""
 
     tags: tuple[MemoryTag, ...] = ALL_MEMORY
 
 
 @frozen(kw_only=True)
 class Served:
-    """One version of the history. `digest` is of its source, to know the same order when it comes again; ""
-    knows none.
+    """One version of the history. `digest` is of its source, to recognise a repeated order; ""
+    matches none.
     """
 
     version: str
@@ -133,12 +129,12 @@ class Served:
 
 
 def digest(order: UpdateOrder) -> str:
-    """Of what an order would load; the mode is how, not what."""
+    """Digest of what an order would load, without its mode."""
     return sha256(dump_json(plain(order.source))).hexdigest()
 
 
 def source_record(order: UpdateOrder, buckets: int) -> dict[str, str]:
-    """A source as the history tells it."""
+    """A source as shown in the history."""
     match order.source:
         case DiskSource(path=path):
             return {"kind": "disk", "path": path}
@@ -158,7 +154,7 @@ PORTS = range(1, 65536)
 
 
 def check(order: UpdateOrder) -> None:
-    """Refused for what can be seen without looking at the disk."""
+    """Raise Refused for errors that are visible without reading the disk."""
     if not 0 < len(order.version) <= 128 or not order.version.isprintable():
         raise Refused("version must be a name of 1 to 128 printable characters", path="$.version")
     if isinstance(order.source, DiskSource) and not Path(order.source.path).is_absolute():
@@ -169,7 +165,7 @@ def check(order: UpdateOrder) -> None:
 
 
 def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:
-    """What an order of one request loads, in order."""
+    """The loads of an order that comes in one request, in order."""
     match order.source:
         case DiskSource(path=path):
             return [lambda call, _: LoadDisk(call=call, path=path)]
@@ -223,7 +219,9 @@ def _bytes(text: str, path: str) -> bytes:
 
 
 def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> Make:
-    """Said before the trainer begins to send: after that it would hang in a broadcast nobody takes."""
+    """Check before the trainer begins to send, because afterwards it would hang in a broadcast without a
+    receiver.
+    """
     if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
         raise Refused("names, dtypes and shapes must be equally many, and at least one", path=path)
     for at, (dtype, shape) in enumerate(zip(bucket.dtypes, bucket.shapes, strict=True)):

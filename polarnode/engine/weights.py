@@ -62,8 +62,8 @@ async def report_if_served(
     """The report of an order whose weights are served already; None for a new one. Conflict for a version
     that names other weights.
 
-    `versions` were served since the node started. What was served last before a restart, and could not be
-    loaded after it, may be sent again.
+    `versions` were served since the node started. A version that was served last before a restart, and could
+    not be loaded afterwards, may be sent again.
     """
     row = await journal.weights_of(order.version)
     if row is None:
@@ -100,8 +100,8 @@ async def _unchanged(recorded: Served) -> bool:
 
 
 async def last_weights(journal: Journal, model: str, *, resume: bool) -> tuple[Loaded | None, str | None]:
-    """What to serve instead of `model`'s own weights, and a sentence when the last version cannot be served
-    or is not to be.
+    """The weights to serve instead of `model`'s own, and a sentence if the last version cannot or must not be
+    served.
     """
     rows = await journal.weights(1)
     if not rows:
@@ -242,7 +242,7 @@ class Weights:
             )
 
     async def add(self, update_id: str, make: Make) -> UpdateOpened:
-        """One more bucket. One that cannot be loaded ends the update, and the old weights are served."""
+        """Load one more bucket. If it cannot be loaded, the update ends and the old weights are served."""
         async with self._lock:
             self.opened(update_id)
             with trio.CancelScope(shield=True):
@@ -260,7 +260,7 @@ class Weights:
         held.buckets, held.last_seen = held.buckets + 1, trio.current_time()
 
     async def commit(self, update_id: str) -> WeightsReport:
-        """All buckets are there: serve them."""
+        """Serve the new weights once all buckets have arrived."""
         async with self._lock:
             held = self.opened(update_id)
             try:
@@ -272,7 +272,7 @@ class Weights:
                     await self._close(held)
 
     async def give_up(self, update_id: str) -> None:
-        """Serve what was served before."""
+        """Abandon the update and serve the previous weights."""
         async with self._lock:
             held = self.opened(update_id)
             with trio.CancelScope(shield=True):
@@ -306,7 +306,7 @@ class Weights:
         await held.stack.aclose()
 
     async def watch(self, ready: trio.Event) -> None:
-        """Give up an update whose trainer is silent: agents wait for it."""
+        """Abandon an update whose trainer is silent, because agents wait for it."""
         ready.set()
         while True:
             held = self._open
@@ -369,7 +369,7 @@ class Weights:
 
     @asynccontextmanager
     async def _counted(self, version: str) -> AsyncIterator[None]:
-        """Keep the figures of an update under way."""
+        """Record the figures of an update under way."""
         self._updating, before = version, self._updates
         try:
             yield
@@ -378,14 +378,14 @@ class Weights:
             self._failures += self._updates == before
 
     def insist_closed(self) -> None:
-        """Conflict while an update of several requests is open."""
+        """Raise Conflict while an update of several requests is open."""
         if self._open is not None:
             raise Conflict(
                 f"an update to version {self._open.order.version!r} is open: commit it or give it up first"
             )
 
     def insist_free(self) -> None:
-        """Conflict while an update is open, or while the memory of the weights is lent."""
+        """Raise Conflict while an update is open, or while the memory of the weights is lent."""
         self.insist_closed()
         if "weights" in self.released:
             raise Conflict(
@@ -393,7 +393,7 @@ class Weights:
             )
 
     async def pause(self, order: PauseOrder) -> WeightsState:
-        """Hold generation until `resume`; calls that come meanwhile wait."""
+        """Hold generation until `resume`; calls that arrive meanwhile wait."""
         async with self.alone():
             self.insist_closed()
             await self.engines.pause(order.mode)

@@ -20,14 +20,14 @@ from polarnode.core.trajectory import Outcome, Status, Trajectory
 
 # ── group ─────────────────────────────────────────────────────────────────────────────────────────
 
-# complete: every place is usable. partial: enough are. early: it was stopped when enough were in. dropped: of
-# no use, and `reason` says why.
+# complete: every place is usable. partial: enough are. early: it was stopped when enough were usable.
+# dropped: unusable; `reason` has the reason.
 GroupState = Literal["complete", "partial", "early", "dropped"]
 
 
 @frozen(kw_only=True)
 class Member:
-    """One place of a group: the session that held it in the end. `why` says why it is unusable, None when it
+    """One place of a group: the session that finally held it. `why` is the reason it is unusable, None if it
     is usable.
 
     `stale`: it is further behind than the task's `max_staleness`, whether that makes it unusable or not.
@@ -45,9 +45,7 @@ class Member:
 
 @frozen(kw_only=True)
 class Group:
-    """A finished group. `trajectories` are those of its members that the reader has, in order of
-    sample_index.
-    """
+    """A finished group. `trajectories` are those that the reader has, in order of sample_index."""
 
     task_id: str
     group_id: str
@@ -81,7 +79,7 @@ EARLY_STOP: Final = "early stop"
 
 @frozen(kw_only=True)
 class Facts:
-    """What is known of a finished session. `trainable_tokens` is None in journals that did not count them."""
+    """Facts of a finished session. `trainable_tokens` is None in journals that did not count them."""
 
     session_id: str
     sample_index: int
@@ -188,7 +186,7 @@ def _missing(members: Sequence[Member]) -> str:
 
 
 def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
-    """The trajectory of a session that ends now, with its staleness. `history`: the versions that were
+    """The trajectory of a session that has just ended, with its staleness. `history`: the versions that were
     served, oldest first; the last is served now.
     """
     return evolve(trajectory, staleness=updates_behind(trajectory, history))
@@ -198,7 +196,8 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
     """Weight updates between the session's oldest sampled token and the last of `history`. None when no
     token's version is in it.
 
-    Of a version that was served more than once the last time counts: a rollback made its tokens fresh again.
+    For a version that was served more than once, the last time counts: a rollback made its tokens fresh
+    again.
     """
     behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
     sampled = {
@@ -225,7 +224,7 @@ def group_json(group: Group) -> dict[str, Json]:
 
 @frozen(kw_only=True)
 class MemberShape(Member):
-    """A member as journals of any version write it."""
+    """A member, read from a journal of any version."""
 
     reward: float | None = None
     usable: bool = False
@@ -259,8 +258,8 @@ def _group(shape: GroupShape, state: GroupState) -> Group:
 
 
 def _of_an_old_journal(shape: GroupShape) -> Group:
-    """The group of an event before journal version 4, which had statuses and rewards alone: judged by them
-    and a task's defaults.
+    """The group of an event before journal version 4. Such events have statuses and rewards only, and are
+    judged by those and a task's defaults.
     """
     facts = (
         Facts(

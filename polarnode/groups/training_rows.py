@@ -62,9 +62,7 @@ def advantages_of(rewards: Sequence[float], estimator: Estimator) -> tuple[float
 
 
 def scales(rewards: Sequence[float], estimator: Estimator) -> tuple[Scale, ...]:
-    """The baseline and spread of each session's rewards; the rewards that its lineages have of their
-    own use the same.
-    """
+    """The baseline and spread for each session's rewards; rewards of its lineages use the same."""
     mean = mean_of(rewards)
     match estimator:
         case "leave_one_out":
@@ -161,7 +159,7 @@ def _rows(
     *,
     process: bool,
 ) -> Iterator[Row]:
-    """The rows of one group. Rewards are compared with those of all usable members, also of those whose
+    """The rows of one group. Rewards are compared with those of all usable members, including members whose
     trajectory the reader does not have.
     """
     rewards = {

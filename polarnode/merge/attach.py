@@ -36,26 +36,25 @@ from polarnode.merge.references import PLACE_DIGITS, Located, References
 
 # ── plans ─────────────────────────────────────────────────────────────────────────────────────────
 
-# Why a turn continues another: its client left before the answer and sent the same request again. The answer
-# of both is the later one's.
+# Reason of a turn that continues another: its client left before the answer and sent the same request again.
+# The later turn holds the whole answer.
 RESUMED: Final = "resumed"
-# Why a call has several turns: its client requested several answers.
+# Reason of the further turns of a call whose client requested several answers.
 CHOICE: Final = "choice"
-# Why a turn begins a row though it could extend one: its task uses the template's thinking policy, and the
-# template leaves out earlier thinking.
+# Reason of a turn that begins a row although it could extend one: its task uses the thinking policy
+# `template`, and the template leaves out earlier thinking.
 THINKING_TEMPLATE: Final = "thinking_template"
 
 
 @frozen(kw_only=True)
 class Plan:
-    """How one request will be rendered. `parent` and `new` decide the prompt; `kind` and `reason` only
-    name it.
+    """How one request will be rendered. `parent` and `new` decide the prompt; `kind` and `reason` only name
+    it.
 
-    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample is missing one,
-    and the suffix of `new`; with a parent and nothing new, generation continues exactly where the
-    parent's sample ended. Without a parent `new` is every message: a full render. `matched` of `total`
-    messages are in the parent's path. `request_key`, `before_key`, `lineage`, `kind` and `role` are
-    copied to the turn.
+    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample is missing one, and
+    the suffix of `new`. With a parent and no new messages, generation continues exactly where the parent's
+    sample ended. Without a parent `new` is every message: a full render. `matched` of `total` messages are in
+    the parent's path. `request_key`, `before_key`, `lineage`, `kind` and `role` are copied to the turn.
     """
 
     index: int
@@ -93,7 +92,7 @@ def resumed(turn: Turn, *, index: int, total: int) -> Plan:
     """The plan that continues a turn's cut sample."""
     kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
     note = (
-        f"{RESUMED}: turn {turn.index}'s client left before its answer and asked the same again; its"
+        f"{RESUMED}: turn {turn.index}'s client left before its answer and repeated the request; its"
         f" {len(turn.sampled)} tokens go on"
     )
     return Plan(
@@ -113,12 +112,12 @@ def resumed(turn: Turn, *, index: int, total: int) -> Plan:
 
 
 def regrouped(request: ModelRequest, references: References) -> ModelRequest:
-    """The request with each answer's calls in one message. O(messages); the request itself where there
-    is nothing to join.
+    """The request with each answer's calls in one message, or the request itself if there is nothing to join.
+    O(messages).
     """
     kept: list[Message] = []
-    joined: dict[int, int] = {}  # turn to the number of messages it came in
-    last: int | None = None  # the place of the assistant message that only tool results follow
+    joined: dict[int, int] = {}  # turn -> the number of messages that showed its calls
+    last: int | None = None  # index of the last assistant message; only tool results follow it
     for message in request.conversation.messages:
         turn = (
             None
@@ -126,7 +125,7 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
             else _turn(kept[last], message, references)
         )
         if turn is not None and last is not None:
-            # its text is the first one's, or empty
+            # its text equals the first message's, or is empty
             kept[last] = kept[last].joined(evolve(message, text="", thinking=""))
             joined[turn] = joined.get(turn, 1) + 1
             continue
@@ -146,8 +145,8 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
 
 
 def _alike(first: Message, second: Message) -> bool:
-    """A cheap test whether two messages may be one answer: the ids of their calls differ only in their
-    places, and the second has no new text.
+    """Cheap test for two messages that may be one answer: their call ids differ only in the call's number,
+    and the second has no new text.
     """
     if not (second.calls and first.calls and second.role == "assistant"):
         return False
@@ -174,13 +173,13 @@ def _turn(first: Message, second: Message, references: References) -> int | None
 
 @frozen(kw_only=True)
 class Attached:
-    """What a request extends: the turn (None: nothing) and how many of its messages that turn's path
-    holds. `path` is the whole request's.
+    """What a request extends: the turn (None for a root) and how many of the request's messages that turn's
+    path holds. `path` is the path of the whole request.
 
-    `follows` is the turn that it continues without extending it: its answer is here, but the user
-    message it answered is missing or changed. `rerendered` is the turn that it could extend if its
-    thinking did not have to be rendered again. `keys` has the path's key before each message, and the
-    last.
+    `follows` is the turn that the request continues without extending it: the turn's answer is here, but the
+    user message it answered is missing or changed. `rerendered` is the turn that the request could extend if
+    its thinking did not have to be rendered again. `keys` holds the path's key before each message and after
+    the last.
     """
 
     path: Path
@@ -199,10 +198,10 @@ class Attached:
 
 @define(eq=False)
 class _Pass:
-    """The state of the one pass. `keys` has one more entry than messages read; `best` is how many of
-    them a turn's path holds.
+    """State of the pass over a request's messages. `keys` has one more entry than messages read; `best` is
+    the number of messages that some turn's path holds.
 
-    `ours` and `odd` are what a `Trail` keeps of it.
+    `ours` and `odd` are kept in a `Trail`.
     """
 
     ledger: Ledger
@@ -216,16 +215,15 @@ class _Pass:
     stray: tuple[int, str] | None = None
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
-    # the first message that differs from the earlier request with the longest common beginning
+    # the first message that differs from the earlier request with the longest common prefix
     diverged: int | None = None
     # the last turn after `best` whose answer stands here, but not the user message it answered
     follows: int | None = None
 
     def recall(self, trail: Trail, length: int) -> int:
-        """Reuse what an earlier pass found in the same first messages; return how many those were.
-
-        Answers are only ever added, so what was ours stays ours. All other assistant messages are
-        looked up again, and the first with another result ends the reuse.
+        """Reuse the results of an earlier pass for the messages both requests begin with; return their
+        number. Answers are only ever added, so a message that was ours stays ours. All other assistant
+        messages are looked up again, and reuse ends at the first with another result.
         """
         self.keys[:] = trail.keys[: length + 1]
         for place in trail.odd:
@@ -280,7 +278,7 @@ class _Pass:
         self.follows = self.follows if found is None else found
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
-        """The key of the turn that a changed message provably is: the same call ids in the same order,
+        """The key of the turn that a changed message provably comes from: same call ids in the same order,
         text equal or dropped.
         """
         candidates = self.ledger.answers_to(before)
@@ -315,7 +313,7 @@ def attach(
 
 
 def _walk(root: str, walk: _Pass) -> _Pass:
-    """One pass over all messages, starting where an earlier request's pass can be reused."""
+    """Pass over the messages once, starting after those whose results an earlier request's pass supplies."""
     numbers = numbers_of(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
@@ -348,7 +346,9 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
 
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
-    """Among twins, the one whose path the request's references prove most; then the latest, with a note."""
+    """Among twins, the turn whose path most of the request's references prove; on a tie the latest, with a
+    note.
+    """
     twins = walk.ledger.answered_with(walk.keys[walk.best])
     if len(twins) == 1:
         return twins[0], []
@@ -365,7 +365,7 @@ def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]
 
 
 def opaques(message: Message) -> Iterator[str]:
-    """Every field of a message that may hold a reference of ours."""
+    """Every field of a message that may hold one of our references."""
     yield from message.refs
     for call in message.calls:
         yield call.id
@@ -374,8 +374,8 @@ def opaques(message: Message) -> Iterator[str]:
 
 
 def excusable(references: References, ours: Message, echoed: Message) -> bool:
-    """Whether an echoed message is one of ours, changed: the same call ids in the same order, text
-    equal or dropped.
+    """Whether an echoed message is a changed answer of ours: same call ids in the same order, text equal or
+    dropped.
     """
     recorded, shown = _located(references, ours), _located(references, echoed)
     return (
@@ -397,14 +397,14 @@ def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
 
 
 def _diverged(walk: _Pass) -> list[str]:
-    """Where the request leaves the path of an earlier one of its conversation, if that is a message the
-    client wrote.
+    """The first message that differs from an earlier request of the same conversation, if the client wrote
+    it.
     """
     place, messages = walk.diverged, walk.messages
     if place is None or place < walk.best or walk.follows is not None or messages[place].role == "assistant":
         return []
     if all(message.role == "system" for message in messages[:place]):
-        return []  # another conversation under the same head
+        return []  # another conversation with the same head
     return [
         (
             f"{figures.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had"
@@ -414,7 +414,7 @@ def _diverged(walk: _Pass) -> list[str]:
 
 
 def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
-    """What the first message after the match that should be ours says otherwise."""
+    """How the first unmatched message that should be ours differs from the answer."""
     if walk.stray is None:
         return []
     if walk.follows is not None:

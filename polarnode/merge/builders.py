@@ -32,8 +32,8 @@ from polarnode.merge.token_extras import row_extras
 
 @frozen(kw_only=True)
 class Slice:
-    """Tokens [start, end) of a row: all or the end of what its turns `first` to `last` (places in the
-    line, inclusive) added.
+    """Tokens [start, end) of a row: all tokens, or the last ones, that turns `first` to `last` (positions in
+    the line, inclusive) added.
     """
 
     start: int
@@ -46,8 +46,8 @@ class Slice:
 
 
 def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> list[Slice]:
-    """The slices of the row that a line of turns makes; one, the whole row, where that is within the
-    limit. `trained` are turn indexes.
+    """The slices of the row of a line of turns; a single slice if the row is within the limit. `trained` are
+    turn indexes.
 
     `line` may begin after the root when at least `limit` of its tokens are there.
     """
@@ -77,8 +77,8 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
 
 
 def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
-    """The trained turns as places (first, last). One that follows a trained sample directly has no
-    context of its own and stays with it.
+    """The trained turns as position ranges (first, last). A turn that follows a trained sample directly has
+    no context of its own and stays in that sample's range.
     """
     places = [place for place, turn in enumerate(line) if turn.index in trained]
     first = places[0]
@@ -90,7 +90,7 @@ def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int
 
 
 def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, int]]:
-    """As many units together as fit, from the left: no other division needs fewer slices."""
+    """Join as many units as fit, from the left; no other division needs fewer slices."""
     first, last = units[0]
     for unit in units[1:]:
         if line[unit[1]].end - line[first].begin > limit:
@@ -101,8 +101,8 @@ def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> I
 
 
 def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int, low: int) -> int:
-    """Where a slice begins whose first trained turn is at place `first`: not before `low`, and at a
-    turn's end if there is one.
+    """Start of the slice whose first trained turn is at position `first`: not before `low`, and at the end of
+    a turn if one is in range.
     """
     sample = line[first].prompt_length
     if low == floor:
@@ -123,7 +123,9 @@ def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
 
 
 def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = None) -> list[Turn]:
-    """The turns from a root to `index`, or as many of the last of them as hold at least that many tokens."""
+    """The turns from a root to `index`; with a number of tokens, only the last turns that together hold at
+    least that many.
+    """
     return ledger.chain(by_index, index, since=-1 if tokens is None else by_index[index].end - tokens)
 
 
@@ -144,14 +146,14 @@ def rows(
     limit: int | None = None,
     prompt_length: int | None = None,
 ) -> Iterator[Trace]:
-    """The same in slices of at most `limit` tokens; each trained turn must be in the line."""
+    """As `row`, in slices of at most `limit` tokens. Each trained turn must be in the line."""
     for cut in slices(line, trained, limit):
         yield _row(line[cut.first : cut.last + 1], trained, cut, prompt_length)
 
 
 def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
     leaf, length = line[-1], cut.end - cut.start
-    # first, before the arrays that are eight times as large exist: it is copied once
+    # before the arrays that are eight times as large are allocated: it is copied once
     mask = _mask(line, trained, cut)
     token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
     with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
@@ -196,7 +198,7 @@ def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
 
 
 def _copy(tokens: "memoryview[int]", source: "array[int]", *, end: int) -> None:
-    """Copy ids so that they end at `end`; those before the row's first are cut."""
+    """Copy ids so that they end at `end`; ids before the row's first position are cut."""
     start = end - len(source)
     if end > 0:
         tokens[max(start, 0) : end] = memoryview(source)[max(-start, 0) :]
@@ -230,10 +232,10 @@ Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
 
 
 def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[str, ...] = ()) -> Built:
-    """The rows of a session as the named builder makes them. Refused for an unknown name, a wrong
-    config or an import that fails.
+    """The rows of a session from the named builder. Raises Refused for an unknown name, a wrong config or a
+    failing import.
 
-    InvariantViolated when the turns themselves are incomplete, before any row is made.
+    Raises InvariantViolated if the turns themselves are incomplete, before any row is made.
     """
     check_turns(turns)
     if spec.import_path is not None:
@@ -248,11 +250,9 @@ def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[st
 
 
 def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
-    """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of
-    them and context in the others.
-
-    The first, and not the longest: rows and tokens are as many either way, and a row then does not
-    change with what comes after it.
+    """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of them and
+    is context in the others. The first is chosen rather than the longest because a row then does not change
+    with later turns; the number of rows and tokens is the same.
     """
     selection = select(turns, config)
     taken: set[int] = set()
@@ -268,8 +268,8 @@ def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
 
 
 def per_request(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
-    """One row for each trained turn: its whole prompt as context, its sample with loss. Of a prompt
-    that is too long the end is kept.
+    """One row for each trained turn: its whole prompt as context, its sample with loss. A prompt that is too
+    long keeps its end.
     """
     selection = select(turns, config)
     limit = selection.settings.max_row_tokens

@@ -18,10 +18,10 @@ EDITED: Final = "edited"  # a message of ours came back changed, proven by its i
 AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id decides
 REWRITTEN: Final = "rewritten"  # an assistant message differs from the answer of the turn at its place
 FOREIGN: Final = "foreign"  # an assistant message that this session did not sample
-# the first message that differs from an earlier request of the same conversation
+# a message differs from an earlier request of the same conversation; the note names the first one
 DIVERGED: Final = "diverged"
 VOLATILE: Final = "volatile"  # the user message that a turn answered is missing or changed
-RESUMED: Final = "resumed"  # it continues the cut sample of another turn
+RESUMED: Final = "resumed"  # the turn continues the cut sample of another turn
 CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
@@ -39,25 +39,26 @@ WORDS: Final = (
 )
 
 KEPT: Final = "its tokens are kept"  # the end of a note on an edit
-AS_SHOWN: Final = "the model sees it as the request shows it"  # the same where the prompt is rendered again
+# the same ending if the prompt is rendered again
+AS_SHOWN: Final = "the model sees it as the request shows it"
 
 _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
 
 def word_of(note: str) -> str | None:
-    """The word that a note begins with; None for a note without one."""
+    """The first word of a note; None for a note without one."""
     head = note.partition(":")[0]
     return head if head in WORDS else None
 
 
 def counted(notes: Iterable[str]) -> "Counter[str]":
-    """How many notes begin with each of the words."""
+    """The number of notes by first word."""
     return Counter(word for word in map(word_of, notes) if word is not None)
 
 
 def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
-    """Notes on earlier thinking, by the places of its messages: those the model was shown, and those
-    the template left out.
+    """Notes on earlier thinking, with message positions: what the model was shown, and what the template left
+    out.
     """
     seen, unseen = ", ".join(map(str, shown)), ", ".join(map(str, hidden))
     hides = (
@@ -80,7 +81,7 @@ def shows_thinking(notes: Iterable[str]) -> bool:
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
-# What is counted by word, and what is counted alone. `prefix_hit_rate` is computed from the sums.
+# Figures counted by word, and single counts. `prefix_hit_rate` is computed from the sums.
 BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
 ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "tokens_sampled", "malformed_calls")
 
@@ -109,8 +110,8 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
 
 
 def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """The counts of many sessions as one; `thinking` is theirs where it is the same for all, else
-    mixed. A value that is no number counts as 0.
+    """The sum of many sessions' counts. `thinking` is the sessions' common policy, else `mixed`. A value that
+    is not a number counts as 0.
     """
     words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
     alone = dict.fromkeys(ALONE, 0)

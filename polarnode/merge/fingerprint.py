@@ -36,9 +36,9 @@ _call = attrgetter("id", "name", "arguments")
 
 @frozen(kw_only=True)
 class Trail:
-    """A request's path: a number for each message, and one key more. `ours` are the places after
-    assistant messages that were exactly a turn's answer, `odd` those of all other assistant messages,
-    both ascending.
+    """A request's path: a number for each message, and a key before each message and after the last. `ours`
+    are the places after assistant messages that were exactly a turn's answer, `odd` those of all other
+    assistant messages, both ascending.
     """
 
     root: str
@@ -48,19 +48,21 @@ class Trail:
     odd: Sequence[int]
 
     def last_ours(self, length: int) -> int:
-        """How many of the first `length` messages end with the last of our own."""
+        """The number of messages up to the last one of ours among the first `length`."""
         found = bisect_right(self.ours, length)
         return self.ours[found - 1] if found else 0
 
 
 @define(eq=False)
 class Trails:
-    """The last requests of a session, the latest last."""
+    """The most recent requests of a session, latest last."""
 
     _kept: list[Trail] = field(factory=list)
 
     def longest(self, root: str, numbers: "array[int]") -> tuple[Trail | None, int]:
-        """The trail that shares the most first messages with a request, and how many."""
+        """The trail with the longest common prefix with a request, and the length of that prefix in
+        messages.
+        """
         best: Trail | None = None
         length = 0
         for trail in reversed(self._kept):
@@ -72,7 +74,7 @@ class Trails:
         return best, length
 
     def keep(self, trail: Trail) -> None:
-        """Remember a request's path, in place of one that it continues."""
+        """Remember a request's path; it replaces a path that it continues."""
         grown = (
             kept
             for kept in self._kept
@@ -86,8 +88,8 @@ class Trails:
 
 
 def numbers_of(messages: Sequence[Message]) -> "array[int]":
-    """A number for each message, int64, of all that its key holds. Most of a plan's time is spent here,
-    so it calls no Python function for a message.
+    """An int64 for each message, covering all that its key covers. Most of a plan's time is spent here, so no
+    Python function is called per message.
     """
     return array(
         "q",
@@ -103,7 +105,7 @@ def numbers_of(messages: Sequence[Message]) -> "array[int]":
 
 
 def _shared(one: "array[int]", other: "array[int]") -> int:
-    """How many first entries two lists have in common."""
+    """Length of the common prefix of two lists."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -118,9 +120,9 @@ def _shared(one: "array[int]", other: "array[int]") -> int:
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
-# 128 bits: a key stands for megabytes of text, and a session asks some thousands of questions.
+# 128 bits: a key represents megabytes of text, and a session makes some thousands of lookups.
 _KEY_BYTES: Final = 16
-# Labels only say why a path is new; a collision costs a wrong word in a report.
+# Labels only explain why a path is new; a collision costs a wrong word in a report.
 _LABEL: Final = 8
 NONE: Final = "-"
 

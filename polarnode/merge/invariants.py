@@ -307,7 +307,7 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
             (len(found), len(expected)),
         )
         raise InvariantViolated(
-            f"invariant 3: {name} has the weight versions {wrong[0]} where the engine said {wrong[1]}"
+            f"invariant 3: {name} has the weight versions {wrong[0]} where the engine reported {wrong[1]}"
         )
 
 

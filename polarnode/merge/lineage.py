@@ -38,7 +38,7 @@ DropsThinking = Callable[[Sequence[Message]], bool]
 
 @frozen(kw_only=True)
 class ThinkingPolicy:
-    """What one session's requests are rendered from where the template decides on earlier thinking."""
+    """The thinking policy `template` for one session: what its requests are rendered from."""
 
     drops: DropsThinking
     ledger: Ledger
@@ -56,7 +56,7 @@ class ThinkingPolicy:
             self._restored(place, messages[place], found) for place in range(found.matched, len(messages))
         )
         thoughts = [place for place, message in enumerate(new) if message.thinking.strip()]
-        # what follows only grows towards the front
+        # scanning towards the front, the messages that follow only grow
         first = bisect_left(thoughts, True, key=lambda place: not self.drops(new[place + 1 :]))
         places = [found.matched + place for place in thoughts]
         return evolve(
@@ -72,7 +72,7 @@ class ThinkingPolicy:
         )
 
     def _restored(self, place: int, message: Message, found: Attached) -> Message:
-        """A message of ours with the thinking that preceded it."""
+        """One of our messages with the thinking that preceded it restored."""
         if message.role != "assistant":
             return message
         key = found.keys[place + 1]
@@ -87,8 +87,8 @@ class ThinkingPolicy:
         return evolve(message, thinking=self.ledger.thinking(author, key))
 
     def _author(self, candidates: Sequence[int], proven: frozenset[int], found: Attached) -> int:
-        """Among twins the one that the message names, then the one whose tokens the request continues,
-        then the latest.
+        """Among twins, the turn that the message's references name, else the turn whose tokens the request
+        continues, else the latest.
         """
         line = (
             frozenset(self.ledger.ancestry(found.before))
@@ -180,8 +180,8 @@ class Lineages:
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
-        """`count` more plans for the request of this one: further samples of the same prompt, siblings
-        and not retries of each other.
+        """`count` more plans for this plan's request: further samples of the same prompt. They are siblings,
+        not retries of each other.
         """
         tree = self._graph
         numbers = range(1, count + 1)
@@ -202,8 +202,8 @@ class Lineages:
         )
 
     def resumed_prefix(self, plan: Plan) -> "array[int]":
-        """The ids of a plan's answer that were sampled before it, by the turns it resumes, int32. Empty
-        for any other plan.
+        """The ids (int32) of a plan's answer that the turns it resumes have sampled. Empty for a plan that
+        resumes none.
         """
         parts, reason, parent = [ids()], plan.reason, plan.parent
         while reason == RESUMED and parent is not None:
@@ -215,8 +215,8 @@ class Lineages:
     def look(
         self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS
     ) -> "tuple[array[int] | None, tuple[Message, ...]]":
-        """What a request would be rendered from, without planning it: the ids of the turn it extends
-        (None for a root), and the messages after it.
+        """Preview of a request without a plan: the ids of the turn it would extend (None for a root), and the
+        messages after it.
         """
         found, new = self._attached(conversation, hints)
         return None if found.parent is None else self._ledger.written(found.parent), new
@@ -228,7 +228,7 @@ class Lineages:
         return self._ledger.written(plan.parent)
 
     def commit(self, turn: Turn) -> None:
-        """Keep a turn that ended, however it ended. InvariantViolated if it is not the planned turn."""
+        """Keep a turn that ended in any way. Raises InvariantViolated if it is not the planned turn."""
         plan = self._graph.plans.get(turn.index)
         if plan is None:
             raise InvariantViolated(
@@ -240,7 +240,9 @@ class Lineages:
         self._keep(turn)
 
     def abandon(self, plan: Plan) -> None:
-        """Forget a plan that will have no turn (its request was refused). Its numbers are not used again."""
+        """Drop a plan that will have no turn because its request was refused. Its numbers are not
+        used again.
+        """
         if plan.index not in self._graph.plans:
             return
         self._graph.drop(plan)
@@ -291,7 +293,7 @@ class Lineages:
     def _classify(
         self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
     ) -> RequestRoles:
-        """The role of a request: its own signs, else that of the sub-agent whose turn it continues."""
+        """The role of a request: by its own signs, else the role of the sub-agent whose turn it continues."""
         names = [tool.name for tool in conversation.tools]
         roles = self._paths.classify(found.path, conversation.messages, hints.get("kind", ""), tools=names)
         if (
@@ -300,7 +302,7 @@ class Lineages:
             and self._ledger.turns[found.before].role == "subagent"
         ):
             return RequestRoles(
-                role="subagent", note=f"the request goes on from turn {found.before}, a sub-agent's"
+                role="subagent", note=f"the request continues turn {found.before}, a sub-agent's"
             )
         return roles
 

@@ -25,7 +25,7 @@ _NO_CONFIG: Final[Mapping[str, Json]] = MappingProxyType({})
 
 @define(kw_only=True)
 class Counts:
-    """What was read and made. `rows` = the `first` rows of sessions + `retries` + `broken`. `empty`
+    """Counts of what was read and made. `rows` = the `first` rows of sessions + `retries` + `broken`. `empty`
     calls sampled nothing and are in no row.
     """
 
@@ -41,7 +41,7 @@ class Counts:
     bad: int = 0
 
     def note(self, began: Began) -> None:
-        """Count why a row began, if one did."""
+        """Count the reason why a row began, if one began."""
         match began:
             case "first":
                 self.first += 1
@@ -63,16 +63,14 @@ class _Session:
 
 @define(eq=False)
 class Sessions:
-    """Takes lines one by one and gives the rows after the last."""
+    """Takes the input line by line; gives the rows after the last line."""
 
     counts: Counts = field(factory=Counts)
     _hasher: Hasher = field(factory=Hasher)
     _open: dict[str | int, _Session] = field(factory=dict)
 
     def take(self, text: bytes, line: int) -> str | None:
-        """Take one line of the input. Returns what is wrong with it in a sentence, or None. An empty
-        line is no record.
-        """
+        """Take one line of the input. Returns a sentence on its fault, or None. An empty line is skipped."""
         if not text.strip():
             return None
         self.counts.records += 1

@@ -1,8 +1,8 @@
 """The role of each request (main, sub-agent, auxiliary, compaction) and why a request starts a new lineage.
 
-The harness's own header decides first, then who asks, then what is asked. Roles label reports and leave side
-calls out of training; they never change the tokens of a prompt. Name the harness beside each sign of a side
-call. An uncertain sign is worse than none, because turns with it are not trained.
+The harness's own header decides first, then the calling agent, then the content of the request. Roles label
+reports and leave side calls out of training; they never change the tokens of a prompt. Name the harness
+beside each sign of a side call. An uncertain sign is worse than none, because turns with it are not trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,20 +68,20 @@ _SUMMARY_STARTS: Final = (
     "<state_snapshot>",  # Gemini CLI, Qwen Code
 )
 
-# The tool that Gemini CLI gives to its sub-agents alone, to end with.
+# The tool that Gemini CLI gives only to its sub-agents; they call it to finish.
 _SUBAGENT_TOOL: Final = "complete_task"
 
-# A text an answer hands to a tool is a sub-agent's task when a fresh conversation asks for it. Shorter ones
-# are names, flags and file names.
+# A text that an answer passes to a tool is a sub-agent's task if a new conversation begins with it. Shorter
+# texts are names, flags and file names.
 _TASK_LENGTH: Final = 20
 _LONGEST_TASK: Final = 16_384  # longer ones are files
-# Sub-agents start at once: the tasks of the last calls are enough, and 64 of 16 KB are 1 MB at the very most.
+# Sub-agents start immediately, so the tasks of the last calls are enough; 64 texts of 16 KB are at most 1 MB.
 _TASKS: Final = 64
 
 
 @frozen(kw_only=True)
 class RequestRoles:
-    """The role of a turn, and a sentence when it is not main."""
+    """The role of a turn, and a note if it is not main."""
 
     role: TurnRole = "main"
     note: str | None = None
@@ -89,15 +89,15 @@ class RequestRoles:
 
 @define(eq=False)
 class PathIndex:
-    """How the session's paths began, and what was passed to tools: enough to tell who asks, and what is
-    new about a new path.
+    """How the session's paths began, and what was passed to tools. This identifies the calling agent, and
+    what is new about a new path.
     """
 
     _seen: set[str] = field(factory=set)
     _main_systems: set[str] = field(factory=set)
     _first_agent: str | None = None
     _main_has_tools: bool = False
-    _summarised: bool = False  # a summary was asked for, and no conversation has begun since
+    _summarised: bool = False  # a summary was requested, and no conversation has begun since
     _tasks: list[str] = field(factory=list)
 
     def note(self, path: Path, role: TurnRole) -> None:
@@ -114,7 +114,7 @@ class PathIndex:
             self._main_has_tools |= path.tools != NONE
 
     def note_answer(self, answer: Answer) -> None:
-        """Remember what an answer passes to tools: it may be a sub-agent's task."""
+        """Remember what an answer passes to tools, since it may be a sub-agent's task."""
         for call in answer.calls:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
@@ -122,19 +122,21 @@ class PathIndex:
     def classify(
         self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()
     ) -> RequestRoles:
-        """The role of a request. `kind` is the role that the harness itself gives, where it does;
-        `tools` are the names of the tools it may call.
+        """The role of a request. `kind` is the role that the harness itself states, if any; `tools` are the
+        names of the tools that the model may call.
         """
         for role in _ROLES:
             if role == kind:
                 return RequestRoles(
-                    role=role, note=None if role == "main" else f"the harness says that this call is {role}"
+                    role=role, note=None if role == "main" else f"the harness marks this call as {role}"
                 )
         sign = _sign(messages)
         if sign is not None:
             return RequestRoles(role=sign.role, note=sign.note)
         if self._first_agent not in (None, path.agent):
-            return RequestRoles(role="subagent", note="another agent of the harness asks than at first")
+            return RequestRoles(
+                role="subagent", note="the request comes from another agent of the harness than the first one"
+            )
         if path.tools == NONE and self._main_has_tools:
             return RequestRoles(
                 role="auxiliary",
@@ -146,14 +148,12 @@ class PathIndex:
             )
         if self._is_delegated(path, messages):
             return RequestRoles(
-                role="subagent", note="the request begins with what an earlier answer handed to a tool"
+                role="subagent", note="the request begins with a text that an earlier answer passed to a tool"
             )
         return RequestRoles()
 
     def why_root(self, path: Path, messages: tuple[Message, ...]) -> str:
-        """What is new about a path that extends nothing: first, compaction, tools, thinking, system, rewrite
-        or conversation.
-        """
+        """Why a path extends nothing: first, compaction, tools, thinking, system, rewrite or conversation."""
         if not self._seen:
             return "first"
         if holds_summary(messages):
@@ -171,8 +171,8 @@ class PathIndex:
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
 
     def _is_delegated(self, path: Path, messages: tuple[Message, ...]) -> bool:
-        """Whether a fresh conversation under another head than the main one's asks for what a tool
-        was given.
+        """Whether a new conversation with another head than the main one's begins with a text that was passed
+        to a tool.
         """
         if (
             not self._tasks
@@ -186,10 +186,11 @@ class PathIndex:
 
 
 def reclassify_roles(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The turns with the roles that only the whole session tells: a side call that came first is one too.
+    """The turns with the roles that only the whole session shows: a side call that came first is recognised
+    too.
 
-    A title is asked for before the conversation it names, and is then taken for the main one. The journal
-    keeps what was known at the time; who builds, reports or publishes a session's turns casts them again.
+    A title may be requested before the conversation it names, and is then recorded as main. The journal keeps
+    the role known at that time; code that builds, reports or publishes a session's turns calls this first.
     """
     if not any(turn.role == "main" and _has_tools(turn) for turn in turns):
         return tuple(turns)
@@ -212,7 +213,7 @@ def holds_summary(messages: tuple[Message, ...]) -> bool:
 
 
 def _sign(messages: tuple[Message, ...]) -> _Sign | None:
-    """The sign of a side call that a request bears."""
+    """The sign of a side call in a request, if there is one."""
     system_texts = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
     ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
     starts = {"system": system_texts, "user": ends}
@@ -233,7 +234,7 @@ def _tasks_of(arguments: str) -> list[str]:
 
 
 def _texts(value: Json) -> Iterator[str]:
-    """The strings in a value, however deep: a model may nest brackets without end."""
+    """The strings in a value at any depth. Iterative, because a model may nest brackets without end."""
     waiting = [value]
     while waiting:
         match waiting.pop():

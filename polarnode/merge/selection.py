@@ -22,7 +22,7 @@ ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 # What an agent does for its task; titles, routing and summaries are the harness's own business, under prompts
 # that no evaluator judges.
 TRAINED_ROLES: Final[frozenset[TurnRole]] = frozenset(("main", "subagent"))
-SHORTEST_ROW: Final = 2  # a token to be conditioned on, and a sampled one
+SHORTEST_ROW: Final = 2  # one token of context and one sampled token
 
 
 @frozen(kw_only=True)
@@ -43,23 +43,23 @@ class Settings:
 
 
 _SWITCHES: Final[Mapping[str, str]] = {
-    "train_superseded": "whether answers are trained that were cut and asked for again",
+    "train_superseded": "whether cut answers that the client requested again are trained",
     "train_failed": "whether what was sampled before the engine failed is trained",
-    "train_cut": "whether answers are trained that ended at their token limit",
-    "train_partial": "whether answers are trained that ended because the client left or an abort came",
+    "train_cut": "whether answers that ended at their token limit are trained",
+    "train_partial": "whether answers that ended because the client left or by an abort are trained",
 }
 _OLDER_WORD: Final = "train_auxiliary"
 NAMES: Final = (*(field.name for field in fields(Settings)), _OLDER_WORD)
 
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
-    """The settings in a config. Refused, with the field's path, for an unknown name or an impossible
+    """The settings in a config. Raises Refused, with the field's path, for an unknown name or an invalid
     value.
     """
     unknown = [name for name in config if name not in NAMES]
     if unknown:
         raise Refused(
-            f"builders know no setting {unknown[0]!r}: theirs are {', '.join(NAMES)}", path=_path(unknown[0])
+            f"builders have no setting {unknown[0]!r}: use one of {', '.join(NAMES)}", path=_path(unknown[0])
         )
     switches = {
         name: _switch(config, name, what, getattr(Settings(), name)) for name, what in _SWITCHES.items()
@@ -121,8 +121,8 @@ def _path(name: str) -> str:
 
 @frozen(kw_only=True)
 class TrainableSelection:
-    """The session's turns by index, those that are trained in index order, and the others with their
-    reason.
+    """The session's turns by index, the trained turns in index order, and the turns left out with their
+    reasons.
     """
 
     by_index: Mapping[int, Turn]
@@ -138,8 +138,8 @@ class TrainableSelection:
         return tuple(turn for turn in self.trained if turn.index not in inner)
 
     def _extended(self) -> set[int]:
-        """The turns that some trained turn extends. Each is visited once, so a thousand leaves on one
-        trunk cost no more than one.
+        """The turns that some trained turn extends. Each is visited once, so the cost does not grow with the
+        number of leaves on a trunk.
         """
         inner: set[int] = set()
         for turn in self.trained:
@@ -151,7 +151,7 @@ class TrainableSelection:
 
 
 def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelection:
-    """The turns of a session that a builder's config trains. Refused for a wrong config."""
+    """The turns of a session that a builder's config trains. Raises Refused for a wrong config."""
     settings = read_settings(config)
     by_index = {turn.index: turn for turn in turns}
     ordered = [by_index[index] for index in sorted(by_index)]
@@ -191,7 +191,7 @@ def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> 
 
 
 def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
-    """For turns whose answer continued exactly where they were cut: the last turn of that answer."""
+    """Cut turns whose answer continued exactly at the cut, mapped to the last turn of that answer."""
     found: dict[int, Turn] = {}
     for turn in reversed(ordered):
         if turn.kind == "continue" and turn.parent is not None and turn.state != "failed":
@@ -215,8 +215,6 @@ def _superseded(ordered: Sequence[Turn]) -> set[int]:
 
 
 def _requests(turn: Turn) -> list[tuple[int | None, str, str]]:
-    """The keys of a turn's request below its parent, one for each way in which two requests can be the
-    same.
-    """
+    """The keys of a turn's request under its parent, one for each way in which two requests can be equal."""
     ways = (("path", turn.before_key), ("body", turn.request_key))
     return [(turn.parent, way, key) for way, key in ways if key]

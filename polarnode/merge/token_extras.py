@@ -24,7 +24,7 @@ LIMIT: Final = "the session has used up the node's carried_mb"
 
 
 def note(what: ExtraName, why: str) -> str:
-    """The note of a turn on requested extras that it does not have."""
+    """A turn's note on requested extras that are missing."""
     return f"{MISSING_PREFIX}{what}: {why}"
 
 
@@ -81,7 +81,7 @@ def _extras_requested(turn: Turn) -> bool:
 
 
 def _lacking(what: ExtraName, turns: Sequence[Turn]) -> Iterator[str]:
-    """The last turn without it, and why, if it was requested of any turn."""
+    """The last turn without this extra, and why, if any turn requested it."""
     lacking = [
         (turn.index, _why(turn, what))
         for turn in turns
@@ -142,15 +142,15 @@ class TurnExtras:
 def turn_extras(
     carry: CallExtras, *, sampled: int, top: Sequence[TopLogprobs], routed: RoutedExperts | None
 ) -> TurnExtras:
-    """The extras of a turn of `sampled` tokens, from what the engine returned. A cut sample has no
-    experts: SGLang returns them at its end.
+    """The extras of a turn of `sampled` tokens, from what the engine returned. A cut sample has no experts,
+    because SGLang returns them at the end of a sample.
     """
     if not sampled:
         return TurnExtras()
     rows, notes = TopLogprobs.joined(top), list(carry.notes)
     if carry.top_logprobs and (rows is None or rows.rows != sampled):
         rows = None
-        notes.append(note("top_logprobs", "the engine told of fewer tokens than it sampled"))
+        notes.append(note("top_logprobs", "the engine reported fewer tokens than it sampled"))
     if carry.routed_from is not None and routed is None:
         notes.append(note("routed_experts", CUT))
     if size_of(rows, routed) > carry.room:

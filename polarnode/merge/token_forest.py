@@ -176,8 +176,8 @@ def _shown(value: Any) -> str:
 
 # ── forest ────────────────────────────────────────────────────────────────────────────────────────
 
-# What a call did to the rows: it went on in one, or began one, as the first of its session, as a repeated
-# prompt, or because its prompt did not hold the reply that came before.
+# What a call did to the rows: it continued one, or began one as the first call of its session, as a repeated
+# prompt, or because its prompt did not contain the previous reply.
 Began = Literal["none", "first", "retry", "broken"]
 
 _NO_SAMPLING: Final = Sampling()
@@ -217,7 +217,9 @@ def _mixed(count: int) -> Words:
 
 @define(eq=False)
 class _Line:
-    """Consecutive ids, the first at `start`; the ids before them are those of `before`, up to there."""
+    """Consecutive ids, the first at position `start`; the earlier ids are those of `before`, up to
+    `start`.
+    """
 
     number: int
     before: "_Line | None"
@@ -308,8 +310,8 @@ class Forest:
         for end, hashed in zip(reversed(lengths), reversed(found), strict=True):
             twins = self._ends.get(_key(end, hashed))
             if twins and twins[-1].line.begins(text, end):
-                # Of turns with the same text each is extended once, the latest first; the last one left takes
-                # all that comes.
+                # Of turns with the same text each is extended once, the latest first; the last remaining turn
+                # takes all further calls.
                 return twins.pop() if len(twins) > 1 else twins[0]
         return None
 
@@ -330,8 +332,8 @@ class Forest:
         place = bisect_right(self._lengths, placed.end)
         if not place or self._lengths[place - 1] != placed.end:
             self._lengths.insert(place, placed.end)
-        # Of two texts with one length and one hash the later is found first and proven false: that costs a
-        # row and violates no invariant.
+        # If two texts share length and hash, the later one is found first and rejected by the comparison.
+        # That costs a row and violates no invariant.
         self._ends.setdefault(end_key, []).append(placed)
 
     def turns(self, session_id: str) -> Iterator[Turn]:

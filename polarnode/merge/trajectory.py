@@ -22,7 +22,7 @@ from polarnode.merge.selection import read_settings
 
 @frozen(kw_only=True)
 class Identity:
-    """Which session a trajectory is of, and what produced it."""
+    """The session of a trajectory, and what produced it."""
 
     session_id: str
     task_id: str
@@ -37,7 +37,7 @@ class Identity:
 
 @frozen(kw_only=True)
 class Result:
-    """What became of a session, besides its turns."""
+    """The results of a session besides its turns."""
 
     outcome: Outcome
     verdict: Verdict | None = None
@@ -54,11 +54,11 @@ def assemble(
     *,
     allowed_imports: tuple[str, ...] = (),
 ) -> Trajectory:
-    """The trajectory of one session. A builder that fails or a violated invariant costs the traces, not
-    the record.
+    """The trajectory of one session. A builder that fails or a violated invariant costs the traces, not the
+    record.
 
-    Its turns have the roles that the whole session shows; the journal's have those of their moment, and
-    are classified again when they are read.
+    Its turns have the roles that the whole session shows. Turns in the journal have the roles known when they
+    were recorded, and are classified again when they are read.
     """
     turns = reclassify_roles(turns)
     whose = InvariantViolated if spec.builder.import_path is None else Refused
@@ -74,8 +74,8 @@ def assemble(
 
 
 def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result) -> Trajectory:
-    """A trajectory without traces: every turn is there, and left out for the reason that its outcome
-    names.
+    """A trajectory without traces: every turn is present, and left out for the reason that the
+    outcome names.
     """
     reason = result.outcome.boundary or result.outcome.status
     left_out = tuple(LeftOut(turn=turn.index, reason=reason) for turn in turns)

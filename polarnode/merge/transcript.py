@@ -50,8 +50,8 @@ def _tool(fields: Mapping[str, Json]) -> Tool:
 
 
 def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """All that the model had read and written when turn `index` ended; None where a turn of its line is
-    missing or has no messages.
+    """The conversation that the model had read and written when turn `index` ended; None if a turn of its
+    line is missing or has no messages.
 
     `turns` by their index. An answer that continued after a cut is one message, as its client saw it.
     """
@@ -85,7 +85,7 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
         and turn.new_messages is not None
         and not turn.new_messages.messages
     )
-    if goes_on and turn.reason == RESUMED:  # its answer includes what was sampled before it
+    if goes_on and turn.reason == RESUMED:  # its answer includes the tokens sampled before the cut
         messages[-1] = message
     elif goes_on and before is not None and before.finish_reason not in ("stop", "tool_calls"):
         messages[-1] = messages[-1].joined(message)

@@ -29,7 +29,7 @@ REASONS: Final = frozenset(
 
 @frozen(kw_only=True)
 class TurnName:
-    """The kind and reason of a plan, and its lineage."""
+    """The kind, reason and lineage of a plan."""
 
     kind: TurnKind
     reason: str
@@ -115,8 +115,8 @@ class TurnGraph:
         )
 
     def _again(self, found: Attached, request_key: str) -> TurnName | None:
-        """The retry that this request is, if it is one: the same body again, or the same path as a turn
-        that did not end well (or not yet).
+        """The turn that this request retries, if any: one with the same body, or one with the same path that
+        failed or has not ended.
         """
         for index in reversed(self._children.get(found.parent, [])):
             earlier = self._request(index)
@@ -129,7 +129,7 @@ class TurnGraph:
         return None
 
     def _is_last(self, index: int) -> bool:
-        """Whether nothing came after a turn in its lineage; engine failures do not count."""
+        """Whether a turn is the last of its lineage; engine failures do not count."""
         lineage, ended = self.ledger.turns[index].lineage, self.ledger.turns
         under_way = any(plan.lineage == lineage and plan.index > index for plan in self.plans.values())
         return not under_way and not any(
@@ -141,7 +141,7 @@ class TurnGraph:
         return self.plans.get(index) or self.ledger.turns[index]
 
     def _complete(self, index: int) -> bool:
-        """Whether a turn came to its end, or one that resumed it did."""
+        """Whether a turn, or a turn that resumed it, ended normally."""
         turns = self.ledger.turns
         while index in turns and turns[index].state != "complete":
             index = next(
@@ -150,11 +150,11 @@ class TurnGraph:
         return index in turns
 
     def _replaceable(self, index: int) -> bool:
-        """Whether a retry takes the place of this turn: it ended, not well, and nothing extends it."""
+        """Whether a retry replaces this turn: it ended abnormally, and nothing extends it."""
         return index in self.ledger.turns and not self._complete(index) and not self._living(index)
 
     def _living(self, parent: int) -> list[int]:
-        """The turns that extend this one, or may yet; engine failures extend nothing."""
+        """The turns that extend this one or may still do so; engine failures extend nothing."""
         turns = self.ledger.turns
         return [
             child

@@ -55,7 +55,7 @@ _OTHERWISE: Final[Mapping[Kind, str]] = {
 
 @frozen
 class Limits:
-    """What the template cannot show, and the sentence it is refused with. `otherwise`: what is shown in
+    """What the template cannot show, each with the sentence of its refusal. `otherwise`: what is shown in
     another way instead, and how.
     """
 
@@ -64,7 +64,7 @@ class Limits:
 
     @classmethod
     def of(cls, renderer: Renderer) -> "Limits":
-        """Probe a template. What its family's row refuses is not probed."""
+        """Probe a template, except for what its family's row already refuses."""
         found: dict[Kind, str] = {}
         for kind, probe in _PROBES.items():
             why = renderer.family.refuses.get(kind)
@@ -82,7 +82,7 @@ class Limits:
         return cls(found, instead)
 
     def settled(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[Message, ...]:
-        """The messages in a form that the template can show, as far as there is one."""
+        """The messages, rewritten where the template needs another form to show them."""
         head = _head(messages, follows=follows)
         first, later = tuple(messages[:head]), tuple(messages[head:])
         if "two systems" in self.otherwise and head > 1:
@@ -101,7 +101,7 @@ class Limits:
     def check(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> None:
-        """Refused for what the template cannot show. `follows`: the messages come after others."""
+        """Raise Refused for what the template cannot show. `follows`: the messages come after others."""
         for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
             if kind in self.sentences:
                 raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
@@ -206,7 +206,7 @@ _TOOL: Final = Tool(
     name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
 )
 _OTHER: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
-# the last of its turn: what follows it comes after the turn
+# the last call of its turn: what follows it comes after the turn
 _CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')
 _RESULTS: Final = tuple(
     Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER))
@@ -233,7 +233,7 @@ _DROPPED: Final = (
 
 
 def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
-    """Notes on a template. ModelError where a turn's extension would differ from a full render."""
+    """Notes on a template. Raises ModelError if a turn's extension would differ from a full render."""
     notes = dict.fromkeys(limits.otherwise.get(kind, sentence) for kind, sentence in limits.sentences.items())
     for name, thinking in product(_CASES, (None, True, False)):
         calls, new = _CASES[name]
@@ -258,7 +258,7 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
         evolve(_EARLY, text="", thinking=_THOUGHT + "1", calls=(_OTHER,)),
         Message(role="tool", text="r0", call_id=_OTHER.id),
     )
-    for history in (cycle, ()):  # a template without calls has only its last turn's thought
+    for history in (cycle, ()):  # without calls, only the last turn can have a thought
         try:
             text = renderer.whole(Conversation(messages=(*_FIRST, *history, answer, *stand_ins))).text
         except Refused:
@@ -268,7 +268,9 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
 
 
 def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:
-    """Known reasons why what follows differs from a full render. ModelError for an unknown difference."""
+    """Known reasons why an extension differs from a full render. Raises ModelError for an unknown
+    difference.
+    """
     calls, new = _CASES[name]
     try:
         for conversation in _conversations(limits, calls, new, thinking):
@@ -316,8 +318,8 @@ def _known_difference(
 
 
 def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
-    """ModelError for a template that escapes or changes the guard's stand-ins: the model would see
-    another text than the client's.
+    """Raise ModelError for a template that escapes or changes the guard's stand-ins, because the model would
+    see another text than the client's.
     """
     odd = (f"{renderer.letters}q{place}" for place in range(9))
     system, user, result, summary, key, described = (next(odd) for _ in range(6))

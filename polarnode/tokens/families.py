@@ -26,7 +26,7 @@ from polarnode.core.ports import Tokenizer
 Mode = Literal["text", "thinking", "call", "between", "header"]
 
 CallSyntax = Literal[
-    "none",  # it cannot call: no marks, and its template shows no tools
+    "none",  # no tool calls: no marks, and the template shows no tools
     "json",  # {"name": ..., "arguments": {...}}
     # the same without marks: an answer that is one such object; Llama's `parameters` for `arguments`
     "bare_json",
@@ -77,15 +77,15 @@ class Manner:
 class Family:
     """How a model marks the parts of a turn, in its own ids.
 
-    `stop_ids` are all ids that end a generation, the family's own turn end first. `turn_ends`: those behind
-    which a turn is whole as it stands. `turn_end` closes a cut turn; None where the next header does.
-    `boundaries`: stop ids that are themselves the first id of what follows, and are not written twice.
-    `turn_starts` open a turn of any role, so nothing before the last one matters to the turn being written.
-    Marks are None for a family that has none; `section_*` stand around one turn's calls. `separator` parts a
-    call's head from its arguments. `manner` is how its template wants messages; `known_differences` names
-    cases of the audit where a turn's extension differs from a full render through a fault of the family's own
-    template, with the reason; `refuses` says what its template cannot be asked. `think_label` is what stands
-    behind `think_open` and is no thought itself (Gemma 4 writes "thought" and a newline).
+    `stop_ids` are all ids that end a generation, the family's own turn end first. `turn_ends`: those after
+    which a turn is complete. `turn_end` closes a cut turn; None where the next header does. `boundaries`:
+    stop ids that are themselves the first id of what follows, and are not written twice. `turn_starts` open a
+    turn of any role, so nothing before the last one matters to the turn being written. Marks are None for a
+    family that has none; `section_*` stand around one turn's calls. `separator` divides a call's head from
+    its arguments. `manner` is how its template wants messages; `known_differences` names cases of the audit
+    where a turn's extension differs from a full render through a fault of the family's own template, with the
+    reason; `refuses` says what its template cannot be asked. `think_label` is the text after `think_open`
+    that is not part of the thought (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -109,10 +109,10 @@ class Family:
     refuses: Mapping[str, str] = field(factory=dict)
 
     def after(self, mode: Mode, token: int) -> Mode:
-        """The mode after a token. A mark means something only where it can: inside a thought or a call
+        """The mode after a token. A mark counts only in the modes that allow it: inside a thought or a call
         the other marks are text.
 
-        Not for Harmony, whose headers name in words what follows: `parser` reads those.
+        Not used for Harmony, whose headers name the next part in words; `parser` reads those.
         """
         match mode:
             case "text" | "between":

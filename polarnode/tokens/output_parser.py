@@ -41,8 +41,8 @@ TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty 
 
 @define(eq=False)
 class _Writers:
-    """Whose text is held: stretches of it from the left, each with the tokens that wrote it. A token belongs
-    to its text's first letter shown.
+    """Which tokens wrote the held text: stretches from the left, each with its tokens. A token belongs to the
+    first letter of its text that is shown.
     """
 
     _stretches: list[tuple[int, TokenLogprobs]] = field(factory=list)
@@ -52,7 +52,7 @@ class _Writers:
             self._stretches.append((length, logprobs))
 
     def take(self, length: int) -> TokenLogprobs:
-        """The tokens of the first letters, which leave."""
+        """Remove the first letters and return their tokens."""
         taken: list[TokenLogprob] = []
         while length > 0 and self._stretches:
             size, logprobs = self._stretches.pop(0)
@@ -95,7 +95,7 @@ class Flow:
         self._show(self._sure())
 
     def call(self, call: ToolCall) -> None:
-        """Add a whole call; what was held before it is a separator."""
+        """Add a whole call; text held before it is a separator and is dropped."""
         if self.stopped is None:
             self.release()
             self._ready.append(call)
@@ -109,7 +109,7 @@ class Flow:
         self._writers.clear()
 
     def take(self) -> list[Delta]:
-        """The deltas that became final since the last time."""
+        """The deltas that became final since the last call of this method."""
         ready, self._ready = joined(self._ready), []
         self._taken += ready
         return ready
@@ -127,8 +127,8 @@ class Flow:
         )
 
     def _watch(self) -> None:
-        """Cut at the stop string that is complete first (the longest of those), as a watcher of single
-        characters would.
+        """Cut at the stop string that is complete first (the longest of several), as a character-by-character
+        search would.
         """
         found = [
             (at + len(stop), -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0
@@ -161,7 +161,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas with neighbours of one kind joined: each delta costs an event of a stream."""
+    """The deltas with adjacent ones of one kind joined, because each delta costs a stream event."""
     out: list[Delta] = []
     for delta in deltas:
         last = out[-1] if out else None
@@ -230,14 +230,14 @@ class Writing:
     _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
 
     def _beginning(self) -> Begun | None:
-        """The watcher of an answer that may still be a call without marks."""
+        """The parser of an answer that may still be a call without marks."""
         return Begun() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
 
     def go_on(self, before: "Writing") -> None:
-        """Continue where the prompt's own message ended: in the middle of a header, as a rule."""
+        """Continue where the prompt's own message ended, usually in the middle of a header."""
         self.mode, self._region = before.mode, before._region
         self._region.hide()
-        if self.mode == "call":  # its beginning is not of this sample, and the rest alone is no call
+        if self.mode == "call":  # its beginning is not part of this sample, and the rest alone is no call
             self._region.clear()
             self.mode = "text"
 
@@ -391,7 +391,7 @@ class Writing:
         self._emit("text", text, logprobs)
 
     def _let_go(self) -> None:
-        """Release what was held back as what it seems; blanks between calls were separators."""
+        """Release held text by the kind it appears to be; blanks between calls were separators."""
         if self.mode == "thinking" and self._label:
             label, self._label = self._label, ""
             if self._region.text != label.rstrip(SPACE):

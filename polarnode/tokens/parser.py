@@ -26,7 +26,7 @@ _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between")
 
 
 def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[int]]:
-    """For every mode the ids that are not text in it; `control` are all control tokens of the model."""
+    """For every mode, the ids that are not text in it. `control` holds all control tokens of the model."""
     stops, every = frozenset(family.stop_ids), frozenset(control)
     if family.harmony is not None:
         return _harmony(family.harmony, stops, every)
@@ -64,7 +64,7 @@ def _harmony(
 
 @frozen(kw_only=True)
 class ParsedAnswer:
-    """The end of an answer: the whole of it, and the deltas that `feed` had not returned yet."""
+    """The end of an answer: the whole answer, and the deltas that `feed` had not returned yet."""
 
     answer: Answer
     deltas: tuple[Delta, ...]
@@ -72,12 +72,12 @@ class ParsedAnswer:
 
 @define(eq=False, init=False)
 class Parser:
-    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools`
-    give the types of parameter values.
+    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools` give
+    the types of parameter values.
 
-    A thought goes on to its close or the end, whatever it holds; so does a call. Control tokens that
-    mean nothing where they stand are shown as text. `thinking_tokens` counts ids sampled inside
-    thoughts, marks included. `prompt`: the ids before the sample, needed for Harmony alone, whose
+    A thought or call extends to its closing mark or the end of the sample, regardless of its content. Control
+    tokens without a meaning in the current mode are shown as text. `thinking_tokens` counts ids sampled
+    inside thoughts, marks included. `prompt`: the ids before the sample, needed for Harmony alone, whose
     header may begin there.
     """
 
@@ -203,7 +203,7 @@ class Parser:
         self._write(self._decoder.decode(bytes(run)))
 
     def _is_mark(self, token: int, run: bytearray) -> bool:
-        """Handle a mark, once the text before it is written. False where that text makes the mark text
+        """Handle a mark, once the text before it is written. Returns False if that text makes the mark text
         as well.
 
         A character that a mark breaks in two is U+FFFD.
@@ -278,7 +278,9 @@ def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, sta
 
 
 def _last(written: "array[int]", tokens: frozenset[int]) -> int | None:
-    """Where the last of these tokens stands. Searched from the end: a prompt's last turn is short."""
+    """The position of the last of these tokens. The search starts at the end, because a prompt's last turn is
+    short.
+    """
     return next(
         (len(written) - back for back, token in enumerate(reversed(written), start=1) if token in tokens),
         None,

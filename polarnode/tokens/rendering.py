@@ -69,13 +69,15 @@ def messages_shape(
 
 
 def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
-    """A call that the model did not sample here; `place` counts the calls of the conversation."""
+    """A call that the model did not sample in this session; `place` is its number among the conversation's
+    calls.
+    """
     return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.model_call_ids else call.id)
 
 
 def tools_shape(tools: Sequence[Tool]) -> list[Shape]:
-    """Tools as templates write them: every key always there, in this order, because the model was
-    trained on the text this makes.
+    """Tools as templates write them: every key is present, in this order, because the model was trained on
+    the resulting text.
     """
     return [
         {
@@ -96,7 +98,7 @@ def call_shape(shown: Shown, arguments: Json) -> Json:
 
 
 def _apart(messages: Sequence[Message], manner: Manner) -> Iterator[Message]:
-    """The same messages, split so that none holds more than the template shows of one."""
+    """The messages, split so that none holds more than the template shows of one message."""
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
@@ -147,8 +149,8 @@ def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Sh
 
 
 def arguments_shape(call: ToolCall, manner: Manner) -> Json:
-    """Arguments as the template writes them: the object; text that is no object stays as it is; no text
-    is no arguments.
+    """Arguments as the template writes them: the object. Text that is not an object stays as it is; empty
+    text means no arguments.
     """
     text = call.arguments if call.arguments.strip() else "{}"
     if manner.arguments == "text":
@@ -169,8 +171,8 @@ Checked = Mapping[str, Json]
 
 
 def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: str, guard: Guard) -> None:
-    """Refused if a message's text, a call's name, or a tool's name or description is missing from a
-    render. All of it is still guarded.
+    """Raise Refused if a message's text, a call's name, or a tool's name or description is missing from a
+    render. All strings are still guarded.
     """
     at = 0
     for what, shown in _client_texts(messages, tools):
@@ -208,8 +210,8 @@ def _client_texts(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iter
 
 
 def _place(wanted: str, text: str, at: int) -> int:
-    """Where a text stands, -1 if nowhere. Searched after the text before it first, so that a
-    conversation is read once.
+    """The position of a text, -1 if absent. Searched after the previous text first, so that a conversation is
+    read once.
     """
     found = text.find(wanted, at)
     if found >= 0:
@@ -253,8 +255,8 @@ class _Inert:
 
 @frozen(kw_only=True)
 class AnsweredTurn:
-    """The turn that is followed: its calls, the model's own ids for them where it has any, and how many
-    calls came before it.
+    """The turn before the new messages: its calls, the model's own ids for them if it has any, and the number
+    of calls before it.
     """
 
     calls: Sequence[ToolCall] = ()
@@ -307,8 +309,8 @@ class Renderer:
     def following(
         self, new: Sequence[Message], *, answered: AnsweredTurn, thinking: bool | None
     ) -> RenderedText:
-        """What stands between an assistant's turn and its next one. A call without a result is not
-        shown to the template.
+        """The text between an assistant's turn and its next one. A call without a result is not shown to the
+        template.
         """
         earlier = answered.earlier(self.family)
         answered_ids = {message.call_id for message in new if message.role == "tool"}
@@ -362,7 +364,7 @@ class Renderer:
         return (self.tokenizer.token_bytes(token).decode() for token in tokens)
 
     def _goes_on(self, text: str) -> bool:
-        """Whether a control string begins what follows a turn, rather than ending the turn."""
+        """Whether a control string begins the text after a turn rather than ending the turn."""
         token = self.tokenizer.control[text]
         return token in self.family.boundaries or token not in self.family.turn_ends
 

@@ -53,8 +53,8 @@ class Closing:
         )
 
     def _message(self, mode: Mode, harmony: HarmonyMarks) -> "array[int]":
-        """Harmony's messages all end alike; a header that was cut becomes that of an empty message, so
-        that it can end.
+        """Harmony's messages all end alike. A header that was cut is completed as that of an empty message,
+        so that the message can be ended.
         """
         match mode:
             case "header":
@@ -68,7 +68,7 @@ class Closing:
 
 
 def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "array[int]":
-    """What follows a sample, without the boundary token that the sample already ended with."""
+    """The text after a sample, without the boundary token that the sample already ended with."""
     twice = bool(sampled) and bool(opening) and sampled[-1] in family.boundaries and sampled[-1] == opening[0]
     return opening[1:] if twice else opening
 
@@ -223,8 +223,8 @@ class Template:
         """Split on control strings while client text is guarded, restore the text, encode what stands
         between.
 
-        `again`: cache the ids of long pieces. A tool's result hardly recurs, and would only evict a
-        head.
+        `again`: cache the ids of long pieces. A tool's result rarely recurs, and would only evict a
+        conversation's head.
         """
         encoded = ids()
         for place, piece in enumerate(self._control.split(rendered.text)):

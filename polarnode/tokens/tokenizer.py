@@ -43,10 +43,10 @@ _PREFIXED: Final = (
 
 
 def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedToken]) -> Tokenizer:
-    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the
-    model finds them.
+    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the model
+    finds them.
 
-    ModelError where a part of it changes or loses text, or looks control tokens up.
+    Raises ModelError if a part of it changes or loses text, or looks up control tokens.
     """
     made = Tokenizer(_model(backend.model, frozenset(control)))
     if backend.normalizer is not None:
@@ -60,8 +60,8 @@ def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedTok
 
 
 def normalises(backend: Tokenizer) -> bool:
-    """Whether texts are shown to the model composed (NFC): other letters than a client sent, the same text to
-    a reader.
+    """Whether texts are shown to the model composed (NFC): other code points than the client sent, but the
+    same text to a reader.
     """
     return backend.normalizer is not None and any(
         part["type"] == "NFC" for part in _parts(state(backend.normalizer), "normalizers")
@@ -118,8 +118,8 @@ def _cutter(backend: Tokenizer) -> Any:
 
 
 def _kept(part: dict[str, Any]) -> dict[str, Any]:
-    """A part that cuts text without loss. A prefix for the very first text is left out, because a
-    prompt begins with a control token.
+    """A part that cuts text without loss. A prefix for the very first text is removed, because a prompt
+    begins with a control token.
     """
     if part["type"] not in _CUTTERS or part.get("behavior") == "Removed":
         raise ModelError(
@@ -141,10 +141,10 @@ def _parts(config: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 # ── tokenization cache ────────────────────────────────────────────────────────────────────────────
 
-# letters: a shorter piece takes less than 0.2 ms to encode, and there are too many of them
+# letters: shorter pieces encode in less than 0.2 ms, and there are too many of them
 SHORTEST: Final = 1_000
-# texts and ids: a harness's whole head takes 0.2 MB, so a hundred tasks' heads stay with room for long
-# histories
+# bytes of texts and ids: a harness's whole head takes 0.2 MB, so a hundred tasks' heads fit, with room for
+# long histories
 KEPT_BYTES: Final = 32 << 20
 
 
@@ -383,7 +383,7 @@ def _vocab_size(requested: int | None, spelled: Mapping[int, bytes]) -> int:
 
 
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:
-    """Check what this room relies on: plain ids are the model's own, bytes come back, control strings
+    """Check what this package relies on: plain ids are the model's own, bytes round-trip, control strings
     stay text.
     """
     ids = loaded.encode_plain(_SAMPLE)

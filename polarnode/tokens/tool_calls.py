@@ -14,7 +14,7 @@ from attrs import frozen
 
 from polarnode.core.conversation import Json
 
-SPACE: Final = " \t\n\r"  # JSON's own; str.strip() would take more
+SPACE: Final = " \t\n\r"  # JSON's own blanks; str.strip() would remove more
 
 
 @frozen
@@ -58,11 +58,11 @@ def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
 
 
 def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
-    """The source text of a call's arguments, the member `key` of the object in `text`; None if they are
-    no object.
+    """The source text of a call's arguments, the member `key` of the object in `text`; None if they are no
+    object.
 
-    Arguments written as a string that is itself an object (models trained on doubly encoded calls do
-    that) are that object's text: the harness would parse it so too.
+    For arguments written as a string that contains an object (as models trained on doubly encoded calls do),
+    the text of that object, as the harness would parse it.
     """
     match value[key]:
         case dict():
@@ -75,7 +75,7 @@ def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
 
 def _check(value: Json, text: str) -> None:
     if "\\u" in text:
-        # half a surrogate pair can be written in JSON, and is no text
+        # JSON can spell half a surrogate pair, which is not text
         json.dumps(value, ensure_ascii=False).encode()
 
 

@@ -76,7 +76,7 @@ _SPELLING_DECODER: Final = [
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-# of a text's first space, which the token has all the same
+# of a text's first space, which the token contains
 _STRIP: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
@@ -262,8 +262,8 @@ def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> 
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every way to make a token of two, in the tokens' order: tiktoken merges whichever two neighbours
-    make one.
+    """Every way to merge two tokens into one, in the tokens' order, because tiktoken merges any two
+    neighbours that form a token.
     """
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]

@@ -416,7 +416,7 @@ def test_builders_are_chosen_by_name() -> None:
         (
             BuilderSpec(config={"max_length": 4}),
             "$.builder.config.max_length",
-            "know no setting 'max_length'",
+            "have no setting 'max_length'",
         ),
         (
             BuilderSpec(config={"train_auxiliary": 1}),
@@ -443,7 +443,7 @@ def test_builders_are_chosen_by_name() -> None:
             "$.builder.config.train_auxiliary",
             "keep train_roles",
         ),
-        (BuilderSpec(name="per_request", config={"x": 1}), "$.builder.config.x", "know no setting 'x'"),
+        (BuilderSpec(name="per_request", config={"x": 1}), "$.builder.config.x", "have no setting 'x'"),
         (
             BuilderSpec(config={"train_superseded": "yes"}),
             "$.builder.config.train_superseded",
@@ -538,7 +538,7 @@ def test_the_documented_builder_of_ones_own_keeps_the_laws(
     assert left(built) == dict.fromkeys((0, 1, 2), "not the last answer") | {4: "failed"}
     assert all(limit is None or len(trace.token_ids) <= limit for trace in built.traces)
     check(session.turns, built)
-    with pytest.raises(Refused, match="know no setting 'x'"):
+    with pytest.raises(Refused, match="have no setting 'x'"):
         build(
             BuilderSpec(import_path="own_builder:last_answers", config={"x": 1}),
             (),

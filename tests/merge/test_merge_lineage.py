@@ -254,7 +254,7 @@ def test_agents_are_told_apart_by_hints() -> None:
     assert session.say(ask(system(), user()), "a")[0].role == "main"
     helper, _ = session.say(ask(system("help"), user()), "b", hints={"agent": "a1", "other": "x"})
     assert helper.role == "subagent"
-    assert "another agent of the harness asks than at first" in helper.notes
+    assert "the request comes from another agent of the harness than the first one" in helper.notes
     assert session.lineages.plan(ask(system(), user("more"))).role == "main"
 
 

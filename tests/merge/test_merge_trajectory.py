@@ -188,7 +188,7 @@ def foreign_half(turns: Any, config: Any) -> Built:
     ("builder", "boundary", "sentence"),
     [
         ({"name": "nobody"}, "client", "there is no builder 'nobody'"),
-        ({"config": {"x": 1}}, "client", "builders know no setting 'x'"),
+        ({"config": {"x": 1}}, "client", "builders have no setting 'x'"),
         ({"import_path": "os:system"}, "client", "may not be imported"),
         ({"import_path": "test_merge_trajectory:foreign_index_error"}, "client", "failed: a builder's bug"),
         (

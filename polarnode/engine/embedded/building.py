@@ -22,7 +22,7 @@ from polarnode.engine.protocol import EXPERT_COUNTS, Experts, Ready
 
 
 def run(*args: Any, **kwargs: Any) -> None:
-    """SGLang's `run_scheduler_process`, whose schedulers manage grammars and weights as we do."""
+    """SGLang's `run_scheduler_process` with our managers of grammars and weights."""
     from sglang.srt.managers import scheduler
 
     from polarnode.engine.embedded.grammars import Grammars
@@ -37,8 +37,8 @@ STUBS = Path(__file__).parent / "stubs"
 
 
 def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
-    """A started `sglang.Engine`. Blocks for as long as the weights load; an engine that cannot start may
-    SIGKILL this process instead.
+    """Start an `sglang.Engine`. Blocks while the weights load; an engine that cannot start may SIGKILL this
+    process.
     """
     _name_semaphores(tag)
     if arguments["device"] == "cpu":
@@ -51,7 +51,7 @@ def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
 
 
 def describe(engine: Any) -> Ready:
-    """What the node must know of a started engine."""
+    """What the node needs to know about a started engine."""
     import sglang
 
     manager = engine.tokenizer_manager
@@ -71,7 +71,7 @@ def describe(engine: Any) -> Ready:
 
 
 def _experts(config: Any) -> Experts:
-    """The shape of what SGLang's capturer keeps: a row for every layer, those without experts too."""
+    """The shape of what SGLang's capturer keeps: a row for every layer, including layers without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     return Experts(
         layers=int(config.num_hidden_layers),
@@ -90,7 +90,9 @@ def _name_semaphores(tag: str) -> None:
 
 
 def _name_load_file(tag: str) -> None:
-    """The scheduler publishes its load in /dev/shm under a random name and never unlinks it: give it ours."""
+    """Give the scheduler's load file our name: SGLang creates it in /dev/shm under a random name and never
+    unlinks it.
+    """
     from sglang.srt.server_args import PortArgs
 
     made = PortArgs.init_new

@@ -71,8 +71,8 @@ def request(order: Generate) -> dict[str, Any]:
 
 
 def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: int = 0) -> Piece | Failed:
-    """One chunk of SGLang's as a message. A finish that is no finish of ours (NaN logits, an aborted wait
-    with a status) is a failure.
+    """One chunk of SGLang's as a message. An unknown finish reason (NaN logits, an aborted wait with a
+    status) is a failure.
     """
     finish = meta.get("finish_reason")
     if finish is not None and (problem := _problem(finish)):
@@ -117,8 +117,8 @@ def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, An
     """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and
     sample, as its last chunk reports them.
 
-    SGLang sends int32, and the last token has no row. A build that ignores where to start sends all rows, and
-    is understood.
+    SGLang sends int32, and the last token has no row. A build that ignores the start position sends all rows,
+    which is accepted.
     """
     encoded = meta.get("routed_experts")
     if encoded is None:
@@ -148,7 +148,7 @@ def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, An
 
 
 def _slabs(whole: Routed) -> list[Routed]:
-    """In messages that fit a frame, cut between rows."""
+    """The experts in messages that fit a frame, cut between rows."""
     width = whole.layers * whole.top_k * (2 if whole.wide else 1)
     rows = max(1, SLAB // width)
     places = range(0, max(1, len(whole.data) // width), rows)
@@ -179,7 +179,7 @@ Outcome = tuple[bool, str]
 
 @define(eq=False)
 class Control:
-    """Of one started engine. `resumed` is set while generation may begin."""
+    """Carries out orders on one started engine. `resumed` is set while generation may begin."""
 
     _engine: Any
     version: str
@@ -329,8 +329,8 @@ class Control:
     # ── memory ────────────────────────────────────────────────────────────────
 
     async def _memory(self, order: Memory) -> Outcome:
-        """SGLang asserts much of this in its schedulers, which an assertion ends: what is impossible is
-        refused here.
+        """Release GPU memory or take it back. Impossible orders are refused here, because SGLang checks them by
+        assertion in its schedulers, which an assertion ends.
         """
         from sglang.srt.managers.io_struct import (
             ReleaseMemoryOccupationReqInput,

@@ -71,7 +71,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is n
 
 
 def install_cpu_experts() -> None:
-    """For device `cpu` of this process; SGLang asks its table of allocators by the device's name."""
+    """Allocator for device `cpu` of this process; SGLang looks allocators up by device name."""
     ALLOC_MEMORY_FUNCS["cpu"] = _plain
 
 

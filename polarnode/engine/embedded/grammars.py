@@ -103,8 +103,8 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
 
 
 def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGrammarBackend:
-    """SGLang's xgrammar backend over our vocabulary. It would rather have transformers' tokenizer, and let
-    control tokens be text.
+    """SGLang's xgrammar backend over our vocabulary. SGLang's own needs transformers' tokenizer, and treats
+    control tokens as text.
     """
     info = xgrammar.TokenizerInfo(
         spelled(tokenizer),
@@ -125,7 +125,7 @@ def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGr
 
 
 class _Ready:
-    """The part of a tokenizer that SGLang's backend asks of one which can describe itself."""
+    """The part of a self-describing tokenizer that SGLang's backend uses."""
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
         self._info = info
@@ -135,7 +135,9 @@ class _Ready:
 
 
 def plain(complaint: str) -> str:
-    """What a grammar's author can use of xgrammar's complaint: not the time of day and the line of C++."""
+    """The part of xgrammar's error that helps a grammar's author, without the time of day and the C++
+    line.
+    """
     return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", complaint).strip()
 
 

@@ -63,7 +63,7 @@ class Serving:
         obeying.add_done_callback(lambda _: died.cancel())
         await asyncio.wait({died})
         if not died.cancelled():
-            await self._say_last(died.result())
+            await self._send_last(died.result())
         obeying.result()
         await self._shut_down()
 
@@ -115,7 +115,7 @@ class Serving:
 
     async def _generate(self, order: Generate) -> None:
         try:
-            # again: generation may be held anew before this task runs
+            # in a loop: generation may be held again before this task runs
             while not self._control.resumed.is_set():
                 # here, not in SGLang, so that the salt is that of the weights which will read the prompt
                 await self._control.resumed.wait()
@@ -190,8 +190,8 @@ class Serving:
     # ── the end ───────────────────────────────────────────────────────────────
 
     def _watch_children(self) -> "asyncio.Future[str]":
-        """Resolves with a sentence when a process of the engine ends: SGLang's own watchdog only looks once a
-        second.
+        """A future that resolves with a sentence when a process of the engine ends. SGLang's own watchdog
+        checks only once a second.
         """
         loop = asyncio.get_running_loop()
         died: asyncio.Future[str] = loop.create_future()
@@ -204,7 +204,7 @@ class Serving:
             loop.add_reader(child.sentinel, report, child.name)
         return died
 
-    async def _say_last(self, sentence: str) -> NoReturn:
+    async def _send_last(self, sentence: str) -> NoReturn:
         for frame in encode_all([*self._outbox, Fatal(message=sentence)]):
             self._writer.write(frame)
         await asyncio.wait_for(self._writer.drain(), LAST_WORDS)

@@ -41,7 +41,7 @@ from polarnode.engine.embedded.control import OURS
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Outcome = tuple[bool, str]
-# times the copy's bytes must be free in main memory: an engine that is killed for want of it helps nobody
+# times the copy's bytes must be free in main memory: else the kernel may kill the engine for lack of memory
 SPARE = 1.1
 TYPES = {
     torch.bfloat16: "BF16",
@@ -54,14 +54,16 @@ TYPES = {
 
 
 class Kept(NamedTuple):
-    """A tensor of the model as it was."""
+    """A model tensor's old value."""
 
     place: torch.Tensor
     copy: torch.Tensor
 
 
 class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is not typed
-    """Its place in a scheduler. All of it runs in the scheduler's own thread, between two batches."""
+    """Replaces SGLang's weight updater in a scheduler. Everything runs in the scheduler's own thread, between
+    two batches.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +117,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
     def update_weights_from_distributed(
         self, recv_req: UpdateWeightsFromDistributedReqInput
     ) -> UpdateWeightsFromDistributedReqOutput:
-        """Received before it is checked: the sender would hang in a broadcast that nobody receives."""
+        """Receive before checking, because the sender would hang in a broadcast without a receiver."""
 
         def load() -> None:
             received = self._updaters()[0].receive_weights_from_distributed(
@@ -211,7 +213,9 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         return [runner.weight_updater for _, runner in self._select_runners()]
 
     def _places(self) -> list[torch.Tensor]:
-        """Every tensor a forward pass reads, each memory once: tied weights are two names of one."""
+        """Every tensor that a forward pass reads, each memory once: tied weights are two names for one
+        memory.
+        """
         models = [updater.get_model() for updater in self._updaters()]
         found = [each.data for model in models for each in (*model.parameters(), *model.buffers())]
         return list(
@@ -219,8 +223,8 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         )
 
     def _agreed(self, step: Callable[[], None]) -> Outcome:
-        """Whether every rank did it, and why one did not. Nothing is raised: an error in a scheduler
-        ends it.
+        """Whether every rank succeeded, and the reason if one did not. Nothing is raised: an error in a
+        scheduler ends it.
         """
         try:
             step()

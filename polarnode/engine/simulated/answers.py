@@ -45,7 +45,7 @@ def tool_call(tools: Sequence[Mapping[str, Any]], chance: Random) -> dict[str, A
 
 
 def value(schema: Any, chance: Random, depth: int = 0) -> Any:
-    """Something of a schema's type; what is beyond types, enums and properties is not looked at."""
+    """A value of a schema's type; keywords other than types, enums and properties are ignored."""
     if not isinstance(schema, Mapping):
         return chance.choice(WORDS)
     for keyword in ("enum", "anyOf", "oneOf"):
@@ -90,7 +90,7 @@ def _of_type(kind: str, schema: Mapping[str, Any], chance: Random, depth: int) -
 
 
 def _named(name: str, schema: Any, chance: Random) -> Any:
-    """A value for an argument whose name says what it means."""
+    """A value for an argument whose name shows its meaning."""
     if name not in TAKES_COMMANDS:
         return value(schema, chance)
     command = chance.choice(COMMANDS)
@@ -115,11 +115,11 @@ class Vocabulary:
     _tokenizer: Tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """A text that holds no control token's."""
+        """The ids of a text without control tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """A prompt as text, control tokens as theirs."""
+        """A prompt as text, with control tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -165,7 +165,7 @@ class Answers:
     _tools: "OrderedDict[bytes, tuple[Mapping[str, Any], ...]]" = field(factory=OrderedDict, init=False)
 
     def answer(self, order: Generate) -> RandomAnswer:
-        """Raises ValueError for what random words cannot keep."""
+        """Raise ValueError for constraints that random words cannot satisfy."""
         chance = Random(f"{self.settings.seed} {order.rid}")
         prompt = array("i", order.prompt)
         written = self._written(order, prompt, chance)
@@ -197,8 +197,8 @@ class Answers:
         return [*thought, *chance.choices(self.vocabulary.words, k=max(0, room)), *call, self.marks.turn_end]
 
     def _thought(self, prompt: "array[int]", chance: Random) -> list[int]:
-        """The rest of a thought the prompt opened, if it did: behind the opening mark stands a newline at
-        most.
+        """The rest of a thought that the prompt opened, if it did: after the opening mark there is at most a
+        newline.
         """
         if (
             self.marks.think_open is None
@@ -232,7 +232,9 @@ class Answers:
 
 
 def _functions(text: str) -> list[Mapping[str, Any]]:
-    """One a line between the last `<tools>` and its end; a line that is none was a client's own text."""
+    """Functions are listed one per line between the last `<tools>` and its end; a line that is not a function
+    was a client's own text.
+    """
     listed = text.rpartition("<tools>\n")[2].partition("\n</tools>")
     found: list[Mapping[str, Any]] = []
     for line in listed[0].splitlines() if listed[1] else ():

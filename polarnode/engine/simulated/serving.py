@@ -59,8 +59,8 @@ class Prefixes:
     _known: "OrderedDict[bytes, None]" = field(factory=OrderedDict, init=False)
 
     def cached(self, prompt: bytes) -> int:
-        """How many tokens of an int32 prompt were there before; it is cached from now on. At least one token
-        is always read.
+        """The number of cached tokens of an int32 prompt, which is then cached itself. At least one token is
+        always computed.
         """
         size, digest, leading, found = 4 * BLOCK, blake2b(digest_size=8), True, 0
         for start in range(0, len(prompt) - size, size):
@@ -146,7 +146,7 @@ READ_SIZE = 1 << 18
 
 @define(eq=False)
 class SimulatedRequest:
-    """One generation. `begun` is when its first token is due; `sent` tokens have left."""
+    """One generation. `begun` is the time when its first token is due; `sent` counts tokens sent."""
 
     order: Generate
     answer: RandomAnswer
@@ -234,8 +234,8 @@ class Serving:
         self._admit()
 
     def _admit(self) -> None:
-        """Start what may run. Nothing starts while paused: its prompt would be read by weights that are about
-        to change.
+        """Start requests that may run. None starts while paused, because its prompt would be computed by
+        weights that are about to change.
         """
         now = asyncio.get_running_loop().time()
         while self._waiting and self._running < self.settings.max_running and self._paused_at is None:
@@ -250,7 +250,7 @@ class Serving:
             self._schedule(request)
 
     def _schedule(self, request: SimulatedRequest) -> None:
-        """When the next chunk is whole: a chunk's tokens come one by one."""
+        """The time when the next chunk is complete: a chunk's tokens are sampled one by one."""
         rate = self.settings.tokens_per_s
         last = min(request.sent + self.settings.chunk_tokens, len(request.answer.ids))
         heapq.heappush(
@@ -354,7 +354,7 @@ class Serving:
             self._paused_at = asyncio.get_running_loop().time()
 
     def _continue(self) -> None:
-        """Everything is as late as the pause was long."""
+        """Delay everything by the length of the pause."""
         if self._paused_at is not None:
             late = asyncio.get_running_loop().time() - self._paused_at
             self._paused_at = None

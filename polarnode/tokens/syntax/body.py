@@ -27,7 +27,7 @@ class CallBody:
     separator: str = ""
 
     def find(self, tag: str, start: int, end: int | None = None) -> int:
-        """Where a tag stands next, -1 if nowhere before the end."""
+        """The position of the next such tag, -1 if there is none before the end."""
         at = self.text.find(tag, start, end)
         while at >= 0 and not self._means(tag, at):
             at = self.text.find(tag, at + 1, end)
@@ -53,7 +53,7 @@ class Cursor:
 
     @property
     def next(self) -> str:
-        """The letter ahead, empty at the end."""
+        """The next letter, empty at the end."""
         return self.body.text[self.at : self.at + 1]
 
     @property
@@ -67,7 +67,7 @@ class Cursor:
             self.at += 1
 
     def take(self, tag: str) -> bool:
-        """Skip a tag if it stands here; whether it did."""
+        """Skip a tag if it is next; returns whether it was."""
         here = self.body.has(tag, self.at)
         self.at += len(tag) if here else 0
         return here
@@ -85,8 +85,8 @@ class Cursor:
 
 @define(eq=False)
 class Region:
-    """What is held back while it is read: text, the places of its control tokens, and the logprobs of
-    the tokens that wrote it.
+    """Held-back text while it is read, with the places of its control tokens and the logprobs of the tokens
+    that wrote it.
 
     The first `hidden` characters are the prompt's, not the sample's, and are never shown.
     """
@@ -109,7 +109,7 @@ class Region:
         self._size = self.hidden = 0
 
     def hide(self) -> None:
-        """Mark what is held so far as the prompt's: it is read with the rest and not shown."""
+        """Mark what is held so far as part of the prompt: it is read with the rest and not shown."""
         self.hidden = self._size
 
     @property
@@ -122,7 +122,7 @@ class Region:
         return self.text[self.hidden :]
 
     def body(self, *, control: Container[str], separator: str, start: int) -> CallBody:
-        """What was held from a place on, as a body to read."""
+        """The held text from a place on, as a body to read."""
         return CallBody(
             self.text[start:],
             frozenset(mark - start for mark in self._marks if mark >= start),

@@ -18,7 +18,8 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 _ROLE: Final = "assistant"
 _CHANNELS: Final = ("analysis", "commentary", "final")
 _TO: Final = "to="
-# letters of a header that may still become one: OpenAI's longest name is 64, and what grows is read again
+# limit in letters on an unfinished header: OpenAI's longest name is 64, and a growing header is read again
+# each time
 _LONGEST: Final = 500
 _PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
 _BEGINNINGS: Final = tuple(
@@ -105,6 +106,6 @@ def _message(recipient: str, channel: str) -> Header | None:
 
 
 def _place(body: CallBody, tag: str, end: int) -> int:
-    """Where a tag stands in a header, its end if nowhere."""
+    """The position of a tag in a header, the header's end if absent."""
     at = body.find(tag, 0)
     return at if 0 <= at < end else end

@@ -67,7 +67,7 @@ def read_separated(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...
 
 
 def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
-    """What stands before the separator and the arguments' text behind it; None if they are no object."""
+    """The text before the separator, and the arguments' text after it; None if that is not an object."""
     cursor = Cursor(body)
     head = cursor.until(body.separator)
     if head is None or read_object(cursor.rest) is None:
@@ -134,16 +134,16 @@ class Begun:
     _string: bool = field(default=False, init=False)
     _escaped: bool = field(default=False, init=False)
     _key: str | None = field(default=None, init=False)  # the key being written
-    # what stands outside of strings next: an object, its end, a key, a colon or a value
+    # what is expected next outside of strings: an object, its end, a key, a colon or a value
     _between: str = field(default="object", init=False)
 
     @property
     def called(self) -> bool:
-        """Whether so much was written that it can only have been meant as a call."""
+        """Whether enough was written that it can only be a call."""
         return "name" in self._keys and not self._keys.isdisjoint(_ARGUMENTS)
 
     def goes_on(self, text: str) -> bool:
-        """Read more text; whether it may still be a call."""
+        """Read more text; returns whether it may still be a call."""
         return all(self._quoted(letter) if self._string else self._plain(letter) for letter in text)
 
     def _quoted(self, letter: str) -> bool:
@@ -175,7 +175,7 @@ class Begun:
         return True
 
     def _outside(self, letter: str) -> bool:
-        """Before an object, or behind one."""
+        """Before an object, or after one."""
         if self._between == "object" and letter == "{":
             self._depth, self._between = 1, "key"
             return True

@@ -31,8 +31,8 @@ from polarnode.tokens.tool_calls import SPACE, ReadCall, read_value
 
 @frozen(kw_only=True)
 class Tags:
-    """Each is what stands before a name, what ends the name, and what closes it. `value` takes the
-    value from the text between tags.
+    """The tags of a syntax: each has the text before a name, the text that ends the name, and the closing
+    tag. `value` extracts the value from the text between tags.
     """
 
     call: tuple[str, str, str]
@@ -66,7 +66,7 @@ def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
             return None
         pairs.append(pair)
         cursor.skip()
-    # as SGLang's detectors: text, where no schema says more
+    # as SGLang's detectors: text, unless the schema has a type
     arguments = arguments_json(pairs, name, tools, untyped=False)
     return None if arguments is None else ReadCall(name, arguments)
 
@@ -102,7 +102,7 @@ def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] 
             return None
         pairs.append(pair)
         cursor.skip()
-    # the template writes what is no string as JSON, and so does SGLang read it
+    # the template writes non-strings as JSON, and SGLang reads them so
     arguments = arguments_json(pairs, name, tools, untyped=True)
     return None if arguments is None else (ReadCall(name, arguments),)
 
@@ -149,7 +149,7 @@ def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ..
 QUOTE: Final = '<|"|>'
 # None: Gemma 4's first templates write Python's
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "None": "null"}
-_DEEP: Final = 100  # levels of nesting: far more than any tool takes, far fewer than Python's stack
+_DEEP: Final = 100  # levels of nesting: far more than any tool needs, far fewer than Python's stack allows
 
 
 def read_braces(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -201,7 +201,7 @@ def _list(cursor: Cursor, depth: int) -> str:
 
 
 def _members(cursor: Cursor, closing: str, member: Callable[[], None]) -> None:
-    """Members with commas between them, up to what closes them."""
+    """Members with commas between them, up to the closing bracket."""
     cursor.skip()
     if cursor.take(closing):
         return

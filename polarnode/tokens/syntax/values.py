@@ -19,19 +19,18 @@ _ALIASES: Final = {
     "dict": "object",
     "list": "array",
 }
-# Qwen3-Coder's own template writes these where a schema has a truth value
+# Qwen3-Coder's own template writes these for booleans
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
-_DEEP: Final = 32  # branches within branches: no tool has so many, and Python's stack must hold them
+_DEEP: Final = 32  # nested branches of a schema: no tool has so many, and Python's stack must hold them
 
 
 def arguments_json(
     pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool
 ) -> str | None:
-    """The arguments object of a call, in the order its parameters were written; None if one is written
-    twice.
+    """The arguments object of a call, in the order its parameters were written; None if one is written twice.
 
-    `untyped`: whether a value whose parameter has no known type is read as JSON where it is JSON, as
-    the model's template writes it.
+    `untyped`: whether a value whose parameter has no known type is read as JSON if it is valid JSON, as the
+    model's template writes it.
     """
     schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
     found: dict[str, str] = {}
@@ -43,8 +42,8 @@ def arguments_json(
 
 
 def _value(text: str, kinds: Sequence[str], untyped: bool) -> str:
-    """The text as the first of the kinds that fits; null before all others, as no schema asks for the
-    word.
+    """The text as the first kind that fits. `null` is tried first, because no schema expects that word as a
+    string.
     """
     if "null" in kinds and (null := _fits(text, "null")):
         return null
