@@ -75,8 +75,8 @@ class Hijacked:
 
 
 async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | None = None) -> PodmanReply:
-    """Make one request on a connection of its own. Raises RuntimeFault when the service is unreachable or
-    answers nonsense.
+    """Make one request on its own connection. Raises RuntimeFault when the service is unreachable or its
+    answer is invalid.
     """
     with boundary(RuntimeFault, "the podman service does not answer"):
         async with await trio.open_unix_socket(str(socket)) as stream:
@@ -149,12 +149,11 @@ async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> 
 # ── podman-py in threads ──────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")
-# seconds without a byte before a call fails: 3 s were seen with 32 calls on two cores, ten times that is no
-# hang yet
+# seconds without a byte before a call fails: ten times the 3 s seen with 32 calls on two cores
 CALL_S = 90.0
 
-# Before a removal is tried again, as conmon's own cleanup of a container that ended may be under way and a
-# mount busy; and a listing, which fails when any node of the store removes one of those listed meanwhile.
+# Seconds before a removal or a listing is tried again: conmon's own cleanup of an ended container may keep a
+# mount busy, and a listing fails when any node of the store removes a listed container meanwhile.
 PAUSES = Backoff(first_s=0.1, longest_s=2.0, factor=5.0)
 RETRIES = 3
 
@@ -180,7 +179,7 @@ class InitialisedContainer:
 
 @define(eq=False)
 class ContainerClient:
-    """At most `calls` calls at a time, each on a podman-py client of its own."""
+    """Runs at most `calls` calls at a time, each on its own podman-py client."""
 
     socket: Path
     calls: int
@@ -280,7 +279,7 @@ class ContainerClient:
             return await trio.to_thread.run_sync(self._borrowed, work, limiter=self.limiter)
 
     def _borrowed(self, work: "Callable[[Any], Answer]") -> Answer:
-        client = self._idle.get_nowait()  # as many as the limiter lets in
+        client = self._idle.get_nowait()  # at most as many as the limiter allows
         try:
             return work(client)
         finally:

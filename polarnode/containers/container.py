@@ -158,8 +158,8 @@ class Shape:
 
 
 def shape_of(spec: RuntimeSpec, image: str) -> Shape:
-    """The shape a task needs. Files, prepare steps, environment and writable places come later and make no
-    difference.
+    """The shape a task needs. Files, prepare steps, environment and writable places are added later and are
+    not part of it.
     """
     return Shape(
         image=image,
@@ -233,7 +233,7 @@ def container_spec(
         "image": shape.image,
         "entrypoint": [INIT_INSIDE],
         "command": ["-P"],  # pause: reap zombies, and survive the agent's `kill -9 -1`
-        "user": "0",  # the first process is not the agent's to trace
+        "user": "0",  # the agent cannot trace the first process
         "work_dir": "/",
         "mounts": [
             _mount(str(findings.init), INIT_INSIDE, "ro"),
@@ -254,7 +254,7 @@ def container_spec(
 
 
 def _mount(source: str, target: str, rights: str) -> Json:
-    """A bind mount of one file system alone: what else is mounted below would keep rights of its own."""
+    """A bind mount of one file system only, because mounts below it would keep their own rights."""
     return {
         "type": "bind",
         "source": source,
@@ -296,8 +296,8 @@ def _limits(shape: Shape) -> dict[str, Json]:
 
 
 def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
-    """All process limits, those of containers.conf included, since giving one drops them all. No file may
-    outgrow the disk limit, holes included, and none is a core dump.
+    """All process limits, including those of containers.conf, because setting one drops them all. No file may
+    exceed the disk limit, holes included, and core dumps are off.
     """
     limits = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
     return [{"type": name, "hard": most, "soft": most} for name, most in limits.items()]

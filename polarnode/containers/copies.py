@@ -31,7 +31,8 @@ LABEL_PREPARED = "polarnode.prepared"  # on a copy: when it was made, seconds si
 # seconds a copy may take: 0.1 s for a small one, 0.6 s for 4,000 files of 100 MB; a longer one is hardly
 # worth it
 COMMIT_S = 120.0
-PRUNE_EVERY_S, PRUNE_AGAIN_S = 600.0, 20.0  # seconds: nodes die seldom, and what they leave is bounded
+# seconds between prunings: nodes rarely die, and what they leave is bounded
+PRUNE_EVERY_S, PRUNE_AGAIN_S = 600.0, 20.0
 ORPHAN_S = 3600.0  # seconds a dead node's copy is kept: the node may be started again and use it
 
 _log = logging.getLogger(__name__)
@@ -96,8 +97,8 @@ class PodmanCopies:
             await trio.sleep(pause)
 
     async def prune(self, most: int) -> int:
-        """Remove the copies of dead nodes that are too old, or beyond `most`, and return how many. Copies of
-        living nodes are left to them.
+        """Remove the copies of dead nodes that are too old or beyond `most`; return the number removed.
+        Copies of living nodes are not touched.
         """
         orphans = sorted(
             (each for each in await self._listed() if not each.owned()),

@@ -29,7 +29,7 @@ from polarnode.containers.files import (
 )
 from polarnode.core.errors import EvaluatorError
 
-# looked at: a monorepo with its packages has a tenth of it, and it takes a minute or two
+# entries of a copy: a monorepo with its packages has a tenth of it, and it takes a minute or two
 ENTRIES_LIMIT = 2_000_000
 NAMES_LIMIT = 200_000  # files with several names, some 50 MB of them here; beyond, each name becomes a file
 PIECE = 8 << 20  # bytes between two looks whether the budget is over
@@ -58,7 +58,7 @@ class Copy:
                 opened_below(self.target.root, target, FOLDER_FLAGS) as right,
             ):
                 if os.path.sameopenfile(left, right):
-                    return  # a volume that both see: to make it what it is would be to empty it
+                    return  # a volume that both containers see: copying it onto itself would empty it
                 self._top = right
                 self._folder(left, right, b"", 0)
                 self._dress(right, os.fstat(left))
@@ -89,7 +89,7 @@ class Copy:
                 if left is not None:
                     remove(right, entry.name)
                     self._write(entry, left, right)
-        return True  # what is mounted is a volume or Podman's own, and the target has its own
+        return True  # mounts are volumes or Podman's own, and the target has its own
 
     def _made_folder(self, entry: TreeEntry, right: int, depth: int) -> bool:
         if depth >= DEEPEST:
@@ -110,7 +110,7 @@ class Copy:
 
     def _same(self, entry: TreeEntry, right: int) -> bool:
         """Whether the target has the very same file of the common image: a write would have changed its
-        ctime, which nobody can set back.
+        ctime, which cannot be set back.
         """
         try:
             there = os.stat(entry.name, dir_fd=right, follow_symlinks=False)
@@ -136,7 +136,7 @@ class Copy:
         first = self._first_name(entry)
         if first == entry.path:
             return False
-        with suppress(OSError):  # too long a path: it becomes a file of its own
+        with suppress(OSError):  # the path is too long: the entry becomes a separate file
             os.link(first, entry.name, src_dir_fd=self._top, dst_dir_fd=right, follow_symlinks=False)
             return True
         return False
@@ -192,8 +192,8 @@ class Copy:
         return max(place, end)
 
     def _dress(self, made: int, original: os.stat_result) -> None:
-        """Set owner, mode and times, in this order: a change of owner takes bits of the mode away. What is
-        right already is not touched.
+        """Set owner, mode and times, in this order: a change of owner takes bits of the mode away. Values
+        that are already right are not set.
         """
         there, ids = os.fstat(made), self._ids(original)
         if (there.st_uid, there.st_gid, there.st_mode, there.st_mtime_ns) == (
@@ -211,7 +211,7 @@ class Copy:
 
     def _id(self, number: int) -> int:
         inside = number - self.source.shift
-        # ids outside the container's range become nobody, 65534
+        # ids outside the container's range become `nobody`, 65534
         return self.target.shift + (inside if 0 <= inside < IDS else IDS - 2)
 
     def _count(self) -> None:
@@ -244,7 +244,7 @@ def _is_folder(above: int, name: bytes) -> bool:
 
 
 def _entered(stack: ExitStack, entry: TreeEntry, flags: int) -> int | None:
-    """Open what an entry names for as long as the stack; None where another file system is mounted on it."""
+    """Open an entry until the stack closes; None if another file system is mounted on it."""
     try:
         return stack.enter_context(opened_child(entry.above, entry.name, flags))
     except OSError as error:

@@ -26,10 +26,10 @@ LOOK_S = 0.5  # seconds between looks at the free space, one system call
 MOVED = 32 << 20  # bytes of free space that make a measurement worth it: a session's smallest sensible limit
 # seconds after which all are measured even if the free space has not moved: one may write what another frees
 SELDOM_S = 60.0
-# times its own duration that a container is let be after a measurement: a million files take ten seconds, a
-# sixth of a core at most
+# pause after a measurement, as a multiple of its duration: a million files take ten seconds, a sixth of a
+# core at most
 REST = 5
-# seconds it is let be at least, and for each container there is: ten measurements a second, 5 % of a core
+# least pause in seconds, and the least per watched container: ten measurements a second, 5 % of a core
 LEAST_S, EACH_S = 2.0, 0.1
 # bytes that a file counts at least, empty or not: a disk has room for so many files alone, and the least
 # block is as large
@@ -37,7 +37,8 @@ ENTRY = 4096
 AT_ONCE = 2  # measurements side by side
 # open files looked at for what is unlinked: 0.2 s, and no honest program has a tenth of it
 DESCRIPTORS = 50_000
-# one that was ended has this part of its limit more before it is ended again: what judges it may write too
+# an ended container may write 1/AGAIN of its limit more before it is ended again, because its evaluator may
+# write too
 AGAIN = 4
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class WritableLayer:
 @define(eq=False, kw_only=True)
 class WatchedContainer:
     """One container under watch. `because` is why it was ended, None while it runs; `for_room`: it was ended
-    for the machine's sake, not for its own limit.
+    because the disk was nearly full, not for its own limit.
     """
 
     id: str
@@ -168,8 +169,8 @@ class DiskWatch:
             await self._end(watched, f"the session wrote more than its disk_mb ({watched.limit_mb})")
 
     async def _end_largest(self) -> None:
-        """End one container when the disk is nearly full. One at a time: its session removes it, and that
-        makes room.
+        """End one container when the disk is nearly full. Only one at a time, because its session then
+        removes it, which frees space.
         """
         self._all_at = -math.inf  # measure again as soon as they are rested
         alive = [each for each in self._watched.values() if each.size]
@@ -214,7 +215,7 @@ async def _walked(layer: WritableLayer, counted: str) -> int | None:
     try:
         done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
     except OSError as error:
-        # no process available for it: the next look comes, and the disk's own reserve is kept meanwhile
+        # no process available for a measurement: the next one follows, and the disk's reserve holds meanwhile
         _log.warning("a container's disk cannot be measured: %s", error)
         return None
     total = done.stdout.split(b"\t", 1)[0]

@@ -143,7 +143,7 @@ class Execs:
                 await _pump(stream, order.stdin, sink)
             return await self._wait_ended(exec_id)
         except BaseException:
-            # a cancellation above all; whatever it is, the program must not outlive our interest in it
+            # usually a cancellation; in any case the program must not outlive this call
             with trio.move_on_after(UNREACHABLE_S, shield=True):
                 await self._end(exec_id, alone)
             raise

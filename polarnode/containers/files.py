@@ -236,12 +236,12 @@ DEEPEST = 200
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
-Skipped = Callable[[bytes, str], None]  # gets what was left out, and why
+Skipped = Callable[[bytes, str], None]  # called with each path left out, and why
 
 
 @frozen(kw_only=True)
 class TreeEntry:
-    """Something in a folder that is open as `above`. `path` is relative to the start of the walk."""
+    """An entry of a folder that is open as `above`. `path` is relative to the start of the walk."""
 
     above: int
     name: bytes
@@ -290,8 +290,7 @@ def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEnt
 
 
 def remove(above: int, name: bytes, depth: int = 0) -> None:
-    """Remove whatever has this name, and everything below it. What is mounted stays, with the folders it is
-    in: it is not ours to empty.
+    """Remove the entry of this name and everything below it. Mounts stay, with the folders that contain them.
 
     The kernel would not protect it: removing a mount point from another namespace takes the mount away.
     Raises OSError where something cannot be removed.
@@ -314,7 +313,7 @@ def remove(above: int, name: bytes, depth: int = 0) -> None:
 
 
 def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
-    """The contents of an open folder, without what disappears meanwhile."""
+    """The contents of an open folder, without entries that disappear meanwhile."""
     with os.scandir(opened) as listing:
         for found in listing:
             name = os.fsencode(found.name)
@@ -327,7 +326,7 @@ def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
 
 # ── artifacts ─────────────────────────────────────────────────────────────────
 
-# of content: a patch, logs, a small build; ten thousand sessions of it are a disk's worth already
+# bytes of content: a patch, logs, a small build; ten thousand sessions of this size fill a disk
 BYTES_LIMIT = 256 << 20
 ENTRIES_LIMIT = 100_000  # 512 bytes and 50 microseconds each: 50 MB and 5 s
 NAMED_LIMIT = 50  # things left out that are named; the others are counted

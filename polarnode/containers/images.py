@@ -4,9 +4,9 @@ Built with the podman command line, because podman-py cannot mount the machine's
 build. Invariant: a build may reach the network, a container never; nothing of this machine but its
 certificates enters an image, and those only for a step.
 
-Images of tasks are built from a task's environment folder. Such a folder is somebody else's program, and
-building it runs that program with this machine's network. It is done only at an operator's command
-(`polarnode run`, `submit`, `convert --build`), never because a task that came over the network asks for it.
+Images of tasks are built from a task's environment folder. Such a folder is untrusted code, and building it
+runs that code with this machine's network. Images are built only at an operator's command (`polarnode run`,
+`submit`, `convert --build`), never because a task that came over the network requests it.
 """
 
 import fcntl
@@ -40,16 +40,16 @@ from polarnode.sources.values import Build
 
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 RECIPE_LABEL = "polarnode.recipe"
-# the id of what a stage on a task's own image stands on: a task's image may change under its name
+# label with the id of the image under a stage: a task's image may change under its name
 BELOW_LABEL = "polarnode.below"
-# of what no image needs any more: builders, which make the next recipe quicker, and images that were replaced
+# age at which images that no other needs are removed: builders, which speed up the next recipe, and replaced
+# images
 LAYERS_KEPT = "24h"
 # The host's network spares a bridge and its firewall rules; with this isolation all of a build is in our
 # process group, and ends with it.
 CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
-# programs that look for an image at once: 500 sessions that each started their own took half a minute of both
-# cores
+# image checks at once: 500 sessions that each started their own took half a minute of both cores
 CHECKS_AT_ONCE = 4
 
 
@@ -147,7 +147,8 @@ class Builder:
                     "removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}"
                 )
             except RuntimeFault as fault:
-                # others remove images too; what was built stands, and the next build removes the rest
+                # other processes remove images too; the built images exist, and the next build removes the
+                # rest
                 self.report(f"old layers stay for now: {fault}")
 
     async def _build_on_top(self, name: str) -> None:

@@ -41,13 +41,13 @@ FIRST_START_S = 0.5  # seconds a start is assumed to take before one was measure
 
 @define(eq=False)
 class TakeRate:
-    """How often runtimes of one shape were taken lately, as an exponentially decaying count."""
+    """The recent rate at which runtimes of one shape were taken, as an exponentially decaying count."""
 
     _value: float = 0.0
     _counted_at: float = -math.inf
 
     def count(self, now: float) -> None:
-        """One was taken, warm or not."""
+        """Record that one was taken, warm or not."""
         self._value = self._faded(now) + 1.0
         self._counted_at = now
 
@@ -61,7 +61,7 @@ class TakeRate:
 
 @define(eq=False)
 class StartDurations:
-    """How long starts take, over all shapes: what differs is the load of the machine, not the image."""
+    """The mean duration of starts over all shapes: it depends on the machine's load, not on the image."""
 
     mean_s: float = FIRST_START_S
     _seen: bool = False
@@ -73,8 +73,8 @@ class StartDurations:
 
 
 def enough(*, waiting: int, rate: float, start_s: float, most: int) -> int:
-    """The number of warm ones to keep: none while no session waits, one for whoever waits, more where they
-    are taken faster than they start.
+    """The number of warm runtimes to keep: none while no session waits, one if any waits, more if they are
+    taken faster than they start.
     """
     under_way = rate * start_s
     return min(waiting, most, max(1, math.ceil(under_way + math.sqrt(under_way))))
@@ -89,9 +89,9 @@ WARM_AGE_S = 1800.0  # seconds a warm one waits before it is replaced; its dead-
 WARM_LIFETIME_S = 8 * 3600.0
 LOOK_S = 30.0  # seconds between looks for the old and the dead while nothing else happens
 RETRY_S = 5.0  # seconds before a start that failed is tried again: its cause is rarely gone at once
-WARM_SESSION = "warm"  # what stands on the session label of a runtime that was started before its session
-# of so many calls to Podman at once the pool makes one at most, and it begins none while a session waits for
-# a start of its own
+WARM_SESSION = "warm"  # value of the session label of a runtime that was started before its session
+# the pool makes at most one in this many concurrent calls to Podman, and starts nothing while a session waits
+# for its own start
 SHARE = 3
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class PrewarmRequest:
 
 @define(eq=False)
 class Shelf:
-    """The warm runtimes of one shape, and what is expected of the sessions that take them."""
+    """The warm runtimes of one shape, and the expected demand for them."""
 
     waiting: int = 0
     starting: int = 0
@@ -160,8 +160,8 @@ class Shelf:
 
 @define(eq=False, kw_only=True)
 class Pool:
-    """Warm runtimes by shape. `run` fills it; `take` empties it. `expected` tells what sessions of a
-    workspace will start from.
+    """Warm runtimes by shape. `run` fills it; `take` empties it. `expected` gives the image that sessions of
+    a workspace will start from.
     """
 
     starter: Starter
@@ -172,7 +172,7 @@ class Pool:
     served_warm: int = field(default=0, init=False)
     failed: int = field(default=0, init=False)
     live: int = field(default=0, init=False)
-    # the machine is short of something: nothing is started for later
+    # under backpressure nothing is started in advance
     held: bool = field(default=False, init=False)
     _cold: int = field(default=0, init=False)  # sessions that wait for a start of their own
     _starts: StartDurations = field(factory=StartDurations, init=False)
@@ -189,7 +189,7 @@ class Pool:
         return shape_of(spec, self.recipes.image(spec.image))
 
     def prewarm(self, request: PrewarmRequest) -> None:
-        """Expect that many sessions from now on; 0 lets the warm ones go."""
+        """Set the number of expected sessions; 0 releases the warm runtimes."""
         self._requests.pop((request.shape, request.workspace), None)
         if request.count > 0:
             self._requests[request.shape, request.workspace] = request

@@ -53,8 +53,8 @@ class Workspace:
 
 
 def workspace_of(spec: RuntimeSpec, image: str) -> Workspace | None:
-    """What a task needs prepared; None where there is nothing to prepare or the task asks for it in each
-    session.
+    """The workspace that a task needs prepared; None if there is nothing to prepare or the task prepares in
+    each session.
     """
     if not spec.reuse_prepared or not (spec.prepare or len(spec.files) >= MANY_FILES):
         return None
@@ -108,7 +108,7 @@ class Copies(Protocol[Copied]):
 @define(eq=False)
 class _CopyState:
     image: str | None = None
-    making: trio.Event | None = None  # set when whoever prepares it is done, or failed
+    making: trio.Event | None = None  # set when the preparing session has finished or failed
 
 
 @define(eq=False, kw_only=True)
@@ -162,7 +162,7 @@ class Workspaces(Generic[Kind]):
         return state is not None and state.making is not None
 
     async def wait_settled(self, workspace: Workspace | None) -> None:
-        """Wait until it is no longer being prepared, whatever the result."""
+        """Wait until it is no longer being prepared, with any result."""
         while workspace is not None and self.busy(workspace):
             making = self._states[workspace].making
             if making is not None:

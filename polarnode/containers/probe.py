@@ -1,4 +1,5 @@
-"""What this machine's Podman is and lacks, and where our store of images and containers is.
+"""Probe this machine's Podman: findings with remedies, and the location of the store of images and
+containers.
 
 The store is separate from every other Podman on the machine. Images stay in `state_dir` between runs and are
 shared by all nodes that name the same folder. Its run folder is a pure function of `state_dir`, because the
@@ -118,8 +119,8 @@ def store_at(state_dir: Path) -> Store:
 
 
 def make_folders(store: Store) -> None:
-    """Make what is missing. A run folder that another user made, in a place anyone may write to,
-    is refused.
+    """Make the missing folders. A run folder that another user made, in a world-writable place, is
+    refused.
     """
     for folder in (store.state_dir, store.state_dir / "etc", store.state_dir / "tmp", store.log_dir):
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,9 @@ class Finding:
 
 @frozen(kw_only=True)
 class PodmanFindings:
-    """What a node's Podman configuration is written from, and what doctor shows. A missing tool is None."""
+    """The findings from which a node's Podman configuration is written, as `polarnode doctor` shows them. A
+    missing tool is None.
+    """
 
     podman: Path | None
     oci_runtime: Path | None
@@ -299,8 +302,8 @@ def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
 
 
 def closed_folder(state_dir: Path) -> Path | None:
-    """The first folder above a store that mapped users could not pass. Podman would open it to everybody, and
-    a home is not ours to open.
+    """The first folder above a store that mapped users could not pass. Podman would open it to all users,
+    which must not happen to a home.
     """
     above = [folder for folder in state_dir.resolve().parents if folder.exists()]
     return next((folder for folder in above if folder.stat().st_mode & 0o111 != 0o111), None)

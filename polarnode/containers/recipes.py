@@ -137,8 +137,8 @@ ON = "+"
 
 @frozen(kw_only=True)
 class RecipeConfig:
-    """The content of a runtime.toml. `base` is another recipe's name, None for one that stands on Debian
-    itself. User and workdir are the task's.
+    """The content of a runtime.toml. `base` is another recipe's name, None for a recipe directly on Debian.
+    User and workdir are the task's.
 
     `instead_of` is the recipe that this one replaces on a task's own image.
     """
@@ -165,7 +165,7 @@ class Recipe:
 
 @frozen(kw_only=True)
 class Stage:
-    """One recipe on the way up from a task's own image: what is built, on which image, and its name."""
+    """One build step on top of a task's own image: the recipe, the image under it, and the resulting name."""
 
     recipe: Recipe
     below: str
@@ -210,7 +210,7 @@ class Recipes:
         )
 
     def with_bases(self, names: Sequence[str]) -> tuple[Recipe, ...]:
-        """The recipes of these names and all they stand on, each after its base, each once. Names of no
+        """The recipes of these names and all their bases, each once and after its base. Names without a
         recipe are left out.
         """
         ordered: dict[str, Recipe] = {}

@@ -49,7 +49,8 @@ from polarnode.support.bounded import open_bounded_log
 
 # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
 OUTPUT_LIMIT = 32 << 20
-# bytes a session changed in its workspace, or twice what it may write: one that wrote too much is judged too
+# bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that wrote too
+# much is evaluated too
 COPY_LIMIT = 8 << 30
 KILLED = 137  # the exit code of a program that was ended by SIGKILL
 ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
@@ -88,14 +89,16 @@ class PodmanRuntime:
 
     @property
     def ended_because(self) -> str | None:
-        """Why the node ended everything in it, as a session's reason; None while it did not. What it wrote is
-        not worth judging.
+        """The reason why the node ended everything in it, for the session's outcome; None if it did not. Its
+        files are then not worth evaluating.
         """
         return self._watched.because
 
     @property
     def ended_for_room(self) -> bool:
-        """Whether that was because the machine's disk was nearly full, which is no fault of the session's."""
+        """Whether it was ended because the machine's disk was nearly full, which is not the session's
+        fault.
+        """
         return self._watched.for_room
 
     def oom_kills(self) -> int:
@@ -141,7 +144,8 @@ class PodmanRuntime:
             await self._execs.run(order, lambda channel, piece: kept[channel].write(piece))
         )
         if exit_code == KILLED and self.ended_because is not None:
-            kept["stderr"].write(f"\n{self.ended_because}\n".encode())  # where its last words are looked for
+            # at the end of stderr, where the reason of a failure is read
+            kept["stderr"].write(f"\n{self.ended_because}\n".encode())
         stdout, stderr = kept["stdout"].value(), kept["stderr"].value()
         return Ended(
             exit_code=exit_code,
@@ -312,7 +316,7 @@ class Starter:
     _shift: Iterator[int] = field(factory=_shifts, init=False)
 
     async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        """A fresh runtime. Raises RuntimeFault, and then nothing of it remains."""
+        """A fresh runtime. If it raises RuntimeFault, nothing of the runtime remains."""
         shift = next(self._shift) if self.findings.user_namespaces else 0
         name = f"polarnode-{secrets.token_hex(8)}"
         self.alive.add(name)

@@ -80,7 +80,7 @@ class Runtimes:
         return self._workspaces.busy(self._workspace(spec))
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
-        """Wait until that is over; it takes no slot and no call."""
+        """Wait until that preparation is over; takes no slot and makes no call."""
         await self._workspaces.wait_settled(self._workspace(spec))
 
     def prewarm(self, spec: RuntimeSpec, count: int) -> None:
@@ -92,7 +92,7 @@ class Runtimes:
         )
 
     def hold(self, held: bool) -> None:
-        """Start nothing in advance while the machine is short of something."""
+        """Start nothing in advance while under backpressure."""
         self._pool.held = held
         self._pool.look()
 
@@ -122,7 +122,7 @@ class Runtimes:
 
 @asynccontextmanager
 async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
-    """Podman, ready for sessions. Raises RuntimeFault with the remedies where this machine lacks something.
+    """Open Podman for sessions. Raises RuntimeFault with the remedies if this machine lacks a requirement.
 
     Opening removes what killed nodes left. Close it after the sessions: warm runtimes go first, then the
     sweeper, then the service.

@@ -78,7 +78,7 @@ class EgressFigures:
 # open at once: uv, the greediest installer known, opens 50; one more waits in the kernel until another ends
 CONNECTIONS = 64
 LOOKUPS = 4  # names looked up at once: each is a thread of the node's that waits on a name server
-HEAD_S = 30.0  # for a request's head, whole: a client that sends it byte by byte only holds a place
+HEAD_S = 30.0  # seconds for a whole request head: a client that sends it byte by byte only holds a slot
 # without a byte in either direction: a server that builds an archive on request thinks for a minute
 IDLE_S = 120.0
 LINGER_S = 2.0  # for a refused client to read why
@@ -165,14 +165,14 @@ class _Serving:
             connections.start_soon(self._connection, stream)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        """One connection to its end. The isolation edge: a bug of ours met in one reaches no other
-        connection, and not the session.
+        """One connection to its end. The isolation edge: a bug met in one connection affects no other
+        connection and not the session.
         """
         try:
             with stream.socket, trio.CancelScope() as clock:
                 await self._requests(container_side(stream), clock)
         except* (*GONE, h11.RemoteProtocolError, h11.LocalProtocolError):
-            pass  # a peer that left, or does not speak HTTP: its own affair
+            pass  # a peer that left or does not speak HTTP is not an error of ours
         except* Exception:
             _log.exception("egress: a connection met a bug")
         finally:
@@ -239,7 +239,7 @@ class _Serving:
             await hand_on(client, stream, parsed.request, self._moved(clock))
         except* (*GONE, h11.RemoteProtocolError) as broken:
             if client.begun:
-                raise  # an answer that is cut must be seen to be cut
+                raise  # a cut answer must be recognisable as cut
             _log.info("egress: %s port %d gave no answer: %s", parsed.host, parsed.port, broken.exceptions)
             await self._deny(
                 client,

@@ -115,8 +115,8 @@ def _forward(request: h11.Request) -> Forward | Denial:
 
 
 def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
-    """Why a Host header does not match the target: a server that goes by it would serve another site than the
-    allowed one.
+    """Why a Host header does not match the target: a server that routes by it would serve another site than
+    the allowed one.
     """
     for value in _values(request, b"host"):
         text = value.decode("latin1")
@@ -314,7 +314,7 @@ class Resolver:
 
 
 async def connect(address: str, port: int) -> HalfCloseableStream:
-    """Connect to an address. It is no name, so nothing is looked up."""
+    """Connect to an address; no name is looked up."""
     sock = trio.socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         await sock.connect((address, port))
@@ -352,7 +352,7 @@ def _is_its_own_source(address: str, family: socket.AddressFamily) -> bool:
 
 @frozen(kw_only=True)
 class World:
-    """The outside world: one for each node; tests replace it."""
+    """Name lookups and outgoing connections, one instance per node; tests replace it."""
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
         factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))

@@ -329,8 +329,8 @@ class Control:
     # ── memory ────────────────────────────────────────────────────────────────
 
     async def _memory(self, order: Memory) -> Outcome:
-        """Release GPU memory or take it back. Impossible orders are refused here, because SGLang checks them by
-        assertion in its schedulers, which an assertion ends.
+        """Release GPU memory or take it back. Impossible orders are refused here, because SGLang checks them
+        by assertion in its schedulers, which an assertion ends.
         """
         from sglang.srt.managers.io_struct import (
             ReleaseMemoryOccupationReqInput,
