@@ -49,8 +49,8 @@ from polarnode.support.bounded import open_bounded_log
 
 # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
 OUTPUT_LIMIT = 32 << 20
-# bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that wrote too
-# much is evaluated too
+# bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that
+# wrote too much is evaluated too
 COPY_LIMIT = 8 << 30
 KILLED = 137  # the exit code of a program that was ended by SIGKILL
 ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
