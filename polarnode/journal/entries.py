@@ -1,9 +1,9 @@
 """What is written: entries for the writer's queue, each a function of its connection inside a transaction.
 
-An entry may be applied twice, after a commit that failed or was partly retried, so each is idempotent and
-keeps no state. Values are packed when they are enqueued, so that a value that cannot be packed fails where it
-was made. The `group` and `task` events of a task are made of what the tables hold, in the transaction of its
-last trajectory, so that no death of the node separates them.
+An entry may be applied twice after a failed or partly retried commit, so each is idempotent and keeps no
+state. Values are packed when they are enqueued, so that a value that cannot be packed fails at its source.
+The `group` and `task` events of a task are built from the tables in the transaction of its last trajectory,
+so that a crash of the node cannot separate them.
 """
 
 import sqlite3
@@ -33,8 +33,8 @@ FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NOT NULL O
 
 
 def places_over(db: sqlite3.Connection, task_id: str) -> tuple[Facts, ...]:
-    """The sessions that hold the task's places and are over, in order of sample_index: what a group's judge
-    needs, at its end and before.
+    """The finished sessions that hold the task's places, in order of sample_index: the facts by which a group
+    is judged, at its end and before.
     """
     return tuple(_facts(*row) for row in db.execute(OVER, (task_id,)).fetchall())
 
@@ -58,7 +58,7 @@ def _facts(
 
 
 def end_task(db: sqlite3.Connection, task_id: str, now: float) -> None:
-    """Write the group's and the task's events, when that was the last of its places."""
+    """Write the group's and the task's events if that was the last of the task's places."""
     task = db.execute("SELECT group_id, submitted, spec FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
     if task is None or db.execute(OPEN, (task_id,)).fetchone() is not None:
         return
@@ -73,7 +73,7 @@ def end_task(db: sqlite3.Connection, task_id: str, now: float) -> None:
 
 @frozen(kw_only=True)
 class _OfGroup:
-    """The part of a task's spec that counts here. A spec from before there was a `group` has the defaults."""
+    """The part of a task's spec used here. A spec from before `group` existed has the defaults."""
 
     group: GroupSpec = field(factory=GroupSpec)
 
@@ -90,7 +90,7 @@ def _insert(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float
 
 # ── the entry ────────────────────────────────────────────────────────────
 
-ROW_BYTES = 256  # what a row costs beside its blob: ids, numbers, two index entries
+ROW_BYTES = 256  # bytes of a row besides its blob: ids, numbers, two index entries
 
 
 @frozen
@@ -214,8 +214,8 @@ def trajectory_entry(trajectory: Trajectory, *, now: float) -> Entry:
 
 
 def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -> Entry:
-    """A session that lost its place and the one that holds it now, in one entry, so that no death of the node
-    lies between the two.
+    """A session that lost its place and the one that holds it now. They are one entry, so that a crash of the
+    node cannot separate them.
     """
     published, began = _published(trajectory, now), session_entry(successor)
     return Entry(
@@ -251,8 +251,8 @@ def _replace(db: sqlite3.Connection, *, it: _Published, begin: Callable[[sqlite3
 
 
 def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
-    """Write a session's trajectory. The first one stands, for its event may have been read; False for a later
-    one.
+    """Write a session's trajectory. Only the first is kept, because its event may have been read. False for a
+    later one.
     """
     _insert_session(
         db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index, attempt=it.attempt

@@ -3,9 +3,8 @@ is on disk.
 
 What must not be lost is enqueued by a plain call, because a checkpoint between "done" and "recorded" can lose
 a finished rollout. Numbers of events are given in commit order and never twice, so a trainer may resume at
-any of them. Each reader keeps its own position, and a slow one holds up no session. Statistics are those of
-the writer's last commit, so they cost no access to the disk. One process owns a journal for as long as it
-lives.
+any of them. Each reader keeps its own position, and a slow reader delays no session. Statistics are those of
+the writer's last commit, so they need no disk access. One process owns a journal while it has it open.
 """
 
 import fcntl
@@ -127,7 +126,7 @@ EVENTS_A_PAGE = 64  # group events of small sessions are a kilobyte; large ones 
 
 @define(eq=False)
 class Journal:
-    """Made by `open_journal`."""
+    """The journal. Created by `open_journal`."""
 
     path: Path
     now: Callable[[], float]
@@ -145,7 +144,7 @@ class Journal:
     def task_submitted(
         self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
     ) -> None:
-        """A task was taken. Its sessions count as unfinished from now on."""
+        """Record an accepted task. Its sessions count as unfinished from now on."""
         self._writer.put(
             task_entry(
                 spec,
@@ -162,12 +161,12 @@ class Journal:
         self._writer.put(session_entry(identity))
 
     def turn(self, turn: Turn) -> None:
-        """A model call is over. The same index again replaces it."""
+        """Record a finished model call. A second turn with the same index replaces it."""
         self._writer.put(turn_entry(turn))
 
     def publish(self, trajectory: Trajectory) -> None:
         """A session is over: a `trajectory` event, and when it was its task's last also `group` and `task`.
-        The first publication stands.
+        Only the first publication is kept.
         """
         self._writer.put(trajectory_entry(trajectory, now=self.now()))
 
@@ -178,15 +177,17 @@ class Journal:
         self._writer.put(replaced_entry(trajectory, successor, now=self.now()))
 
     def task_cancelled(self, task_id: str) -> None:
-        """The task was cancelled: no place of it is given to another session, in this or a later life."""
+        """Record that the task was cancelled: none of its sessions is retried, in this or a later run of the
+        node.
+        """
         self._writer.put(cancel_entry(task_id, now=self.now()))
 
     def weights_served(self, version: str, body: dict[str, Json]) -> None:
-        """From now on these weights are served. The first row of a version stands."""
+        """Record that these weights are served from now on. Only the first row of a version is kept."""
         self._writer.put(weights_entry(version, body, now=self.now()))
 
     def callback_taken(self, seq: int) -> None:
-        """A callback took an event: it is not pending any more."""
+        """Record that a callback's receiver accepted an event: it is no longer pending."""
         self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
 
     async def flushed(self) -> None:
@@ -206,10 +207,11 @@ class Journal:
         return self._position(consumer)
 
     async def acknowledge(self, consumer: str, seq: int) -> int:
-        """Move a consumer's position forward, never back and never beyond the last event. Gives it.
+        """Move a consumer's position forward, never back and never beyond the last event. Returns the
+        position.
 
-        0 creates a consumer. Raises Refused for a new consumer when MOST of them are waited for; else the
-        longest unseen one makes place for it.
+        0 creates a consumer. Raises Refused for a new consumer when MOST of them are waited for; otherwise
+        the one unseen for longest is deleted for it.
         """
         consumers = self._progress.consumers
         if consumer not in consumers and len(consumers) >= MOST:
@@ -228,14 +230,16 @@ class Journal:
         return 0 if found is None else found.seq
 
     async def forget(self, consumer: str) -> bool:
-        """Keep nothing for `consumer` any more; the name may be used again. False when there is none."""
+        """Delete `consumer` and its position; the name may be used again. False when it does not exist."""
         existed = consumer in self._progress.consumers
         await self._wait_written(self._writer.put(forget_entry(consumer)))
         return existed
 
     @contextmanager
     def reading(self, consumer: str) -> Iterator[None]:
-        """Around an open stream of a consumer, which is waited for however long it acknowledges nothing."""
+        """Wrap an open stream of a consumer. Meanwhile retention waits for it, however long it acknowledges
+        nothing.
+        """
         self._attend(consumer, 1)
         try:
             yield
@@ -295,7 +299,9 @@ class Journal:
         return await self._read(places_over, task_id)
 
     async def unfinished(self) -> tuple[UnfinishedSession, ...]:
-        """Sessions of earlier lives without a trajectory: give each one, so that it ends `interrupted`."""
+        """Sessions of earlier runs without a trajectory. Publish one for each, so that it ends
+        `interrupted`.
+        """
         return await self._read(queries.unfinished)
 
     async def events(
@@ -360,7 +366,7 @@ class Journal:
         return await self._read(pending_callbacks.heads, url, most, skipped)
 
     async def pending_callback_count(self) -> int:
-        """Events that callbacks have yet to take."""
+        """The number of pending callback events."""
         return await self._read(pending_callbacks.count)
 
     async def expired_callbacks(self) -> int:
@@ -380,7 +386,7 @@ class Journal:
 
     @property
     def refuses_tasks(self) -> bool:
-        """No new task should be taken: the disk is full or nearly so, or too much waits in memory."""
+        """Whether new tasks must be refused: the disk is full or nearly so, or too much waits in memory."""
         return self._writer.warning is not None or self._full_sentence() is not None
 
     def _warning(self) -> str | None:
@@ -426,7 +432,8 @@ async def open_journal(
     retention: Retention | None = None,
     callback_kinds: Mapping[str, tuple[EventKind, ...]] | None = None,
 ) -> AsyncIterator[Journal]:
-    """Open the journal in the SQLite file `path` (made when there is none), for this process alone.
+    """Open the journal in the SQLite file `path` for this process alone. The file is created if it is
+    missing.
 
     Leaving the block writes what is queued, in at most CLOSE_S. `now` gives wall seconds since the epoch.
     `callback_kinds` are the kinds of events that a task's callback is sent, by its `callback_format`;

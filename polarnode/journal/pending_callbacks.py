@@ -1,8 +1,8 @@
-"""Events that a task's callback has yet to take.
+"""Events that the receiver of a task's callback has not accepted yet.
 
-An event becomes pending in the transaction that writes it, so that no death of the node lies between the two:
-`add_pending` must be called by whoever inserts an event. Its row goes when the callback took it or, counted,
-when retention prunes the event. Events of one task are in the order of their numbers.
+An event becomes pending in the transaction that writes it, so that a crash of the node cannot separate the
+two: code that inserts an event must call `add_pending`. The row is deleted when the receiver accepts the
+event, or when retention prunes it, which is counted. Events of one task are in the order of their numbers.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ class CallbackTarget:
 
 @frozen(kw_only=True)
 class PendingCallback:
-    """The oldest event of a task that its callback has not taken."""
+    """The oldest pending event of a task."""
 
     seq: int
     task_id: str
@@ -75,7 +75,7 @@ def expire(db: sqlite3.Connection, seq: int) -> None:
 
 
 def taken(db: sqlite3.Connection, *, seq: int) -> None:
-    """A callback took an event."""
+    """Delete the row of an event that its receiver accepted."""
     db.execute("DELETE FROM callbacks WHERE seq = ?", (seq,))
 
 

@@ -1,8 +1,8 @@
 """Reads of the journal: plain functions of a read connection, each within one snapshot, which `Journal` runs
-in threads; and the cache of what was encoded last.
+in threads; and a cache of recently encoded events.
 
 A page of events is bounded in bytes, because one trajectory may be tens of megabytes as JSON. A reader whose
-filters pass over everything must still move on. An event never changes, so what is cached is never wrong.
+filters match nothing must still advance. Events never change, so cached bytes stay valid.
 """
 
 import sqlite3
@@ -193,7 +193,7 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
 
 
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
-    """Sessions of earlier lives without a trajectory, in the order they were taken."""
+    """Sessions of earlier runs without a trajectory, in the order they were submitted."""
     query = (
         "SELECT session_id, task_id, sample_index, identity FROM sessions WHERE outcome IS NULL AND life <"
         " (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"

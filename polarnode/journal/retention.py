@@ -1,8 +1,8 @@
 """Consumers' positions, and the pruning of what they have all acknowledged.
 
 A consumer is a reader with a name; only it moves its position, forward, and the move is on disk before it is
-answered. A consumer that is not seen for too long keeps its position but holds nothing back any more. Time in
-which no node ran does not count, and a consumer with an open stream counts as seen.
+answered. A consumer that is not seen for too long keeps its position but no longer holds back pruning. Time
+in which no node ran does not count, and a consumer with an open stream counts as seen.
 
 Pruning takes the oldest events first, a whole session at a time, and never one that still runs. Events go in
 the order of their numbers, so that what is kept has no holes, and the last pruned number is remembered
@@ -76,7 +76,7 @@ def _acknowledge(db: sqlite3.Connection, *, consumer: str, seq: int, now: float)
 
 
 def seen_entry(consumer: str, *, now: float) -> Entry:
-    """The consumer is there. One that was forgotten meanwhile is not created by it."""
+    """Record that the consumer was seen. It does not create a consumer that was deleted meanwhile."""
     return Entry(
         ROW_BYTES, partial(_run, sql="UPDATE positions SET heard = ? WHERE consumer = ?", row=(now, consumer))
     )
@@ -135,8 +135,8 @@ def _pages(db: sqlite3.Connection) -> tuple[int, int]:
 
 
 def prune(db: sqlite3.Connection, retention: Retention, moment: Moment) -> bool:
-    """Drop some of the oldest events when there is too much, inside the caller's transaction. True when
-    something went.
+    """Delete some of the oldest events if there is too much, inside the caller's transaction. True if any was
+    deleted.
     """
     _mark(db, moment)
     rows, enough = _droppable(db, retention, moment, PRUNED_AT_ONCE + 3 * moment.came)

@@ -126,7 +126,7 @@ class Filters:
 
 @frozen(kw_only=True)
 class UnfinishedSession:
-    """A session of an earlier life of this node that never got a trajectory. `spec` is None for one without a
+    """A session of an earlier run of this node that never got a trajectory. `spec` is None for one without a
     task; `cancelled`: its task was, before the node ended.
     """
 

@@ -61,7 +61,7 @@ class Node:
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
-        """Take a task, or answer again what was answered to the same one. Raises Refused, Conflict, Busy or
+        """Accept a task, or repeat the answer to an identical earlier one. Raises Refused, Conflict, Busy or
         DiskFull.
         """
         self.callbacks.check(spec)
@@ -94,8 +94,8 @@ class Node:
         return Submitted(task_id=record.task_id, session_ids=ids, created=False)
 
     async def cancel(self, task_id: str) -> bool:
-        """End a task's sessions with what they have; when this returns no death of the node brings one back,
-        unless its disk is full.
+        """End a task's sessions; they keep their turns. When this returns, no restart of the node retries
+        one, unless the journal's disk is full.
         """
         cancelled = self.scheduler.cancel(task_id) or await self.captures.cancel(task_id)
         with trio.move_on_after(WRITTEN_S):
@@ -123,15 +123,17 @@ class Node:
         return self.scheduler.sessions()
 
     def end_session(self, session_id: str) -> bool:
-        """End one session with what it has; False when it is not live."""
+        """End one session; it keeps its turns. False when it is not live."""
         return self.scheduler.cancel_session(session_id)
 
     def cancel_all(self) -> None:
-        """End every session with what it has."""
+        """End every session; each keeps its turns."""
         self.scheduler.registry.cancel_all()
 
     async def stop(self, *, cancel: bool) -> None:
-        """Refuse new tasks and wait for the sessions; `cancel` ends them with what they have."""
+        """Refuse new tasks and wait for the sessions. With `cancel` they are ended now and keep their
+        turns.
+        """
         await self.scheduler.registry.stop(cancel=cancel)
 
     def status(self) -> dict[str, Json]:

@@ -59,7 +59,7 @@ from polarnode.tokens.template import LoadedModel, load_model
 
 
 def load_node_model(config: NodeConfig) -> LoadedModel:
-    """The model, by a name that says in every trajectory when its answers are random."""
+    """Load the model. Its name marks in every trajectory whether the answers are random."""
     model = load_model(Path(config.model))
     return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
 
@@ -92,7 +92,7 @@ def retention_of(config: NodeConfig) -> Retention:
 
 
 def why_unrouted(config: NodeConfig, model: LoadedModel) -> str:
-    """Why the engine of this node tells no routed experts, and what to do about it."""
+    """Why the engine of this node reports no routed experts, and what to do about it."""
     settings = engine_settings(config, Path(config.state_dir), model)
     return unrouted(settings) or "the engine was started without them; start the node with --routed-experts"
 

@@ -199,8 +199,8 @@ def outcome_word(outcome: Outcome | None, phase: str = "pending") -> SessionWord
 
 
 def task_word(*, finished: bool, cancelled: bool) -> TaskWord:
-    """The status of a task: completed however its sessions ended, but failed where it was cancelled, so that
-    nobody waits for the rest.
+    """The status of a task: completed however its sessions ended, but failed if it was cancelled, so that no
+    client waits for the rest.
     """
     if not finished:
         return "running"

@@ -195,7 +195,7 @@ class SessionRoutes:
         return Response(pieces, content_type="application/json")
 
     async def delete(self, session_id: str) -> Response:
-        """End the session with what it has, all of which stays in the journal."""
+        """End the session. Its turns stay in the journal."""
         session, task = await self._task_of(session_id)
         if task.spec.harness.name == HARNESS:
             await self.service.captures.end(session.session_id, CaptureEnd())
@@ -333,7 +333,7 @@ class NodeRoutes:
         return json_response(self._inference())
 
     async def pause(self) -> Response:
-        """Generation stops at once and goes on where it was: there is no wait and no timeout."""
+        """Pause generation at once; it resumes where it stopped. There is no wait and no timeout."""
         await self.service.generation.pause(PauseOrder())
         return json_response(self._inference())
 

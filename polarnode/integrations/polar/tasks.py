@@ -138,8 +138,8 @@ class TaskRoutes:
         return Response(body, content_type="application/json")
 
     async def cancel(self, task_id: str) -> Response:
-        """Its sessions end with what they have. With `register_if_missing=true` an id that does not exist
-        yet is refused when it comes.
+        """Cancel a task; its sessions keep their turns. With `register_if_missing=true` an id that does not
+        exist yet is refused when it is submitted.
         """
         found = await self._find(task_id)
         if found is not None:
