@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Evaluate, train, evaluate; what came of it is in `given.out` too."""
+    """Evaluate, train, evaluate; the results are also written to `given.out`."""
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
     load = os.getloadavg()[0]  # of others: the node is not there yet

@@ -130,9 +130,7 @@ class Learner:
 
     @torch.no_grad()
     def _known(self, given: Batch) -> Batch:
-        """Where nobody recorded what the sampler thought, the policy's own view before the batch stands in
-        for it.
-        """
+        """For rows without recorded logprobs, use the policy's own logprobs before the batch."""
         known = given.logprobs.clone()
         known[:, 1:] = (
             torch.where(known[:, 1:].isnan(), self.own(given), known[:, 1:])
@@ -149,7 +147,7 @@ class Learner:
 
 
 def optimizer_of(model: Any, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with a rate each for tables, for the norms' scales, and for the last of them."""
+    """AdamW with separate learning rates for weight tables, norm scales, and the last norm's scale."""
     final = model.model.norm.weight
     scales = [each for each in model.parameters() if each.ndim == 1 and each is not final]
     tables = [each for each in model.parameters() if each.ndim > 1]

@@ -19,7 +19,7 @@ def formatted(value: object) -> str:
 
 
 def summary(groups: Sequence[Group]) -> dict[str, Any]:
-    """What became of the sessions: a reward that is not there, because the machine lost a session, is no
+    """Counts of the sessions' results. A missing reward, because the machine lost the session, is not a
     failure of the policy.
     """
     rewards = [member.reward for group in groups for member in group.members if member.reward is not None]

@@ -62,7 +62,7 @@ def wait_ready(client: PolarnodeClient, process: "subprocess.Popen[bytes]", fold
     while not ready(client):
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(
-                "the node does not serve; its last words:"
+                "the node does not serve; the end of its log: "
                 f" {(folder / 'node.txt').read_text(errors='replace')[-2000:]}"
             )
         time.sleep(POLL_S)
@@ -75,7 +75,7 @@ def ready(client: PolarnodeClient) -> bool:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask, then insist."""
+    """Ask the node to stop, then kill it."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

@@ -75,7 +75,8 @@ class Stage:
         """A session of each task, all at once, token by token."""
         decoder = Decoder(self.learner.model, self.head, len(given), LONGEST)
         with tempfile.TemporaryDirectory(prefix="bench") as root:
-            Path(root).chmod(0o711)  # what a policy writes is run as nobody, who must come through here
+            # the policy's commands run as the user `nobody`, who must be able to enter this folder
+            Path(root).chmod(0o711)
             seats = [self.seat(Path(root, str(number)), task) for number, task in enumerate(given)]
             ready = {number: (seat.pending.pop(0), 0.0, False) for number, seat in enumerate(seats)}
             while ready:
@@ -93,8 +94,8 @@ class Stage:
     def beat(
         self, decoder: Decoder, seats: list[Seat], ready: dict[int, tuple[int, float, bool]]
     ) -> dict[int, tuple[int, float, bool]]:
-        """One token of every session that goes on; what each of them has next: its token, its logprob, and
-        whether it is the policy's own.
+        """Advance every running session by one token. Returns the next token of each, its logprob, and
+        whether the policy sampled it.
         """
         places = torch.tensor([len(seats[number].ids) for number in ready])
         logprobs = decoder.step(
@@ -121,7 +122,7 @@ class Stage:
         return list(zip(drawn.tolist(), logprobs.gather(1, drawn[:, None])[:, 0].tolist(), strict=True))
 
     def hear(self, seat: Seat, token: int) -> None:
-        """What comes of a sampled token: nothing, a tool's answer, or the end."""
+        """Handle the effect of a sampled token: none, a tool's answer, or the session's end."""
         seat.sampled.append(token)
         seat.over = len(seat.ids) >= LONGEST - 1
         if token != self.learner.tokenizer.eos_token_id and len(seat.sampled) < tasks.MAX_TOKENS:

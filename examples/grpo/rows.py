@@ -14,7 +14,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Row:
     """One training sequence: `mask` where it was sampled and is trained, `logprobs` as recorded there (None:
-    nobody knows), an advantage and a weight for each token of it.
+    not recorded), an advantage and a weight for each token of it.
     """
 
     ids: Sequence[int]
@@ -42,8 +42,8 @@ class Batch:
 
 
 def shared(rows: Sequence[Row]) -> int:
-    """How many ids all rows begin with, and none is trained on; at least one id of each row is behind
-    them.
+    """Length of the prefix that all rows share and that is not trained; at least one id of each row comes
+    after it.
     """
     longest = min(
         (min(list(row.mask).index(1) if 1 in row.mask else len(row.ids), len(row.ids)) - 1 for row in rows),

@@ -60,7 +60,7 @@ class Run:
     _stream: Iterator[Group] | None = None
 
     def train(self) -> list[dict[str, Any]]:
-        """All steps; what the log says of each."""
+        """Run all steps; returns the log record of each."""
         lines, ahead = [], 1 if self.plan.overlap else 0
         names = {step: self.submit(step) for step in range(min(ahead, self.plan.steps))}
         for step in range(self.plan.steps):
@@ -135,7 +135,7 @@ class Run:
         return self.log(title, line | {"seconds": time.monotonic() - self.began})
 
     def submit(self, step: int) -> list[str]:
-        """A step's tasks; their names."""
+        """Submit a step's tasks; returns their names."""
         plan = self.plan
         asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
         names = [f"step-{step}-{number}" for number in range(len(asked))]

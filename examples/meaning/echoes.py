@@ -29,7 +29,7 @@ class Echo:
         return checkpoint.rendered(self.messages, self.tools, asking=True, thinking=self.thinking)
 
     def whole(self, answer: dict[str, Any], checkpoint: Checkpoint) -> str:
-        """With what was answered to it."""
+        """The rendered conversation with its answer appended."""
         return checkpoint.rendered(
             [*self.messages, answered(answer)], self.tools, asking=False, thinking=self.thinking
         )
@@ -56,7 +56,7 @@ def echoes(folder: Path, session: Session, checkpoint: Checkpoint) -> dict[int, 
 
 
 def requests(folder: Path) -> list[Echo]:
-    """What was asked of the model, in its order."""
+    """The requests to the model, in order."""
     read = (
         read_recorded(file.name, file.read_bytes(), NoMemory())
         for file in sorted(folder.glob("*-request.json"), key=number)

@@ -1,7 +1,7 @@
 """Re-tokenize a row in the two ways of gateways that keep no ids, and find which sampled tokens remain.
 
-The comparison favours the text: its row keeps every control token, and a sampled token counts as kept if it is
-in the longest common runs of ids. What is then compared is the model's logprob of that token.
+The comparison favours the text: its row keeps every control token, and a sampled token counts as kept if it
+is in the longest common runs of ids. What is then compared is the model's logprob of that token.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from examples.meaning.trajectories import Row, Session
 
 @dataclass(frozen=True)
 class Retold:
-    """`kept` says where in the new ids a place of the old ones is. `whole` are the turns behind whose samples
-    nothing before has changed.
+    """`kept` maps positions in the old ids to positions in the new ones. `whole` are the turns up to whose
+    samples nothing has changed.
     """
 
     ids: list[int]

@@ -44,7 +44,7 @@ class Differences:
 
 @dataclass
 class Retellings:
-    """One way to make rows of text: what became of rows, of turns and of tokens."""
+    """Results of one way to make rows from text: counts of rows, turns and tokens."""
 
     rows: int = 0
     broken_rows: int = 0

@@ -68,7 +68,7 @@ class Session:
 
     @property
     def label(self) -> str:
-        """What its line in the tables is called: its harness, and how it is not as the others."""
+        """The label of its table line: its harness, and what sets the session apart."""
         samples = [sample for row in self.rows for sample in row.samples]
         heats = sorted({sample.temperature for sample in samples} - {1.0})
         led = " behind a script" if any(sample.scripted for sample in samples) else ""

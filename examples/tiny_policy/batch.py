@@ -24,8 +24,8 @@ Row = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class Batch:
-    """`heads` are prompts, `tails` what follows them, one head for all or for each; `said` marks what is
-    learned.
+    """`heads` are prompts, `tails` what follows them, one head for all or for each; `said` marks the tokens
+    to learn.
     """
 
     heads: Tensor
@@ -36,7 +36,7 @@ class Batch:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, pieces: Transcript) -> Row:
-    """Token ids of some prompt text and a session after it, and which of them the model said."""
+    """Token ids of some prompt text and the session after it, and which of them the model sampled."""
     ids = tokenizer.encode(text) if text else []
     said = [False] * len(ids)
     for piece in pieces:
@@ -94,7 +94,9 @@ def _batch(heads: list[list[int]], rows: list[Row]) -> Batch:
 
 
 def loss(model: Qwen3ForCausalLM, given: Batch, through: bool = True) -> Tensor:
-    """Mean cross-entropy of what the model says, given everything before it; `through` the prompts or not."""
+    """Mean cross-entropy of the model's tokens, given all tokens before them; `through`: with gradients
+    through the prompts.
+    """
     heads, repeat = given.heads, given.tails.shape[0] // given.heads.shape[0]
     cache = DynamicCache(config=model.config)
     places = given.heads_mask.cumsum(1) - 1

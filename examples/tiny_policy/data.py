@@ -40,5 +40,5 @@ def orders(harness: str, count: int, noise: float, seed: int) -> Iterator[Order]
 
 
 def lessons(wanted: Iterable[Order], pool: Pool) -> Iterator[Lesson]:
-    """Make all lessons, in order, ahead of whoever reads them."""
+    """Make all lessons, in order, ahead of the consumer."""
     return pool.imap(make, wanted, chunksize=8)

@@ -30,7 +30,7 @@ class Hand:
     thinks: bool = False
 
     def slips(self, chance: float) -> bool:
-        """Whether this time it goes wrong."""
+        """Whether the demonstrator makes a mistake this time."""
         return self.rng.random() < chance * self.noise
 
     def think(self, text: str) -> str:
@@ -98,7 +98,7 @@ def plan(hand: Hand) -> str:
 
 
 def pi(hand: Hand) -> Demo:
-    """Read what must be read, write the answer, say so."""
+    """Read the needed files, write the answer, report it."""
     task = hand.task
     if hand.slips(GIVE_UP):
         yield Answer("I cannot do this.", thinking=plan(hand))

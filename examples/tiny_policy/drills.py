@@ -20,7 +20,7 @@ def _item(rng: random.Random) -> str:
 
 
 def echo(rng: random.Random) -> Transcript:
-    """A list, then the same list again: to go on as before is what copying is made of."""
+    """A list, then the same list again, to learn copying."""
     text = "".join(
         rng.choice((" ", " ", "", '"', "/", ", ")) + _item(rng) for _ in range(rng.randrange(6, 20))
     )
@@ -28,7 +28,7 @@ def echo(rng: random.Random) -> Transcript:
 
 
 def lookup(rng: random.Random) -> Transcript:
-    """Pairs, then the same pairs in another order and spelling; only the values are to be said."""
+    """Pairs, then the same pairs in another order and spelling; only the values are learned."""
     pairs = {_item(rng): _item(rng) for _ in range(rng.randrange(2, 8))}
     first, second, bar = (rng.choice(_JOINTS) for _ in range(3))
     pieces = [Piece("".join(f"{key}{first}{value}\n" for key, value in pairs.items()), False)]
@@ -38,7 +38,7 @@ def lookup(rng: random.Random) -> Transcript:
 
 
 def roles(rng: random.Random) -> Transcript:
-    """A task's own words, each asked for in the places where a tool call needs it; twice, in any order."""
+    """A task's own words, each requested in the positions where a tool call needs it; twice, in any order."""
     task = make(rng.randrange(2**31), test=False)
     pieces = [Piece(f"{task.instruction}\n" + "".join(task.files.values()), False)]
     for _ in range(2):
@@ -50,7 +50,7 @@ def roles(rng: random.Random) -> Transcript:
 
 
 def _places(task: Task) -> list[tuple[str, str, str]]:
-    """What stands before and after each thing that is said of the task."""
+    """The text before and after each item of the task."""
     return [
         ('write", "path": "', '",', task.target),
         ('"content": "', '"}}\n', task.answer),

@@ -25,7 +25,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says in one turn."""
+    """The model's output in one turn."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the harness's own output is what we want to read."""
+        """Log nothing, so that only the harness's own output is shown."""
 
 
 class _Server(ThreadingHTTPServer):

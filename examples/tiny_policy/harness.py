@@ -84,7 +84,7 @@ def environment(program: str, home: Path, url: str) -> dict[str, str]:
 
 
 def _tool_folders() -> list[str]:
-    """Where Node is, for a launcher that asks `env` for it."""
+    """The folder of Node, for a launcher that finds it through `env`."""
     node = shutil.which("node")
     return [str(Path(node).parent)] if node else []
 

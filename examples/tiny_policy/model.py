@@ -39,9 +39,7 @@ def config() -> Qwen3Config:
 
 
 def fresh(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
-    """The policy before it has learned anything, but for three hints, without which copying takes hours to
-    form.
-    """
+    """The policy before training, initialised with three hints without which copying takes hours to form."""
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config())
     table = model.model.embed_tokens.weight.data
@@ -70,9 +68,7 @@ def _relate_spellings(table: Tensor, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _let_through(values: Tensor, output: Tensor, strength: float = 0.1) -> None:
-    """Begin every head so that what it looks at, it passes on: where to look is then all that is left to
-    learn.
-    """
+    """Initialise every head to pass on what it attends to, so that only where to attend must be learned."""
     rows, _ = torch.linalg.qr(torch.randn(values.shape[1], values.shape[0]))
     values.copy_(rows.T)
     shared = output.shape[1] // values.shape[0]

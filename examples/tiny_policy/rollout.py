@@ -56,7 +56,7 @@ class Session:
         self._dice = torch.Generator().manual_seed(self.seed)
 
     def hear(self, text: str) -> None:
-        """Append text that the model did not say."""
+        """Append text that the model did not sample."""
         self._waiting += self.policy.tokenizer.encode(text)
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ class Workbench:
             self._give_away()
 
     def _give_away(self) -> None:
-        """What a policy writes is run as nobody, where we may choose."""
+        """Give the folder to the user `nobody`, as whom the policy's commands run."""
         for path in (self.folder, *self.folder.iterdir()):
             os.chown(path, _NOBODY, _NOBODY)
 
@@ -57,7 +57,7 @@ class Workbench:
         return done.returncode, done.stdout.decode(errors="replace").replace(str(self.folder), WORKDIR)
 
     def passed(self, task: Task) -> bool:
-        """Whether the task's own checker is content."""
+        """Whether the task's own check passes."""
         return self.shell(task.check)[0] == 0
 
     def path(self, name: str) -> Path:

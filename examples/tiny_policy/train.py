@@ -123,7 +123,7 @@ def train(
     pool: Pool,
     options: argparse.Namespace,
 ) -> None:
-    """Teach the policy one round, stage by stage, saying how it goes and saving after each."""
+    """Train the policy for one round, stage by stage; print progress and save after each stage."""
     began, plan = time.monotonic(), ROUNDS[number]
     teacher = Teacher(model, plan)
     for name, stage in plan.stages.items():
@@ -146,12 +146,14 @@ def learn_tokenizer(folder: Path, seed: int, pool: Pool) -> PreTrainedTokenizerB
 
 
 def main() -> None:
-    """Read the options and do all of it."""
+    """Read the options and run both parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--round", type=int, default=1, choices=(1, 2), help="2: go on from what --out holds")
+    parser.add_argument(
+        "--round", type=int, default=1, choices=(1, 2), help="2: continue from the policy in --out"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -24,7 +24,7 @@ TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text().strip()
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a session's text; `said` if the model said it."""
+    """A stretch of a session's text; `said` if the model sampled it."""
 
     text: str
     said: bool
