@@ -75,8 +75,8 @@ def said(model: LoadedModel, chunks: Sequence[Chunk]) -> str:
     ids = joined(chunks)
     assert chunks[-1].finish_reason == "stop"
     assert ids[-1] in model.template.stop_ids
-    # As the node decodes text: in a string xgrammar lets bytes pass that are no UTF-8 (0xe0 before a byte that
-    # does not continue it, seen once), which a model that has learned to write never samples.
+    # As the node decodes text. xgrammar 0.2.7 takes overlong UTF-8 in a JSON string (0xe0 0x80 0x80, asked of
+    # its matcher directly), so a sample of a byte-level vocabulary may hold bytes that strict decoding refuses.
     return b"".join(map(model.tokenizer.token_bytes, ids[:-1])).decode(errors="replace")
 
 
