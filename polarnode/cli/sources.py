@@ -4,6 +4,7 @@
 """
 
 import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -102,14 +103,53 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Calla
 def written_whole(file: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: it replaces `file` when the block ends without an error. Refused, with the
     reason, when it cannot be written.
+
+    A link is followed: the file that it names is replaced, where that is, and keeps its permissions. What is
+    no plain file (a device, a pipe, this program's own stdout) is written into and never replaced.
     """
+    try:
+        with _plain_file(file.resolve()) if _replaceable(file) else _written_into(file) as out:
+            yield out
+    except OSError as error:
+        raise Refused(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _replaceable(file: Path) -> bool:
+    """Whether a path is a plain file or nothing yet, and not what stdout is already open on."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(found.st_mode) and not _is_stdout(found)
+
+
+def _is_stdout(found: os.stat_result) -> bool:
+    """Whether a file is what stdout writes to: /dev/stdout then appends where a shell's `>>` does."""
+    try:
+        return os.path.samestat(found, os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError):  # it is closed, or replaced by an object without a file
+        return False
+
+
+@contextmanager
+def _written_into(file: Path) -> Iterator[BinaryIO]:
+    if _is_stdout(file.stat()):
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    with file.open("wb") as out:
+        yield out
+
+
+@contextmanager
+def _plain_file(file: Path) -> Iterator[BinaryIO]:
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as out:
+            if file.exists():
+                os.fchmod(out.fileno(), stat.S_IMODE(file.stat().st_mode))
             yield out
         part.replace(file)
-    except OSError as error:
-        raise Refused(f"{file} cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,74 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         written_whole(tmp_path / "no" / "file"),
     ):
         pass
+
+
+def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # never tried on /dev/null itself
+        with device.open("wb"):
+            pass
+    except PermissionError:
+        pytest.skip("only root makes devices, and not on a file system mounted nodev")
+    (tmp_path / "link").symlink_to(device)
+    for file in (device, tmp_path / "link"):
+        with written_whole(file) as out:
+            out.write(b"into the device")
+        assert stat.S_ISCHR(device.stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "null"]
+
+
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with written_whole(pipe) as out:
+            out.write(b"through the pipe")
+        assert os.read(reader, 100) == b"through the pipe"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_link_is_followed_and_its_file_keeps_its_mode(tmp_path: Path) -> None:
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to("folder/target")
+    with written_whole(link) as out:
+        out.write(b"new")
+        assert target.read_bytes() == b"old"  # replaced at the end, as a whole
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to("folder/later")
+    with written_whole(dangling) as out:
+        out.write(b"made")
+    assert (tmp_path / "folder" / "later").read_bytes() == b"made"
+    circle = tmp_path / "circle"
+    circle.symlink_to("circle")
+    with pytest.raises(Refused, match=r"circle cannot be written: Too many levels"), written_whole(circle):
+        pass
+
+
+def test_stdout_by_its_name_is_stdout(tmp_path: Path) -> None:
+    """`-o /dev/stdout >> file` appends: the file is not replaced below the shell."""
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"before\n")
+    program = (
+        "from pathlib import Path\n"
+        "from polarnode.cli.sources import written_whole\n"
+        "with written_whole(Path('/dev/stdout')) as out:\n"
+        "    out.write(b'after\\n')\n"
+    )
+    with kept.open("ab") as appended:
+        subprocess.run([sys.executable, "-c", program], stdout=appended, check=True)
+    assert kept.read_bytes() == b"before\nafter\n"
 
 
 def test_each_run_has_a_state_of_its_own(tmp_path: Path) -> None:
