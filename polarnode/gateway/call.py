@@ -47,7 +47,7 @@ from polarnode.gateway.call_events import (
     StartGeneration,
 )
 from polarnode.gateway.delivery import KeepAlivePacing, deliver
-from polarnode.gateway.live_sessions import LiveSession, wait_ended
+from polarnode.gateway.live_sessions import Attempt, LiveSession, wait_ended
 from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
 from polarnode.http.asgi import Responder, wait_disconnected
 from polarnode.merge.attach import Plan
@@ -182,6 +182,7 @@ class ModelCall:
     incoming: Incoming
     responder: Responder
     _exchange: Exchange | None = field(default=None, init=False)
+    _attempt: Attempt = field(init=False)
     # cancelled when the client leaves or the session closes
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
@@ -197,16 +198,15 @@ class ModelCall:
 
     async def run(self, receive: ASGIReceiveCallable) -> None:
         """Answer the request, whose body has been read."""
-        retries = self.incoming.session.retries
-        with retries.in_progress(self.incoming.name) as earlier:
+        with self.incoming.session.retries.attempt(self.incoming.name) as self._attempt:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, receive)
-                nursery.start_soon(self._drive, earlier)
+                nursery.start_soon(self._drive)
                 await deliver(
                     self._sending, self.responder, pacing=self.model.pacing, on_quiet=self._keep_alive
                 )
                 if self._answered and self.responder.delivered:
-                    retries.delivered(self.incoming.name)
+                    self._attempt.delivered()
                 self._watching.cancel()
 
     async def _watch(self, receive: ASGIReceiveCallable) -> None:
@@ -220,15 +220,15 @@ class ModelCall:
 
     # ── driving the machine ─────────────────────────────────────────────
 
-    async def _drive(self, earlier: tuple[trio.Event, ...]) -> None:
+    async def _drive(self) -> None:
         with self._outbox:  # closing it at the end stops the sender
-            await wait_ended(earlier)
+            await wait_ended(self._attempt.earlier)
             if self._scope.cancel_called:
                 return  # the client left before anything was planned
             session, samples = self.incoming.session, self.incoming.request.choices
             # No checkpoint before the plan: no other call can spend the remaining budget in between.
             refusal = session.refusal(samples=samples)
-            wall, undelivered = self.model.now(), session.retries.undelivered(self.incoming.name)
+            wall, undelivered = self.model.now(), self._attempt.take_over()
             event: Event | None = Requested(
                 at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
             )
@@ -389,10 +389,10 @@ class ModelCall:
             case RecordTurn(turn, resumable):
                 session.commit(turn)
                 if resumable:
-                    session.retries.keep(incoming.name, turn.index)
+                    self._attempt.keep(turn.index)
             case KeepResponse(response):
                 self._answered = True
-                session.retries.keep(incoming.name, response)
+                self._attempt.keep(response)
                 if len(response.answers) == 1:
                     call = response.call(incoming.request)
                     incoming.dialect.remember(call, response.answers[0], session.memory)

@@ -40,48 +40,68 @@ UNDELIVERED: Final = 64
 
 
 @define(eq=False)
+class Attempt:
+    """One request for a body, until its response is sent. `earlier` has the end events of calls with the same
+    body that were in progress when it came.
+
+    `response` is what its client would be answered if it came again: what it took over from an attempt that
+    ended undelivered, then what it produced itself; None once delivered.
+    """
+
+    earlier: tuple[trio.Event, ...]
+    _undelivered: dict[str, UndeliveredResponse | int]
+    _name: str
+    response: UndeliveredResponse | int | None = field(default=None, init=False)
+
+    def take_over(self) -> UndeliveredResponse | int | None:
+        """Take what an ended attempt with this body did not deliver: a whole response, or the index of a cut
+        turn. No other attempt finds it while this one is in progress.
+        """
+        self.response = self._undelivered.pop(self._name, None)
+        return self.response
+
+    def keep(self, response: UndeliveredResponse | int) -> None:
+        """Keep a response, or the index of a cut turn, until it is delivered."""
+        self.response = response
+
+    def delivered(self) -> None:
+        """Drop the response: the client has received it."""
+        self.response = None
+
+
+@define(eq=False)
 class Retries:
     """The responses of a session that did not reach their client, so that a repeated body is not sampled
-    twice. `name` combines the provider, the agent and the body's digest.
+    twice. A name combines the provider, the agent and the body's digest.
 
     Every harness sends the identical body again after a time-out or a broken connection, on a new connection
     and sometimes before the end of the old one is noticed. A response is undelivered until its last bytes are
     handed to the socket of a connected client. The same body after that is a new request, because harnesses
-    also repeat a request after an answer they cannot use.
+    also repeat a request after an answer they cannot use. So is the same body beside one that is still being
+    answered, because harnesses also sample in parallel: an attempt's response is its own until the attempt
+    ends, and exactly one later attempt takes it over.
     """
 
     _undelivered: dict[str, UndeliveredResponse | int] = field(factory=dict, init=False)
     _in_progress: dict[str, list[trio.Event]] = field(factory=dict, init=False)
 
     @contextmanager
-    def in_progress(self, name: str) -> Iterator[tuple[trio.Event, ...]]:
-        """Mark a call as in progress until its response is sent. Yields the end events of earlier calls with
-        the same body.
+    def attempt(self, name: str) -> Iterator[Attempt]:
+        """Mark a call as in progress until its response is sent. What it then has not delivered is kept for
+        the next attempt; beyond UNDELIVERED the oldest is dropped.
         """
         ended, twins = trio.Event(), self._in_progress.setdefault(name, [])
-        earlier = tuple(twins)
+        attempt = Attempt(tuple(twins), self._undelivered, name)
         twins.append(ended)
         try:
-            yield earlier
+            yield attempt
         finally:
+            if attempt.response is not None:
+                remember(self._undelivered, name, attempt.response, most=UNDELIVERED)
             twins.remove(ended)
             if not twins:
                 self._in_progress.pop(name, None)
             ended.set()
-
-    def keep(self, name: str, response: UndeliveredResponse | int) -> None:
-        """Keep a response, or the index of a cut turn, until it is delivered. Beyond UNDELIVERED the oldest
-        is dropped.
-        """
-        remember(self._undelivered, name, response, most=UNDELIVERED)
-
-    def undelivered(self, name: str) -> UndeliveredResponse | int | None:
-        """What a client that sent this body did not receive: a whole response, or the index of a cut turn."""
-        return self._undelivered.get(name)
-
-    def delivered(self, name: str) -> None:
-        """Drop a response: its client has received it."""
-        self._undelivered.pop(name, None)
 
 
 async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:

@@ -288,6 +288,32 @@ async def test_two_clients_that_are_both_there_get_an_answer_each(
     assert [turn.state for turn in here.turns] == ["complete", "complete"]
 
 
+async def test_an_answer_on_its_way_to_one_client_is_not_given_to_another(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """A harness that samples one prompt in parallel: an answer that its client has not yet read is not a lost
+    one.
+    """
+    here = stage(engine)
+    first, second = Asgi(reading=trio.Event()), Asgi()
+    engine.give("One.", "<|im_end|>", finish="stop")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.request, here.app, CHAT, body())
+        await trio.sleep(1)
+        assert (len(here.turns), first.sent) == (1, [])
+        nursery.start_soon(second.request, here.app, CHAT, body())
+        await trio.sleep(1)
+        engine.give("Two.", "<|im_end|>", finish="stop")
+        await trio.sleep(1)
+        assert second.whole
+        first.reading.set()
+    assert [json.loads(asgi.body)["choices"][0]["message"]["content"] for asgi in (first, second)] == [
+        "One.",
+        "Two.",
+    ]
+    assert here.s1.metrics()["replayed"] == 0
+
+
 async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:

@@ -18,17 +18,43 @@ def whole(text: str = "x") -> UndeliveredResponse:
     )
 
 
+def left(session: Retries, name: str, response: UndeliveredResponse | int) -> None:
+    """An attempt that ends with a response its client did not receive."""
+    with session.attempt(name) as attempt:
+        attempt.keep(response)
+
+
+def taken(session: Retries, name: str) -> UndeliveredResponse | int | None:
+    """What the next attempt takes over, without delivering it."""
+    with session.attempt(name) as attempt:
+        return attempt.take_over()
+
+
 def test_a_response_is_undelivered_until_it_is_delivered() -> None:
     session = Retries()
-    assert session.undelivered("body") is None
-    session.keep("body", 3)
-    session.keep("other", whole())
-    assert (session.undelivered("body"), session.undelivered("other")) == (3, whole())
-    session.keep("body", whole("y"))
-    assert session.undelivered("body") == whole("y")
-    session.delivered("body")
-    session.delivered("body")  # twice is once
-    assert (session.undelivered("body"), session.undelivered("other")) == (None, whole())
+    assert taken(session, "body") is None
+    left(session, "body", 3)
+    left(session, "other", whole())
+    for _ in range(2):  # what one attempt takes over and does not deliver, the next finds again
+        assert (taken(session, "body"), taken(session, "other")) == (3, whole())
+    left(session, "body", whole("y"))
+    assert taken(session, "body") == whole("y")
+    with session.attempt("body") as attempt:
+        attempt.take_over()
+        attempt.delivered()
+    assert (taken(session, "body"), taken(session, "other")) == (None, whole())
+
+
+def test_a_response_belongs_to_one_attempt_at_a_time() -> None:
+    """A client that samples the same body in parallel gets a sample for each, never one answer twice."""
+    session = Retries()
+    with session.attempt("body") as first, session.attempt("body") as second:
+        first.keep(whole("first"))
+        assert second.take_over() is None
+        second.keep(whole("second"))
+        second.delivered()
+    with session.attempt("body") as third, session.attempt("body") as fourth:
+        assert (third.take_over(), fourth.take_over()) == (whole("first"), None)
 
 
 def test_it_is_sent_again_under_its_names_to_the_request_that_comes_again() -> None:
@@ -42,8 +68,8 @@ def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
     monkeypatch.setattr(live_sessions, "UNDELIVERED", 2)
     session = Retries()
     for name in ("a", "b", "a", "c"):
-        session.keep(name, 1)
-    assert [session.undelivered(name) for name in "abc"] == [1, None, 1]
+        left(session, name, 1)
+    assert list(session._undelivered) == ["a", "c"]
 
 
 async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
@@ -53,9 +79,9 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
     waited: list[float] = []
 
     async def ask(name: str, takes: float) -> None:
-        with session.in_progress(name) as earlier:
+        with session.attempt(name) as attempt:
             started = trio.current_time()
-            await wait_ended(earlier)
+            await wait_ended(attempt.earlier)
             waited.append(trio.current_time() - started)
             await trio.sleep(takes)
 
@@ -72,8 +98,8 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
 
 async def test_a_call_that_fails_ends_for_its_twins_too() -> None:
     session = Retries()
-    with pytest.raises(RuntimeError, match="bug"), session.in_progress("body"):
+    with pytest.raises(RuntimeError, match="bug"), session.attempt("body"):
         raise RuntimeError("bug")
-    with session.in_progress("body") as earlier:
-        assert earlier == ()
+    with session.attempt("body") as attempt:
+        assert attempt.earlier == ()
         await trio.lowlevel.checkpoint()

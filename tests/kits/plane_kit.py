@@ -161,18 +161,25 @@ async def served(app: Any) -> AsyncIterator[str]:
 # ── without sockets, in virtual time ──────────────────────────────────────────
 
 
+def _set(event: trio.Event) -> trio.Event:
+    event.set()
+    return event
+
+
 @define(eq=False)
 class Asgi:
     """One request by hand: the body is there, the client leaves when `leave` is called; `sent` is what it
     got.
 
     `leave_at`: it leaves by itself when that many messages were sent to it, and the one after gets nowhere.
+    `reading`: every send to it waits until this is set.
     """
 
     sent: list[Any] = field(factory=list)
     gone: trio.Event = field(factory=trio.Event)
     leave_at: int | None = None
     wire: ConnectionWrites = field(factory=ConnectionWrites)
+    reading: trio.Event = field(factory=lambda: _set(trio.Event()))
 
     def leave(self) -> None:
         self.gone.set()
@@ -193,7 +200,7 @@ class Asgi:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            await trio.lowlevel.checkpoint()
+            await self.reading.wait()
             if len(self.sent) == self.leave_at:
                 self.leave()
             if not self.gone.is_set():
