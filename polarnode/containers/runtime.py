@@ -36,10 +36,16 @@ from polarnode.containers.container import (
 )
 from polarnode.containers.copying import Copy
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
-from polarnode.containers.endpoint import ENDPOINT_HOST, ENDPOINT_PORT, open_model_endpoint
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
 from polarnode.containers.files import Account, Collected, ContainerFiles, collect
-from polarnode.containers.inside import Inside, control_group_of, look_inside
+from polarnode.containers.inside import (
+    ENDPOINT_HOST,
+    ENDPOINT_PORT,
+    Inside,
+    control_group_of,
+    look_inside,
+    open_model_endpoint,
+)
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import SealState, seal, unseal
 from polarnode.core.errors import RuntimeFault

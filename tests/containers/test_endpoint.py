@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from polarnode.containers import endpoint
-from polarnode.containers.endpoint import (
+from polarnode.containers import inside
+from polarnode.containers.inside import (
     EGRESS_PORT,
     ENDPOINT_HOST,
     ENDPOINT_PORT,
@@ -106,7 +106,7 @@ async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
 
 async def test_a_slow_reader_is_cut_in_the_end(namespace: int) -> None:
     with await open_model_endpoint(namespace) as listener:
-        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == endpoint.UNREAD_MS
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == inside.UNREAD_MS
 
 
 async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> None:

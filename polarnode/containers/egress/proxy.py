@@ -36,7 +36,7 @@ from polarnode.containers.egress.requests import (
     tunnel,
 )
 from polarnode.containers.egress.rules import EgressRules, egress_rules, name_fault, spelled
-from polarnode.containers.endpoint import EGRESS_PORT, ENDPOINT_HOST, open_listener
+from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_HOST, open_listener
 from polarnode.core.conversation import Json
 from polarnode.support.background import open_background
 
