@@ -2,7 +2,8 @@
 integrations add.
 
 Quart's time limits are off, because they cut streams silently. The limit on request bodies is set here. Every
-route except the two probes needs the token. A path that is not in the table is answered 404 with a message.
+route except the two probes needs the token. What other sites' web pages send is refused. A path that is not
+in the table is answered 404 with a message.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from polarnode.api.routes import Routes
 from polarnode.api.service import Service, Unauthorized, answer_error
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import PolarnodeError
-from polarnode.http.asgi import RouteRow
+from polarnode.http.asgi import BrowserGuard, RouteRow, guard_browsers
 
 BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
 OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
@@ -42,12 +43,14 @@ def create_app(
     service: Service,
     *,
     token: str | None,
+    guard: BrowserGuard | None = None,
     sessions_dir: Path | None = None,
     extensions: Iterable[Extension] = (),
 ) -> QuartTrio:
     """Create the control plane's app. `sessions_dir` is where the node keeps artifacts.
 
-    With `token` None every request is accepted: bind the app to a loopback address only.
+    With `token` None every request that `guard` lets pass is accepted: bind the app to a loopback address
+    only. Without a `guard` loopback's names are served, and every name where there is a token.
     """
     extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
@@ -57,6 +60,7 @@ def create_app(
         MAX_CONTENT_LENGTH=BODY_BYTES,
         PROVIDE_AUTOMATIC_OPTIONS=False,
     )
+    guard_browsers(app, guard or BrowserGuard(any_host=token is not None))
     if token is not None:
         headers = tuple(header for extension in extensions for header in extension.token_headers)
         _guard(app, f"Bearer {token}".encode(), headers)

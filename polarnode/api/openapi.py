@@ -77,16 +77,18 @@ HEADERS: Final[Mapping[str, Schema]] = {
 REASONS: Final[Mapping[int, str]] = {
     400: "The request is not valid; `path` names the field.",
     401: "The token is missing or wrong.",
+    403: "A web page of another origin sent this, or its `Host` is not served.",
     404: "Nothing has this id or name.",
     409: "The request conflicts with the current state, or its id or key is in use.",
     413: "The body is too large.",
+    415: "The body's type is not JSON.",
     422: "The request is not valid: FastAPI's status for 400.",
     429: "No capacity now: retry after `Retry-After` seconds.",
     500: "A bug of polarnode, or what the message explains.",
     503: "Unavailable now.",
     507: "The journal's disk is full.",
 }
-_EVERY: Final = (400, 500)
+_EVERY: Final = (400, 403, 500)
 _PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
 
 
@@ -147,7 +149,8 @@ def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
     if op.again is not None:
         found[str(op.again)] = {"description": "The same answer as before.", "content": content}
     refusal: Schema = {JSON: {"schema": given.of(op.refusal)}}
-    for status in sorted({*_EVERY, *op.errors, *([401] if token else [])}):
+    unread = [415] if op.body is not None else []
+    for status in sorted({*_EVERY, *op.errors, *unread, *([401] if token else [])}):
         # /readyz has the same body in both
         body: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal
         found[str(status)] = {"description": REASONS[status], "content": body}

@@ -109,8 +109,8 @@ class Service(Protocol):
 
 # ── errors ────────────────────────────────────────────────────────────
 
-# Messages for the errors that Quart and Werkzeug raise.
-SENTENCES = {
+# Types and messages for the errors that Quart and Werkzeug raise; None: the error's own message.
+SENTENCES: dict[int, tuple[str, str | None]] = {
     404: ("not_found", "nothing is served at this path: see docs/api.md for the routes of the control plane"),
     405: (
         "method_not_allowed",
@@ -120,6 +120,8 @@ SENTENCES = {
         "too_large",
         "the body is larger than the control plane takes: put large files in the runtime's image",
     ),
+    403: ("forbidden", None),
+    415: ("not_json", None),
     500: ("internal", "this is a bug of polarnode: its log has the details"),
 }
 
@@ -176,11 +178,12 @@ async def answer_error(error: Exception) -> Response:
                 headers,
             )
         case HTTPException():
-            kind, sentence = SENTENCES.get(error.code or 500, ("http", error.description or error.name))
+            kind, sentence = SENTENCES.get(error.code or 500, ("http", None))
             allowed = (
                 {"Allow": ", ".join(error.valid_methods or ())}
                 if isinstance(error, MethodNotAllowed)
                 else None
             )
-            return json_response(error_json(kind, sentence), error.code or 500, allowed)
+            message = sentence or error.description or error.name
+            return json_response(error_json(kind, message), error.code or 500, allowed)
     raise error

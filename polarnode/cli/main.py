@@ -53,6 +53,13 @@ class CommandGroup(click.Group):
     help="Address to listen on; any but loopback needs POLARNODE_TOKEN. [default: 127.0.0.1]",
 )
 @click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    metavar="NAME",
+    multiple=True,
+    help="Host name that is served besides loopback's and --host; repeatable. Any is, with a token.",
+)
+@click.option(
     "--port",
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 takes a free one. [default: 8080]",
@@ -418,9 +425,18 @@ def doctor(ctx: click.Context, /, **params: Any) -> None:
     help="Task in TOML, with the placeholders {{input}} and {{row.FIELD}}.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    metavar="NAME",
+    multiple=True,
+    help="Host name that is served besides loopback's and --host; repeatable.",
+)
 @click.option("--port", type=int, default=0, help="Port to listen on; 0 takes a free one.  [default: 0]")
 @node_address
-def gym_agent(template: Path, host: str, port: int, url: str, token: str | None) -> None:
+def gym_agent(
+    template: Path, host: str, allowed_hosts: tuple[str, ...], port: int, url: str, token: str | None
+) -> None:
     """Serve an agent server of NeMo Gym. Each /run becomes a task on a running node, made from the template
     and the row of Gym's dataset.
 
@@ -431,4 +447,4 @@ def gym_agent(template: Path, host: str, port: int, url: str, token: str | None)
     """
     from polarnode.cli import serve
 
-    serve.serve_agent(template, url=url, token=token, host=host, port=port)
+    serve.serve_agent(template, url=url, token=token, host=host, port=port, allowed_hosts=allowed_hosts)

@@ -27,7 +27,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_URL = "http://127.0.0.1:8080"
 SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
-CONVERTED = ("config_file", "gpus", "import_paths")  # flags whose form differs from the config's field
+CONVERTED = (
+    "config_file",
+    "gpus",
+    "import_paths",
+    "allowed_hosts",
+)  # flags whose form differs from the config's field
 
 
 def existing_file() -> click.Path:
@@ -234,8 +239,9 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
         flags = {"cpu": False, **flags, "gpus": parse_gpus(params["gpus"])}
     elif params.get("cpu"):
         flags["gpus"] = []
-    if params.get("import_paths"):
-        flags["import_paths"] = list(params["import_paths"])
+    for name in ("import_paths", "allowed_hosts"):
+        if params.get(name):
+            flags[name] = list(params[name])
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()

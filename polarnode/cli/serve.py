@@ -16,10 +16,11 @@ from rich.console import Console
 from polarnode.cli.output import open_console
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
+from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
-from polarnode.node.config import NodeConfig
+from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
 from polarnode.sources.reading import task_value
@@ -105,29 +106,37 @@ async def _end(node: Node, console: Console) -> None:
     await node.stop(cancel=True)
 
 
-def serve_agent(template: Path, *, url: str, token: str | None, host: str, port: int) -> None:
+def serve_agent(
+    template: Path, *, url: str, token: str | None, host: str, port: int, allowed_hosts: tuple[str, ...] = ()
+) -> None:
     """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
     answer.
     """
+    check_hosts(allowed_hosts)
     parsed = TaskTemplate(value=task_value(template))
     trio.run(
         _serve_agent,
         parsed,
         AsyncPolarnodeClient(url, token=token),
         Address(host=host, port=port),
+        BrowserGuard(bound=host.lower(), allowed=allowed_hosts),
         open_console(),
     )
 
 
 async def _serve_agent(
-    template: TaskTemplate, client: AsyncPolarnodeClient, where: Address, console: Console
+    template: TaskTemplate,
+    client: AsyncPolarnodeClient,
+    where: Address,
+    guard: BrowserGuard,
+    console: Console,
 ) -> None:
     async with trio.open_nursery() as nursery, client:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
         rollouts = Rollouts(client)
         await nursery.start(rollouts.follow)
-        async with open_server(create_gym_app(rollouts, template), where) as address:
+        async with open_server(create_gym_app(rollouts, template, guard=guard), where) as address:
             console.print(
                 f"serving NeMo Gym's /run on http://{address.host}:{address.port} · node {client.base_url}"
             )

@@ -32,6 +32,7 @@ from polarnode.gateway.machine import SESSION_OVER, held_request
 from polarnode.http.asgi import (
     BODY_BYTES,
     BodyBudget,
+    BrowserGuard,
     ClientDisconnected,
     Overloaded,
     Responder,
@@ -331,18 +332,26 @@ async def _refuse_upgrade(send: ASGISendCallable) -> None:
 
 # not a session id: a client without a key is served what needs none, and refused the rest
 NOBODY: Final = ""
+# any `Host`: a page that rebinds its name to this machine has no key
+GUARD: Final = BrowserGuard(any_host=True)
 ENDPOINTS: Final = 1_000  # cached: more than a node has open captures; a dropped one is made again
 
 
 @define(eq=False)
 class CaptureEndpoint:
-    """An ASGI app in front of a model plane whose sessions are captures."""
+    """An ASGI app in front of a model plane whose sessions are captures. What a web page of another origin
+    sends is refused before its body is read.
+    """
 
     plane: ModelPlane
     _endpoints: dict[str, ASGIFramework] = field(factory=dict, init=False)
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        await self._endpoint(self._whose(scope))(scope, receive, send)
+        refused = _refused_page(scope) if scope["type"] == "http" else None
+        if refused is not None:
+            await Responder(send, token_hex(16)).reply(refused)
+        else:
+            await self._endpoint(self._whose(scope))(scope, receive, send)
 
     def _whose(self, scope: Scope) -> str:
         """The id of the capture whose key the request carries, also of an ended one: its own endpoint refuses
@@ -361,3 +370,14 @@ class CaptureEndpoint:
         endpoint = self._endpoints.get(session_id) or self.plane.app_for(session_id)
         remember(self._endpoints, session_id, endpoint, most=ENDPOINTS)
         return endpoint
+
+
+def _refused_page(scope: HTTPScope) -> Reply | None:
+    headers = header_map(scope["headers"])
+    sentence = GUARD.refusal(
+        host=headers.get("host"), origin=headers.get("origin"), site=headers.get("sec-fetch-site")
+    )
+    if sentence is None:
+        return None
+    body = orjson.dumps({"error": {"type": "forbidden", "message": sentence}})
+    return Reply(status=403, headers=(("content-type", JSON_TYPE),), body=body)

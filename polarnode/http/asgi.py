@@ -1,22 +1,128 @@
-"""What every ASGI app here uses: request bodies read to a limit, responses sent as they come, and the helpers
-of Quart handlers.
+"""What every ASGI app here uses: the guard against other origins' web pages, request bodies read to a limit,
+responses sent as they come, and the helpers of Quart handlers.
 
 Invariants. The status is chosen as late as possible, with the first bytes: a prompt that is too long must
 still become a 400. A stream is ended properly or not at all: returning without the last body message makes
 Hypercorn cut the connection without the terminal chunk, and logs nothing. Nothing here depends on a route.
 """
 
+import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, cast
 
+import trio
 from attrs import define, field, frozen
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
 from quart import Response, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Json
 from polarnode.providers.contract import Reply
+
+# ── browsers ────────────────────────────────────────────────────────────
+
+# `Sec-Fetch-Site` of a page of ours, and of an address that the user typed
+OWN_SITES: Final = (None, "", "same-origin", "none")
+WRITING: Final = ("POST", "PUT", "PATCH", "DELETE")
+_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+?))\.?(?::\d*)?")
+
+
+@frozen(kw_only=True)
+class BrowserGuard:
+    """Refuses what a web page of another origin makes a browser send. Clients that are no browsers send
+    neither `Origin` nor `Sec-Fetch-Site`, and pass.
+
+    Served are loopback's names and addresses, the address `bound` (`0.0.0.0` and `::` are every address), and
+    the names `allowed`, with any port: a tunnel changes it. `*.example.org` is every name below one. A page
+    whose own name was pointed at this machine (DNS rebinding) sends that name as `Host`. It has no token, so
+    apps that need one may take `any_host`.
+    """
+
+    bound: str | None = None
+    allowed: tuple[str, ...] = ()
+    any_host: bool = False
+
+    def refusal(self, *, host: str | None, origin: str | None, site: str | None) -> str | None:
+        """Why a request with these headers is refused, as a sentence; None when it is not."""
+        if host and not self.any_host and not self._serves(_hostname(host)):
+            return (
+                f"the host {host[:100]!r} is not served: use 127.0.0.1 or localhost, or name it in the"
+                " setting allowed_hosts (--allowed-host)"
+            )
+        if origin is not None and not self._own(origin, host):
+            return (
+                f"a web page of {origin[:100]!r} may not send this: use a program, or a page of this server's"
+                " own address; behind a proxy, name its host in allowed_hosts (--allowed-host)"
+            )
+        if site not in OWN_SITES:
+            return (
+                f"a web page of another site may not send this (Sec-Fetch-Site: {site[:20]}): use a program,"
+                " or a page of this server's own address"
+            )
+        return None
+
+    def _serves(self, name: str) -> bool:
+        if name == "localhost" or name.endswith(".localhost") or self._allows(name):
+            return True
+        address, bound = _address(name), _address(self.bound or "")
+        if address is None:
+            return name == self.bound
+        return address.is_loopback or address == bound or bound in _EVERY
+
+    def _allows(self, name: str) -> bool:
+        return any(name == each or (each[:2] == "*." and name.endswith(each[1:])) for each in self.allowed)
+
+    def _own(self, origin: str, host: str | None) -> bool:
+        """Whether a page's origin is the address this was sent to, or a name that is allowed."""
+        scheme, _, authority = origin.lower().partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        return authority == (host or "").lower() or self._allows(_hostname(authority))
+
+
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+_EVERY: Final = (ipaddress.IPv4Address(0), ipaddress.IPv6Address(0))
+
+
+def _hostname(header: str) -> str:
+    """The name or address of a `Host` header, in lower case; empty if it is malformed."""
+    found = _HOST.fullmatch(header)
+    return "" if found is None else (found[1] or found[2]).lower()
+
+
+def _address(name: str) -> _Ip | None:
+    try:
+        found = ipaddress.ip_address(name)
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
+
+
+def guard_browsers(app: QuartTrio, guard: BrowserGuard) -> None:
+    """Answer 403 to what the guard refuses, and 415 to a body that is not JSON: forms and plain text are what
+    a page may post to any site without asking first.
+    """
+
+    @app.before_request
+    async def check_browser() -> None:
+        # async though it waits for nothing: Quart would run a plain function in a thread
+        await trio.lowlevel.checkpoint()
+        headers = request.headers
+        refused = guard.refusal(
+            host=headers.get("Host"), origin=headers.get("Origin"), site=headers.get("Sec-Fetch-Site")
+        )
+        if refused is not None:
+            raise Forbidden(refused)
+        if request.method in WRITING and headers.get("Content-Type") and not request.is_json:
+            raise UnsupportedMediaType(
+                "bodies are JSON: send 'Content-Type: application/json' (with curl: --json instead of -d)"
+            )
+
 
 # ── request bodies ────────────────────────────────────────────────────────────
 

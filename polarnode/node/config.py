@@ -7,7 +7,7 @@ Keep the reason of each default beside it.
 import ipaddress
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Literal, get_origin
@@ -57,7 +57,9 @@ class NodeConfig:
     # socket takes
     capture_limit: int = 64
     capture_port: int = 0  # on 127.0.0.1, where their harnesses find the model; 0: any that is free
-    token: str | None = None
+    # names in `Host` that are served besides loopback's and `host`; with a token every name is
+    allowed_hosts: tuple[str, ...] = ()
+    token: str | None = field(default=None, repr=False)
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # images and containers; None: one per user, shared by nodes so that images are built once
     podman_dir: str | None = None
@@ -171,6 +173,31 @@ def _toml_value(variable: str, text: str) -> Json:
     return value
 
 
+def check_hosts(names: Iterable[str]) -> None:
+    """Raise ConfigError for an `allowed_hosts` that no browser sends."""
+    for name in names:
+        if not HOST.fullmatch(name) or name != name.lower():
+            raise ConfigError(
+                f"allowed_hosts: {name!r} is no host's name: write it in lower case as node.example or"
+                " *.node.example, without scheme, port and path"
+            )
+
+
+def _check_access(config: NodeConfig) -> None:
+    check_hosts(config.allowed_hosts)
+    # a header carries no more than this; an empty token would be what a client sends that has none
+    if config.token is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", config.token):
+        raise ConfigError(
+            "token must be printable ASCII, not empty, without spaces at its ends: set POLARNODE_TOKEN to a"
+            " random one, or unset it"
+        )
+    if config.token is None and not is_loopback(config.host):
+        raise ConfigError(
+            f"--host {config.host} can be reached from outside: set a bearer token with POLARNODE_TOKEN, or"
+            " serve on 127.0.0.1"
+        )
+
+
 def _check(config: NodeConfig) -> None:
     if config.cpu and config.gpus:
         raise ConfigError("choose --cpu or --gpus, not both")
@@ -188,11 +215,7 @@ def _check(config: NodeConfig) -> None:
     if config.capture_limit < 0:
         raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
     _check_retention(config)
-    if config.token is None and not is_loopback(config.host):
-        raise ConfigError(
-            f"--host {config.host} can be reached from outside: set a bearer token with POLARNODE_TOKEN, or"
-            " serve on 127.0.0.1"
-        )
+    _check_access(config)
 
 
 def _check_retention(config: NodeConfig) -> None:

@@ -37,6 +37,7 @@ from polarnode.engine.weights import last_weights, open_weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import callback_formats, polar_extension
 from polarnode.journal.journal import Journal, open_journal
@@ -362,13 +363,18 @@ def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
     )
+    config = node.config
+    guard = BrowserGuard(
+        bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
+    )
     app = create_app(
         node,
-        token=node.config.token,
-        sessions_dir=_sessions_dir(node.config),
+        token=config.token,
+        guard=guard,
+        sessions_dir=_sessions_dir(config),
         extensions=(Extension(rows=rows), polar_extension(node)),
     )
-    return open_server(app, Address(host=node.config.host, port=node.config.port))
+    return open_server(app, Address(host=config.host, port=config.port))
 
 
 def _stages(config: NodeConfig) -> Stages:

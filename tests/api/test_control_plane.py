@@ -519,3 +519,32 @@ def test_the_rooms_beside_the_routes_are_small() -> None:
     assert all("see docs/api.md" in service.SENTENCES[code][1] for code in (404, 405))
     assert routes.Ack(consumer="a", seq=1).seq == 1
     assert service.Submitted(task_id="t", session_ids=()).created
+
+
+# ── web pages of other origins ────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+async def test_a_web_page_of_another_origin_changes_and_reads_nothing(
+    token: str | None, started: Started
+) -> None:
+    """Also one that has the token. The Host is checked where there is none: a rebound name is the page's own."""
+    page = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
+    async with started(token=token) as (_, client):
+        for headers in (page, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
+            answer = await client.call("POST", "/v1/tasks", headers=headers, body=json.dumps(TASK).encode())
+            assert error_of(answer)[:2] == (403, "forbidden")
+        answer = await client.call(
+            "POST", "/v1/tasks", headers={"Content-Type": "text/plain"}, body=json.dumps(TASK).encode()
+        )
+        assert error_of(answer)[:2] == (415, "not_json")
+        rebound = await client.call("GET", "/v1/tasks", headers={"Host": "evil.example:18181"})
+        assert rebound.status == (403 if token is None else 200)
+        assert (await client.get("/v1/tasks")).json() == {"tasks": []}
+
+
+async def test_the_token_is_taken_from_no_query(started: Started) -> None:
+    async with started() as (_, client):
+        for query in ("token=secret", "access_token=secret", "key=secret"):
+            answer = await client.call("GET", f"/v1/tasks?{query}", headers={"Authorization": ""})
+            assert error_of(answer)[:2] == (401, "unauthorized")

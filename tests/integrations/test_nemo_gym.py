@@ -466,6 +466,18 @@ async def test_a_run_and_a_call_are_answered(node: ScriptedNode) -> None:
     AggregateMetrics.model_validate(metrics.json())
 
 
+async def test_a_web_page_of_another_origin_starts_no_rollout(node: ScriptedNode) -> None:
+    async with serving(node) as caller:
+        for headers, status in (
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Host": "evil.example"}, 403),
+            ({"Content-Type": "text/plain"}, 415),
+        ):
+            answer = await caller.post("/run", run_body(), **headers)
+            assert (answer.status, list(answer.json())) == (status, ["detail"])
+    assert node.tasks == {}
+
+
 REFUSALS: "list[tuple[PolarnodeError, int]]" = [
     (ClientError("another body", status=409, type="conflict"), 409),
     (ClientError("no room", status=429, type="busy"), 429),

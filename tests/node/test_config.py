@@ -46,6 +46,15 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
         ({"carried_mb": 0}, "carried_mb must be at least 1"),
         ({"host": "0.0.0.0"}, "bearer token"),
         ({"host": "example.org"}, "bearer token"),
+        ({"token": ""}, "token must be .* not empty"),
+        ({"token": " "}, "token must be"),
+        ({"token": "sécret"}, "printable ASCII"),
+        (
+            {"allowed_hosts": ["http://node.example"]},
+            "allowed_hosts: 'http://node.example' is no host's name",
+        ),
+        ({"allowed_hosts": ["node.example:8080"]}, "without scheme, port and path"),
+        ({"allowed_hosts": ["*"]}, "allowed_hosts"),
         ({"prot": 1}, "prot"),
         ({"port": "eighty"}, "port"),
     ],
@@ -57,6 +66,10 @@ def test_a_setting_that_can_not_work_is_named(said: dict[str, object], sentence:
 
 def test_a_public_address_is_served_with_a_token() -> None:
     assert read_config(flags={"host": "0.0.0.0", "token": "t"}).host == "0.0.0.0"
+
+
+def test_a_config_does_not_show_its_token() -> None:
+    assert "hunter2" not in repr(read_config(flags={"token": "hunter2"}))
 
 
 def test_a_broken_file_says_so() -> None:

@@ -151,6 +151,19 @@ async def test_a_wrong_key_and_no_key_open_nothing(desk: Desk) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+async def test_a_web_page_of_another_origin_is_refused_even_with_the_key(desk: Desk) -> None:
+    opened = await desk.open()
+    url, key = opened["base_urls"]["openai"], {"Authorization": f"Bearer {opened['key']}"}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    async with httpx.AsyncClient() as client:
+        for page in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            said = await client.post(f"{url}/chat/completions", json=chat, headers=key | page)
+            assert (said.status_code, said.json()["error"]["type"]) == (403, "forbidden")
+        fine = await client.post(f"{url}/chat/completions", json=chat, headers=key)
+    assert fine.status_code == 200
+    assert (await desk.end(opened["session_id"]))["turns"] == 1
+
+
 async def test_a_key_whose_capture_is_over_says_so(desk: Desk) -> None:
     opened = await desk.open()
     await desk.end(opened["session_id"])

@@ -22,7 +22,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.http.asgi import RouteRow, body_json
+from polarnode.http.asgi import BrowserGuard, RouteRow, body_json, guard_browsers
 from polarnode.integrations.nemo_gym.answers import aggregated, response, verify_response
 from polarnode.integrations.nemo_gym.requests import TaskTemplate, read_responses, read_run
 
@@ -128,10 +128,15 @@ BODY_BYTES: Final = 256 << 20
 CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
 
 
-def create_gym_app(rollouts: Rollouts, template: TaskTemplate) -> QuartTrio:
-    """The app. `rollouts.follow` must run while it is served."""
+def create_gym_app(
+    rollouts: Rollouts, template: TaskTemplate, *, guard: BrowserGuard | None = None
+) -> QuartTrio:
+    """The app. `rollouts.follow` must run while it is served. Without a `guard` loopback's names are
+    served.
+    """
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
+    guard_browsers(app, guard or BrowserGuard())
     agent = _Agent(rollouts=rollouts, template=template)
     rows: tuple[RouteRow, ...] = (
         ("GET", "/", agent.alive),

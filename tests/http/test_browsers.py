@@ -1,0 +1,139 @@
+"""What web pages of other origins make a browser send is refused; programs and the server's own pages pass."""
+
+from typing import Any
+
+import httpx
+import pytest
+from quart import request
+from quart_trio import QuartTrio
+
+from polarnode.http.asgi import BrowserGuard, guard_browsers
+from polarnode.http.server import Address, open_server
+
+LOOPBACK = BrowserGuard(bound="127.0.0.1")
+
+
+def refused(
+    guard: BrowserGuard, host: str | None, origin: str | None = None, site: str | None = None
+) -> bool:
+    return guard.refusal(host=host, origin=origin, site=site) is not None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [None, "", "127.0.0.1", "127.0.0.1:8080", "127.8.9.1:1", "localhost", "LocalHost:9000", "localhost.:80",
+     "node.localhost:8080", "[::1]", "[::1]:8080", "[::ffff:127.0.0.1]:1"],
+)  # fmt: skip
+def test_a_loopback_name_is_served_with_any_port(host: str | None) -> None:
+    assert not refused(LOOPBACK, host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "notlocalhost",
+     "10.0.0.5", "0.0.0.0:8080", "[::]", "[fe80::1]:80", "127.0.0.1:80:80", "127.0.0.1@evil.example", "a b",
+     "evil.example#127.0.0.1", "[::1", "2130706433", "192.168.0.1:8080", ":8080", "/"],
+)  # fmt: skip
+def test_another_name_is_refused_with_the_remedy(host: str) -> None:
+    sentence = LOOPBACK.refusal(host=host, origin=None, site=None)
+    assert sentence is not None
+    assert "allowed_hosts" in sentence
+
+
+def test_the_bound_address_and_allowed_names_are_served() -> None:
+    guard = BrowserGuard(bound="10.0.0.5", allowed=("node.example", "*.pool.example"))
+    for host in ("10.0.0.5:8080", "node.example", "NODE.example:443", "a.pool.example", "127.0.0.1"):
+        assert not refused(guard, host), host
+    for host in ("10.0.0.6", "pool.example", "xnode.example", "node.example.evil.example", "apool.example"):
+        assert refused(guard, host), host
+    assert not refused(BrowserGuard(bound="gpu-7"), "gpu-7:8080")
+
+
+def test_every_address_but_no_name_is_served_where_all_are_bound() -> None:
+    """A page that rebinds a name sends the name."""
+    for bound in ("0.0.0.0", "::"):
+        assert not refused(BrowserGuard(bound=bound), "10.1.2.3:11000")
+        assert refused(BrowserGuard(bound=bound), "evil.example:11000")
+
+
+def test_with_a_token_any_host_is_served_but_no_page_of_another_origin() -> None:
+    guard = BrowserGuard(any_host=True)
+    assert not refused(guard, "proxy.example")
+    assert not refused(guard, "proxy.example", "https://proxy.example", "same-origin")
+    assert refused(guard, "proxy.example", "https://evil.example")
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [("127.0.0.1:8080", "null"), ("127.0.0.1:8080", "http://evil.example"), ("127.0.0.1:8080", ""),
+     ("127.0.0.1:8080", "http://127.0.0.1:3000"), ("127.0.0.1:8080", "http://localhost:8080"),
+     ("127.0.0.1:8080", "http://127.0.0.1:8080.evil.example"), ("localhost", "file://localhost"),
+     ("127.0.0.1:8080", "chrome-extension://127.0.0.1:8080"), (None, "http://127.0.0.1:8080")],
+)  # fmt: skip
+def test_another_origin_is_refused(host: str | None, origin: str) -> None:
+    assert refused(LOOPBACK, host, origin)
+    assert refused(LOOPBACK, host, origin, "same-origin")
+
+
+def test_the_servers_own_pages_pass_also_through_a_tunnel_or_an_allowed_proxy() -> None:
+    assert not refused(LOOPBACK, "localhost:9000", "http://localhost:9000", "same-origin")
+    assert not refused(LOOPBACK, "[::1]:8080", "http://[::1]:8080")
+    assert not refused(LOOPBACK, "127.0.0.1:8080", None, "none"), "typed by the user"
+    proxied = BrowserGuard(allowed=("node.example",))
+    assert not refused(proxied, "127.0.0.1:8080", "https://node.example", "same-origin")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "elsewhere"])
+def test_another_site_is_refused(site: str) -> None:
+    assert refused(LOOPBACK, "127.0.0.1:8080", None, site)
+    assert refused(LOOPBACK, "127.0.0.1:8080", "http://127.0.0.1:8080", site)
+
+
+# ── in front of an app ────────────────────────────────────────────────────────
+
+
+def guarded() -> QuartTrio:
+    app = QuartTrio("tests", static_folder=None)
+    guard_browsers(app, LOOPBACK)
+
+    @app.route("/", methods=["GET", "POST", "DELETE"])
+    async def root() -> dict[str, Any]:
+        return {"body": (await request.get_data()).decode()}
+
+    return app
+
+
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "body", "status"),
+    [
+        ("GET", {}, b"", 200),
+        ("GET", {"Host": "evil.example"}, b"", 403),
+        ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, b"", 403),
+        ("GET", {"Content-Type": "text/plain"}, b"", 200),
+        ("POST", {}, b"", 200),
+        ("POST", {}, b"{}", 200),
+        ("POST", {"Content-Type": "application/json; charset=utf-8"}, b"{}", 200),
+        ("POST", {"Content-Type": "application/merge-patch+json"}, b"{}", 200),
+        ("POST", {"Content-Type": "text/plain"}, b"{}", 415),
+        ("POST", {"Content-Type": FORM}, b"", 415),
+        ("POST", {"Content-Type": "multipart/form-data; boundary=x"}, b"--x--", 415),
+        ("POST", {"Content-Type": "text/plain, application/json"}, b"{}", 415),
+        ("DELETE", {"Content-Type": FORM}, b"a=1", 415),
+        ("POST", {"Origin": "http://evil.example"}, b"", 403),
+        ("POST", {"Origin": "null", "Content-Type": "text/plain"}, b"{}", 403),
+        ("DELETE", {"Origin": "http://evil.example"}, b"", 403),
+    ],
+)
+async def test_what_a_page_can_send_without_asking_first_is_refused(
+    method: str, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    async with (
+        open_server(guarded(), Address(host="127.0.0.1", port=0)) as address,
+        httpx.AsyncClient() as client,
+    ):
+        url = f"http://127.0.0.1:{address.port}/"
+        answer = await client.request(method, url, headers=headers, content=body or None)
+    assert answer.status_code == status
