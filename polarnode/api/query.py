@@ -62,6 +62,12 @@ def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
     return Query(**read)
 
 
+def check_sequence_number(seq: int) -> None:
+    """Raise Refused for what is not an event's number. SQLite has 64 bits for it."""
+    if not 0 <= seq < 1 << 63:
+        raise Refused("seq must be the number of an event, as the stream's `id:` line has it", path="$.seq")
+
+
 def _refused(name: str, sentence: str) -> Refused:
     return Refused(f"{name} {sentence}", path=f"?{name}")
 

@@ -13,7 +13,7 @@ from quart import Response, request
 
 from polarnode.api.exports import check_format, export, format_json
 from polarnode.api.metrics import CONTENT_TYPE, exposition
-from polarnode.api.query import FILTERS, Query, last_event_id, read_query
+from polarnode.api.query import FILTERS, Query, check_sequence_number, last_event_id, read_query
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.api.streams import event_stream, file_pieces
 from polarnode.containers.files import artifacts_path
@@ -125,6 +125,7 @@ class Routes:
 
     async def acknowledge(self) -> Response:
         ack = structure(await body_json(), Ack, forbid_extra=True)
+        check_sequence_number(ack.seq)
         position = await self.service.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
         return json_response({"consumer": ack.consumer, "position": position})
 

@@ -157,11 +157,14 @@ def check(order: UpdateOrder) -> None:
     """Raise Refused for errors that are visible without reading the disk."""
     if not 0 < len(order.version) <= 128 or not order.version.isprintable():
         raise Refused("version must be a name of 1 to 128 printable characters", path="$.version")
-    if isinstance(order.source, DiskSource) and not Path(order.source.path).is_absolute():
-        raise Refused(
-            "source.path must be absolute: the engine hosts work in folders of their own",
-            path="$.source.path",
-        )
+    if isinstance(order.source, DiskSource):
+        if not Path(order.source.path).is_absolute():
+            raise Refused(
+                "source.path must be absolute: the engine hosts work in folders of their own",
+                path="$.source.path",
+            )
+        if "\0" in order.source.path:
+            raise Refused("source.path has a NUL character: remove it", path="$.source.path")
 
 
 def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:

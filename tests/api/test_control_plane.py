@@ -502,6 +502,8 @@ async def test_an_acknowledgement_is_read_strictly(started: Started) -> None:
             ({"consumer": "a"}, "$.seq"),
             ({"consumer": "a", "seq": 1, "x": 1}, "$.x"),
             ({"consumer": "", "seq": 1}, "$.consumer"),
+            ({"consumer": "a", "seq": -1}, "$.seq"),
+            ({"consumer": "a", "seq": 1 << 63}, "$.seq"),
         ):
             assert error_of(await client.post("/v1/trajectories/ack", body))[3] == path
 

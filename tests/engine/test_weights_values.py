@@ -63,6 +63,13 @@ def test_a_broadcast_that_can_not_be_is_refused_before_it_is_sent(bucket: dict[s
     assert caught.value.path == path
 
 
+@pytest.mark.parametrize("path", ["w", "", "/w\0x"])
+def test_a_path_that_names_no_folder_is_refused(path: str) -> None:
+    with pytest.raises(Refused) as caught:
+        check(order({"version": "1", "source": {"kind": "disk", "path": path}}))
+    assert caught.value.path == "$.source.path"
+
+
 def test_an_order_becomes_a_load_for_each_bucket() -> None:
     check(order(DISK))
     assert len(loads(order(DISK), hosts=2, ranks=1)) == 1
