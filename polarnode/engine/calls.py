@@ -135,10 +135,15 @@ class Call:
     """An async iterator of chunks. What arrived since the consumer last looked is one chunk, so that a busy
     loop handles fewer chunks, not more.
 
+    Invariant: a chunk's ids are in the vocabulary, and each has one finite logprob and as many alternatives
+    as were requested. A piece that does not fit fails the call, and nothing of it is sampled.
+
     The buffer is bounded by the requested `max_tokens`, 8 bytes each.
     """
 
     rid: str
+    vocab_size: int | None = None  # None where the host has not reported it
+    top_logprobs: int = 0  # alternatives requested for each token
     over: bool = field(default=False, init=False)  # the host sends nothing more about it
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
@@ -154,7 +159,13 @@ class Call:
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
     def take(self, piece: Piece | Routed) -> None:
-        """Take a piece from the host, or some of the routed experts that precede the last piece."""
+        """Take a piece from the host, or some of the routed experts that precede the last piece. One that
+        does not fit the call fails it.
+        """
+        problem = self._problem_of_experts(piece) if isinstance(piece, Routed) else self._problem(piece)
+        if problem is not None:
+            self.fail(EngineError(f"the engine's answer cannot be used: {problem}"))
+            return
         self.over = isinstance(piece, Piece) and piece.finish is not None
         if self._left:
             return
@@ -176,6 +187,46 @@ class Call:
         self._cached = max(self._cached, piece.cached_tokens)
         self._finish = piece.finish
         self._arrived.set()
+
+    def _problem(self, piece: Piece) -> str | None:
+        """Why a piece does not fit the call; None if it does."""
+        count, rest = divmod(len(piece.ids), 4)
+        if rest or len(piece.logprobs) != 4 * count:
+            return f"{len(piece.ids)} bytes of token ids with {len(piece.logprobs)} bytes of logprobs"
+        others = 4 * count * self.top_logprobs
+        if (len(piece.alternative_ids), len(piece.alternative_logprobs)) != (others, others):
+            return f"{len(piece.alternative_ids)} bytes of alternatives for {count} tokens, {others} are due"
+        for name, sampled, logprobs in (
+            ("a token", piece.ids, piece.logprobs),
+            ("an alternative", piece.alternative_ids, piece.alternative_logprobs),
+        ):
+            # in one pass: what is below 0 is above everything so
+            largest = numpy.frombuffer(sampled, dtype=numpy.uint32).max(initial=0)
+            if self.vocab_size is not None and largest >= self.vocab_size:
+                return f"{name} outside the vocabulary of {self.vocab_size} tokens"
+            if not numpy.isfinite(numpy.frombuffer(logprobs, dtype=numpy.float32)).all():
+                return f"{name} with a logprob that is not a number"
+        end = 0
+        for _, start, stop in piece.spans:
+            if start != end or stop < start:
+                return f"weight versions of tokens {start} to {stop}, where {end} is due"
+            end = stop
+        if piece.spans and end != self._length + count:
+            return f"weight versions of {end} tokens, {self._length + count} were sampled"
+        return None
+
+    def _problem_of_experts(self, part: Routed) -> str | None:
+        """Why rows of experts do not follow those before; None if they do."""
+        width = part.layers * part.top_k * (2 if part.wide else 1)
+        if min(part.start, part.layers - 1, part.top_k - 1) < 0 or len(part.data) % width:
+            return f"{len(part.data)} bytes of routed experts from {part.start} on, {width} a position"
+        if not self._routed:
+            return None
+        last = self._routed[-1]
+        shape, due = (last.layers, last.top_k, last.wide), last.start + len(last.data) // width
+        if (part.layers, part.top_k, part.wide) != shape or part.start != due:
+            return f"routed experts of another shape, or from {part.start} on where {due} is due"
+        return None
 
     def fail(self, error: EngineError) -> None:
         """Fail the call. Chunks that arrived before are still delivered first."""

@@ -214,7 +214,10 @@ class Host:
             raise EngineError(
                 f"request id {order.rid} is in use: every generation needs its own", retryable=False
             )
-        call = self._calls[order.rid] = Call(rid=order.rid)
+        vocab_size = None if self.ready is None else self.ready.vocab_size
+        call = self._calls[order.rid] = Call(
+            rid=order.rid, vocab_size=vocab_size, top_logprobs=order.top_logprobs
+        )
         self.post(order)
         return call
 
@@ -329,20 +332,21 @@ class Host:
         while True:
             try:
                 data = await stream.receive_some(READ_SIZE)
-                messages = decoder.feed(data)
+                for message in decoder.feed(data):
+                    self._handle(message, nursery)
             except (trio.BrokenResourceError, FrameError) as error:
                 self._fatal_message = self._fatal_message or f"{type(error).__name__}: {error}"
                 return
             if not data:
                 return
-            for message in messages:
-                self._handle(message, nursery)
 
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
             case Piece(rid=rid) | Routed(rid=rid):
                 if (call := self._calls.get(rid)) is not None:
                     call.take(message)
+                    if call.over and (isinstance(message, Routed) or message.finish is None):
+                        self.post(Abort(rid=rid))  # it failed on this message, and the host goes on sampling
                     if call.over:
                         self._over(rid)
             case Failed(rid=rid, message=text, retryable=retryable):

@@ -11,8 +11,9 @@ message is a class and its place in a table below; the module imports nothing of
 import it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Literal, NamedTuple, Union, cast, get_args, get_origin
 
 import msgpack  # type: ignore[import-untyped]
 from attrs import define, field, fields, frozen
@@ -232,7 +233,10 @@ class Experts(NamedTuple):
 
 
 def _experts(fields: Sequence[int] | None) -> Experts | None:
-    return None if fields is None else Experts(*fields)
+    found = None if fields is None else Experts(*fields)
+    if found is not None and not all(isinstance(number, int) and number > 0 for number in found):
+        raise ValueError(f"{found} is no shape of routed experts")
+    return found
 
 
 @frozen(kw_only=True)
@@ -252,8 +256,12 @@ class Ready:
 
 
 def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
-    """Version spans as tuples: arrays arrive from the wire as lists."""
-    return tuple(cast(tuple[str, int, int], tuple(each)) for each in arrays)
+    """Version spans as tuples: arrays arrive from the wire as lists. Raises ValueError for other values."""
+    found = tuple(cast(tuple[str, int, int], tuple(each)) for each in arrays)
+    for version, start, end in found:
+        if not isinstance(version, str) or not isinstance(start, int) or not isinstance(end, int):
+            raise ValueError(f"({version!r}, {start!r}, {end!r}) is no span of a version")
+    return found
 
 
 @frozen(kw_only=True)
@@ -334,6 +342,24 @@ Message = ToHost | ToNode
 _CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))
 _CODES = {kind: code for code, kind in enumerate(_CLASSES)}
 _FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
+
+
+def _taken(annotation: object) -> Callable[[object], bool]:
+    """Whether a value of msgpack's fits a field's annotation. Values of other types have a converter."""
+    if get_origin(annotation) is Literal:
+        words = frozenset(get_args(annotation))
+        return lambda value: isinstance(value, str) and value in words
+    if get_origin(annotation) in (Union, UnionType):
+        members = tuple(map(_taken, get_args(annotation)))
+        return lambda value: any(member(value) for member in members)
+    if annotation in (str, bytes, int, bool, NoneType):
+        kind = cast(type, annotation)
+        return lambda value: isinstance(value, kind)
+    return lambda value: isinstance(value, float | int) if annotation is float else True
+
+
+# Of the node's side alone: one host must not end the node, nor what it sends be taken for tokens.
+_CHECKS = {kind: tuple((each.name, _taken(each.type)) for each in fields(kind)) for kind in get_args(ToNode)}
 _ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes) for kind in _CLASSES}
 
 
@@ -414,6 +440,10 @@ def _read(body: bytes) -> list[Message]:
 def _message(raw: Sequence[object]) -> Message:
     code, *values = raw
     if not isinstance(code, int) or not 0 <= code < len(_CLASSES):
-        raise FrameError(f"unknown message code {code!r}")
+        raise FrameError(f"unknown message code {code!r:.40}")
     kind = _CLASSES[code]
-    return kind(**dict(zip(_FIELDS[kind], values, strict=True)))
+    found = kind(**dict(zip(_FIELDS[kind], values, strict=True)))
+    for name, taken in _CHECKS.get(kind, ()):
+        if not taken(value := getattr(found, name)):
+            raise FrameError(f"{kind.__name__}.{name} may not be {value!r:.60}")
+    return found

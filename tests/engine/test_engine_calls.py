@@ -109,12 +109,12 @@ def test_steering_is_a_processor_and_its_parameters() -> None:
 
 
 async def test_alternatives_are_given_to_their_tokens() -> None:
-    call = Call(rid=RID)
+    call = Call(rid=RID, top_logprobs=2)
     others: dict[str, Any] = {
         "alternative_ids": ids([1, 5, 2, 6]).tobytes(),
         "alternative_logprobs": floats([-0.5, -2.0, -0.25, -4.0]).tobytes(),
     }
-    chunks = await read(call, piece([1, 2], **others), piece([3], finish="stop"))
+    chunks = await read(call, piece([1, 2], **others), piece([], finish="stop"))
     top = chunks[0].top_logprobs
     assert top is not None
     assert [top.row(place) for place in range(top.rows)] == [((1, -0.5), (5, -2.0)), ((2, -0.25), (6, -4.0))]
@@ -144,7 +144,7 @@ async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> Non
 
 
 async def test_what_waits_is_one_chunk_with_all_of_its_alternatives() -> None:
-    call = Call(rid=RID)
+    call = Call(rid=RID, top_logprobs=2)
     for token in (1, 2):
         call.take(
             piece(
@@ -285,3 +285,47 @@ def test_what_comes_after_the_consumer_left_is_dropped() -> None:
     assert not call.over
     call.take(piece([], finish="abort"))
     assert call.over
+
+
+NAN = floats([float("nan")]).tobytes()
+# What a host may never send of a call for two alternatives in a vocabulary of 10, and how it is refused.
+UNFIT: tuple[tuple[Any, str], ...] = (
+    (Piece(rid=RID, ids=b"\1\0\0", logprobs=b"", version="0"), "3 bytes of token ids"),
+    (Piece(rid=RID, ids=bytes(8), logprobs=bytes(4), version="0"), "8 bytes of token ids with 4 bytes"),
+    (piece([1]), "0 bytes of alternatives for 1 tokens, 8 are due"),
+    (piece([10], alternative_ids=bytes(8), alternative_logprobs=bytes(8)), "a token outside the vocabulary"),
+    (piece([-1], alternative_ids=bytes(8), alternative_logprobs=bytes(8)), "a token outside the vocabulary"),
+    (
+        piece([1], alternative_ids=ids([1, 99]).tobytes(), alternative_logprobs=bytes(8)),
+        "an alternative outside the vocabulary",
+    ),
+    (
+        Piece(rid=RID, ids=bytes(4), logprobs=NAN, version="0", alternative_ids=bytes(8), alternative_logprobs=bytes(8)),
+        "a token with a logprob that is not a number",
+    ),
+    (piece([], finish="stop", spans=(("0", 0, 2),)), "weight versions of 2 tokens, 1 were sampled"),
+    (piece([], finish="stop", spans=(("0", 1, 1),)), "tokens 1 to 1, where 0 is due"),
+    (Routed(rid=RID, start=-1, layers=1, top_k=1, wide=False, data=b""), "from -1 on"),
+    (Routed(rid=RID, start=0, layers=0, top_k=1, wide=False, data=b""), "0 a position"),
+    (Routed(rid=RID, start=0, layers=2, top_k=1, wide=False, data=b"\1"), "1 bytes of routed experts"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("unfit", "why"), UNFIT, ids=[why for _, why in UNFIT])
+async def test_what_does_not_fit_fails_the_call_and_is_not_sampled(unfit: Any, why: str) -> None:
+    call = Call(rid=RID, vocab_size=10, top_logprobs=2)
+    call.take(piece([3], alternative_ids=ids([3, 4]).tobytes(), alternative_logprobs=bytes(8)))
+    call.take(unfit)
+    assert call.over
+    assert (await call.__anext__()).ids == ids([3])
+    with pytest.raises(EngineError, match=f"cannot be used: .*{why}") as caught:
+        await call.__anext__()
+    assert caught.value.retryable
+
+
+async def test_rows_of_experts_follow_one_another() -> None:
+    call = Call(rid=RID)
+    call.take(Routed(rid=RID, start=2, layers=2, top_k=1, wide=True, data=bytes(4)))
+    call.take(Routed(rid=RID, start=4, layers=2, top_k=1, wide=True, data=bytes(4)))
+    with pytest.raises(EngineError, match="from 4 on where 3 is due"):
+        await call.__anext__()

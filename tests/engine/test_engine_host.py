@@ -140,6 +140,25 @@ async def test_a_host_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
         assert joined(await sample(engines, order([1]))) == [7, 7]
 
 
+async def test_a_host_that_sends_what_only_a_node_may_is_replaced(tmp_path: Path) -> None:
+    """It once ended the node: the message was refused outside of what ends one host."""
+    async with opened(tmp_path) as engines:
+        with pytest.raises(EngineError, match="the host may not send Abort"):
+            await sample(engines, order([5]))
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+
+
+async def test_a_token_outside_the_vocabulary_fails_its_call_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines:
+        pid = pid_of(engines)
+        async with engines.generate(order([6])) as stream:
+            assert list((await stream.__anext__()).ids) == [7]
+            with pytest.raises(EngineError, match="outside the vocabulary of 100 tokens"):
+                await stream.__anext__()
+        assert joined(await sample(engines, order([1]))) == [7, 7]
+        assert pid_of(engines) == pid
+
+
 async def test_leaving_the_block_is_told_to_the_host(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         async with engines.generate(order([2])) as stream:

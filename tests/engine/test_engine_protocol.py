@@ -240,3 +240,26 @@ def test_a_length_too_large_is_refused_before_it_is_buffered() -> None:
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError):
         FrameDecoder().feed(len(body).to_bytes(4, "big") + body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"ids": "text"}, "Piece.ids may not be 'text'"),
+        ({"rid": 7}, "Piece.rid may not be 7"),
+        ({"finish": "perhaps"}, "Piece.finish may not be 'perhaps'"),
+        ({"spans": [["0", 0]]}, "not a frame"),
+        ({"spans": [["0", 0, "1"]]}, "is no span of a version"),
+        ({"cached_tokens": None}, "Piece.cached_tokens may not be None"),
+    ],
+)
+def test_a_field_of_another_type_is_no_message(fields: dict[str, object], why: str) -> None:
+    """The node takes what a host sends for tokens, so it takes nothing that merely looks like them."""
+    valid: dict[str, object] = {
+        "rid": "1" * 32, "ids": b"", "logprobs": b"", "version": "0", "finish": None, "spans": [], "cached_tokens": 0,
+        "alternative_ids": b"", "alternative_logprobs": b"",
+    }  # fmt: skip
+    code = encode(Piece(rid="1" * 32, ids=b"", logprobs=b"", version="0"))[6]
+    body = msgpack.packb([[code, *(valid | fields).values()]])
+    with pytest.raises(FrameError, match=why):
+        FrameDecoder().feed(len(body).to_bytes(4, "big") + body)

@@ -111,7 +111,7 @@ def start(connection: socket.socket, script: str, counter: Path) -> None:
 
 def generate(connection: socket.socket, rid: str, prompt: list[int], version: str) -> None:
     """Prompt [1] is answered whole; [2] begins and hangs; [3] kills the program after its first token; [4]
-    talks nonsense.
+    talks nonsense; [5] sends what only a node may; [6] sends a token that its vocabulary has not.
     """
     one = Piece(
         rid=rid, ids=array("i", [7]).tobytes(), logprobs=array("f", [-0.5]).tobytes(), version=version
@@ -127,6 +127,13 @@ def generate(connection: socket.socket, rid: str, prompt: list[int], version: st
             os.kill(os.getpid(), signal.SIGKILL)
         case 4:
             connection.sendall(b"\0\0\0\1\xc1")
+        case 5:
+            say(connection, Abort(rid=rid))
+        case 6:
+            say(
+                connection,
+                Piece(rid=rid, ids=array("i", [100]).tobytes(), logprobs=one.logprobs, version=version),
+            )
 
 
 def say(connection: socket.socket, message: Message) -> None:
