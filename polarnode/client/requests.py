@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.client.values import read_answer, read_object
+from polarnode.client.values import read_answer, read_object, read_text, read_with
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.tasks import task_json
@@ -185,6 +185,22 @@ def typed_request(
     return request(partial(read_answer, shape=shape), method, path, body, silence_s=silence_s)
 
 
+# The parts of answers that are read here.
+@frozen(kw_only=True)
+class _Tasks:
+    tasks: tuple[dict[str, Any], ...]
+
+
+@frozen(kw_only=True)
+class _Cancelled:
+    cancelled: bool
+
+
+@frozen(kw_only=True)
+class _Position:
+    position: int
+
+
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
@@ -205,14 +221,16 @@ def task_status(task_id: str) -> ClientRequest[TaskStatus]:
 
 def tasks(*, limit: int, before: str | None) -> ClientRequest[list[dict[str, Any]]]:
     return request(
-        lambda body: list(read_object(body)["tasks"]),
+        lambda body: list(read_answer(body, _Tasks).tasks),
         "GET",
         "/v1/tasks" + query_string(limit=limit, before=before),
     )
 
 
 def cancel(task_id: str) -> ClientRequest[bool]:
-    return request(lambda body: bool(read_object(body)["cancelled"]), "DELETE", f"/v1/tasks/{part(task_id)}")
+    return request(
+        lambda body: read_answer(body, _Cancelled).cancelled, "DELETE", f"/v1/tasks/{part(task_id)}"
+    )
 
 
 # ── trajectories ──────────────────────────────────────────────────────────────
@@ -220,7 +238,7 @@ def cancel(task_id: str) -> ClientRequest[bool]:
 
 def acknowledge(consumer: str, seq: int) -> ClientRequest[int]:
     return request(
-        lambda body: int(read_object(body)["position"]),
+        lambda body: read_answer(body, _Position).position,
         "POST",
         "/v1/trajectories/ack",
         {"consumer": consumer, "seq": seq},
@@ -231,7 +249,7 @@ def trajectory(
     session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64"
 ) -> ClientRequest[Trajectory]:
     path = f"/v1/trajectories/{part(session_id)}" + query_string(turns=turns, arrays=arrays)
-    return request(lambda body: read_trajectory(read_object(body)), "GET", path)
+    return request(partial(read_with, read_trajectory), "GET", path)
 
 
 def formatted(session_id: str, *, format: str, arrays: Arrays) -> ClientRequest[dict[str, Any]]:
@@ -268,4 +286,4 @@ def status() -> ClientRequest[dict[str, Any]]:
 
 
 def metrics() -> ClientRequest[str]:
-    return request(bytes.decode, "GET", "/metrics")
+    return request(read_text, "GET", "/metrics")

@@ -8,6 +8,7 @@ data that cannot be read is an error. A new connection resumes after the last ev
 event is missed or repeated.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -175,8 +176,12 @@ def read_event(block: Block) -> Event:
     raise _garbled("its data is not an object")
 
 
+# of an event: SQLite's numbers have 19 digits at most, and Python refuses to read one of thousands
+NUMBER: Final = re.compile(r"[0-9]{1,19}")
+
+
 def _event(block: Block, value: dict[str, Any]) -> Event:
-    if block.id is None or not (block.id.isascii() and block.id.isdigit()):
+    if block.id is None or not NUMBER.fullmatch(block.id):
         raise _garbled("it has no number")
     if block.kind not in value:
         raise _garbled(f"its data has no {block.kind}")

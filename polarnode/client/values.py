@@ -4,7 +4,7 @@ Values shared with the node are in `core.status` and `core.weights`. The transie
 each for a reason; any other error is raised at once, because a retry cannot help.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from attrs import field, frozen
@@ -145,6 +145,23 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _garbled("it is not an object")
     return value
+
+
+def read_with(read: Callable[[Any], T], body: bytes) -> T:
+    """Read the answer's object with `read`. What that refuses is a ClientError with status 200."""
+    value = read_object(body)
+    try:
+        return read(value)
+    except Refused as refused:
+        raise _garbled(str(refused)) from None
+
+
+def read_text(body: bytes) -> str:
+    """Read the answer as UTF-8 text. Anything else is a ClientError with status 200."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise _garbled(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _garbled(why: str) -> ClientError:
