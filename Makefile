@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: demo test setup check gpu-test harness-matrix meaning learn learn-ablations learn-trl clean
+.PHONY: demo test setup check gpu-test fuzz harness-matrix meaning learn learn-ablations learn-trl clean
 
 PY := .venv/bin/python
 
@@ -15,6 +15,11 @@ setup:
 
 gpu-test: setup
 	$(PY) -m pytest -m gpu tests/test_gpu.py
+
+# Play the fuzz targets of tests/fuzz for MINUTES together; TARGET=api_google plays one. COVERAGE=1 chooses inputs by coverage, with atheris.
+MINUTES ?= 30
+fuzz: setup
+	$(PY) tools/fuzz.py --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(COVERAGE),--coverage)
 
 # Run every harness in every API that it speaks, and write the table of docs/harnesses.md: half an hour, some 8 GB of images the first time.
 harness-matrix: setup

@@ -4,6 +4,7 @@ behind a door.
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import trio
@@ -184,8 +185,12 @@ class Asgi:
     def leave(self) -> None:
         self.gone.set()
 
-    async def request(self, app: Any, path: str, body: bytes, *, key: str = "key-s1") -> None:
-        unread = [body]
+    async def request(
+        self, app: Any, path: str, body: bytes, *, key: str = "key-s1", cuts: Sequence[int] = ()
+    ) -> None:
+        """`cuts`: the body comes in pieces, cut at these places."""
+        places = [0, *sorted(cut for cut in cuts if cut < len(body)), len(body)]
+        unread = [body[start:end] for start, end in pairwise(places)]
         scope = {
             "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
             "state": {WRITES: self.wire},
@@ -195,7 +200,8 @@ class Asgi:
         async def receive() -> Any:
             await trio.lowlevel.checkpoint()
             if unread:
-                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+                piece = unread.pop(0)
+                return {"type": "http.request", "body": piece, "more_body": bool(unread)}
             await self.gone.wait()
             return {"type": "http.disconnect"}
 
