@@ -8,13 +8,18 @@ class here, and wrap the call, for each new boundary. No other code catches `Exc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MESSAGE_CHARS = 8000  # four ends of a log; what a client wrote may be in it, at any length
+
 
 class PolarnodeError(Exception):
     """The base of all errors that polarnode raises on purpose. Its text is one sentence for the user who can
-    act on it.
+    act on it, of at most MESSAGE_CHARS characters.
     """
 
     boundary = "node"
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if len(message) <= MESSAGE_CHARS else f"{message[:MESSAGE_CHARS]}…")
 
 
 class Refused(PolarnodeError):

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
+from polarnode.core.codec.limits import DEPTH
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Ended, Runtime
@@ -61,7 +62,11 @@ def parsed(content: bytes, path: str) -> Json:
     """The file as JSON; a number alone is JSON too."""
     try:
         value: Json = json.loads(content)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise EvaluatorError(
+            f"{path} is nested too deeply to be read: at most {DEPTH} levels are kept"
+        ) from error
+    except ValueError as error:
         raise EvaluatorError(f"{path} is neither a number nor JSON: {content[:80]!r}") from error
     return value
 
@@ -69,7 +74,7 @@ def parsed(content: bytes, path: str) -> Json:
 def finite(value: Json, path: str, content: bytes) -> float:
     """A reward as a float; EvaluatorError unless it is a finite number."""
     if not is_finite(value):
-        raise EvaluatorError(f"{path} holds no finite number as its reward: {content[:80]!r}")
+        raise EvaluatorError(f"{path} holds no finite number{contract.RANGE} as its reward: {content[:80]!r}")
     return float(value)
 
 

@@ -9,13 +9,13 @@ error and never dropped. Every process that a test started is ended before its r
 container's own `timeout` limits a program; in an image without one only the post budget does.
 """
 
-import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
 from attrs import frozen
 
 from polarnode.core import codec
+from polarnode.core.codec.limits import REWARD
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Judge, Runtime
@@ -123,18 +123,19 @@ def command(name: str, text: str | None) -> None:
 
 # ── rewards ────────────────────────────────────────────────────────────────────
 
-LARGEST = sys.float_info.max  # the largest reward; for larger values and NaN the comparison fails
+
+RANGE = f", from -{REWARD:g} to {REWARD:g}"
 
 
 def is_finite(reward: object) -> TypeGuard[float]:
-    """Whether it is a finite int or float; a bool is not."""
-    return isinstance(reward, int | float) and not isinstance(reward, bool) and -LARGEST <= reward <= LARGEST
+    """Whether it is an int or float from -REWARD to REWARD; a bool is not, and NaN fails the comparison."""
+    return isinstance(reward, int | float) and not isinstance(reward, bool) and -REWARD <= reward <= REWARD
 
 
 def finite(reward: object, what: str) -> float:
     """The reward as a float; `what` names it, such as "its reward"."""
     if not is_finite(reward):
-        raise EvaluatorError(f"the evaluator gave {reward!r:.80} as {what}: return a finite number")
+        raise EvaluatorError(f"the evaluator gave {reward!r:.80} as {what}: return a finite number{RANGE}")
     return float(reward)
 
 

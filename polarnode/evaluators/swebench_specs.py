@@ -74,7 +74,7 @@ def names(instance: Mapping[str, Json], name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _column(name, f"is no JSON: {error}") from error
     if (
         not isinstance(value, Sequence)

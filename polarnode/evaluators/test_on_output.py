@@ -62,7 +62,7 @@ def expected(config: TestOnOutputConfig) -> dict[str, str]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise contract.refused("expected_output_json", f"is no JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise contract.refused(

@@ -93,7 +93,7 @@ def _same(call: ToolCall) -> tuple[str, str]:
     """A call by what it does: the order of its arguments and the spaces between them are nothing."""
     try:
         return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):  # what a model wrote may be of any depth
         return call.name, call.arguments
 
 

@@ -20,6 +20,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from polarnode.core.codec.json import read_json
+from polarnode.core.codec.limits import check_nesting
 from polarnode.core.conversation import Json
 from polarnode.providers.contract import Reply
 
@@ -312,10 +313,15 @@ async def body_bytes() -> bytes:
 
 async def body_json() -> Json:
     """The request's body as JSON. Raises Refused; an empty body is not JSON."""
-    return read_json(await body_bytes())
+    return _shallow(read_json(await body_bytes()))
 
 
 async def body_json_or(nothing: Json) -> Json:
     """The request's body as JSON; `nothing` when it is empty."""
     body = await body_bytes()
-    return read_json(body) if body.strip() else nothing
+    return _shallow(read_json(body)) if body.strip() else nothing
+
+
+def _shallow(value: Json) -> Json:
+    check_nesting(value)
+    return value

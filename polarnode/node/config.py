@@ -15,7 +15,8 @@ from typing import Literal, get_origin
 from attrs import field, fields, frozen
 
 from polarnode.core import codec
-from polarnode.core.codec.tasks import HOST, address, is_loopback
+from polarnode.core.codec.limits import address, is_loopback, url_fault
+from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.engine.protocol import Simulation
@@ -247,14 +248,14 @@ def _check_judge(name: str, judge: JudgeConfig) -> None:
             "needs a name of letters, digits, '.', '_' or '-': tasks write it",
         ),
         (
-            url.scheme in ("http", "https") and url.hostname,
-            f"{where}.base_url",
-            "must be an http or https address with its version path",
-        ),
-        (
             not (url.username or url.password or url.query),
             f"{where}.base_url",
             "must hold no key: name its variable in key_env",
+        ),
+        (
+            (fault := url_fault(judge.base_url)) is None,
+            f"{where}.base_url",
+            f"{fault}; it ends in its version path",
         ),
         (judge.model, f"{where}.model", "is empty"),
         (

@@ -16,6 +16,7 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.codec.json import plain, read_json
+from polarnode.core.codec.limits import nested_deeper
 from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory, Turn, line_of, sequence
@@ -148,8 +149,8 @@ def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
 
 
 def _arguments(text: str) -> Json:
-    """Tool-call arguments as an object, as templates require. Text that is not an object stays as it is;
-    empty text becomes an empty object.
+    """Tool-call arguments as an object, as templates require. Text that is not an object, or one that is too
+    deep to be written in a row, stays as it is; empty text becomes an empty object.
     """
     if not text.strip():
         return {}
@@ -157,4 +158,4 @@ def _arguments(text: str) -> Json:
         found = read_json(text.encode("utf-8", "surrogatepass"))
     except Refused:
         return text
-    return found if isinstance(found, dict) else text
+    return found if isinstance(found, dict) and not nested_deeper(found) else text

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 
 from polarnode.core import codec
 from polarnode.core.backoff import Backoff
-from polarnode.core.codec.tasks import is_loopback
+from polarnode.core.codec.limits import is_loopback
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, EvaluatorError, PolarnodeError, Refused, boundary
 from polarnode.core.ports import Judge, Question

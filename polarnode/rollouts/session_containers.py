@@ -6,6 +6,7 @@ task's steps and its evaluator reach the same hosts and no others; an evaluator 
 not begun makes its own instead of waiting, and leaving the block removes a runtime that was made.
 """
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -18,6 +19,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.containers.files import artifacts_path
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core import codec
+from polarnode.core.codec.limits import DEPTH, nested_deeper, value_fault
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, PolarnodeError, Refused, RuntimeFault, boundary
 from polarnode.core.ports import Ended, Judge, Runtime
@@ -81,18 +83,59 @@ def finished(
 def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
     """Validate a verdict: rewards must be finite and of existing turns and lineages, metrics must be JSON. It
     may come from user code.
+
+    Metrics that are too deep or too large cost only themselves, never the reward: `_kept_metrics`.
     """
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(
             f"the evaluator returned {type(verdict).__name__}: return a polarnode.records.Verdict"
         )
-    with boundary(EvaluatorError, "the evaluator's metrics are not JSON"):
-        metrics = codec.read_json(codec.dump_json(dict(verdict.metrics)))
     reward = finite(verdict.reward, "its reward")
     lineages, of_turns = checked_rewards(verdict, turns)
     return Verdict(
-        reward=reward, metrics=cast(dict[str, Json], metrics), lineage_rewards=lineages, turn_rewards=of_turns
+        reward=reward,
+        metrics=_kept_metrics(verdict.metrics),
+        lineage_rewards=lineages,
+        turn_rewards=of_turns,
     )
+
+
+REFUSED_CHARS = 65_536  # of the text of refused metrics: all that a reward file can hold
+
+
+NOT_JSON = "the evaluator's metrics are not JSON"
+
+
+def _kept_metrics(metrics: Mapping[str, Json]) -> dict[str, Json]:
+    """The metrics as they are stored. One that could not be written in every event is replaced by `refused`,
+    the reason, and `text`, its JSON: a reward that was measured is not lost to what stands beside it.
+    """
+    kept: dict[str, Json] = {}
+    with boundary(EvaluatorError, NOT_JSON):
+        items = dict(metrics).items()
+    for name, value in items:
+        kept |= _kept_metric(name, value)
+    fault = value_fault(kept, "$.metrics")
+    return kept if fault is None else _refused(kept, fault)
+
+
+def _kept_metric(name: str, value: Json) -> dict[str, Json]:
+    """One metric as JSON. Raises EvaluatorError for what has no form in it."""
+    fault = value_fault({name: value}, "$.metrics") if nested_deeper(value, DEPTH - 1) else None
+    if fault is not None:
+        return {name: _refused(value, fault)}
+    with boundary(EvaluatorError, NOT_JSON):
+        found = cast(dict[str, Json], codec.read_json(codec.dump_json({name: value})))
+    fault = value_fault(found, "$.metrics")
+    return found if fault is None else {name: _refused(value, fault)}
+
+
+def _refused(value: Json, fault: Refused) -> dict[str, Json]:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        text = codec.dump_json(value).decode()
+    return {"refused": str(fault), "text": text[:REFUSED_CHARS]}
 
 
 async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str | None:

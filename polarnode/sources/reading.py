@@ -20,6 +20,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from polarnode.core import codec
+from polarnode.core.codec.limits import CONFIG, check_value
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.values import Build, FoundTask, Overrides, Unread
@@ -30,6 +31,7 @@ from polarnode.sources.values import Build, FoundTask, Overrides, Unread
 LARGEST_FILE = 16 << 20
 # bytes of one folder: as base64 it stays below what the control plane takes in one request
 LARGEST_FOLDER = 48 << 20
+DEEP = "it is nested too deeply to be read: flatten it"
 
 
 def read_bytes(file: Path) -> bytes:
@@ -59,17 +61,34 @@ def read_json(file: Path) -> Json:
 def read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(file))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also an integer of thousands of digits
         raise Refused(f"{file}: it is not TOML: {error}") from error
+    except RecursionError:
+        raise Refused(f"{file}: {DEEP}") from None
 
 
 def read_yaml(file: Path) -> Any:
+    """The value of a YAML file, which is JSON: a date is the text that was written."""
     import yaml  # only such files need it, and a verb's help should not wait for it
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is not typed
+        """YAML's safe types but for dates, which JSON does not have."""
+
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     try:
-        return yaml.safe_load(read_text(file))
+        value = yaml.load(read_text(file), Loader)
     except yaml.YAMLError as error:
         raise Refused(f"{file}: it is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise Refused(f"{file}: {DEEP}") from None
+    except ValueError as error:  # a number that is none, such as an integer of five thousand digits
+        raise Refused(f"{file}: it has a value that cannot be read: {error}") from error
+    try:
+        # parts that refer to each other are small in memory and endless when they are written
+        check_value(value, "$", CONFIG)
+    except Refused as refused:
+        raise Refused(f"{file}: {str(refused).replace('the body', 'it')}", path=refused.path) from None
+    return value
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -222,7 +222,7 @@ def _tests(value: Json, column: str) -> Json:
     if isinstance(value, str):
         try:
             found = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Refused(
                 f"the column {column} is text, and no JSON list: {value[:60]!r}", path=f"$.{column}"
             ) from None

@@ -163,6 +163,27 @@ async def test_a_task_that_is_none_is_refused_with_its_path(
         assert words in message
 
 
+@pytest.mark.parametrize("levels", [100, 248, 252, 253, 500, 1000, 1023, 20_000])
+@pytest.mark.parametrize("field", ["metadata", "harness", "unknown"])
+async def test_depth_is_never_a_bug_of_the_node(started: Started, levels: int, field: str) -> None:
+    deep = '{"v":' + "[" * levels + "]" * levels + "}"
+    body = json.dumps({**TASK, field: "HERE"}).replace('"HERE"', deep).encode()
+    async with started() as (_, client):
+        status, kind, message, _ = error_of(await client.call("POST", "/v1/tasks", body=body))
+    assert (status, kind) == (400, "invalid_request")
+    assert len(message) < 500
+
+
+async def test_the_deepest_task_that_is_taken_is_read_back(started: Started) -> None:
+    deep: Any = 1
+    for _ in range(99):
+        deep = [deep]
+    async with started() as (_, client):
+        taken = (await client.post("/v1/tasks", {**TASK, "metadata": {"v": deep}})).json()
+        shown = (await client.call("GET", f"/v1/tasks/{taken['task_id']}")).json()
+    assert shown["spec"]["metadata"] == {"v": deep}
+
+
 @pytest.mark.parametrize(
     ("refusal", "status", "kind"),
     [

@@ -106,7 +106,9 @@ async def test_command_takes_the_reward_file(written: bytes, reward: float) -> N
     assert verdict.metrics.get("passed") == (3 if b"passed" in written else None)
 
 
-@pytest.mark.parametrize("written", [b"", b"yes", b"true", b'"1"', b"NaN", b"[1]", b"{}"])
+@pytest.mark.parametrize(
+    "written", [b"", b"yes", b"true", b'"1"', b"NaN", b"1e19", b"[1]", b"{}", b"[" * 5000]
+)
 async def test_a_reward_that_is_no_number_is_an_error_not_a_zero(written: bytes) -> None:
     with pytest.raises(EvaluatorError):
         await command.evaluate(

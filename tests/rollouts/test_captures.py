@@ -317,6 +317,21 @@ async def test_rewards_of_turns_it_has_not_leave_it_open(desk: Desk) -> None:
     assert (await desk.end(opened["session_id"], reward=1, turn_rewards={"0": 0.5}))["reward"] == 1
 
 
+@pytest.mark.parametrize("levels", [100, 252, 253, 254, 700])
+async def test_metrics_that_no_event_can_hold_leave_it_open(desk: Desk, levels: int) -> None:
+    """At 252 levels they were taken once, and no reader of the stream came past them."""
+    opened = await desk.open()
+    deep: Any = 1
+    for _ in range(levels):
+        deep = [deep]
+    refused = await desk.caller.call(
+        "DELETE", f"/v1/capture/{opened['session_id']}", json_body={"reward": 1, "metrics": {"n": deep}}
+    )
+    assert refused.status == 400
+    assert refused.json()["error"]["path"].startswith("$.metrics.n")
+    assert (await desk.end(opened["session_id"], reward=1, metrics={"n": [1]}))["reward"] == 1
+
+
 async def test_what_is_no_capture_can_not_be_ended(desk: Desk) -> None:
     for method in ("GET", "DELETE"):
         answer = await desk.caller.call(method, "/v1/capture/nobody")

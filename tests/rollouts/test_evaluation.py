@@ -80,7 +80,6 @@ async def test_an_evaluator_out_of_time_costs_the_reward_only(
         ("TRUE", "the evaluator gave True as its reward: return a finite number"),
         ("NOTHING", "the evaluator returned NoneType: return a polarnode.records.Verdict"),
         ("OBJECTS", "the evaluator's metrics are not JSON: "),
-        ("LARGE", "the evaluator's metrics are not JSON: "),
     ],
 )
 async def test_an_evaluator_that_can_not_judge_costs_the_reward_only(
@@ -105,7 +104,7 @@ async def test_a_verdict_is_kept_as_the_json_it_makes(autojump_clock: Clock, tmp
             float,
             {"pair": [1, 2], "nan": None, "1": 2},
         )
-        assert (await place.one(evaluator="WHOLE")).reward == float(2**70)
+        assert (await place.one(evaluator="WHOLE")).reward == float(2**50)
 
 
 async def test_nothing_of_a_harness_runs_beside_its_evaluator(autojump_clock: Clock, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 verdicts that can be kept.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import merge_toys as toys
 import pytest
@@ -104,13 +104,15 @@ def test_a_session_as_its_evaluator_sees_it() -> None:
         runtime.endpoint.close()
 
 
-@pytest.mark.parametrize("reward", [0, 1.5, -3, 2**70, 1e308])
+@pytest.mark.parametrize("reward", [0, 1.5, -3, 2**50, -1e18])
 def test_a_finite_reward_is_kept_as_a_float(reward: float) -> None:
     kept = session_containers.checked(Verdict(reward=reward, metrics={"a": [1, {"b": None}]}))
     assert (kept.reward, type(kept.reward), kept.metrics) == (float(reward), float, {"a": [1, {"b": None}]})
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 10**400, True, None, "1", [1]])
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), -float("inf"), 10**400, 1e19, True, None, "1", [1]]
+)
 def test_what_is_no_finite_number_is_no_reward(reward: object) -> None:
     with pytest.raises(EvaluatorError, match="return a finite number"):
         session_containers.checked(Verdict(reward=reward))  # type: ignore[arg-type]
@@ -155,7 +157,42 @@ def test_a_session_without_turns_has_no_turn_to_reward() -> None:
         session_containers.checked(Verdict(reward=1.0, turn_rewards={0: 1.0}))
 
 
-@pytest.mark.parametrize("metrics", [{"a": object()}, {"a": 2**70}, 7, [1]])
+@pytest.mark.parametrize("metrics", [{"a": object()}, 7, [1]])
 def test_metrics_that_are_no_json_are_no_metrics(metrics: object) -> None:
     with pytest.raises(EvaluatorError, match="the evaluator's metrics are not JSON"):
         session_containers.checked(Verdict(reward=1.0, metrics=metrics))  # type: ignore[arg-type]
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("levels", [100, 252, 300, 900])
+def test_a_metric_that_is_too_deep_costs_itself_and_no_reward(levels: int) -> None:
+    kept = session_containers.checked(Verdict(reward=0.5, metrics={"x": nested(levels), "exit_code": 0}))
+    assert (kept.reward, kept.metrics["exit_code"]) == (0.5, 0)
+    refused = cast(dict[str, str], kept.metrics["x"])
+    assert "metrics.x" in refused["refused"]
+    assert "is nested more than 100 levels deep" in refused["refused"]
+    assert refused["text"] == "[" * levels + "1" + "]" * levels
+    deepest = session_containers.checked(Verdict(reward=0.5, metrics={"x": nested(99)}))
+    assert deepest.metrics == {"x": nested(99)}
+
+
+def test_metrics_that_are_too_large_cost_themselves_and_no_reward() -> None:
+    one = session_containers.checked(Verdict(reward=1.0, metrics={"x": "y" * (2 << 20), "z": 1})).metrics
+    assert one["z"] == 1
+    assert "larger than 1 MiB" in cast(dict[str, str], one["x"])["refused"]
+    many = session_containers.checked(
+        Verdict(reward=1.0, metrics={str(number): "y" * 1000 for number in range(2000)})
+    ).metrics
+    assert "metrics is larger than 1 MiB" in str(many["refused"])
+    assert len(str(many["text"])) == session_containers.REFUSED_CHARS
+
+
+def test_a_metric_beyond_64_bits_is_kept_as_its_digits() -> None:
+    kept = session_containers.checked(Verdict(reward=1.0, metrics={"count": 2**80, "of": 3}))
+    assert kept.metrics == {"count": str(2**80), "of": 3}

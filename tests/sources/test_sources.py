@@ -23,6 +23,12 @@ SHELL: dict[str, Any] = {"name": "shell", "command": ["true"]}
 LINE = {"instruction": "Do it.", "harness": {"name": "pi"}, "task_id": "one"}
 
 
+# ten lines that are ten to the tenth strings when they are written out
+LAUGHS = "l0: &l0 [ha]\n" + "\n".join(
+    f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 10)}]" for level in range(1, 11)
+)
+
+
 def write_lines(file: Path, *lines: object) -> Path:
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return file
@@ -80,6 +86,15 @@ def test_every_kind_has_a_reader() -> None:
         ("t.jsonl", "", "is empty: it holds no task"),
         ("t.json", "[{}]", "is a list of neither dataset rows nor Polar's tasks: write tasks as JSONL"),
         ("t.yaml", "a: [", "it is not YAML"),
+        ("t.yaml", "[" * 3000, "it is nested too deeply to be read"),
+        ("t.yaml", "a: " + "[" * 110 + "]" * 110, "is nested more than 100 levels deep"),
+        ("t.yaml", "a: &a [*a]", "is nested more than 100 levels deep"),
+        ("t.yaml", LAUGHS, "it has more than 100,000 values"),
+        ("t.yaml", "a: " + "1" * 5000, "cannot be read"),
+        ("t.yaml", "a: .nan", "a is nan, which JSON has no form for"),
+        ("t.yaml", "agent: 1\n2: 3", "it has the key 2, which is no string: quote it"),
+        ("t.toml", "a = " + "[" * 3000 + "]" * 3000, "nested too deeply to be read"),
+        ("t.toml", "a = " + "1" * 5000, "is not TOML"),
         ("t.toml", "a = [", "it is not TOML"),
         ("t.json", "{", "it is not JSON"),
     ],

@@ -146,7 +146,10 @@ def test_a_folder_of_tasks_is_all_of_them_and_a_bad_one_hides_none(hello: Path) 
             "the MCP server s speaks over sse",
         ),
         ("[environment]\ncpus = true", "task.toml: environment.cpus must be a number or null, not a boolean"),
-        ("[agent]\ntimeout_sec = -1", "budgets.run_s must be more than 0 seconds, not -1"),
+        (
+            "[agent]\ntimeout_sec = -1",
+            "budgets.run_s must be more than 0 seconds and at most 2592000 (30 days), not -1",
+        ),
         ("[[", "task.toml: it is not TOML"),
     ],
 )

@@ -55,6 +55,9 @@ _KINDS: dict[type, str] = {
 }
 
 
+NAME_CHARS = 80  # characters of a client's text that a refusal shows: a name may be as long as its body
+
+
 class Mismatch(Refused):
     """A value that does not fit. The text is a predicate without its subject."""
 
@@ -101,18 +104,23 @@ def _boolean(value: Any, _: Any) -> bool:
 
 def _whole(value: Any, _: Any) -> int:
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # JavaScript has one kind of number, and writes 1e3 for 1000
+        value = int(value)  # JavaScript has one kind of number, and writes 1e3 for 1000
     if isinstance(value, float):
         raise Mismatch(f"must be a whole number, not {value}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise misfit("a whole number", value)
+    if not -(2**63) <= value < 2**63:  # what journals and engines hold
+        raise Mismatch("must be a whole number of at most 64 bits")
     return value
 
 
 def _number(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise misfit("a number", value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits, which TOML and YAML have
+        raise Mismatch("must be a number of at most 64 bits") from None
 
 
 def _nothing(value: Any, _: Any) -> None:
@@ -131,7 +139,9 @@ def _literal_hook(shape: Any) -> Hook:
         for option in options:
             if type(option) is type(value) and option == value:
                 return option
-        shown = repr(value) if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
+        shown = (
+            f"{value!r:.{NAME_CHARS}}" if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
+        )
         raise Mismatch(f"must be {_listed(options)}, not {shown}")
 
     return structure_literal
@@ -297,7 +307,7 @@ def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
     raise Mismatch(
         f"needs {tag!r}: {options}"
         if name is None
-        else f"has an unknown {tag!r}: it must be {options}, not {name!r}"
+        else f"has an unknown {tag!r}: it must be {options}, not {name!r:.{NAME_CHARS}}"
     )
 
 
@@ -377,23 +387,35 @@ def read_json(body: bytes) -> Json:
 
 def dump_json(value: Json) -> bytes:
     """Write `value` as compact UTF-8 JSON. A non-finite float becomes null, because JSON has no form for it;
-    a lone surrogate becomes �.
+    a lone surrogate becomes �, an integer beyond 64 bits the string of its digits, a key the string of it,
+    and what is nested deeper than WRITTEN levels the text TOO_DEEP.
     """
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
         # a harness's log may contain them, and must not make a trajectory unreadable
-        return orjson.dumps(_without_surrogates(value))
+        return orjson.dumps(_writable(value, WRITTEN))
 
 
-def _without_surrogates(value: Json) -> Json:
+# orjson writes 254. Values are bounded far below it where they enter (`limits.DEPTH`), but older journals may
+# hold deeper ones.
+WRITTEN = 240
+TOO_DEEP = "nested too deeply to be written"
+DIGITS_BITS = 14_000  # of an integer that Python writes in digits: it refuses more than 4300 of them
+
+
+def _writable(value: Json, levels: int) -> Json:
     match value:
         case str():
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list() | dict() if not levels:
+            return TOO_DEEP
         case list():
-            return [_without_surrogates(part) for part in value]
+            return [_writable(part, levels - 1) for part in value]
         case dict():
-            return {str(_without_surrogates(key)): _without_surrogates(part) for key, part in value.items()}
+            return {str(_writable(key, levels)): _writable(part, levels - 1) for key, part in value.items()}
+        case int() if not -(2**63) <= value < 2**64:
+            return str(value) if value.bit_length() < DIGITS_BITS else hex(value)
     return value
 
 
@@ -530,9 +552,9 @@ def _path_of(key: str) -> str:
 
 def child(path: str, key: int | str) -> str:
     """Append a part to a path: `.name`, `[0]`, or `['odd name']`."""
-    if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
+    if isinstance(key, str) and len(key) <= NAME_CHARS and re.fullmatch(r"[A-Za-z_][\w-]*", key):
         return f"{path}.{key}"
-    return f"{path}[{key!r}]"
+    return f"{path}[{key!r:.{NAME_CHARS}}]"
 
 
 def _key(cls: Any, name: str) -> str:
@@ -548,7 +570,8 @@ def _missing(error: KeyError, path: str) -> Refused:
 def _unknown(error: ForbiddenExtraKeysError, path: str) -> Refused:
     name = min(error.extra_fields)
     known = [str(json_key_of(each)) for each in attrs.fields(error.cl) if each.init]
-    near = difflib.get_close_matches(name, known, n=1)
+    # comparing takes the square of the length
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= NAME_CHARS else []
     remedy = f"did you mean {near[0]}?" if near else f"remove it (known are {', '.join(known)})"
     where = child(path, name)
     return Refused(f"{subject(where)} is not a known field: {remedy}", path=where)

@@ -6,18 +6,17 @@ night of GPU time. A new field with a range, a name or a path needs a rule here:
 what to write instead).
 """
 
-import ipaddress
 import re
 import tomllib
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, datetime, time
-from math import isfinite
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
 
+from polarnode.core.codec import limits
 from polarnode.core.codec.json import child, plain, structure, subject
+from polarnode.core.codec.limits import check_value, url_fault
 from polarnode.core.conversation import Json, Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.task import (
@@ -47,12 +46,15 @@ class Rule(NamedTuple):
 # a GRPO group is 8-64, a pass@k study a thousand; more is a mistyped number that would fill the queue
 MAX_SAMPLES = 4096
 MAX_RETRIES = 10  # more would hide a broken machine for hours
+MAX_PARTS = 32  # evaluators of one session: they run one after another in one post budget
 MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
 # stands in a URL path, a container label and an SSE filter unescaped
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # an OCI reference or a folder of runtimes/; never an option or a path upwards
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+WORDS = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,256}")
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 # name of a skill or an MCP server: part of a path, a TOML key and a tool's name
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -91,11 +93,8 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
     yield from sampling_rules(spec.sampling, "$.sampling")
     yield from _carry_rules(spec.carry)
     yield from _group_rules(spec.group, spec.num_samples)
-    yield Rule(
-        _is_http(spec.callback_url),
-        "$.callback_url",
-        "must be an http or https address with a host, and without a name or password in it",
-    )
+    if spec.callback_url is not None:
+        yield from _url_rules(spec.callback_url, "$.callback_url")
 
 
 def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
@@ -118,8 +117,12 @@ def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
 def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
     """All rules of a capture's end, except those on the turns that it names."""
     yield Rule(
-        end.reward is None or isfinite(end.reward), "$.reward", f"must be a finite number, not {end.reward}"
+        end.reason is None or len(end.reason) <= limits.REASON_CHARS,
+        "$.reason",
+        f"must be at most {limits.REASON_CHARS} characters long: put more into metrics",
     )
+    if end.reward is not None:
+        yield _reward_rule(end.reward, "$.reward")
     for field, rewards in (("turn_rewards", end.turn_rewards), ("lineage_rewards", end.lineage_rewards)):
         yield Rule(
             not rewards or end.reward is not None,
@@ -129,7 +132,12 @@ def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
         for number, reward in rewards.items():
             where = child(f"$.{field}", number)
             yield Rule(NUMBER.fullmatch(number) is not None, where, 'must be named by a number, as "3"')
-            yield Rule(isfinite(reward), where, f"must be a finite number, not {reward}")
+            yield _reward_rule(reward, where)
+
+
+def _reward_rule(reward: float, path: str) -> Rule:
+    most = limits.REWARD
+    return Rule(-most <= reward <= most, path, f"must be a number from -{most:g} to {most:g}, not {reward}")
 
 
 def _carry_rules(carry: CarrySpec) -> Iterator[Rule]:
@@ -147,22 +155,16 @@ def _group_rules(group: GroupSpec, num_samples: int) -> Iterator[Rule]:
             f"must be 1 to num_samples ({num_samples}), not {count}",
         )
     behind = group.max_staleness
-    yield Rule(behind is None or behind >= 0, "$.group.max_staleness", f"must be 0 or more, not {behind}")
+    yield Rule(
+        behind is None or 0 <= behind <= limits.COUNT,
+        "$.group.max_staleness",
+        f"must be 0 to {limits.COUNT}, not {behind}",
+    )
 
 
-def _is_http(url_text: str | None) -> bool:
-    if url_text is None:
-        return True
-    url = address(url_text)
-    return url.scheme in ("http", "https") and bool(url.hostname) and not (url.username or url.password)
-
-
-def address(text: str) -> SplitResult:
-    """The parts of an address; all empty when it is not one."""
-    try:
-        return urlsplit(text)
-    except ValueError:  # brackets that do not match
-        return urlsplit("")
+def _url_rules(url: str, path: str) -> Iterator[Rule]:
+    fault = url_fault(url)
+    yield Rule(fault is None, path, fault or "")
 
 
 def _name_rules(name: str | None, path: str) -> Iterator[Rule]:
@@ -186,17 +188,24 @@ def _evaluator_rules(spec: EvaluatorSpec) -> Iterator[Rule]:
         "$.evaluator",
         "has parts: give name, import_path and config in each part, not beside them",
     )
+    yield Rule(
+        len(spec.parts) <= MAX_PARTS,
+        "$.evaluator.parts",
+        f"must be at most {MAX_PARTS}, not {len(spec.parts)}",
+    )
     for index, part in enumerate(spec.parts):
         yield from _import_rules(part.import_path, f"$.evaluator.parts[{index}].import_path")
-        yield Rule(
-            isfinite(part.weight),
-            f"$.evaluator.parts[{index}].weight",
-            f"must be a finite number, not {part.weight}",
-        )
+        yield _reward_rule(part.weight, f"$.evaluator.parts[{index}].weight")
 
 
 def _harness_rules(harness: HarnessSpec) -> Iterator[Rule]:
     yield Rule(bool(harness.name.strip()), "$.harness.name", "is empty: name a harness")
+    for name, text in (("version", harness.version), ("model_name", harness.model_name)):
+        yield Rule(
+            text is None or WORDS.fullmatch(text) is not None,
+            f"$.harness.{name}",
+            "must be 1 to 256 printable characters: it becomes an argument, a setting or a label",
+        )
     yield from _import_rules(harness.import_path, "$.harness.import_path")
     needs = harness.name == "shell" and harness.import_path is None
     yield Rule(
@@ -236,12 +245,15 @@ def _server_rules(server: McpServerSpec, path: str) -> Iterator[Rule]:
     if server.command is not None:
         yield from _argv_rules((server.command, *server.args), f"{path}.command")
     yield from _env_rules(server.env, f"{path}.env")
-    web = server.url is None or server.url.startswith(("http://", "https://"))
-    yield Rule(
-        web,
-        f"{path}.url",
-        "must begin with http:// or https://; the container has no network but its own loopback",
-    )
+    if server.url is not None:
+        yield from _url_rules(server.url, f"{path}.url")
+    for name, value in server.headers.items():
+        fits = HEADER_NAME.fullmatch(name) is not None and limits.HEADER.fullmatch(value) is not None
+        yield Rule(
+            fits,
+            child(f"{path}.headers", name),
+            "is no HTTP header: a name has letters, digits and '-', a value no line breaks or other controls",
+        )
 
 
 def _argv_rules(argv: tuple[str, ...], path: str) -> Iterator[Rule]:
@@ -276,14 +288,7 @@ def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     )
     yield from _path_rules(runtime.workdir, "$.runtime.workdir")
     yield Rule(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
-    yield Rule(0 < runtime.cpus < 4096, "$.runtime.cpus", f"must be more than 0, not {runtime.cpus}")
-    yield Rule(
-        runtime.memory_mb >= 16,
-        "$.runtime.memory_mb",
-        f"must be 16 or more (a shell does not start in less), not {runtime.memory_mb}",
-    )
-    yield Rule(runtime.pids >= 1, "$.runtime.pids", f"must be 1 or more, not {runtime.pids}")
-    yield Rule(runtime.disk_mb >= 16, "$.runtime.disk_mb", f"must be 16 or more, not {runtime.disk_mb}")
+    yield from _share_rules(runtime)
     yield from _env_rules(runtime.env, "$.runtime.env")
     yield from _reach_rules(runtime)
     for index, file in enumerate(runtime.files):
@@ -291,6 +296,18 @@ def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     for name, steps in (("prepare", runtime.prepare), ("eval_prepare", runtime.eval_prepare)):
         for index, step in enumerate(steps):
             yield from _step_rules(step, f"$.runtime.{name}[{index}]")
+
+
+def _share_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
+    """The rules on what a container gets of the machine. A shell does not start in less than 16 MiB."""
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("cpus", runtime.cpus, *limits.CPUS),
+        ("memory_mb", runtime.memory_mb, 16, limits.MEBIBYTES),
+        ("pids", runtime.pids, 1, limits.PIDS),
+        ("disk_mb", runtime.disk_mb, 16, limits.MEBIBYTES),
+    )
+    for name, value, low, high in ranges:
+        yield Rule(low <= value <= high, f"$.runtime.{name}", f"must be {low} to {high}, not {value}")
 
 
 def _reach_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
@@ -344,12 +361,16 @@ def _step_rules(step: PrepareStep, path: str) -> Iterator[Rule]:
 def _budget_rules(budgets: Budgets) -> Iterator[Rule]:
     for name, seconds in (("init_s", budgets.init_s), ("run_s", budgets.run_s), ("post_s", budgets.post_s)):
         yield Rule(
-            isfinite(seconds) and seconds > 0,
+            0 < seconds <= limits.SECONDS,
             f"$.budgets.{name}",
-            f"must be more than 0 seconds, not {seconds}",
+            f"must be more than 0 seconds and at most {limits.SECONDS:.0f} (30 days), not {seconds}",
         )
     for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
-        yield Rule(count is None or count >= 1, f"$.budgets.{name}", f"must be 1 or more, not {count}")
+        yield Rule(
+            count is None or 1 <= count <= limits.COUNT,
+            f"$.budgets.{name}",
+            f"must be 1 to {limits.COUNT}, not {count}",
+        )
     yield Rule(
         0 <= budgets.retries <= MAX_RETRIES,
         "$.budgets.retries",
@@ -376,9 +397,9 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         top_p is None or 0 < top_p <= 1, f"{path}.top_p", f"must be more than 0 and at most 1, not {top_p}"
     )
     yield Rule(
-        top_k is None or top_k == -1 or top_k >= 1,
+        top_k is None or top_k == -1 or 1 <= top_k <= limits.COUNT,
         f"{path}.top_k",
-        f"must be 1 or more, or -1 for all, not {top_k}",
+        f"must be 1 to {limits.COUNT}, or -1 for all, not {top_k}",
     )
     yield Rule(
         repetition is None or 0 < repetition <= 2,
@@ -386,9 +407,19 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         f"must be more than 0 and at most 2, not {repetition}",
     )
     yield Rule(
-        sampling.max_tokens is None or sampling.max_tokens >= 1,
+        sampling.max_tokens is None or 1 <= sampling.max_tokens <= limits.COUNT,
         f"{path}.max_tokens",
-        f"must be 1 or more, not {sampling.max_tokens}",
+        f"must be 1 to {limits.COUNT}, not {sampling.max_tokens}",
+    )
+    yield Rule(
+        sampling.seed is None or -limits.SEED <= sampling.seed <= limits.SEED,
+        f"{path}.seed",
+        f"must be {-limits.SEED} to {limits.SEED}, not {sampling.seed}",
+    )
+    yield Rule(
+        len(sampling.stop) <= limits.STOPS and all(len(each) <= limits.STOP_CHARS for each in sampling.stop),
+        f"{path}.stop",
+        f"must be at most {limits.STOPS} strings of at most {limits.STOP_CHARS} characters",
     )
     yield Rule(
         all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token"
@@ -401,6 +432,12 @@ def read_task(value: Json) -> TaskSpec:
     """
     spec = structure(value, TaskSpec, forbid_extra=True)
     _hold(_all_rules(spec))
+    check_value(spec.harness.settings, "$.harness.settings")
+    check_value(spec.evaluator.config, "$.evaluator.config", limits.CONFIG)
+    for index, part in enumerate(spec.evaluator.parts):
+        check_value(part.config, f"$.evaluator.parts[{index}].config", limits.CONFIG)
+    check_value(spec.builder.config, "$.builder.config")
+    check_value(spec.metadata, "$.metadata")
     return spec
 
 
@@ -408,6 +445,8 @@ def read_capture(value: Json) -> CaptureSpec:
     """Read a CaptureSpec from JSON. Raises Refused as `read_task`."""
     spec = structure(value, CaptureSpec, forbid_extra=True)
     _hold(capture_rules(spec))
+    check_value(spec.builder.config, "$.builder.config")
+    check_value(spec.metadata, "$.metadata")
     return spec
 
 
@@ -415,6 +454,7 @@ def read_capture_end(value: Json) -> CaptureEnd:
     """Read the end of a capture from JSON. Raises Refused as `read_task`."""
     end = structure(value, CaptureEnd, forbid_extra=True)
     _hold(capture_end_rules(end))
+    check_value(end.metrics, "$.metrics")
     return end
 
 
@@ -479,9 +519,11 @@ def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = Non
     """
     try:
         value = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        _refuse_dates(value, "$")
+    except ValueError as error:  # also an integer of thousands of digits
         raise Refused(f"the task is not TOML: {error}") from None
-    _refuse_dates(value, "$")
+    except RecursionError:
+        raise Refused("the task is nested too deeply to be read: flatten it") from None
     return _with_files(value, read_file) if read_file is not None else value
 
 
@@ -529,13 +571,3 @@ def _decoded(content: bytes, path: str) -> str:
         return content.decode()
     except UnicodeDecodeError:
         raise Refused(f"{subject(path)} names a file that is not UTF-8 text", path=path) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

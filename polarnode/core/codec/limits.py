@@ -1,0 +1,243 @@
+"""Limits of what enters: depth and size of free JSON, numbers, and addresses, each with its reason.
+
+A value that passes can be written wherever it may stand later: in an event, a trajectory, an export, a task.
+Pure, and without recursion, because the value may be built to break a reader. Use `value_fault` where a task,
+an evaluator or a capture brings a value of its own; `nested_deeper` where only the depth matters.
+"""
+
+import ipaddress
+import re
+import sys
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+from attrs import frozen
+
+from polarnode.core.codec.json import child, subject
+from polarnode.core.errors import Refused
+
+# ── numbers ───────────────────────────────────────────────────────────────────
+
+COUNT: Final = 2**31 - 1  # counts and ranks have 32 bits in the engine
+SEED: Final = 2**63 - 1025  # 64 bits in the engine, with room for one more seed of each choice
+STOPS: Final = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
+# characters; so much of an answer is held back from its stream while it may become a stop string
+STOP_CHARS: Final = 1000
+SECONDS: Final = 30 * 86_400.0  # 30 days: longer than any session, and what every clock of ours can add up
+CPUS: Final = (0.01, 4096.0)  # the kernel's least share is 1 ms of each 100; no machine has more
+MEBIBYTES: Final = 16 << 20  # 16 TiB of memory or disk: no machine gives one session more
+PIDS: Final = 1 << 22  # Linux's PID_MAX_LIMIT
+# trainers hold rewards as 32-bit floats, and an advantage squares them: beyond 1.8e19 that is infinite
+REWARD: Final = 1e18
+REASON_CHARS: Final = 8000  # of the reason that ends a capture: four ends of a log
+
+# ── values ────────────────────────────────────────────────────────────────────
+
+# Lists and objects inside each other. orjson writes 254, an event nests a value some ten deeper, and real
+# values have about ten.
+DEPTH: Final = 100
+BODY_DEPTH: Final = DEPTH + 10  # of a whole body: its fields that hold a free value are a few levels deep
+
+
+@frozen(kw_only=True)
+class ValueLimits:
+    """How deep and how large one value may be: `size` in bytes of JSON, `count` of values inside it."""
+
+    # metadata and metrics are in every event of a session, and 4096 sessions of a task may have them
+    size: int = 1 << 20
+    # a walk over so many takes a tenth of a second of the event loop
+    count: int = 100_000
+    depth: int = DEPTH
+
+
+FREE: Final = ValueLimits()  # metadata, metrics, settings
+# an evaluator's config carries the files of its tests: as much as the control plane takes in one request
+CONFIG: Final = ValueLimits(size=64 << 20)
+
+REMEDIES: Final = "put large data into a file of the runtime or its image"
+
+
+def nested_deeper(value: object, limit: int = DEPTH) -> bool:
+    """Whether more than `limit` lists and objects are inside each other. `value` is what a JSON reader
+    returned: 60 ns for each list and object, whatever its shape.
+    """
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        level = [
+            part
+            for each in level
+            for part in (each.values() if isinstance(each, dict) else each)
+            if isinstance(part, dict | list)
+        ]
+    return bool(level)
+
+
+# A value, how many lists and objects it is in, and its path: the path of what holds it, and its key there.
+Path = tuple["Path | None", str | int]
+Found = tuple[Any, int, Path | None]
+
+
+def value_fault(value: object, path: str, limits: ValueLimits = FREE) -> Refused | None:
+    """Why a free JSON value cannot be kept, with the path of the part at fault; None when it can.
+
+    Equal parts count each time that they occur, so a YAML document whose parts refer to each other is
+    measured as it would be written.
+    """
+    size, count = 0, 0
+    waiting: list[Found] = [(value, 0, None)]
+    while waiting:
+        part, depth, where = waiting.pop()
+        reason = _part_fault(part)
+        if reason is None and depth == limits.depth and isinstance(part, dict | list):
+            reason = f"is nested more than {limits.depth} levels deep: flatten it, or write it as a string"
+        if reason is not None:
+            place = path + _written(where)
+            return Refused(f"{subject(place)} {reason}", path=place)
+        size += _size(part)
+        count += 1
+        if size > limits.size or count + len(waiting) > limits.count:
+            return _too_large(path, limits, size)
+        if isinstance(part, dict):
+            waiting += ((each, depth + 1, (where, key)) for key, each in part.items())
+        elif isinstance(part, list):
+            if count + len(waiting) + len(part) > limits.count:
+                return _too_large(path, limits, size)
+            waiting += ((each, depth + 1, (where, index)) for index, each in enumerate(part))
+    return None
+
+
+def _too_large(path: str, limits: ValueLimits, size: int) -> Refused:
+    many = f"has more than {limits.count:,} values" if size <= limits.size else ""
+    large = many or f"is larger than {limits.size >> 20} MiB as JSON"
+    return Refused(f"{subject(path)} {large}: {REMEDIES}", path=path)
+
+
+def _part_fault(part: object) -> str | None:
+    """Why one part, without what is inside it, is no JSON; a predicate."""
+    match part:
+        case None | bool() | list():
+            return None
+        case str():
+            return None if _valid(part) else "is no valid Unicode (half of a surrogate pair): replace that"
+        case int():
+            fits = -(2**63) <= part < 2**64
+            return None if fits else "is a whole number beyond 64 bits: write it as a string"
+        case float():
+            return (
+                None if isfinite(part) else f"is {part}, which JSON has no form for: write null or a string"
+            )
+        case dict():
+            return _key_fault(part)
+    return f"is a value of type {type(part).__name__}, which JSON has no form for: write it as a string"
+
+
+def _key_fault(keys: Iterable[object]) -> str | None:
+    for key in keys:
+        if not isinstance(key, str):
+            return f"has the key {key!r:.80}, which is no string: quote it"
+        if not _valid(key):
+            return "has a key that is no valid Unicode (half of a surrogate pair): replace that"
+    return None
+
+
+def _valid(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _size(part: object) -> int:
+    """About the bytes of JSON of one part, without what is inside it; at least those of a number."""
+    match part:
+        case str():
+            return len(part.encode()) + 3
+        case dict():
+            return 2 + sum(len(key.encode()) + 3 for key in part)
+    return 2
+
+
+SHOWN: Final = 4  # steps of a path in a sentence: enough to find the part, however deep it is
+
+
+def _written(where: Path | None) -> str:
+    steps: list[str | int] = []
+    while where is not None:
+        where, key = where
+        steps.append(key)
+    written = ""
+    for key in steps[: -SHOWN - 1 : -1]:
+        written = child(written, key)
+    return written
+
+
+def check_nesting(value: object, limit: int = BODY_DEPTH) -> None:
+    """Raise Refused, with the path of the part, for a body with more than `limit` lists and objects inside
+    each other. What reads the body further may then be recursive.
+    """
+    if nested_deeper(value, limit):
+        fault = value_fault(value, "$", ValueLimits(size=sys.maxsize, count=sys.maxsize, depth=limit))
+        raise fault or Refused(f"the body is nested more than {limit} levels deep: flatten it", path="$")
+
+
+def check_value(value: object, path: str, limits: ValueLimits = FREE) -> None:
+    """Raise the Refused of `value_fault`."""
+    fault = value_fault(value, path, limits)
+    if fault is not None:
+        raise fault
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────
+
+URL_CHARS: Final = 2048  # longer ones do not get through proxies either
+PRINTABLE: Final = re.compile(r"[\x21-\x7e]+")
+HEADER: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+
+
+def url_fault(text: str) -> str | None:
+    """Why a text is not the address of an HTTP server, as a predicate; None when it is."""
+    if len(text) > URL_CHARS:
+        return f"must be at most {URL_CHARS} characters long, not {len(text)}"
+    if not PRINTABLE.fullmatch(text) or "\\" in text:
+        return (
+            "has a space, a control character, a backslash or a letter outside ASCII: write it as %20 and the"
+            " like, and a host's name as xn--..."
+        )
+    url = address(text)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        return "must be an http or https address with a host"
+    if "@" in url.netloc:
+        return "must be an http or https address without a name or password in it"
+    if not _port_fits(url):
+        return "has no port from 1 to 65535 after its host"
+    return None
+
+
+def _port_fits(url: SplitResult) -> bool:
+    try:
+        return url.port is None or url.port > 0
+    except ValueError:
+        return False
+
+
+def address(text: str) -> SplitResult:
+    """The parts of an address; all empty when it is not one."""
+    try:
+        return urlsplit(text)
+    except ValueError:  # brackets that do not match
+        return urlsplit("")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
