@@ -9,9 +9,11 @@ in the table is answered 404 with a message.
 from collections.abc import Iterable, Iterator, Mapping
 from hmac import compare_digest
 from pathlib import Path
+from typing import cast
 
 import trio
 from attrs import field, frozen
+from hypercorn.typing import HTTPScope
 from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
@@ -21,10 +23,14 @@ from polarnode.api.query import read_query
 from polarnode.api.routes import Routes
 from polarnode.api.service import Service, Unauthorized, answer_error
 from polarnode.core.codec.json import dump_json
-from polarnode.core.errors import PolarnodeError
-from polarnode.http.asgi import BrowserGuard, RouteRow, guard_browsers
+from polarnode.core.errors import Busy, PolarnodeError
+from polarnode.http.asgi import BrowserGuard, RouteRow, admit_request, guard_browsers
+from polarnode.http.connections import place_of
 
 BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
+# whose answers last as long as their readers like: Polar's is `/events`
+STREAMS = ("/v1/trajectories/stream", "/events")
+STREAM_RETRY_S = 10.0  # between tries to open one more stream than the socket has places for
 OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
 
 
@@ -60,10 +66,11 @@ def create_app(
         MAX_CONTENT_LENGTH=BODY_BYTES,
         PROVIDE_AUTOMATIC_OPTIONS=False,
     )
-    guard_browsers(app, guard or BrowserGuard(any_host=token is not None))
+    guard_browsers(app, guard or BrowserGuard(any_host=token is not None), open_to_all=token is None)
     if token is not None:
         headers = tuple(header for extension in extensions for header in extension.token_headers)
         _guard(app, f"Bearer {token}".encode(), headers)
+    _limit_streams(app)
     rows = [*table(Routes(service=service, sessions_dir=sessions_dir))]
     operations = dict(EVERY)
     for extension in extensions:
@@ -90,6 +97,22 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...]) -> None:
         # compare all of them, so that the time taken does not reveal which one matched
         if not sum(compare_digest(each.encode(), expected) for each in sent):
             raise Unauthorized("this needs the control plane's token: send it as 'Authorization: Bearer …'")
+        admit_request()
+
+
+def _limit_streams(app: QuartTrio) -> None:
+    """Leave places on the socket to requests that are no streams."""
+
+    @app.before_request
+    async def check_streams() -> None:
+        # async though it waits for nothing: Quart would run a plain function in a thread
+        await trio.lowlevel.checkpoint()
+        place = place_of(cast(HTTPScope, request.scope)) if request.path in STREAMS else None
+        if place is not None and not place.open_stream():
+            raise Busy(
+                "as many streams are open as this node serves: end some, or read several tasks from one",
+                retry_after=STREAM_RETRY_S,
+            )
 
 
 def table(routes: Routes) -> Iterator[RouteRow]:

@@ -41,6 +41,7 @@ from polarnode.http.asgi import (
     read_body,
     writes_of,
 )
+from polarnode.http.connections import place_of
 from polarnode.merge.attach import regrouped
 from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
 from polarnode.providers.dialect import Route, missed, route, session_keys
@@ -118,10 +119,6 @@ INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only delay the loop
 
 _ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
-_NO_WEBSOCKET: Final = (
-    b'{"error":{"type":"invalid_request_error","message":"WebSockets are not served here: send the request'
-    b' over plain HTTP"}}'
-)
 _TOO_LARGE: Final = Fault(
     kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less"
 )
@@ -166,13 +163,20 @@ class ModelPlane:
 
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
+                self._admit(scope, session_id)
                 await self._http(
                     scope, receive, Responder(send, token_hex(16), writes_of(scope)), session_id, budget
                 )
-            elif scope["type"] == "websocket":
-                await _refuse_upgrade(send)
 
         return endpoint
+
+    def _admit(self, scope: HTTPScope, endpoint: str | None) -> None:
+        """Let the connection keep its place on a full socket when its request has a key of this endpoint."""
+        place = place_of(scope)
+        if place is None or place.admitted:
+            return
+        sessions = filter(None, map(self.sessions.by_key, _keys(scope)))
+        place.admitted = any(endpoint in (None, session.session_id) for session in sessions)
 
     async def _http(
         self,
@@ -317,17 +321,6 @@ def _json(body: bytes) -> Reply:
     return Reply(status=200, headers=(("content-type", JSON_TYPE),), body=body)
 
 
-async def _refuse_upgrade(send: ASGISendCallable) -> None:
-    """Answer 426: Codex tries a WebSocket first, and after a 404 waits 7 s before it falls back to HTTP."""
-    headers = [
-        (b"content-type", JSON_TYPE.encode()),
-        (b"content-length", str(len(_NO_WEBSOCKET)).encode()),
-        (b"upgrade", b"HTTP/1.1"),
-    ]
-    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": _NO_WEBSOCKET, "more_body": False})
-
-
 # ── endpoint of captures ────────────────────────────────────────────────────────────
 
 # not a session id: a client without a key is served what needs none, and refused the rest
@@ -359,8 +352,7 @@ class CaptureEndpoint:
         """
         if scope["type"] != "http":
             return NOBODY
-        query = scope["query_string"].decode("latin1")
-        keys = session_keys(f"{scope['path']}?{query}", header_map(scope["headers"]))
+        keys = _keys(scope)
         live = next(filter(None, map(self.plane.sessions.by_key, keys)), None)
         if live is not None:
             return live.session_id
@@ -370,6 +362,11 @@ class CaptureEndpoint:
         endpoint = self._endpoints.get(session_id) or self.plane.app_for(session_id)
         remember(self._endpoints, session_id, endpoint, most=ENDPOINTS)
         return endpoint
+
+
+def _keys(scope: HTTPScope) -> tuple[str, ...]:
+    query = scope["query_string"].decode("latin1")
+    return session_keys(f"{scope['path']}?{query}", header_map(scope["headers"]))
 
 
 def _refused_page(scope: HTTPScope) -> Reply | None:

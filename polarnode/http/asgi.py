@@ -22,6 +22,7 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.limits import check_nesting
 from polarnode.core.conversation import Json
+from polarnode.http.connections import WRITES, ConnectionWrites, admit
 from polarnode.providers.contract import Reply
 
 # ── browsers ────────────────────────────────────────────────────────────
@@ -104,9 +105,10 @@ def _address(name: str) -> _Ip | None:
     return mapped or found
 
 
-def guard_browsers(app: QuartTrio, guard: BrowserGuard) -> None:
+def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) -> None:
     """Answer 403 to what the guard refuses, and 415 to a body that is not JSON: forms and plain text are what
-    a page may post to any site without asking first.
+    a page may post to any site without asking first. `open_to_all`: the app asks for nothing else, so the
+    connection is admitted.
     """
 
     @app.before_request
@@ -123,13 +125,19 @@ def guard_browsers(app: QuartTrio, guard: BrowserGuard) -> None:
             raise UnsupportedMediaType(
                 "bodies are JSON: send 'Content-Type: application/json' (with curl: --json instead of -d)"
             )
+        if open_to_all:
+            admit_request()
+
+
+def admit_request() -> None:
+    """Record that the current request of a Quart app had what the app asks for."""
+    admit(cast(HTTPScope, request.scope))
 
 
 # ── request bodies ────────────────────────────────────────────────────────────
 
 # a million tokens are 4-6 MB of JSON, and six times that when every character is escaped
 BODY_BYTES: Final = 64 << 20
-WRITES: Final = "polarnode.writes"  # the key of `ConnectionWrites` in a request's scope["state"]
 # for all bodies one endpoint is reading: 1.5 times the longest; a dozen concurrent sub-agents send 4 MB each
 RESERVED_BYTES: Final = 96 << 20
 # a body over the limit is read up to this size and dropped: a client that is still sending does not read
@@ -218,19 +226,6 @@ async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
 
 
 # ── responses ─────────────────────────────────────────────────────────
-
-
-@define(eq=False)
-class ConnectionWrites:
-    """The state of a connection's writes: how many `writes` its socket took whole, and whether one is
-    `broken`.
-
-    `hold_next`: the next bytes are held and sent with those that follow.
-    """
-
-    writes: int = 0
-    broken: bool = False
-    hold_next: bool = False
 
 
 def writes_of(scope: HTTPScope) -> ConnectionWrites | None:

@@ -1,26 +1,22 @@
 """Listening sockets, and how Hypercorn and Quart are configured to serve them.
 
-This module patches hypercorn 0.18 and quart-trio 0.12, whose defaults leak connections, cut streams and
-cannot be stopped. Each patch names what was measured without it and has a test; pyproject pins both. The
-control plane is served here once, and one model endpoint per session, so opening and closing a server is
-cheap and closing is bounded whatever a peer does.
+This module and `connections.py` patch hypercorn 0.18 and quart-trio 0.12, whose defaults leak connections,
+cut streams and cannot be stopped. Each patch names what was measured without it and has a test; pyproject
+pins both. The control plane is served here once, and one model endpoint per session, so opening and closing
+a server is cheap and closing is bounded whatever a peer does.
 """
 
 import errno
 import logging
-import math
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
 import trio
 from attrs import define, field, frozen
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import (
     AppWrapper,
@@ -28,7 +24,6 @@ from hypercorn.typing import (
     ASGIReceiveCallable,
     ASGISendCallable,
     ASGISendEvent,
-    ConnectionState,
 )
 from hypercorn.utils import wrap_app
 from quart.asgi import ASGIHTTPConnection
@@ -38,22 +33,26 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from polarnode.core.errors import ConfigError
-from polarnode.http.asgi import WRITES, ConnectionWrites
+from polarnode.http.connections import Connection, Places, refusal_bytes
 
 logger = logging.getLogger(__name__)
 
-# the kernel's usual limit; a harness that starts all its agents at once opens a dozen connections
-BACKLOG: Final = 128
-# bytes per read; Hypercorn's 64 KiB split a long request into parts that cost 50 us each
-RECEIVED_BYTES: Final = 256 << 10
+# connections that wait to be accepted: a flood of them must not make a trainer's wait a second for its next
+# try; the kernel keeps some hundred bytes of each
+BACKLOG: Final = 1024
 # open connections per socket: ten harnesses measured used 3; a runaway must not exhaust the node's
 # descriptors
 CONNECTIONS: Final = 256
+# of the control plane, where each stream of a trainer takes one: 384 streams
+CONTROL_CONNECTIONS: Final = 512
+# connections closed for others are logged once in so many seconds, with their number: a flood of them must
+# not fill the log
+LOGGED_S: Final = 10.0
+# refused connections that are given time to read why, and the seconds for it
+REFUSED: Final = 32
+REFUSED_S: Final = 1.0
 # request line and headers: Claude Code, the longest measured, sends under 4 KiB
 HEADERS_BYTES: Final = 64 << 10
-# limit of an idle connection: longer than clients keep theirs (5-90 s), so that none is closed while its next
-# request is sent
-KEEP_ALIVE_S: Final = 120.0
 # a peer that reads nothing for this long is gone; a harness that compiles or swaps resumes sooner
 STALLED_MS: Final = 30_000
 ANSWERING_S: Final = 1.0  # time a closing server gives to responses in progress
@@ -106,9 +105,11 @@ def mend(app: QuartTrio) -> None:
 
 
 @asynccontextmanager
-async def open_server(app: ASGIFramework, where: socket.socket | Address) -> AsyncIterator[Address]:
+async def open_server(
+    app: ASGIFramework, where: socket.socket | Address, *, connections: int | None = None
+) -> AsyncIterator[Address]:
     """Serve `app` on an address, or on a listening socket, which is closed at the end. Raises ConfigError
-    when the address is not available.
+    when the address is not available. At most `connections` are open at once, CONNECTIONS by default.
 
     The app gets no lifespan events; open what it needs around this block. The server outlives the block, even
     a cancelled one, and then closes: idle connections at once, responses in progress after ANSWERING_S,
@@ -117,7 +118,8 @@ async def open_server(app: ASGIFramework, where: socket.socket | Address) -> Asy
     if isinstance(app, QuartTrio):
         mend(app)
     sock = listening_socket(where) if isinstance(where, Address) else where
-    server = _Server(app=wrap_app(app, 0, "asgi"), listener=_listener(sock))
+    places = Places(limit=connections or CONNECTIONS)
+    server = _Server(app=wrap_app(app, 0, "asgi"), listener=_listener(sock), places=places)
     failed: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run)
@@ -160,115 +162,10 @@ def _listener(sock: socket.socket) -> trio.SocketListener:
 def _config() -> Config:
     config = Config()
     config.h11_max_incomplete_size = HEADERS_BYTES
-    config.keep_alive_timeout = KEEP_ALIVE_S  # also ends a connection that sends no headers
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logger  # Hypercorn's default adds a stderr handler per server
     return config
-
-
-@define(eq=False)
-class _IdleTimer:
-    """Hypercorn's timer of an idle connection, as one task for all idle periods: a task per request costs 80
-    us.
-    """
-
-    idle: bool = field(default=False, init=False)
-    ended: bool = field(default=False, init=False)
-    scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    _started: bool = field(default=False, init=False)
-
-    async def restart(self, task_group: TaskGroup, action: Callable[[], Awaitable[None]]) -> None:
-        self.idle = True
-        self.scope.deadline = trio.current_time() + KEEP_ALIVE_S
-        if not self._started:
-            self._started = True
-            task_group.spawn(action)
-
-    async def stop(self) -> None:
-        self.idle = False
-        self.scope.deadline = math.inf
-
-    def end(self) -> None:
-        """Stop the timer for good."""
-        self.idle, self.ended = False, True
-        self.scope.cancel()
-
-
-class _Connection(TCPServer):
-    """Hypercorn's connection, without the idle timer that outlives its client.
-
-    A client that closes as soon as it has its response often leaves before Hypercorn notes the end of the
-    response, which then starts the idle timer of a closed connection. Measured without this patch: one in
-    four such connections stayed open for KEEP_ALIVE_S, until no more were accepted.
-
-    The state of its requests also records what the socket took: Hypercorn's own `send` returns the same for
-    bytes that are lost.
-    """
-
-    _held = b""
-
-    def __init__(
-        self,
-        app: AppWrapper,
-        config: Config,
-        context: WorkerContext,
-        state: ConnectionState,
-        stream: trio.SocketStream,
-    ) -> None:
-        # A plain TCP stream, which the base class accepts; it calls only two methods of the idle timer.
-        super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
-        self.idle_task: _IdleTimer = _IdleTimer()  # type: ignore[assignment]
-
-    async def _read_data(self) -> None:
-        """As in Hypercorn, but with larger reads."""
-        data = b" "
-        while data:
-            try:
-                data = bytes(await self.stream.receive_some(RECEIVED_BYTES))
-            except (trio.ClosedResourceError, trio.BrokenResourceError):
-                break
-            await self.protocol.handle(RawData(data))
-        await self.protocol.handle(Closed())
-        self.idle_task.end()
-
-    async def _idle_timeout(self) -> None:
-        """Close the connection when it is idle for too long, or idle while the server closes. A busy
-        connection is closed at the end of its response.
-        """
-        while not self.idle_task.ended and not self.context.terminated.is_set():
-            self.idle_task.scope = trio.CancelScope(deadline=self.idle_task.scope.deadline)
-            with self.idle_task.scope:
-                await self.context.terminated.wait()
-            if self.idle_task.idle:
-                with trio.CancelScope(shield=True):
-                    await self._initiate_server_close()
-                return
-
-    async def protocol_send(self, event: Event) -> None:
-        if self.idle_task.ended and isinstance(event, Updated):
-            return
-        if isinstance(event, RawData):
-            await self._write(event.data)
-        else:
-            await super().protocol_send(event)
-
-    async def _write(self, data: bytes) -> None:
-        """As in Hypercorn, shielded, but counted; and the head may be held until the bytes that follow it."""
-        writes: ConnectionWrites = self.state[WRITES]  # set by `_Server`
-        data, self._held = self._held + data, b""
-        if writes.hold_next:
-            writes.hold_next, self._held = False, data
-            return
-        async with self.send_lock:
-            try:
-                with trio.CancelScope(shield=True):
-                    await self.stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                writes.broken = True
-                await self.protocol.handle(Closed())
-            else:
-                writes.writes += 1
 
 
 @define(eq=False)
@@ -279,6 +176,7 @@ class _Server:
 
     app: AppWrapper
     listener: trio.SocketListener
+    places: Places
     config: Config = field(factory=_config)
     _context: WorkerContext = field(factory=partial(WorkerContext, None), init=False)
     _streams: set[trio.SocketStream] = field(factory=set, init=False)
@@ -286,6 +184,9 @@ class _Server:
     _connected: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _service: trio.CancelScope = field(factory=partial(trio.CancelScope, shield=True), init=False)
     _emptied: trio.Event = field(factory=trio.Event, init=False)
+    _refused: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(REFUSED), init=False)
+    _displaced: int = field(default=0, init=False)  # connections closed for others since the last line
+    _logged: float = field(default=float("-inf"), init=False)
 
     async def run(self) -> None:
         """Serve until closed, even when the surrounding tasks are cancelled."""
@@ -302,21 +203,55 @@ class _Server:
         """Serve one connection to its end and log its errors, because Hypercorn lets one error end the whole
         server.
         """
-        if len(self._streams) >= CONNECTIONS:
-            logger.warning("refusing a connection: %d are open on this socket", CONNECTIONS)
-            return
-        self._streams.add(stream)
-        connection = _Connection(
-            self.app, self.config, self._context, ConnectionState({WRITES: ConnectionWrites()}), stream
-        )
+        with trio.CancelScope() as scope:
+            place, displaced = self.places.take(
+                _peer(stream), partial(_end, stream, scope), trio.current_time()
+            )
+            if displaced is not None or place is None:
+                self._count_displaced()
+            if place is None:
+                await self._refuse(stream)
+                return
+            self._streams.add(stream)
+            connection = Connection(self.app, self.config, self._context, stream, place)
+            try:
+                await connection
+            except* Exception:
+                logger.exception("a connection failed unexpectedly")
+            finally:
+                self.places.leave(place)
+                self._streams.discard(stream)
+                stream.socket.close()  # also where Hypercorn was cancelled before it did
+                # Break the reference cycle: the garbage collector runs rarely.
+                connection.protocol = None  # type: ignore[assignment]
+
+    async def _refuse(self, stream: trio.SocketStream) -> None:
+        """Answer 503. What the client has sent is read, because closing a socket with unread bytes takes the
+        answer back.
+        """
         try:
-            await connection
-        except* Exception:
-            logger.exception("a connection failed unexpectedly")
+            self._refused.acquire_nowait()
+        except trio.WouldBlock:
+            return
+        try:
+            with trio.move_on_after(REFUSED_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await stream.send_all(refusal_bytes(503))
+                await stream.send_eof()
+                while await stream.receive_some(HEADERS_BYTES):
+                    pass
         finally:
-            self._streams.discard(stream)
-            # Break the reference cycle: the garbage collector runs rarely.
-            connection.protocol = None  # type: ignore[assignment]
+            self._refused.release()
+
+    def _count_displaced(self) -> None:
+        self._displaced += 1
+        now = trio.current_time()
+        if now >= self._logged + LOGGED_S:
+            logger.warning(
+                "%d connections were closed for newer ones or refused: %d may be open on this socket",
+                self._displaced,
+                self.places.limit,
+            )
+            self._displaced, self._logged = 0, now
 
     async def close(self) -> None:
         """Stop accepting, let responses end, cancel the rest, and close the sockets of tasks blocked in a
@@ -335,3 +270,17 @@ class _Server:
         with trio.move_on_after(UNWINDING_S):
             await self._emptied.wait()
         self._service.cancel()
+
+
+def _peer(stream: trio.SocketStream) -> str:
+    try:
+        return str(stream.socket.getpeername()[0])
+    except OSError:  # it has left already
+        return ""
+
+
+def _end(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    """Close a connection from outside: its sends are shielded, and end with the socket."""
+    with suppress(OSError):
+        stream.socket.shutdown(socket.SHUT_RDWR)
+    scope.cancel()

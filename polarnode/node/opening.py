@@ -38,7 +38,7 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.asgi import BrowserGuard
-from polarnode.http.server import Address, open_server
+from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar import callback_formats, polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
@@ -374,7 +374,7 @@ def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
         sessions_dir=_sessions_dir(config),
         extensions=(Extension(rows=rows), polar_extension(node)),
     )
-    return open_server(app, Address(host=config.host, port=config.port))
+    return open_server(app, Address(host=config.host, port=config.port), connections=CONTROL_CONNECTIONS)
 
 
 def _stages(config: NodeConfig) -> Stages:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -571,3 +571,46 @@ async def test_the_token_is_taken_from_no_query(started: Started) -> None:
         for query in ("token=secret", "access_token=secret", "key=secret"):
             answer = await client.call("GET", f"/v1/tasks?{query}", headers={"Authorization": ""})
             assert error_of(answer)[:2] == (401, "unauthorized")
+
+
+# ── a full socket ─────────────────────────────────────────────────────────────
+
+
+async def silent(stack: AsyncExitStack, plane: Plane, sent: bytes) -> None:
+    stream = await trio.open_tcp_stream("127.0.0.1", int(plane.url.rpartition(":")[2]))
+    await stack.enter_async_context(stream)
+    await stream.send_all(sent)
+
+
+WRONG = b"GET /v1/tasks HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /v1/tasks HT", WRONG], ids=["nothing", "half a head", "no token"]
+)
+async def test_connections_of_strangers_keep_no_trainer_out(
+    token: str | None, sent: bytes, started: Started
+) -> None:
+    """A stream that is open goes on, and whoever has the token gets in, as do the probes."""
+    async with (
+        started(token=token, connections=16) as (plane, client),
+        AsyncExitStack() as held,
+        client.stream(follow="true") as stream,
+    ):
+        for _ in range(100):
+            await silent(held, plane, sent)
+        with trio.fail_after(10):
+            assert (await client.get("/v1/tasks")).status == 200
+            assert (await client.call("GET", "/healthz", headers={"Authorization": ""})).status == 200
+            await publish(plane, "s1")
+            assert (await stream.event())["event"] == "trajectory"
+
+
+async def test_streams_leave_places_for_requests(started: Started) -> None:
+    async with started(connections=8) as (_, client), AsyncExitStack() as held:
+        for _ in range(6):
+            await held.enter_async_context(client.stream(follow="true"))
+        for path in ("/v1/trajectories/stream", "/v1/trajectories/stream?follow=false"):
+            assert error_of(await client.get(path))[:2] == (429, "busy")
+        assert (await client.get("/v1/status")).status == 200

@@ -94,7 +94,7 @@ def test_another_site_is_refused(site: str) -> None:
 
 def guarded() -> QuartTrio:
     app = QuartTrio("tests", static_folder=None)
-    guard_browsers(app, LOOPBACK)
+    guard_browsers(app, LOOPBACK, open_to_all=True)
 
     @app.route("/", methods=["GET", "POST", "DELETE"])
     async def root() -> dict[str, Any]:

@@ -64,9 +64,9 @@ async def test_a_session_is_gone_when_nobody_holds_it() -> None:
         assert len(here.turns) == 3
         return weakref.ref(here.s1)
 
-    before = alive("_Connection")
+    before = alive("Connection")
     session = await played()
     for _ in range(20):  # what the server still has to wind up
         await trio.sleep(0.05)
     assert session() is None
-    assert alive("_Connection") == before
+    assert alive("Connection") == before

@@ -278,12 +278,18 @@ class Plane:
 
 @asynccontextmanager
 async def open_plane(
-    path: Path, *, token: str | None = "secret", port: int = 0, retention: Retention | None = None
+    path: Path,
+    *,
+    token: str | None = "secret",
+    port: int = 0,
+    retention: Retention | None = None,
+    connections: int | None = None,
 ) -> AsyncIterator[Plane]:
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
         async with open_server(
             create_app(service, token=token, sessions_dir=path.parent),
             Address(host="127.0.0.1", port=port),
+            connections=connections,
         ) as address:
             yield Plane(url=f"http://127.0.0.1:{address.port}", journal=journal, service=service)

@@ -21,7 +21,7 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.delivery import KeepAlivePacing
 from polarnode.gateway.endpoint import ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.http.asgi import WRITES, ConnectionWrites
+from polarnode.http.connections import WRITES, ConnectionWrites
 from polarnode.http.server import Address, open_server
 from polarnode.merge.lineage import Lineages
 

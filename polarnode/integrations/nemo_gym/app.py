@@ -136,7 +136,7 @@ def create_gym_app(
     """
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
-    guard_browsers(app, guard or BrowserGuard())
+    guard_browsers(app, guard or BrowserGuard(), open_to_all=True)
     agent = _Agent(rollouts=rollouts, template=template)
     rows: tuple[RouteRow, ...] = (
         ("GET", "/", agent.alive),

@@ -1,0 +1,405 @@
+"""One connection: HTTP/1.1 alone, with time limits, and a place on its socket.
+
+This module patches hypercorn 0.18. Each patch names what was measured without it and has a test; pyproject
+pins the version. Hypercorn would also speak HTTP/2 without TLS and WebSockets to whoever asks, for which
+nothing here is made: both are refused with a sentence.
+
+A socket has a fixed number of places. When all are taken, a new connection takes the place of the oldest one
+that has not shown the token or key (of the peer with the most of them), else of the one that is idle
+longest; a request of somebody who was let in is never ended for another. So neither silent connections nor
+slow ones keep out who has the token.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final, cast
+
+import h11
+import trio
+from attrs import define, field
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import AppWrapper, ConnectionState, HTTPScope
+from hypercorn.utils import parse_socket_addr
+
+from polarnode.core.codec.json import dump_json
+
+# bytes per read; Hypercorn's 64 KiB split a long request into parts that cost 50 us each
+RECEIVED_BYTES: Final = 256 << 10
+# limit of an idle connection: longer than clients keep theirs (5-90 s), so that none is closed while its next
+# request is sent
+KEEP_ALIVE_S: Final = 120.0
+# for a request's head, from its first byte, and for the first one from the connection's start: clients send
+# it in one write as soon as they are connected
+HEAD_S: Final = 10.0
+# a body may stop for so long in all, and wins the time back at this rate: far below any link, and a harness
+# that compiles or swaps pauses for less
+BODY_PAUSE_S: Final = 30.0
+BODY_BYTES_PER_S: Final = 4 << 10
+# header lines: the longest measured request of a harness has 25; each costs some 3 us
+HEADERS: Final = 256
+# of a socket's places, what streams may take: the others remain for short requests
+STREAMING: Final = 0.75
+
+# ── places ────────────────────────────────────────────────────────────
+
+# the key of `ConnectionWrites` in a request's scope["state"]
+WRITES: Final = "polarnode.writes"
+PLACE: Final = "polarnode.place"  # the key of a connection's `Place` in a request's scope["state"]
+
+
+@define(eq=False)
+class Place:
+    """A connection's place on its socket. `close` closes the connection; `since` is when it was accepted, or
+    when its last request ended. `admitted`: a request on it had the token, or the key.
+    """
+
+    places: "Places"
+    peer: str
+    close: Callable[[], None]
+    since: float
+    admitted: bool = False
+    busy: bool = False
+    streaming: bool = False
+
+    def open_stream(self) -> bool:
+        """Count this connection's response as a stream until it ends. False when there is no room for one."""
+        self.streaming = self.streaming or self.places.has_room_for_stream()
+        return self.streaming
+
+    def rest(self, now: float) -> None:
+        """A response has ended."""
+        self.busy, self.streaming, self.since = False, False, now
+
+
+@define(eq=False)
+class Places:
+    """The places of one socket, at most `limit`."""
+
+    limit: int
+    _taken: dict[Place, None] = field(factory=dict, init=False)  # oldest connection first
+
+    def take(self, peer: str, close: Callable[[], None], now: float) -> tuple[Place | None, Place | None]:
+        """A place for a new connection, and the one that was closed for it. No place when a request of
+        somebody who was let in is running on every one.
+        """
+        closed = self._least() if len(self._taken) >= self.limit else None
+        if closed is not None:
+            self.leave(closed)
+            closed.close()
+        elif len(self._taken) >= self.limit:
+            return None, None
+        place = Place(places=self, peer=peer, close=close, since=now)
+        self._taken[place] = None
+        return place, closed
+
+    def leave(self, place: Place) -> None:
+        """Give a place back. Harmless when it was."""
+        self._taken.pop(place, None)
+
+    def has_room_for_stream(self) -> bool:
+        return sum(place.streaming for place in self._taken) < self.limit * STREAMING
+
+    def _least(self) -> Place | None:
+        strangers = [place for place in self._taken if not place.admitted]
+        if strangers:
+            peer, _ = Counter(place.peer for place in strangers).most_common(1)[0]
+            return next(place for place in strangers if place.peer == peer)
+        idle = (place for place in self._taken if not place.busy)
+        return min(idle, key=lambda place: place.since, default=None)
+
+
+def place_of(scope: HTTPScope) -> Place | None:
+    """The place of a request's connection; None under a server other than `open_server`'s."""
+    return cast("dict[str, Place]", scope.get("state") or {}).get(PLACE)
+
+
+def admit(scope: HTTPScope) -> None:
+    """Record that the request had what its app asks for: the token, a key, or nothing."""
+    place = place_of(scope)
+    if place is not None:
+        place.admitted = True
+
+
+# ── refusals ────────────────────────────────────────────────────────────
+
+Headers = list[tuple[bytes, bytes]]
+SENTENCES: Final = {
+    400: ("bad_request", "this is not a well-formed HTTP/1.1 request: check its head and its length"),
+    408: ("too_slow", "the request did not come whole in time: send it again, at once"),
+    426: ("invalid_request_error", "WebSockets are not served here: send the request over plain HTTP"),
+    431: ("too_large", "the request has too many headers, or too long ones: send fewer"),
+    501: ("not_implemented", "the only transfer encoding taken is chunked"),
+    503: ("busy", "all connections of this socket are in use: close some, and try again"),
+    505: ("http_version", "only HTTP/1.1 is served here: turn HTTP/2 off in the client"),
+}
+_EXTRA: Final[dict[int, Headers]] = {
+    426: [(b"upgrade", b"HTTP/1.1")],
+    503: [(b"retry-after", b"1")],
+}
+
+
+def _refusal(status: int) -> tuple[Headers, bytes]:
+    kind, message = SENTENCES.get(status, SENTENCES[400])
+    body = dump_json({"error": {"type": kind, "message": message}})
+    length = (b"content-length", str(len(body)).encode())
+    return [
+        (b"content-type", b"application/json"),
+        length,
+        (b"connection", b"close"),
+        *_EXTRA.get(status, []),
+    ], body
+
+
+def refusal_bytes(status: int) -> bytes:
+    """A whole response to a connection that is closed afterwards."""
+    headers, body = _refusal(status)
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d \r\n%b\r\n%b" % (status, lines, body)
+
+
+def unserved(request: h11.Request) -> int | None:
+    """The status with which a well-formed head is refused, or None."""
+    if request.http_version not in (b"1.1", b"1.0"):
+        return 505  # HTTP/2's first line is a request for `*`
+    if not request.target.startswith(b"/"):
+        return 400  # as to a proxy, which this is not
+    if len(request.headers) > HEADERS:
+        return 431
+    names = dict(request.headers)
+    if b"transfer-encoding" in names and b"content-length" in names:
+        return 400  # a proxy in front might believe the other one, and take a body for a request
+    return 426 if names.get(b"upgrade", b"").lower() == b"websocket" else None
+
+
+class Http1(H11Protocol):
+    """Hypercorn's HTTP/1.1, which never becomes HTTP/2 or a WebSocket, and refuses with a sentence.
+
+    Measured with HTTP/2: equal requests got one answer, because a delivered one was not known to be, and a
+    harness that opened and reset streams made the loop 8 s late.
+
+    426 and not 404 for WebSockets: Codex tries one first, and after a 404 waits 7 s before it falls back.
+    """
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        """Nothing: an upgrade to HTTP/2 is not taken, as the standard allows."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        status = unserved(request)
+        if status is None:
+            await super()._create_stream(request)
+        else:
+            await self._send_error_response(status, bodiless=request.method == b"HEAD")
+            await self.send(Closed())
+
+    async def _send_error_response(self, status_code: int, *, bodiless: bool = False) -> None:
+        headers, body = _refusal(status_code)
+        await self._send_h11_event(
+            h11.Response(status_code=status_code, headers=[*headers, *self.config.response_headers("h11")])
+        )
+        if not bodiless:
+            await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+    @property
+    def awaits_body(self) -> bool:
+        """Whether a body has begun and not ended."""
+        return self.connection.their_state is h11.SEND_BODY
+
+    @property
+    def awaits_head(self) -> bool:
+        """Whether a head has begun and not ended."""
+        return bool(self.connection.trailing_data[0]) and self.stream is None
+
+    async def too_slow(self) -> None:
+        """Answer 408 where no response has begun."""
+        if self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            await self._send_error_response(408)
+
+
+# ── connection ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class ConnectionWrites:
+    """The state of a connection's writes: how many `writes` its socket took whole, and whether one is
+    `broken`.
+
+    `hold_next`: the next bytes are held and sent with those that follow.
+    """
+
+    writes: int = 0
+    broken: bool = False
+    hold_next: bool = False
+
+
+@define(eq=False)
+class IdleTimer:
+    """Hypercorn's timer of an idle connection, as one task for all idle periods: a task per request costs 80
+    us. A head that is being sent is a part of the idle period.
+    """
+
+    idle: bool = field(default=False, init=False)
+    ended: bool = field(default=False, init=False)
+    scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
+    _started: bool = field(default=False, init=False)
+    _limited: bool = field(default=False, init=False)
+
+    async def restart(self, task_group: TaskGroup, action: Callable[[], Awaitable[None]]) -> None:
+        self.idle, self._limited = True, False
+        self.scope.deadline = trio.current_time() + KEEP_ALIVE_S
+        if not self._started:
+            self._started = True
+            task_group.spawn(action)
+
+    def limit(self) -> None:
+        """A head has begun, or is expected at once: it has HEAD_S from the first call in an idle period."""
+        if not self._limited:
+            self._limited = True
+            self.scope.deadline = min(self.scope.deadline, trio.current_time() + HEAD_S)
+
+    async def stop(self) -> None:
+        self.idle = False
+        self.scope.deadline = math.inf
+
+    def end(self) -> None:
+        """Stop the timer for good."""
+        self.idle, self.ended = False, True
+        self.scope.cancel()
+
+
+class Connection(TCPServer):
+    """Hypercorn's connection, without the idle timer that outlives its client, and with limits on the time
+    that a request's head and body take.
+
+    A client that closes as soon as it has its response often leaves before Hypercorn notes the end of the
+    response, which then starts the idle timer of a closed connection. Measured without this patch: one in
+    four such connections stayed open for KEEP_ALIVE_S, until no more were accepted.
+
+    The state of its requests also records what the socket took: Hypercorn's own `send` returns the same for
+    bytes that are lost.
+    """
+
+    _held = b""
+
+    def __init__(
+        self,
+        app: AppWrapper,
+        config: Config,
+        context: WorkerContext,
+        stream: trio.SocketStream,
+        place: Place,
+    ) -> None:
+        state = ConnectionState({WRITES: ConnectionWrites(), PLACE: place})
+        # A plain TCP stream, which the base class accepts; it calls only two methods of the idle timer.
+        super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
+        self.idle_task: IdleTimer = IdleTimer()  # type: ignore[assignment]
+        self.protocol: Http1 = None  # type: ignore[assignment]
+        self._place = place
+        self._patience_s = BODY_PAUSE_S
+
+    async def run(self) -> None:
+        """As in Hypercorn, but for plain TCP and HTTP/1.1 alone."""
+        try:
+            socket = self.stream.socket
+            async with TaskGroup() as task_group:
+                self._task_group = task_group
+                self.protocol = Http1(
+                    self.app,
+                    self.config,
+                    self.context,
+                    task_group,
+                    ConnectionState(self.state),
+                    False,
+                    parse_socket_addr(socket.family, socket.getpeername()),
+                    parse_socket_addr(socket.family, socket.getsockname()),
+                    self.protocol_send,
+                )
+                await self.idle_task.restart(task_group, self._idle_timeout)
+                self.idle_task.limit()
+                await self._read_data()
+        except OSError:
+            pass  # the client has left
+        finally:
+            await self._close()
+
+    async def _read_data(self) -> None:
+        """As in Hypercorn, but with larger reads and limits of time."""
+        data = b" "
+        while data:
+            try:
+                data = await self._receive()
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
+                break
+            except trio.TooSlowError:
+                await self.protocol.too_slow()
+                break
+            await self.protocol.handle(RawData(data))
+            if self.idle_task.idle and self.protocol.awaits_head:
+                self.idle_task.limit()
+        await self.protocol.handle(Closed())
+        self.idle_task.end()
+
+    async def _receive(self) -> bytes:
+        """The next bytes. Raises TooSlowError for a body that comes too slowly; the time that its app takes
+        to read it does not count.
+        """
+        if not self.protocol.awaits_body:
+            self._patience_s = BODY_PAUSE_S
+            return bytes(await self.stream.receive_some(RECEIVED_BYTES))
+        began = trio.current_time()
+        with trio.fail_after(self._patience_s):
+            data = bytes(await self.stream.receive_some(RECEIVED_BYTES))
+        self._patience_s += len(data) / BODY_BYTES_PER_S - (trio.current_time() - began)
+        self._patience_s = min(max(self._patience_s, 0.0), BODY_PAUSE_S)
+        return data
+
+    async def _idle_timeout(self) -> None:
+        """Close the connection when it is idle for too long, or idle while the server closes. A busy
+        connection is closed at the end of its response.
+        """
+        while not self.idle_task.ended and not self.context.terminated.is_set():
+            self.idle_task.scope = trio.CancelScope(deadline=self.idle_task.scope.deadline)
+            with self.idle_task.scope:
+                await self.context.terminated.wait()
+            if self.idle_task.idle:
+                with trio.CancelScope(shield=True):
+                    if self.protocol.awaits_head:
+                        await self.protocol.too_slow()
+                    await self._initiate_server_close()
+                return
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        elif isinstance(event, Updated):
+            if not event.idle:
+                self._place.busy = True
+            else:
+                self._place.rest(trio.current_time())
+            if not self.idle_task.ended:
+                await super().protocol_send(event)
+        else:
+            await super().protocol_send(event)
+
+    async def _write(self, data: bytes) -> None:
+        """As in Hypercorn, shielded, but counted; and the head may be held until the bytes that follow it."""
+        writes: ConnectionWrites = self.state[WRITES]  # set in `__init__`
+        data, self._held = self._held + data, b""
+        if writes.hold_next:
+            writes.hold_next, self._held = False, data
+            return
+        async with self.send_lock:
+            try:
+                with trio.CancelScope(shield=True):
+                    await self.stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                writes.broken = True
+                await self.protocol.handle(Closed())
+            else:
+                writes.writes += 1
