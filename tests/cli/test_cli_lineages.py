@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from merge_toys import Session, ask, system, told, user
 from rich.console import Console
 
-from polarnode.cli.inspection import SessionFigures, figures_of, lineage_text, note_lines, summary, totals
 from polarnode.cli.main import main as command
+from polarnode.cli.remote import SessionFigures, figures_of, lineage_notes, lineage_text, summary, totals
 from polarnode.core import codec
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -64,7 +64,7 @@ def test_one_sessions_figures_are_said_in_words() -> None:
 
 def test_notes_of_lineages_are_shown_with_their_turn() -> None:
     rows = [{"index": 4, "notes": ["edited: a\x1b[31mb", "ignored: $.user"]}, {"index": 5}]
-    assert [line.plain for line in note_lines(rows)] == ["turn 4: edited: a␛[31mb"]
+    assert [line.plain for line in lineage_notes(rows)] == ["turn 4: edited: a␛[31mb"]
 
 
 def test_many_sessions_are_a_table_and_their_sums() -> None:
