@@ -330,15 +330,15 @@ def inspect(
 
     Exit codes: 0 when it was shown; 1 when there is no such session.
     """
-    from polarnode.cli import inspection, remote
+    from polarnode.cli import remote
 
     if session is None:
         if file is None:
             raise click.UsageError("name a SESSION of the node, or give --from FILE to summarise a file")
-        inspection.summarise(file)
+        remote.summarise(file)
         return
     source = file if file is not None else remote.RemoteNode(url=url, token=token)
-    inspection.inspect(session, source, model, plain=plain)
+    remote.inspect(session, source, model, plain=plain)
 
 
 @main.command(short_help="Show which turn each recorded request extends, and its new tokens.")
@@ -396,6 +396,30 @@ def merge(file: Path, output: Path | None) -> None:
     from polarnode.cli import recordings
 
     sys.exit(recordings.merge(file, output))
+
+
+@main.command("check", short_help="Verify a node's journal, also while the node runs.")
+@click.argument(
+    "state_dir",
+    metavar="[STATE_DIR]",
+    required=False,
+    default=Path(".polarnode"),
+    type=click.Path(exists=True, path_type=Path),
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check_command(state_dir: Path, as_json: bool) -> None:
+    """Verify the journal in STATE_DIR (.polarnode): the file, every row's checksum and bytes, what rows refer
+    to, and the order of events. It changes nothing, and a node may run on it meanwhile.
+
+    \b
+    polarnode check
+    polarnode check --json /data/polarnode | jq .faults
+
+    Exit codes: 0 when there are no faults; 1 otherwise. Each fault is one line.
+    """
+    from polarnode.cli import recordings
+
+    sys.exit(recordings.check(state_dir, as_json=as_json))
 
 
 @main.command(short_help="Check whether a node can start here, and how to fix what prevents it.")

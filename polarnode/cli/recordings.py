@@ -1,4 +1,5 @@
-"""`polarnode merge` and `polarnode replay`: recorded calls as training rows, recorded requests as turns.
+"""Commands that read files alone: `merge` makes training rows of recorded calls, `replay` turns of recorded
+requests, and `check` verifies a journal.
 
 `merge` writes rows to a file or stdout, and each bad line to stderr where it is read. `replay` plans each
 request as a live session would; every folder with requests is one session. Invariant: stdout carries nothing
@@ -20,16 +21,39 @@ from rich.table import Table
 
 from polarnode.cli.output import fitted, harmless, open_console
 from polarnode.cli.sources import written_whole
-from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
 from polarnode.gateway.recorded_request import Recorded, read_recorded
 from polarnode.gateway.replay import Line, Totals, added, replay_session, total
+from polarnode.journal.check import check_journal
 from polarnode.merge.recorded_calls import Counts, Sessions
 from polarnode.node.config import TINY_MODEL
 from polarnode.providers.contract import NoMemory
 from polarnode.tokens.families import family_of
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import load_tokenizer
+
+# ── check ─────────────────────────────────────────────────────────────────────
+
+
+def check(state_dir: Path, *, as_json: bool) -> int:
+    """Verify the journal of a state folder, or a journal file; returns the exit code, 1 with faults."""
+    found = check_journal(state_dir / "journal.sqlite" if state_dir.is_dir() else state_dir)
+    if as_json:
+        click.echo(dump_json({**plain(found), "ok": found.ok}))
+        return 0 if found.ok else 1
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("table", "rows", "without checksum", "faults"):
+        table.add_column(name, justify="left" if name == "table" else "right")
+    for name, each in found.tables.items():
+        table.add_row(name, str(each.rows), str(each.unverified), str(each.faults))
+    open_console().print(table)
+    for fault in found.faults:
+        click.echo(harmless(f"· {fault}"))
+    verdict = "no faults" if found.ok else f"{len(found.faults)} faults"
+    click.echo(f"{found.path} (version {found.version}): {verdict}")
+    return 0 if found.ok else 1
+
 
 # ── merge ─────────────────────────────────────────────────────────────────────
 

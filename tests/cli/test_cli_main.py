@@ -20,6 +20,7 @@ from polarnode.core.errors import ConfigError, EngineError, PolarnodeError, Refu
 from polarnode.node.config import NodeConfig
 
 VERBS = (
+    "check",
     "run",
     "generate",
     "convert",
