@@ -3,7 +3,8 @@ format, as conversations, or as rows of tokens in a Parquet file.
 
 Everything is built in a reader's thread, one trajectory at a time, and nothing is written to disk. Parquet
 also holds one row group in memory. A session that a format cannot represent appears on a stream and in an
-export as `refused`, with the reason; the stream or export continues.
+export as `refused`, with the reason; one that cannot be read appears as `unreadable`. The stream or export
+continues.
 """
 
 from base64 import b64encode
@@ -151,9 +152,14 @@ async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) 
 
 
 async def _encoded_lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
-    """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing."""
+    """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing. A
+    trajectory that cannot be read has a line of its own, except among conversations: the log names it.
+    """
     async for event in _finished(journal, query, encoder):
-        if event.body not in (b"", PRUNED):
+        if event.kind == "unreadable":
+            if encoder is not SFT:
+                yield b'{"unreadable":' + event.body + b"}\n"
+        elif event.body not in (b"", PRUNED):
             yield event.body + b"\n"
 
 
@@ -175,6 +181,8 @@ async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
     file = await journal.read(ParquetFile)
     waiting: list[ParquetRow] = []
     async for event in _finished(journal, query, KEYS_ALONE):
+        if event.kind == "unreadable":
+            continue  # the log names it
         trajectory = await journal.trajectory(event.key.partition(":")[2])
         waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
         if sum(row.tokens for row in waiting) >= GROUP_TOKENS:

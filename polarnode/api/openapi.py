@@ -80,6 +80,7 @@ REASONS: Final[Mapping[int, str]] = {
     403: "A web page of another origin sent this, or its `Host` is not served.",
     404: "Nothing has this id or name.",
     409: "The request conflicts with the current state, or its id or key is in use.",
+    410: "It is in the journal and cannot be read: its row is damaged, or it cannot be written as JSON.",
     413: "The body is too large.",
     415: "The body's type is not JSON.",
     422: "The request is not valid: FastAPI's status for 400.",

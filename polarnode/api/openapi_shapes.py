@@ -33,9 +33,9 @@ from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
 
 @frozen(kw_only=True)
 class TaskWithSpec(TaskStatus):
-    """A task with its spec, every default written out."""
+    """A task with its spec, every default written out; null where its row is damaged."""
 
-    spec: TaskSpec
+    spec: TaskSpec | None
 
 
 @frozen(kw_only=True)
@@ -219,13 +219,13 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         summary="A session that is over.",
         query=(*_ARRAYS, "format"),
         answer=Trajectory | Formatted,
-        errors=(404,),
+        errors=(404, 410),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(
         summary="Everything on disk of a session, over or not.",
         query=("arrays",),
         answer=WholeSession,
-        errors=(404,),
+        errors=(404, 410),
     ),
     ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
         summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404,)

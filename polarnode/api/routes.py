@@ -38,6 +38,7 @@ from polarnode.engine.weight_values import (
 )
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
+from polarnode.journal.damage import encoded
 from polarnode.journal.journal import check_consumer
 from polarnode.journal.values import TaskRecord
 from polarnode.rollouts.captures import Captures
@@ -78,7 +79,8 @@ class Routes:
     async def task(self, task_id: str) -> Response:
         read_query(request.args)
         found = await self._existing_task(task_id)
-        return json_response(task_record_json(found) | {"spec": task_json(found.spec)})
+        spec = task_json(found.spec) if found.damaged is None else None
+        return json_response(task_record_json(found) | {"spec": spec})
 
     async def cancel(self, task_id: str) -> Response:
         read_query(request.args)
@@ -154,7 +156,8 @@ class Routes:
                 f"session {session.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{session.session_id}"
             )
-        body = await self.service.journal.read(partial(_trajectory_body, found, query))
+        encode = partial(_trajectory_body, query=query)
+        body = await self.service.journal.read(partial(encoded, encode, found))
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
@@ -168,13 +171,14 @@ class Routes:
             await self.service.journal.trajectory(session_id),
         )
 
-        def body() -> bytes:
+        def body(found: Trajectory | None) -> bytes:
             left_out = () if found is None else found.left_out
             rows = turns_json(turns, left_out=left_out, arrays=query.arrays)
             whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
             return dump_json({"session": session_record_json(record), "turns": rows, "trajectory": whole})
 
-        return Response(await self.service.journal.read(body), content_type="application/json")
+        make = partial(body, None) if found is None else partial(encoded, body, found)
+        return Response(await self.service.journal.read(make), content_type="application/json")
 
     async def artifacts(self, session_id: str) -> Response:
         """The tar of the artifacts that its task names."""
@@ -256,6 +260,7 @@ def task_record_json(task: TaskRecord) -> dict[str, Json]:
         "finished": task.finished,
         "counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
         "sessions": [session_record_json(one) for one in task.sessions],
+        "damaged": task.damaged,
     }
 
 

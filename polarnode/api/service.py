@@ -17,7 +17,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from polarnode.api.metrics import Figures
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused
+from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused, Unreadable
 from polarnode.core.status import Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
@@ -162,6 +162,8 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
             return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
         case DiskFull():
             return "disk_full", 507, {}
+        case Unreadable():
+            return "unreadable", 410, {}
     return error.boundary, 500, {}
 
 

@@ -26,6 +26,7 @@ from polarnode.core.errors import ConfigError, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
+from polarnode.journal.damage import encoded
 from polarnode.merge.trajectory import violated_invariant
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
@@ -215,8 +216,12 @@ def write(out: Path, trajectories: Sequence[Trajectory]) -> Path:
     path = out / "trajectories.jsonl"
     with written_whole(path) as file:
         for trajectory in trajectories:
-            file.write(codec.dump_json(codec.trajectory_json(trajectory, turns="full")) + b"\n")
+            file.write(encoded(_line, trajectory) + b"\n")
     return path
+
+
+def _line(trajectory: Trajectory) -> bytes:
+    return codec.dump_json(codec.trajectory_json(trajectory, turns="full"))
 
 
 def report(

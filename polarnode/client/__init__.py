@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from polarnode.client.api import Captured, CaptureSession
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import ClientError, Event, Unreachable
-from polarnode.core.status import SessionStatus, Submitted, TaskStatus
+from polarnode.core.status import SessionStatus, Submitted, TaskStatus, UnreadableEvent
 from polarnode.core.weights import WeightsReport, WeightsStatus
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "Submitted",
     "TaskStatus",
     "Unreachable",
+    "UnreadableEvent",
     "WeightsReport",
     "WeightsStatus",
 ]

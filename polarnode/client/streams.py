@@ -100,6 +100,8 @@ class Collector:
                 self._keep(event)
             case "group":
                 return self._gather(event)
+            case "unreadable":
+                self._pass_unreadable(event)
         return None
 
     def done(self, group: Group) -> None:
@@ -137,6 +139,13 @@ class Collector:
         kept = tuple(whose.kept[each.session_id] for each in group.members if each.session_id in whose.kept)
         missing = tuple(each.session_id for each in group.members if each.session_id not in whose.kept)
         return Gathered(group=group, kept=kept, missing=missing)
+
+    def _pass_unreadable(self, event: Event) -> None:
+        """Log what the node could not give. Without its `group` event a group is not given."""
+        found = event.unreadable
+        logger.warning("the node could not give event %s: %s", event.seq, found)
+        if found is not None and found.kind == "group" and found.task_id is not None:
+            self.forget(found.task_id)
 
     def _pass_gap(self, gap: Event) -> None:
         """Log that events were pruned. Smaller numbers mean another journal, whose node does not know the
@@ -206,6 +215,7 @@ logger = logging.getLogger(__name__)
 
 # after so many seconds, check the task that holds the position: one without a record would hold it for ever
 LOOK_AFTER_S = 60.0
+ABSENT = (404, 410)  # of a trajectory: pruned, or in a row that is damaged
 
 
 def events(follower: Follower, acks: Acks) -> Script[None]:
@@ -261,16 +271,18 @@ class Groups:
 
     def _fetch(self, session_id: str) -> Script[Trajectory | None]:
         """Fetch a trajectory that was not kept, or that came before this reader began; None when the node no
-        longer has it.
+        longer has it, or cannot read it.
         """
         try:
             request = trajectory(session_id, turns=self.turns, arrays=self.arrays)
             return (yield from patiently(request, Patience(self.patience_s, self.now)))
         except ClientError as error:
-            if error.status != 404:
+            if error.status not in ABSENT:
                 raise
             logger.warning(
-                "the node no longer has the trajectory of session %s: its group comes without it", session_id
+                "the node cannot give the trajectory of session %s, and its group comes without it: %s",
+                session_id,
+                error,
             )
             return None
 

@@ -12,6 +12,7 @@ from attrs import field, frozen
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.codec.trajectories import read_trajectory
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.status import UnreadableEvent
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
 
@@ -22,7 +23,7 @@ from polarnode.groups.group import Group, read_group
 class Event:
     """One event of the stream.
 
-    * `kind`: trajectory, group, task or gap; attempt where it was requested.
+    * `kind`: trajectory, group, task, gap or unreadable; attempt where it was requested.
     * `key`: the same each time the event is delivered. `data`: the event's JSON.
     """
 
@@ -49,6 +50,13 @@ class Event:
         other kinds.
         """
         return read_group(self.data) if self.kind == "group" else None
+
+    @property
+    def unreadable(self) -> UnreadableEvent | None:
+        """The event that the node could not give, and why; None for other kinds. Acknowledge it like any
+        other: the node will not be able to give it later either.
+        """
+        return structure(self.data, UnreadableEvent) if self.kind == "unreadable" else None
 
 
 # ── errors ────────────────────────────────────────────────────────────

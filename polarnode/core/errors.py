@@ -115,6 +115,12 @@ class JournalError(PolarnodeError):
     boundary = "journal"
 
 
+class Unreadable(JournalError):
+    """What the journal holds cannot be given: its row is damaged, or it cannot be written as JSON. Trying
+    again gives the same.
+    """
+
+
 class InvariantViolated(PolarnodeError):
     """A trajectory that violates an invariant of tokens; the text holds the numbers. Always a bug of
     polarnode.
@@ -133,4 +139,4 @@ def boundary(kind: type[PolarnodeError], what: str) -> Iterator[None]:
     except PolarnodeError:
         raise
     except Exception as error:
-        raise kind(f"{what}: {error or type(error).__name__}") from error
+        raise kind(f"{what}: {str(error) or type(error).__name__}") from error

@@ -53,7 +53,7 @@ class SessionStatus(SessionRecord):
 @frozen(kw_only=True)
 class TaskStatus:
     """A task and the sessions that hold its places. `counts` is the number of sessions by status; `finished`
-    is True when none is pending.
+    is True when none is pending; `damaged` is why its spec cannot be read.
     """
 
     task_id: str
@@ -63,6 +63,20 @@ class TaskStatus:
     finished: bool
     counts: Mapping[str, int]
     sessions: tuple[SessionStatus, ...]
+    damaged: str | None = None
+
+
+@frozen(kw_only=True)
+class UnreadableEvent:
+    """In place of an event that cannot be given: its row in the journal is damaged, or it cannot be written.
+    `kind` is the event's own. What is not known is None. `reason` is a sentence.
+    """
+
+    kind: str | None = None
+    session_id: str | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+    reason: str
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.core.arrays import Float32Array, Int32Array, RoutedExperts, TopLogprobs, ids
 from polarnode.core.conversation import (
@@ -212,6 +212,17 @@ class Built:
 
 
 @frozen(kw_only=True)
+class Damaged:
+    """A part that is missing because its row in the journal is damaged, or because it cannot be written:
+    `turns[3]`, `traces[0]`, `metrics`, `metadata`, `identity`, `task`, or `trajectory` for all that is not in
+    the turns. `reason` is a sentence.
+    """
+
+    part: str
+    reason: str
+
+
+@frozen(kw_only=True)
 class Outcome:
     """How a session ended. `clock` is the budget that ran out, `boundary` names the part that was at fault in
     an error, `log_tail` is the end of the harness's log.
@@ -255,7 +266,7 @@ class Trajectory:
 
     `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that replaced
     this one. `staleness`: the weight updates between its oldest sampled token and its end, None where that is
-    unknown.
+    unknown. `damaged` names what the journal could not give back of it.
     """
 
     session_id: str
@@ -277,6 +288,7 @@ class Trajectory:
     attempt: int = 0
     retried_as: str | None = None
     staleness: int | None = None
+    damaged: tuple[Damaged, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:
@@ -287,6 +299,23 @@ class Trajectory:
     def trainable_tokens(self) -> int:
         """Tokens that carry loss, over all traces."""
         return sum(trace.loss_mask.count(1) for trace in self.traces)
+
+
+def without_damaged(
+    trajectory: Trajectory, turns: Sequence[Turn], damaged: tuple[Damaged, ...]
+) -> Trajectory:
+    """A trajectory whose damaged parts are named, with the session's `turns` that can be read. Those that are
+    in none of its traces and not left out for another reason are left out as `damaged`.
+    """
+    used = {span.turn for trace in trajectory.traces for span in trace.turn_spans}
+    used |= {each.turn for each in trajectory.left_out}
+    also = (LeftOut(turn=turn.index, reason="damaged") for turn in turns if turn.index not in used)
+    return evolve(
+        trajectory,
+        turns=tuple(turns),
+        left_out=(*trajectory.left_out, *also),
+        damaged=(*trajectory.damaged, *damaged),
+    )
 
 
 def sequence(turns: Mapping[int, Turn], index: int) -> "array[int]":

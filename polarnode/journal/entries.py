@@ -11,81 +11,68 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from attrs import evolve, field, frozen
+from attrs import frozen
 
-from polarnode.core.codec.json import dump_json, plain, read_json, structure
+from polarnode.core.codec.json import dump_json, plain, read_json
 from polarnode.core.codec.packing import pack_trajectory, pack_turn
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
-from polarnode.core.task import GroupSpec, TaskSpec
+from polarnode.core.errors import Unreadable
+from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
-from polarnode.groups.group import Facts, group_json, judged
 from polarnode.journal import pending_callbacks, queries
+from polarnode.journal.damage import Damage, check, checksum, decoding, note
+from polarnode.journal.queries import ending
 from polarnode.journal.values import TaskRecord
 from polarnode.merge.trajectory import Identity
 
 # ── the end of a task ────────────────────────────────────────────────────────────
 
+
 OPEN = "SELECT 1 FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NULL LIMIT 1"
-OVER = """
-SELECT session_id, sample_index, outcome, reward, trainable, staleness
-FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NOT NULL ORDER BY sample_index"""
-
-
-def places_over(db: sqlite3.Connection, task_id: str) -> tuple[Facts, ...]:
-    """The finished sessions that hold the task's places, in order of sample_index: the facts by which a group
-    is judged, at its end and before.
-    """
-    return tuple(_facts(*row) for row in db.execute(OVER, (task_id,)).fetchall())
-
-
-def _facts(
-    session_id: str,
-    sample_index: int,
-    outcome: bytes,
-    reward: float | None,
-    trainable: int | None,
-    staleness: int | None,
-) -> Facts:
-    return Facts(
-        session_id=session_id,
-        sample_index=sample_index,
-        outcome=evolve(structure(read_json(outcome), Outcome), log_tail=None),
-        reward=reward,
-        trainable_tokens=trainable,
-        staleness=staleness,
-    )
 
 
 def end_task(db: sqlite3.Connection, task_id: str, now: float) -> None:
     """Write the group's and the task's events if that was the last of the task's places."""
-    task = db.execute("SELECT group_id, submitted, spec FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
+    task = db.execute("SELECT 1 FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
     if task is None or db.execute(OPEN, (task_id,)).fetchone() is not None:
         return
-    group_id, submitted, spec = task
-    group = judged(_group_spec(spec), places_over(db, task_id), task_id=task_id, group_id=group_id)
-    statuses = [member.status for member in group.members]
-    counts: dict[str, Json] = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
-    times: dict[str, Json] = {"submitted": submitted, "finished": now}
-    _insert(db, "group", group_json(group), now)
-    _insert(db, "task", {"task_id": task_id, "group_id": group_id, "counts": counts, **times}, now)
-
-
-@frozen(kw_only=True)
-class _OfGroup:
-    """The part of a task's spec used here. A spec from before `group` existed has the defaults."""
-
-    group: GroupSpec = field(factory=GroupSpec)
-
-
-def _group_spec(spec: bytes) -> GroupSpec:
-    return structure(read_json(spec), _OfGroup).group
+    for kind, body in ending(db, task_id, now).items():
+        _insert(db, kind, body, now)
 
 
 def _insert(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float) -> None:
-    row = (kind, f"{kind}:{body['task_id']}", body["task_id"], body["group_id"], dump_json(body), now)
-    db.execute("INSERT INTO events (kind, key, task_id, group_id, body, at) VALUES (?, ?, ?, ?, ?, ?)", row)
-    pending_callbacks.add_pending(db, kind, str(body["task_id"]))
+    _insert_event(
+        db,
+        kind=kind,
+        key=f"{kind}:{body['task_id']}",
+        task_id=str(body["task_id"]),
+        group_id=str(body["group_id"]),
+        body=dump_json(body),
+        at=now,
+    )
+
+
+def _insert_event(
+    db: sqlite3.Connection,
+    *,
+    kind: str,
+    key: str,
+    task_id: str,
+    group_id: str,
+    session_id: str | None = None,
+    outcome: str | None = None,
+    reward: float | None = None,
+    at: float,
+    body: bytes | None = None,
+) -> None:
+    row = (kind, key, task_id, group_id, session_id, outcome, reward, at, body)
+    db.execute(
+        "INSERT INTO events (kind, key, task_id, group_id, session_id, outcome, reward, at, body, checksum)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*row, checksum(*row)),
+    )
+    pending_callbacks.add_pending(db, kind, task_id)
 
 
 # ── the entry ────────────────────────────────────────────────────────────
@@ -116,7 +103,8 @@ def task_entry(
     """A task and its sessions. Events of `callback_kinds` go to its callback, where it has one."""
     body = dump_json(task_json(spec))
     group_id = spec.group_id or task_id
-    row = (task_id, group_id, idempotency_key, now, body)
+    columns = (task_id, group_id, idempotency_key, now, body)
+    row = (*columns, checksum(*columns))
     target = (
         None
         if spec.callback_url is None
@@ -134,8 +122,8 @@ def _insert_task(
     target: pending_callbacks.CallbackTarget | None,
 ) -> None:
     db.execute(
-        "INSERT OR IGNORE INTO tasks (task_id, group_id, idempotency_key, submitted, spec) VALUES (?, ?, ?,"
-        " ?, ?)",
+        "INSERT OR IGNORE INTO tasks (task_id, group_id, idempotency_key, submitted, spec, checksum) VALUES"
+        " (?, ?, ?, ?, ?, ?)",
         row,
     )
     pending_callbacks.remember_callback(db, str(row[0]), target)
@@ -148,9 +136,15 @@ def _insert_session(
 ) -> None:
     life = "(SELECT value FROM meta WHERE name = 'life')"
     db.execute(
-        "INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, attempt, life) VALUES (?, ?, ?,"
-        f" ?, {life})",
-        (session_id, task_id, sample_index, attempt),
+        "INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, attempt, identity_checksum, life)"
+        f" VALUES (?, ?, ?, ?, ?, {life})",
+        (
+            session_id,
+            task_id,
+            sample_index,
+            attempt,
+            checksum(session_id, task_id, sample_index, attempt, None),
+        ),
     )
 
 
@@ -170,19 +164,27 @@ def session_entry(identity: Identity) -> Entry:
 def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
     whose = {"session_id": identity.session_id, "task_id": identity.task_id}
     _insert_session(db, **whose, sample_index=identity.sample_index, attempt=identity.attempt)
-    db.execute("UPDATE sessions SET identity = ? WHERE session_id = ?", (body, identity.session_id))
+    row = (identity.session_id, identity.task_id, identity.sample_index, identity.attempt, body)
+    db.execute(
+        "UPDATE sessions SET attempt = ?, identity = ?, identity_checksum = ? WHERE session_id = ?",
+        (*row[3:], checksum(*row), identity.session_id),
+    )
 
 
 # ── turns and trajectories ────────────────────────────────────────────────────
 
 
 def turn_entry(turn: Turn) -> Entry:
-    row = (turn.session_id, turn.index, len(turn.sampled), pack_turn(turn))
-    return Entry(ROW_BYTES + len(row[3]), partial(_insert_turn, row=row))
+    body = pack_turn(turn)
+    columns = (turn.session_id, turn.index, len(turn.sampled), body)
+    row = (*columns, checksum(*columns))
+    return Entry(ROW_BYTES + len(body), partial(_insert_turn, row=row))
 
 
 def _insert_turn(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
-    db.execute("INSERT OR REPLACE INTO turns (session_id, turn, sampled, body) VALUES (?, ?, ?, ?)", row)
+    db.execute(
+        "INSERT OR REPLACE INTO turns (session_id, turn, sampled, body, checksum) VALUES (?, ?, ?, ?, ?)", row
+    )
 
 
 @frozen(kw_only=True)
@@ -257,36 +259,29 @@ def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
     _insert_session(
         db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index, attempt=it.attempt
     )
-    row = (
-        dump_json(plain(it.outcome)),
-        it.reward,
-        it.trainable,
-        it.staleness,
-        it.now,
-        it.retried_as,
-        it.session_id,
-    )
+    row = (dump_json(plain(it.outcome)), it.reward, it.trainable, it.staleness, it.now, it.retried_as)
     over = "outcome = ?, reward = ?, trainable = ?, staleness = ?, finished = ?, retried_as = ?"
-    changed = db.execute(f"UPDATE sessions SET {over} WHERE session_id = ? AND outcome IS NULL", row)
+    changed = db.execute(
+        f"UPDATE sessions SET {over}, outcome_checksum = ? WHERE session_id = ? AND outcome IS NULL",
+        (*row, checksum(it.session_id, *row), it.session_id),
+    )
     if changed.rowcount == 0:
         return False
-    db.execute("INSERT INTO trajectories (session_id, body) VALUES (?, ?)", (it.session_id, it.body))
-    event = (
-        it.kind,
-        f"{it.kind}:{it.session_id}",
-        it.task_id,
-        it.group_id,
-        it.session_id,
-        it.outcome.status,
-        it.reward,
-        it.now,
-    )
     db.execute(
-        "INSERT INTO events (kind, key, task_id, group_id, session_id, outcome, reward, at) VALUES (?, ?, ?,"
-        " ?, ?, ?, ?, ?)",
-        event,
+        "INSERT INTO trajectories (session_id, body, checksum) VALUES (?, ?, ?)",
+        (it.session_id, it.body, checksum(it.session_id, it.body)),
     )
-    pending_callbacks.add_pending(db, it.kind, it.task_id)
+    _insert_event(
+        db,
+        kind=it.kind,
+        key=f"{it.kind}:{it.session_id}",
+        task_id=it.task_id,
+        group_id=it.group_id,
+        session_id=it.session_id,
+        outcome=it.outcome.status,
+        reward=it.reward,
+        at=it.now,
+    )
     return True
 
 
@@ -310,7 +305,7 @@ def latest_run(db: sqlite3.Connection, name: str) -> TaskRecord | None:
 
 # ── weights ────────────────────────────────────────────────────────────
 
-COLUMNS = "SELECT version, at, body FROM weights "
+COLUMNS = "SELECT number, version, at, body, checksum FROM weights "
 
 
 @frozen(kw_only=True)
@@ -323,24 +318,34 @@ class WeightsRow:
 
 
 def weights_entry(version: str, body: Mapping[str, Json], *, now: float) -> Entry:
-    row = (version, now, dump_json(dict(body)))
-    return Entry(ROW_BYTES + len(row[2]), partial(_insert_weights, row=row))
+    columns = (version, now, dump_json(dict(body)))
+    row = (*columns, checksum(*columns))
+    return Entry(ROW_BYTES + len(columns[2]), partial(_insert_weights, row=row))
 
 
-def _insert_weights(db: sqlite3.Connection, *, row: tuple[str, float, bytes]) -> None:
+def _insert_weights(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
     if db.execute("SELECT 1 FROM weights WHERE version = ?", row[:1]).fetchone() is None:
-        db.execute("INSERT INTO weights (version, at, body) VALUES (?, ?, ?)", row)
+        db.execute("INSERT INTO weights (version, at, body, checksum) VALUES (?, ?, ?, ?)", row)
 
 
 def weights(db: sqlite3.Connection, limit: int) -> tuple[WeightsRow, ...]:
-    """Newest first."""
-    return tuple(_row(*row) for row in db.execute(COLUMNS + "ORDER BY number DESC LIMIT ?", (limit,)))
+    """Newest first, without damaged rows."""
+    rows = db.execute(COLUMNS + "ORDER BY number DESC LIMIT ?", (limit,)).fetchall()
+    return tuple(found for row in rows if (found := _row(db, *row)) is not None)
 
 
 def weights_of(db: sqlite3.Connection, version: str) -> WeightsRow | None:
     row = db.execute(COLUMNS + "WHERE version = ?", (version,)).fetchone()
-    return None if row is None else _row(*row)
+    return None if row is None else _row(db, *row)
 
 
-def _row(version: str, at: float, body: bytes) -> WeightsRow:
-    return WeightsRow(version=version, at=at, body=read_json(body))
+def _row(
+    db: sqlite3.Connection, number: int, version: str, at: float, body: bytes, expected: int | None
+) -> WeightsRow | None:
+    try:
+        check(expected, version, at, body)
+        with decoding():
+            return WeightsRow(version=version, at=at, body=read_json(body))
+    except Unreadable as error:
+        note(db, Damage(table="weights", row=str(number), reason=str(error)))
+        return None

@@ -26,12 +26,12 @@ from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal import entries, pending_callbacks, queries
+from polarnode.journal.damage import Damage, Damages
 from polarnode.journal.entries import (
     ROW_BYTES,
     Entry,
     WeightsRow,
     cancel_entry,
-    places_over,
     replaced_entry,
     session_entry,
     task_entry,
@@ -42,7 +42,7 @@ from polarnode.journal.entries import (
     weights_of,
 )
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
-from polarnode.journal.queries import Recent
+from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
 from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
@@ -65,9 +65,17 @@ from polarnode.merge.trajectory import Identity
 
 # ── statistics ────────────────────────────────────────────────────────────
 
+NAMED = 20  # damaged rows that status names: 3 kB; the log and `polarnode check` name all of them
+
 
 def statistics(
-    progress: Progress, writer: Writer, *, now: float, warning: str | None, refuses_tasks: bool
+    progress: Progress,
+    writer: Writer,
+    *,
+    now: float,
+    warning: str | None,
+    refuses_tasks: bool,
+    damaged: tuple[Damage, ...] = (),
 ) -> JournalStatistics:
     """What the journal holds and what it waits for."""
     unacknowledged, oldest = progress.behind(progress.acknowledged_seq), progress.oldest_unacknowledged
@@ -88,6 +96,8 @@ def statistics(
         backlog_bytes=writer.backlog_bytes,
         most_backlog_bytes=BACKLOG_BYTES,
         dropped=writer.dropped,
+        damaged_rows=len(damaged),
+        damaged=damaged[:NAMED],
         warning=warning,
         refuses_tasks=refuses_tasks,
     )
@@ -138,6 +148,7 @@ class Journal:
     _connections: list[Connection] = field(factory=list)
     _recent: Recent = field(factory=Recent)
     _reading: Counter[str] = field(factory=Counter)  # streams open by consumer
+    _damages: Damages = field(factory=Damages)
 
     # ── writing: synchronous, in order, never waits ───────────────────────────
 
@@ -349,11 +360,14 @@ class Journal:
         self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         with boundary(JournalError, "the journal cannot be read"):
-            db = self._connections.pop() if self._connections else connect(self.path, read_only=True)
+            db = self._connections.pop() if self._connections else self._connection()
             try:
                 return query(db, *args, **kwargs)
             finally:
                 self._connections.append(db)
+
+    def _connection(self) -> Connection:
+        return connect(self.path, read_only=True, damages=self._damages)
 
     async def pending_callback_urls(self, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
         """URLs with pending events, those that wait longest first, without those `skipped`."""
@@ -382,6 +396,7 @@ class Journal:
             now=self.now(),
             warning=self._warning(),
             refuses_tasks=self.refuses_tasks,
+            damaged=self._damages.rows(),
         )
 
     @property
@@ -441,7 +456,8 @@ async def open_journal(
     """
     token = trio.lowlevel.current_trio_token()
     with _locked(path):
-        db = await trio.to_thread.run_sync(prepare, path)
+        damages = Damages()
+        db = await trio.to_thread.run_sync(prepare, path, damages)
 
         def on_progress(progress: Progress) -> None:
             # the run ended in an error while the last batch was written
@@ -457,6 +473,7 @@ async def open_journal(
             callback_kinds=callback_kinds or {},
             writer=writer,
             progress=writer.start(),
+            damages=damages,
         )
         try:
             yield journal

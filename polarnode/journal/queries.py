@@ -8,28 +8,35 @@ filters match nothing must still advance. Events never change, so cached bytes s
 import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, get_args
 
-from attrs import define, field
+from attrs import define, evolve, field
 
-from polarnode.core.codec.json import read_json, structure
+from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused, Unreadable
 from polarnode.core.status import SessionRecord
-from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.core.task import HarnessSpec, TaskSpec
+from polarnode.core.trajectory import Damaged, Outcome, Trajectory, Turn, Verdict
+from polarnode.groups.group import Facts, group_json, judged
+from polarnode.journal.damage import Damage, check, decoding, encoded, is_corrupt, note, reading_pages
 from polarnode.journal.schema import snapshot
 from polarnode.journal.values import (
     PRUNED,
+    EventKind,
     EventPage,
     Filters,
     StoredEvent,
     TaskRecord,
     TrajectoryEncoder,
     UnfinishedSession,
+    unreadable_event,
 )
 from polarnode.merge.roles import reclassify_roles
-from polarnode.merge.trajectory import Identity
+from polarnode.merge.trajectory import Identity, Result, assemble
 
 # ── cache ────────────────────────────────────────────────────────────
 
@@ -97,9 +104,10 @@ class Recent:
 # JSON 5
 PAGE_BYTES = 1 << 20
 
-TASK = "SELECT task_id, group_id, idempotency_key, submitted, cancelled, spec FROM tasks "
+TASK = "SELECT task_id, group_id, idempotency_key, submitted, spec, checksum, cancelled FROM tasks "
 SESSION = """
-SELECT session_id, task_id, sample_index, attempt, retried_as, outcome, reward, finished,
+SELECT session_id, task_id, sample_index, attempt, outcome, reward, trainable, staleness, finished,
+    retried_as, outcome_checksum,
     (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
     (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id)
 FROM sessions """
@@ -132,11 +140,12 @@ def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskR
 
 def session(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
     row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else _session(row)
+    return None if row is None else _session(db, row)
 
 
 def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
-    task_id, group_id, key, submitted, cancelled, spec = row
+    task_id, group_id, key, submitted, _, _, cancelled = row
+    spec, damaged = _spec(db, row)
     sessions = db.execute(
         SESSION + "WHERE task_id = ? AND retried_as IS NULL ORDER BY sample_index", (task_id,)
     ).fetchall()
@@ -145,26 +154,53 @@ def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
         group_id=group_id,
         idempotency_key=key,
         submitted=submitted,
-        spec=_spec(spec),
-        sessions=tuple(_session(one) for one in sessions),
+        spec=spec or UNKNOWN_TASK,
+        sessions=tuple(_session(db, one) for one in sessions),
         cancelled=cancelled,
+        damaged=damaged,
     )
 
 
-def _spec(body: bytes) -> TaskSpec:
-    # Not `read_task`: what was accepted once stays readable when a later version refuses it.
-    return structure(read_json(body), TaskSpec)
+UNKNOWN_TASK: Final = TaskSpec(instruction="", harness=HarnessSpec(name="unknown"))  # of a damaged row
 
 
-def _session(row: Sequence[Any]) -> SessionRecord:
-    session_id, task_id, sample_index, attempt, retried_as, outcome, reward, finished, turn_count, sampled = (
-        row
-    )
+def _spec(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[TaskSpec | None, str | None]:
+    """The spec of a row of TASK; or None, and why it cannot be read."""
+    task_id, group_id, key, submitted, body, expected, _ = row
+    try:
+        check(expected, task_id, group_id, key, submitted, body)
+        with decoding():
+            # Not `read_task`: what was accepted once stays readable when a later version refuses it.
+            return structure(read_json(body), TaskSpec), None
+    except Unreadable as error:
+        note(db, Damage(table="tasks", row=str(task_id), reason=str(error)))
+        return None, str(error)
+
+
+def _outcome(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[Outcome, float | None]:
+    """The outcome and the reward of a session of SESSION that is over; an error without a reward if its row
+    is damaged.
+    """
+    session_id, outcome, reward, expected = row[0], row[4], row[5], row[10]
+    try:
+        # trainable, staleness, finished, retried_as
+        check(expected, session_id, outcome, reward, *row[6:10])
+        with decoding():
+            return structure(read_json(outcome), Outcome), reward
+    except Unreadable as error:
+        note(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
+        reason = f"the outcome of the session is lost: its row in the journal is damaged ({error})"
+        return Outcome(status="error", boundary="journal", reason=reason), None
+
+
+def _session(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
+    session_id, task_id, sample_index, attempt, body, *_, finished, retried_as, _, turn_count, sampled = row
+    outcome, reward = (None, None) if body is None else _outcome(db, row)
     return SessionRecord(
         session_id=session_id,
         task_id=task_id,
         sample_index=sample_index,
-        outcome=None if outcome is None else structure(read_json(outcome), Outcome),
+        outcome=outcome,
         reward=reward,
         turns=turn_count,
         sampled_tokens=sampled,
@@ -176,10 +212,55 @@ def _session(row: Sequence[Any]) -> SessionRecord:
 
 # ── turns and trajectories ────────────────────────────────────────────────────
 
+TURNS = "SELECT turn, sampled, body, checksum FROM turns WHERE session_id = ?"
+
 
 def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
-    rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY turn", (session_id,))
-    return tuple(unpack_turn(body) for (body,) in rows)
+    """The turns of a session that can be read."""
+    return readable_turns(db, session_id)[0]
+
+
+def readable_turns(db: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn, ...], tuple[Damaged, ...]]:
+    """The turns of a session that can be read, and the names of the others."""
+    found: list[Turn] = []
+    damaged: list[Damaged] = []
+    for number, read in _turn_rows(db, session_id):
+        try:
+            with reading_pages():
+                sampled, body, expected = read()
+            check(expected, session_id, number, sampled, body)
+            with decoding():
+                found.append(unpack_turn(body))
+        except Unreadable as error:
+            row = f"{session_id}/{number}"
+            note(db, Damage(table="turns", row=row, session_id=session_id, reason=str(error)))
+            damaged.append(Damaged(part=f"turns[{number}]", reason=str(error)))
+    return tuple(found), tuple(damaged)
+
+
+Row = Sequence[Any]
+
+
+def _turn_rows(db: sqlite3.Connection, session_id: str) -> Iterator[tuple[int, Callable[[], Row]]]:
+    """The numbers of the turns, each with what gives its row. One query, up to a damaged page; from there on
+    the numbers come from an index, and a query for each gives its row.
+    """
+    last = -1
+    try:
+        for number, *rest in db.execute(TURNS + " ORDER BY turn", (session_id,)):
+            last = number
+            yield number, partial(tuple, rest)
+        return
+    except sqlite3.Error as error:
+        if not is_corrupt(error):
+            raise
+    query = "SELECT turn FROM turns WHERE session_id = ? AND turn > ? ORDER BY turn"
+    for (number,) in db.execute(query, (session_id, last)).fetchall():
+        yield number, partial(_turn_row, db, session_id, number)
+
+
+def _turn_row(db: sqlite3.Connection, session_id: str, number: int) -> Row:
+    return tuple(db.execute(TURNS + " AND turn = ?", (session_id, number)).fetchone()[1:])
 
 
 def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
@@ -188,29 +269,111 @@ def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
 
 
 def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
-    row = db.execute("SELECT body FROM trajectories WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else unpack_trajectory(row[0], reclassify_roles(turns(db, session_id)))
+    """A trajectory without what is damaged: without a turn's row it has its other turns, without its own row
+    it is built again from its turns.
+    """
+    query = "SELECT body, checksum FROM trajectories WHERE session_id = ?"
+    found: tuple[tuple[Turn, ...], tuple[Damaged, ...]] | None = None
+    try:
+        with reading_pages():
+            row = db.execute(query, (session_id,)).fetchone()
+        if row is None:
+            return None
+        found = readable_turns(db, session_id)
+        check(row[1], session_id, row[0])
+        with decoding():
+            return unpack_trajectory(row[0], reclassify_roles(found[0]), damaged=found[1])
+    except Unreadable as error:
+        note(db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=str(error)))
+        return _rebuilt(db, session_id, *(found or readable_turns(db, session_id)), error)
+
+
+def _rebuilt(
+    db: sqlite3.Connection,
+    session_id: str,
+    kept: tuple[Turn, ...],
+    damaged: tuple[Damaged, ...],
+    error: Unreadable,
+) -> Trajectory | None:
+    """The trajectory of a session built from its turns and its outcome."""
+    row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+    if row is None or row[4] is None:
+        return None
+    session = _unfinished(db, *row[:3], *_identity_row(db, session_id))
+    outcome, reward = _outcome(db, row)
+    reason = f"{error}; it was built again from its turns, without metrics, timing and rewards of its parts"
+    whole = assemble(
+        session.identity,
+        session.spec or UNKNOWN_TASK,
+        kept,
+        Result(
+            outcome=outcome, verdict=None if reward is None else Verdict(reward=reward), retried_as=row[9]
+        ),
+        damaged=(Damaged(part="trajectory", reason=reason), *session.damaged, *damaged),
+    )
+    return evolve(whole, staleness=row[7])
+
+
+def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn, ...], Trajectory | None]:
+    """Everything of a session, so that what is damaged of it is noted: its turns and its trajectory."""
+    with snapshot(db):
+        row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+        if row is not None:
+            _session(db, row)
+            _unfinished(db, *row[:3], *_identity_row(db, session_id))
+        found = _trajectory(db, session_id)
+        return (turns(db, session_id) if found is None else found.turns), found
+
+
+IDENTITY = "SELECT attempt, identity, identity_checksum FROM sessions WHERE session_id = ?"
+
+
+def _identity_row(db: sqlite3.Connection, session_id: str) -> Row:
+    found: Row = db.execute(IDENTITY, (session_id,)).fetchone()
+    return found
 
 
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
     """Sessions of earlier runs without a trajectory, in the order they were submitted."""
     query = (
-        "SELECT session_id, task_id, sample_index, identity FROM sessions WHERE outcome IS NULL AND life <"
-        " (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
+        "SELECT session_id, task_id, sample_index, attempt, identity, identity_checksum FROM sessions WHERE"
+        " outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
     )
     with snapshot(db):
-        return tuple(_unfinished(db, *row) for row in db.execute(query).fetchall())
+        found = tuple(_unfinished(db, *row) for row in db.execute(query).fetchall())
+        return tuple(_with_turns(db, each) for each in found)
+
+
+def _with_turns(db: sqlite3.Connection, session: UnfinishedSession) -> UnfinishedSession:
+    found, damaged = readable_turns(db, session.identity.session_id)
+    return evolve(session, turns=found, damaged=(*session.damaged, *damaged))
 
 
 def _unfinished(
-    db: sqlite3.Connection, session_id: str, task_id: str, sample_index: int, identity: bytes | None
+    db: sqlite3.Connection,
+    session_id: str,
+    task_id: str,
+    sample_index: int,
+    attempt: int,
+    body: bytes | None,
+    expected: int | None,
 ) -> UnfinishedSession:
-    row = db.execute("SELECT spec, group_id, cancelled FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
-    spec = None if row is None else _spec(row[0])
-    if identity is not None:
-        found = structure(read_json(identity), Identity)
-    else:  # killed between taking the task and naming its sessions
-        found = Identity(
+    """A session without its turns. What is damaged of it is replaced by what its columns say."""
+    row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+    spec, lost = (None, None) if row is None else _spec(db, row)
+    damaged: tuple[Damaged, ...] = () if lost is None else (Damaged(part="task", reason=lost),)
+    identity: Identity | None = None
+    try:
+        check(expected, session_id, task_id, sample_index, attempt, body)
+        if body is not None:  # None: killed between taking the task and naming its sessions
+            with decoding():
+                identity = structure(read_json(body), Identity)
+    except Unreadable as error:
+        note(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
+        damaged += (Damaged(part="identity", reason=str(error)),)
+    return UnfinishedSession(
+        identity=identity
+        or Identity(
             session_id=session_id,
             task_id=task_id,
             group_id=task_id if row is None else row[1],
@@ -219,13 +382,55 @@ def _unfinished(
             harness_version=None,
             model="",
             node="",
-        )
-    return UnfinishedSession(
-        identity=found,
+            attempt=attempt,
+        ),
         spec=spec,
-        turns=turns(db, session_id),
-        cancelled=row is not None and row[2] is not None,
+        turns=(),
+        cancelled=row is not None and row[6] is not None,
+        damaged=damaged,
     )
+
+
+# ── the end of a task ─────────────────────────────────────────────────────────
+
+
+def places_over(db: sqlite3.Connection, task_id: str) -> tuple[Facts, ...]:
+    """The finished sessions that hold the task's places, in order of sample_index: the facts by which a group
+    is judged, at its end and before.
+    """
+    over = "WHERE task_id = ? AND retried_as IS NULL AND outcome IS NOT NULL ORDER BY sample_index"
+    return tuple(_facts(db, row) for row in db.execute(SESSION + over, (task_id,)).fetchall())
+
+
+def _facts(db: sqlite3.Connection, row: Row) -> Facts:
+    outcome, reward = _outcome(db, row)
+    return Facts(
+        session_id=row[0],
+        sample_index=row[2],
+        outcome=evolve(outcome, log_tail=None),
+        reward=reward,
+        trainable_tokens=row[6],
+        staleness=row[7],
+    )
+
+
+def ending(db: sqlite3.Connection, task_id: str, finished: float) -> dict[str, dict[str, Json]]:
+    """The bodies of the `group` and `task` events of a task whose places are over; none for an unknown task.
+    A task whose row is damaged is judged by the defaults.
+    """
+    row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+    if row is None:
+        return {}
+    spec, _ = _spec(db, row)
+    group_id = row[1]
+    group = judged((spec or UNKNOWN_TASK).group, places_over(db, task_id), task_id=task_id, group_id=group_id)
+    statuses = [member.status for member in group.members]
+    counts: dict[str, Json] = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+    times: dict[str, Json] = {"submitted": row[3], "finished": finished}
+    return {
+        "group": group_json(group),
+        "task": {"task_id": task_id, "group_id": group_id, "counts": counts, **times},
+    }
 
 
 # ── events ────────────────────────────────────────────────────────────────────
@@ -242,26 +447,55 @@ def events(
     """Up to `limit` events after `after`, fewer when they are large; at least one when there is one. `recent`
     caches their bodies.
     """
-    where, values = _where(filters)
     with snapshot(db):
         (last,) = db.execute(
             "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'events'"
         ).fetchone()
         (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
-        rows = db.execute(
-            f"SELECT seq, kind, key, session_id, body FROM events WHERE seq > ? {where} ORDER BY seq LIMIT ?",
-            (after, *values, limit),
-        ).fetchall()
+        rows, seen = _event_rows(db, after, limit, last, filters)
         found: list[StoredEvent] = []
         size = 0
         for row in rows:
-            found.append(_event(db, encoder, recent, *row))
+            found.append(_event(db, encoder, recent, row))
             size += len(found[-1].body)
             if size > PAGE_BYTES:
                 break
-    whole = len(found) == len(rows) < limit
-    seen = max(after, last) if whole else found[-1].seq
+    if len(found) < len(rows):
+        seen = found[-1].seq
     return EventPage(events=tuple(found), seen=seen, first_seq=pruned + 1, last_seq=last)
+
+
+EVENT = (
+    "SELECT seq, kind, key, task_id, group_id, session_id, outcome, reward, at, body, checksum FROM events"
+)
+
+
+def _event_rows(
+    db: sqlite3.Connection, after: int, limit: int, last: int, filters: Filters
+) -> tuple[list[Row], int]:
+    """The next rows of events, and how far a reader is with all of them."""
+    where, values = _where(filters)
+    try:
+        rows: list[Row] = db.execute(
+            f"{EVENT} WHERE seq > ? {where} ORDER BY seq LIMIT ?", (after, *values, limit)
+        ).fetchall()
+        return rows, max(after, last) if len(rows) < limit else rows[-1][0]
+    except sqlite3.Error as error:
+        if not is_corrupt(error):
+            raise
+    upto = min(last, after + limit)
+    one_by_one = (_one_event_row(db, seq, where, values) for seq in range(after + 1, upto + 1))
+    return [row for row in one_by_one if row is not None], max(after, upto)
+
+
+def _one_event_row(db: sqlite3.Connection, seq: int, where: str, values: list[object]) -> Row | None:
+    """A row of EVENT; one with its number alone where its page is damaged."""
+    try:
+        with reading_pages():
+            found: Row | None = db.execute(f"{EVENT} WHERE seq = ? {where}", (seq, *values)).fetchone()
+            return found
+    except Unreadable as error:
+        return (seq, *(None,) * 9, str(error))
 
 
 def _where(filters: Filters) -> tuple[str, list[object]]:
@@ -274,30 +508,74 @@ def _where(filters: Filters) -> tuple[str, list[object]]:
     used = [(clause, value) for clause, value in clauses if value is not None]
     kinds = ", ".join("?" * len(filters.kinds))
     where = " ".join(f"AND {clause}" for clause, _ in used)
-    return f"{where} AND kind IN ({kinds})", [*(value for _, value in used), *filters.kinds]
+    # a kind that none of them is: the row is damaged, and whoever asks for its kind must get to know
+    known = ", ".join(f"'{kind}'" for kind in get_args(EventKind))
+    return f"{where} AND (kind IN ({kinds}) OR kind NOT IN ({known}))", [
+        *(value for _, value in used),
+        *filters.kinds,
+    ]
 
 
-def _event(
-    db: sqlite3.Connection,
-    encoder: TrajectoryEncoder,
-    recent: Recent,
-    seq: int,
-    kind: Any,
-    key: str,
-    session_id: str | None,
-    body: bytes | None,
-) -> StoredEvent:
-    """A trajectory is stored packed and encoded when it is read; a group or task is stored as JSON."""
-    if body is None:
-        encode = encoder.encode
-        body = (
-            b""
-            if encode is None
-            else recent.get((seq, encoder.name), lambda: _trajectory_body(db, encode, session_id or ""))
-        )
-    return StoredEvent(seq=seq, kind=kind, key=key, body=body)
+def _event(db: sqlite3.Connection, encoder: TrajectoryEncoder, recent: Recent, row: Row) -> StoredEvent:
+    """A trajectory is stored packed and encoded when it is read; a group or task is stored as JSON. An event
+    that cannot be given becomes one that states this.
+    """
+    seq, kind, key, task_id, _, session_id, _, _, at, body, _ = row
+    try:
+        if not _verified(db, row):
+            body = _body_again(db, kind, task_id, at)
+        if body is None:
+            encode = encoder.encode
+            body = (
+                b""
+                if encode is None
+                else recent.get((seq, encoder.name), lambda: _trajectory_body(db, encode, session_id or ""))
+            )
+        return StoredEvent(seq=seq, kind=kind, key=key, body=body)
+    except Unreadable as error:
+        note(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
+        return unreadable_event(row, str(error))
+
+
+def _verified(db: sqlite3.Connection, row: Row) -> bool:
+    """Whether the row is as it was written. False where only its body, or what filters and retention use, is
+    damaged: the event can then be given all the same. Raises Unreadable where it is not known which event it
+    is.
+    """
+    seq, kind, key, task_id, group_id, session_id, outcome, reward, at, body, expected = row
+    if kind is None:
+        raise Unreadable(expected)  # its page is damaged
+    try:
+        check(expected, kind, key, task_id, group_id, session_id, outcome, reward, at, body)
+        if expected is None and body is not None:
+            with decoding():
+                read_json(body)
+        return True
+    except Unreadable as error:
+        if kind not in get_args(EventKind) or key != f"{kind}:{session_id or task_id}":
+            raise
+        query = "SELECT 1 FROM sessions WHERE task_id = ?1 AND ?2 IN (session_id, '') LIMIT 1"
+        if db.execute(query, (task_id, session_id or "")).fetchone() is None:
+            raise
+        note(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
+        return False
+
+
+def _body_again(db: sqlite3.Connection, kind: EventKind, task_id: str, at: Any) -> bytes | None:
+    """The body of an event whose own is damaged. That of a group or a task is made again from the tables."""
+    if kind in ("trajectory", "attempt"):
+        return None
+    found = ending(db, task_id, at if isinstance(at, float) else 0.0)
+    if not found:
+        raise Unreadable("its body is damaged, and its task is no longer in the journal")
+    return dump_json(found[kind])
 
 
 def _trajectory_body(db: sqlite3.Connection, encode: Callable[[Trajectory], bytes], session_id: str) -> bytes:
     whole = _trajectory(db, session_id)
-    return PRUNED if whole is None else encode(whole)
+    if whole is None:
+        return PRUNED
+    try:
+        return encoded(encode, whole)
+    except Refused as error:  # a text within it that is no JSON, for example
+        raise Unreadable(f"the trajectory cannot be written ({error})") from error

@@ -13,15 +13,17 @@ numbers. Group commit makes the difference one fsync a batch.
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from polarnode.core.errors import JournalError
+from polarnode.journal.damage import Damages, JournalConnection
 
-VERSION = 4
+VERSION = 5
 # By version, the statements that make the next version. What came with 2: routed experts and alternatives in
 # turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
 # positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
-# consumer was last seen, marks of what all consumers had acknowledged.
+# consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -39,6 +41,12 @@ STEPS: Mapping[int, str] = {
         " 0;\nCREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);\nCREATE INDEX callbacks_by_task"
         " ON callbacks (task_id)"
     ),
+    4: (
+        "ALTER TABLE tasks ADD COLUMN checksum INTEGER;\nALTER TABLE sessions ADD COLUMN identity_checksum"
+        " INTEGER;\nALTER TABLE sessions ADD COLUMN outcome_checksum INTEGER;\nALTER TABLE turns ADD COLUMN"
+        " checksum INTEGER;\nALTER TABLE trajectories ADD COLUMN checksum INTEGER;\nALTER TABLE events ADD"
+        " COLUMN checksum INTEGER;\nALTER TABLE weights ADD COLUMN checksum INTEGER"
+    ),
 }
 
 TABLES = """
@@ -50,7 +58,8 @@ CREATE TABLE tasks (
     idempotency_key TEXT,
     submitted REAL NOT NULL,
     spec BLOB NOT NULL,
-    cancelled REAL
+    cancelled REAL,
+    checksum INTEGER
 );
 CREATE INDEX tasks_by_key ON tasks (idempotency_key) WHERE idempotency_key IS NOT NULL;
 CREATE TABLE sessions (
@@ -65,7 +74,9 @@ CREATE TABLE sessions (
     attempt INTEGER NOT NULL DEFAULT 0,
     retried_as TEXT,
     trainable INTEGER,
-    staleness INTEGER
+    staleness INTEGER,
+    identity_checksum INTEGER,
+    outcome_checksum INTEGER
 );
 CREATE INDEX sessions_by_task ON sessions (task_id, sample_index);
 CREATE INDEX sessions_unfinished ON sessions (life) WHERE outcome IS NULL;
@@ -74,9 +85,10 @@ CREATE TABLE turns (
     turn INTEGER NOT NULL,
     sampled INTEGER NOT NULL,
     body BLOB NOT NULL,
+    checksum INTEGER,
     UNIQUE (session_id, turn)
 );
-CREATE TABLE trajectories (session_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE trajectories (session_id TEXT PRIMARY KEY, body BLOB NOT NULL, checksum INTEGER);
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,
@@ -87,7 +99,8 @@ CREATE TABLE events (
     outcome TEXT,
     reward REAL,
     body BLOB,
-    at REAL NOT NULL DEFAULT 0
+    at REAL NOT NULL DEFAULT 0,
+    checksum INTEGER
 );
 CREATE INDEX events_by_task ON events (task_id, seq);
 CREATE INDEX events_by_group ON events (group_id, seq);
@@ -99,7 +112,7 @@ CREATE TABLE positions (
 ) WITHOUT ROWID;
 CREATE TABLE marks (seq INTEGER PRIMARY KEY, at REAL NOT NULL);
 CREATE TABLE weights (number INTEGER PRIMARY KEY AUTOINCREMENT, version TEXT NOT NULL, at REAL NOT NULL,
-    body BLOB NOT NULL);
+    body BLOB NOT NULL, checksum INTEGER);
 CREATE TABLE callbacks (seq INTEGER PRIMARY KEY, task_id TEXT NOT NULL, url TEXT NOT NULL);
 CREATE INDEX callbacks_by_url ON callbacks (url, task_id, seq);
 CREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL, kinds TEXT NOT NULL) WITHOUT ROWID;
@@ -112,9 +125,13 @@ WAL_KEPT_BYTES = 64 << 20  # what a burst leaves on disk after its checkpoint
 BUSY_MS = 10_000  # a reader of another program (sqlite3 on the command line) may hold the lock for a moment
 
 
-def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """A connection that any one thread at a time may use. Transactions are explicit."""
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+def connect(path: Path, *, read_only: bool = False, damages: Damages | None = None) -> sqlite3.Connection:
+    """A connection that any one thread at a time may use. Transactions are explicit. The damaged rows that it
+    meets are noted in `damages`.
+    """
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=JournalConnection)
+    db.damages = damages or Damages()
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")
     db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     if read_only:
         db.execute("PRAGMA query_only = 1")
@@ -126,13 +143,13 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     return db
 
 
-def prepare(path: Path) -> sqlite3.Connection:
+def prepare(path: Path, damages: Damages | None = None) -> sqlite3.Connection:
     """Open the writer's connection to the journal at `path`, which is created or migrated, and begin a new
     life. Raises JournalError when it cannot be used.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        db = connect(path)
+        db = connect(path, damages=damages)
         with transaction(db):
             _create_or_check(db, path)
             db.execute("UPDATE meta SET value = value + 1 WHERE name = 'life'")

@@ -1,16 +1,17 @@
 """The values that the journal answers with: frozen, and without any SQL."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Final, Literal, get_args
 
 from attrs import field, frozen
 
 from polarnode.core.codec.arrays import Arrays
-from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.trajectories import Turns, trajectory_json
-from polarnode.core.status import SessionRecord
+from polarnode.core.status import SessionRecord, UnreadableEvent
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.trajectory import Damaged, Trajectory, Turn
+from polarnode.journal.damage import Damage
 from polarnode.merge.trajectory import Identity
 
 EventKind = Literal["trajectory", "group", "task", "attempt"]
@@ -41,6 +42,7 @@ class TaskRecord:
     submitted: float
     sessions: tuple[SessionRecord, ...]
     cancelled: float | None = None
+    damaged: str | None = None  # why `spec` cannot be read, and stands for another
 
     @property
     def finished(self) -> bool:
@@ -76,11 +78,11 @@ class StoredEvent:
     """One event. `key` is the same however often it is delivered.
 
     `body` is the group or task as JSON, or the trajectory (for `attempt` that of a replaced session) as the
-    reader's encoder writes it.
+    reader's encoder writes it; for `unreadable` an `UnreadableEvent` as JSON.
     """
 
     seq: int
-    kind: EventKind
+    kind: EventKind | Literal["unreadable"]
     key: str
     body: bytes
 
@@ -93,6 +95,19 @@ class StoredEvent:
     def before(self) -> bytes:
         """Its `json` up to the body."""
         return b'{"seq":%d,"key":%b,"%b":' % (self.seq, dump_json(self.key), self.kind.encode())
+
+
+def unreadable_event(row: Sequence[Any], reason: str) -> StoredEvent:
+    """The event in place of one that cannot be given, with what is known of it. `row` begins with its seq,
+    kind, key, task_id, group_id and session_id.
+    """
+    seq, *texts = row[:6]
+    kind, key, task_id, group_id, session_id = (part if isinstance(part, str) else None for part in texts)
+    known = kind if kind in get_args(EventKind) else None
+    body = UnreadableEvent(
+        kind=known, session_id=session_id, task_id=task_id, group_id=group_id, reason=reason
+    )
+    return StoredEvent(seq=seq, kind="unreadable", key=key or f"event:{seq}", body=dump_json(plain(body)))
 
 
 @frozen(kw_only=True)
@@ -134,6 +149,7 @@ class UnfinishedSession:
     spec: TaskSpec | None
     turns: tuple[Turn, ...]
     cancelled: bool = False
+    damaged: tuple[Damaged, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -213,7 +229,8 @@ class JournalStatistics:
 
     `unacknowledged_…` is what some consumer that is waited for has not acknowledged (all, where there is
     none), in events and about as many bytes of `most_bytes`, beyond which the oldest are pruned all the same.
-    The oldest of it came `oldest_unacknowledged_s` seconds ago.
+    The oldest of it came `oldest_unacknowledged_s` seconds ago. `damaged_rows` were met since the journal was
+    opened; `damaged` names the first of them.
     """
 
     first_seq: int
@@ -232,5 +249,7 @@ class JournalStatistics:
     backlog_bytes: int
     most_backlog_bytes: int
     dropped: int
+    damaged_rows: int
+    damaged: tuple[Damage, ...]
     warning: str | None
     refuses_tasks: bool

@@ -12,7 +12,18 @@ from attrs import evolve, field, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused, boundary
 from polarnode.core.task import BuilderSpec, TaskSpec
-from polarnode.core.trajectory import Built, LeftOut, Outcome, Timing, Trace, Trajectory, Turn, Verdict
+from polarnode.core.trajectory import (
+    Built,
+    Damaged,
+    LeftOut,
+    Outcome,
+    Timing,
+    Trace,
+    Trajectory,
+    Turn,
+    Verdict,
+    without_damaged,
+)
 from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check, check_lengths
@@ -53,13 +64,19 @@ def assemble(
     result: Result,
     *,
     allowed_imports: tuple[str, ...] = (),
+    damaged: tuple[Damaged, ...] = (),
 ) -> Trajectory:
-    """The trajectory of one session. A builder that fails or a violated invariant costs the traces, not the
-    record.
+    """The trajectory of one session. `damaged` names what is missing of it: turns that extend a missing one
+    are kept, and left out of the traces. A builder that fails or a violated invariant costs the traces, not
+    the record.
 
     Its turns have the roles that the whole session shows. Turns in the journal have the roles known when they
     were recorded, and are classified again when they are read.
     """
+    if damaged:
+        rooted = _rooted(turns)
+        whole = assemble(identity, spec, rooted, result, allowed_imports=allowed_imports)
+        return without_damaged(whole, turns, damaged)
     turns = reclassify_roles(turns)
     whose = InvariantViolated if spec.builder.import_path is None else Refused
     try:
@@ -71,6 +88,15 @@ def assemble(
     except PolarnodeError as error:
         outcome = evolve(result.outcome, status="error", boundary=error.boundary, reason=str(error))
         return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
+
+
+def _rooted(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns all of whose ancestors are there."""
+    found: dict[int, Turn] = {}
+    for turn in sorted(turns, key=lambda turn: turn.index):
+        if turn.parent is None or turn.parent in found:
+            found[turn.index] = turn
+    return list(found.values())
 
 
 def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result) -> Trajectory:

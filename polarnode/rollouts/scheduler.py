@@ -344,6 +344,7 @@ def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) ->
         session.turns,
         Result(outcome=_outcome(session)),
         allowed_imports=allowed_imports,
+        damaged=session.damaged,
     )
 
 

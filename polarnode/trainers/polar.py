@@ -323,11 +323,17 @@ def session_result(trajectory: Trajectory, spec: TaskSpec | None) -> dict[str, J
 
 
 def missing_result(
-    session_id: str, task_id: str, outcome: Outcome, metadata: Mapping[str, Json], node: str
+    session_id: str,
+    task_id: str,
+    outcome: Outcome,
+    metadata: Mapping[str, Json],
+    node: str,
+    *,
+    error: str = "its trajectory went when the node's journal was over its retention",
 ) -> dict[str, Json]:
-    """A session whose trajectory is not kept any more: how it ended, and no rows."""
+    """A session whose trajectory is not kept any more, or cannot be read: how it ended, and no rows."""
     status: SessionWord = STATUSES[outcome.status]
-    origin, error = origin_of(metadata), "its trajectory went when the node's journal was over its retention"
+    origin = origin_of(metadata)
     return {
         "session_id": origin.session_id or session_id,
         "task_id": origin.task_id or task_id,

@@ -1,11 +1,12 @@
 """The trainer's routes over a real socket: tasks, the numbered stream, refusals."""
 
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import pytest
@@ -18,6 +19,8 @@ from polarnode.api.query import last_event_id, read_query
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec import read_trajectory
 from polarnode.core.errors import Busy, DiskFull, EngineError, Refused
+from polarnode.core.trajectory import NewMessages
+from polarnode.journal import queries
 from polarnode.journal.values import Retention
 
 Started = Callable[..., AbstractAsyncContextManager[tuple[Plane, Caller]]]
@@ -377,7 +380,10 @@ async def test_a_number_of_another_journal_begins_again_with_a_gap(started: Star
             assert await stream.rest() == ["trajectory:a"]
 
 
-async def test_trouble_in_the_middle_is_an_event(started: Started) -> None:
+async def test_trouble_in_the_middle_is_an_event(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_disk(*_: object) -> NoReturn:
+        raise sqlite3.OperationalError("disk I/O error")
+
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         plane.journal._writer.db.execute("PRAGMA wal_checkpoint")
@@ -385,12 +391,44 @@ async def test_trouble_in_the_middle_is_an_event(started: Started) -> None:
             assert (await stream.event())["data"]["key"] == "trajectory:a"
             await publish(plane, "b", task_id="x")
             assert (await stream.event())["data"]["key"] == "trajectory:b"
-            damaged = make_trajectory("c", task_id="x")
-            plane.journal.publish(damaged)  # its trace refers to a turn that was never written
-            await plane.journal.flushed()
+            monkeypatch.setattr(queries, "events", no_disk)
+            await publish(plane, "c", task_id="x")
             trouble = await stream.event()
             assert (trouble["event"], trouble["data"]["error"]["type"]) == ("error", "journal")
+            assert "disk I/O error" in trouble["data"]["error"]["message"]
             assert await stream.block() == {}
+
+
+async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started: Started) -> None:
+    deep = "[" * 300 + "]" * 300  # turns=full writes tools as JSON, which a trainer's own API may not hold
+    async with started() as (plane, client):
+        await publish(plane, "a", task_id="x")
+        turn = attrs.evolve(make_turn("b"), new_messages=NewMessages(tools=deep))
+        plane.journal.turn(turn)
+        plane.journal.publish(attrs.evolve(make_trajectory("b", task_id="x"), turns=(turn,)))
+        await publish(plane, "c", task_id="x")
+        async with client.stream(turns="full", consumer="trainer", follow="false") as stream:
+            seen = [await stream.event() for _ in range(3)]
+            assert await stream.block() == {}
+        assert [(each["event"], each["data"]["key"]) for each in seen] == [
+            ("trajectory", "trajectory:a"),
+            ("unreadable", "trajectory:b"),
+            ("trajectory", "trajectory:c"),
+        ]
+        lost = seen[1]["data"]["unreadable"]
+        assert (lost["kind"], lost["session_id"], lost["task_id"]) == ("trajectory", "b", "x")
+        assert "cannot be written" in lost["reason"]
+        acknowledged = await client.post("/v1/trajectories/ack", {"consumer": "trainer", "seq": 3})
+        assert acknowledged.json() == {"consumer": "trainer", "position": 3}
+        status, kind, message, _ = error_of(await client.get("/v1/trajectories/b", turns="full"))
+        assert (status, kind) == (410, "unreadable")
+        assert "cannot be written" in message
+        assert (await client.get("/v1/trajectories/b")).status == 200, "its table has no tools"
+        lines = (await client.get("/v1/export", turns="full")).body.splitlines()
+        assert [json.loads(line).get("session_id") for line in lines] == ["a", None, "c"]
+        assert json.loads(lines[1])["unreadable"]["session_id"] == "b"
+        journal = (await client.get("/v1/status")).json()["journal"]
+        assert (journal["damaged_rows"], journal["damaged"][0]["row"]) == (1, "2")
 
 
 # ── one trajectory, one session, all of them ──────────────────────────────────

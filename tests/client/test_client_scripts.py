@@ -44,7 +44,7 @@ from polarnode.client.values import read_error
 from polarnode.client.weights import join, leave
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.status import Submitted
+from polarnode.core.status import Submitted, UnreadableEvent
 from polarnode.core.task import CaptureSpec
 from polarnode.groups import Group
 
@@ -548,7 +548,31 @@ def test_a_session_that_is_nowhere_any_more_is_left_out_and_said(caplog: pytest.
     world = World([(2, session_event(2, "t", 1)), (3, group_event(3, "t", 2))], piece=1000)
     [group] = gives(groups_of(world).script(), world)
     assert [each.session_id for each in group.trajectories] == ["t-1"]
-    assert "no longer has the trajectory of session t-0" in caplog.text
+    assert "cannot give the trajectory of session t-0" in caplog.text
+
+
+def unreadable_event(seq: int, kind: str | None, task_id: str | None) -> Event:
+    data = {"kind": kind, "session_id": None, "task_id": task_id, "reason": "its row is damaged"}
+    return Event(seq=seq, kind="unreadable", key=f"event:{seq}", data=data)
+
+
+def test_an_unreadable_group_does_not_hold_the_position(caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector()
+    data = trajectory_json(make_trajectory("t-0", task_id="t"))
+    session = Event(seq=1, kind="trajectory", key="trajectory:t-0", data=data)
+    assert collector.add(session) is None
+    assert collector.position == 0
+    assert collector.add(unreadable_event(2, "trajectory", "t")) is None
+    assert collector.position == 0, "its group is still to come"
+    assert collector.add(unreadable_event(3, "group", "t")) is None
+    assert collector.position == 3
+    assert "its row is damaged" in caplog.text
+
+
+def test_an_unreadable_event_is_typed() -> None:
+    found = unreadable_event(3, None, "t").unreadable
+    assert found == UnreadableEvent(task_id="t", reason="its row is damaged")
+    assert unreadable_event(3, None, "t").trajectory is None
 
 
 def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:

@@ -21,6 +21,7 @@ from polarnode.core.arrays import Float32Array, Int32Array, floats, ids
 from polarnode.core.conversation import Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.errors import JournalError
 from polarnode.core.trajectory import (
+    Damaged,
     NewMessages,
     Trace,
     Trajectory,
@@ -31,6 +32,7 @@ from polarnode.core.trajectory import (
     sequence,
     top_of_turns,
     trained_of,
+    without_damaged,
 )
 
 FORMAT = b"\x01"
@@ -58,13 +60,34 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
     )
 
 
-def unpack_trajectory(packed: bytes, turns: Sequence[Turn]) -> Trajectory:
-    """Unpack what `pack_trajectory` returned; `turns` are the trajectory's turns."""
+def unpack_trajectory(
+    packed: bytes, turns: Sequence[Turn], *, damaged: tuple[Damaged, ...] = ()
+) -> Trajectory:
+    """Unpack what `pack_trajectory` returned; `turns` are the trajectory's turns. Where some are missing,
+    `damaged` names them, and the traces that need them are missing too.
+    """
     found = _unpack(packed)
     by_index = {turn.index: turn for turn in turns}
-    traces = tuple(_trace(trace, by_index) for trace in found["traces"])
-    trajectory: Trajectory = _read(Trajectory, found, {"traces": traces, "turns": tuple(turns)})
-    return trajectory
+    kept = [
+        _trace(trace, by_index) if not damaged or _is_whole(trace, by_index) else None
+        for trace in found["traces"]
+    ]
+    made = {"traces": tuple(trace for trace in kept if trace is not None), "turns": tuple(turns)}
+    trajectory: Trajectory = _read(Trajectory, found, made)
+    if not damaged:
+        return trajectory
+    lost = (
+        Damaged(part=f"traces[{index}]", reason="a turn that it is made of is damaged")
+        for index, trace in enumerate(kept)
+        if trace is None
+    )
+    return without_damaged(trajectory, turns, (*damaged, *lost))
+
+
+def _is_whole(trace: Mapping[str, Any], turns: Mapping[int, Turn]) -> bool:
+    """Whether all turns of a packed trace are there."""
+    spans = [span["turn"] for span in trace["turn_spans"]]
+    return all(turn in turns for turn in spans) and (not spans or line_of(turns, spans[-1]) is not None)
 
 
 def _pack(value: Any) -> bytes:

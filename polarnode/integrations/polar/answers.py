@@ -22,9 +22,10 @@ from polarnode.api.service import Service, answer_of, json_response
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
-from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.errors import PolarnodeError, Refused, Unreadable
 from polarnode.core.status import SessionRecord
 from polarnode.http.asgi import body_json
+from polarnode.journal.damage import encoded
 from polarnode.journal.entries import RUN
 from polarnode.journal.journal import Journal
 from polarnode.journal.queries import Recent
@@ -44,18 +45,16 @@ async def session_body(
     ago, as bridges poll.
     """
     found = await journal.trajectory(session.session_id)
-    if found is not None:
-
-        def make() -> bytes:
-            return dump_json(session_result(found, task.spec))
-
-        return await journal.read(make if recent is None else partial(recent.get, session.session_id, make))
     if session.outcome is None:
         return b"null"
-    missing = partial(
-        missing_result, session.session_id, task.task_id, session.outcome, task.spec.metadata, node
-    )
-    return await journal.read(lambda: dump_json(missing()))
+    missing = partial(missing_result, session.session_id, task.task_id, session.outcome, node=node)
+    if found is None:
+        return await journal.read(lambda: dump_json(missing(metadata=task.spec.metadata)))
+    make = partial(encoded, lambda whole: dump_json(session_result(whole, task.spec)), found)
+    try:
+        return await journal.read(make if recent is None else partial(recent.get, session.session_id, make))
+    except Unreadable as error:
+        return dump_json(missing(metadata={}, error=str(error)))
 
 
 async def task_body(

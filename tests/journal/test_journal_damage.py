@@ -1,0 +1,333 @@
+"""A row that is damaged, or that cannot be written as JSON, costs itself alone and is named."""
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+import pytest
+from journal_samples import make_identity, make_spec, make_trajectory, make_turn
+
+from polarnode.api.exports import export
+from polarnode.api.query import Query
+from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
+from polarnode.journal.damage import checksum, encoded
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.values import Filters, json_encoder
+from polarnode.merge.trajectory import Result, assemble
+
+Open = Callable[[], AbstractAsyncContextManager[Journal]]
+EVERY_KIND = Filters(kinds=("trajectory", "group", "task", "attempt"))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Open:
+    @asynccontextmanager
+    async def opener() -> AsyncIterator[Journal]:
+        async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
+            yield journal
+
+    return opener
+
+
+def change(tmp_path: Path, sql: str, *values: Any) -> None:
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
+        assert db.execute(sql, values).rowcount == 1
+    db.close()
+
+
+async def fill(journal: Journal, *session_ids: str, turns: int = 2, **more: Any) -> None:
+    """A finished task of one session for each."""
+    for name in session_ids:
+        journal.task_submitted(make_spec(), task_id=f"t-{name}", session_ids=(name,), idempotency_key=None)
+        journal.session_started(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
+        whole = chained(name, turns)
+        for turn in whole.turns:
+            journal.turn(turn)
+        journal.publish(attrs.evolve(whole, **more))
+    await journal.flushed()
+
+
+def chained(name: str, turns: int) -> Trajectory:
+    """A session whose turns extend each other, built as a node builds it."""
+    found = [make_turn(name, 0)]
+    for index in range(1, turns):
+        turn, before = make_turn(name, index), found[-1].end
+        found.append(attrs.evolve(turn, prompt_length=before + len(turn.prompt_delta)))
+    identity = make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}")
+    whole = assemble(identity, make_spec(), found, Result(outcome=Outcome(status="completed")))
+    return attrs.evolve(whole, reward=1.0)
+
+
+async def told(journal: Journal, **more: Any) -> list[tuple[str, str, Any]]:
+    """Every event, page by page: kind, key and body."""
+    found, seen = [], 0
+    while seen < journal.last_seq:
+        page = await journal.events(seen, filters=EVERY_KIND, **more)
+        found += [(each.kind, each.key, orjson.loads(each.body)) for each in page.events]
+        assert page.seen > seen
+        seen = page.seen
+    return found
+
+
+def keys(*names: str) -> list[str]:
+    return [key for name in names for key in (f"trajectory:{name}", f"group:t-{name}", f"task:t-{name}")]
+
+
+async def damaged_rows(journal: Journal) -> list[tuple[str, str]]:
+    return [(each.table, each.row) for each in journal.statistics().damaged]
+
+
+FLIPPED = "UPDATE {table} SET body = substr(body, 1, 20) || x'ff00ff' || substr(body, 24) WHERE {where}"
+
+
+async def test_a_damaged_turn_costs_itself_and_the_traces_that_need_it(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        await fill(journal, "a", "b", "c", turns=3)
+    change(tmp_path, FLIPPED.format(table="turns", where="session_id = 'b' AND turn = 1"))
+    async with opened() as journal:
+        found = await told(journal)
+        assert [key for _, key, _ in found] == keys("a", "b", "c")
+        assert {kind for kind, _, _ in found} == {"trajectory", "group", "task"}
+        by_key = {key: body for _, key, body in found}
+        assert by_key["trajectory:a"]["damaged"] == by_key["trajectory:c"]["damaged"] == []
+        whole = by_key["trajectory:b"]
+        assert [turn["index"] for turn in whole["turns"]] == [0, 2]
+        assert [each["part"] for each in whole["damaged"]] == ["turns[1]", "traces[0]"]
+        assert "checksum does not match" in whole["damaged"][0]["reason"]
+        assert (whole["traces"], whole["reward"], whole["outcome"]["status"]) == ([], 1.0, "completed")
+        assert [row["left_out"] for row in whole["turns"]] == ["damaged", "damaged"]
+        assert [turn.index for turn in await journal.turns("b")] == [0, 2]
+        assert await damaged_rows(journal) == [("turns", "b/1")]
+        assert journal.statistics().damaged_rows == 1
+
+
+async def test_a_trajectory_whose_row_is_damaged_is_built_again_from_its_turns(
+    opened: Open, tmp_path: Path
+) -> None:
+    async with opened() as journal:
+        await fill(journal, "a", "b", metrics={"steps": 3})
+        before = await journal.trajectory("b")
+    change(tmp_path, FLIPPED.format(table="trajectories", where="session_id = 'b'"))
+    async with opened() as journal:
+        assert [key for _, key, _ in await told(journal)] == keys("a", "b")
+        after = await journal.trajectory("b")
+    assert before is not None
+    assert after is not None
+    assert [each.part for each in after.damaged] == ["trajectory"]
+    assert (after.turns, after.outcome, after.reward) == (before.turns, before.outcome, before.reward)
+    assert [trace.token_ids for trace in after.traces] == [trace.token_ids for trace in before.traces]
+    assert [trace.loss_mask for trace in after.traces] == [trace.loss_mask for trace in before.traces]
+    assert "steps" not in after.metrics
+
+
+@pytest.mark.parametrize("kind", ["group", "task"])
+async def test_the_event_of_a_group_or_task_is_made_again(opened: Open, tmp_path: Path, kind: str) -> None:
+    async with opened() as journal:
+        await fill(journal, "a", "b")
+        before = await told(journal)
+    change(tmp_path, FLIPPED.format(table="events", where=f"key = '{kind}:t-a'"))
+    async with opened() as journal:
+        assert await told(journal) == before
+        (damaged,) = await damaged_rows(journal)
+        assert damaged[0] == "events"
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("key", "trajectory:z"), ("kind", "trajector?"), ("session_id", None)]
+)
+async def test_an_event_of_which_it_is_not_known_which_it_is_states_this(
+    opened: Open, tmp_path: Path, column: str, value: str | None
+) -> None:
+    async with opened() as journal:
+        await fill(journal, "a", "b", "c")
+    change(tmp_path, f"UPDATE events SET {column} = ? WHERE key = 'trajectory:b'", value)
+    async with opened() as journal:
+        found = await told(journal)
+        assert len(found) == 9
+        odd = [each for each in found if each[0] == "unreadable"]
+        ((_, key, body),) = odd
+        assert found.index(odd[0]) == 3
+        assert key == ("trajectory:z" if column == "key" else "trajectory:b")
+        assert body["task_id"] == "t-b"
+        assert "checksum" in body["reason"]
+        assert await journal.acknowledge("trainer", 9) == 9
+
+
+async def test_damage_elsewhere_in_an_event_s_row_costs_nothing(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        await fill(journal, "a")
+        before = await told(journal)
+    change(tmp_path, "UPDATE events SET reward = 7 WHERE key = 'trajectory:a'")
+    async with opened() as journal:
+        assert await told(journal) == before
+        assert await damaged_rows(journal) == [("events", "1")]
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return {"n": value}
+
+
+@pytest.mark.parametrize("depth", [250, 252, 300])
+@pytest.mark.parametrize("part", ["metrics", "metadata"])
+async def test_what_is_too_deep_is_left_out_and_named(opened: Open, depth: int, part: str) -> None:
+    async with opened() as journal:
+        await fill(journal, "a")
+        await fill(journal, "b", **{part: nested(depth)})
+        await fill(journal, "c")
+        found = await told(journal)
+        assert [key for _, key, _ in found] == keys("a", "b", "c")
+        body = found[3][2]
+        assert body[part] == {} or depth == 250
+        assert [each["part"] for each in body["damaged"]] in ([part], [] if depth == 250 else [part])
+        assert all(each["reason"] for each in body["damaged"])
+        assert len(body["traces"]) == 1
+        for query in (Query(), Query(format="slime"), Query(kind="sft")):
+            response: Any = export(journal, query).response
+            lines = b"".join([part async for part in response]).splitlines()
+            assert len(lines) == (0 if query.kind == "sft" else 3)
+
+
+async def test_an_encoder_that_fails_makes_one_unreadable_event(opened: Open) -> None:
+    def encode(whole: Trajectory) -> bytes:
+        if whole.session_id == "b":
+            raise KeyError
+        return encode_json(whole)
+
+    encode_json = json_encoder().encode
+    assert encode_json is not None
+    encoder = attrs.evolve(json_encoder(), name="odd", encode=encode)
+    async with opened() as journal:
+        await fill(journal, "a", "b", "c")
+        found = await told(journal, encoder=encoder)
+        assert [kind for kind, _, _ in found].count("unreadable") == 1
+        kind, key, body = found[3]
+        assert (kind, key) == ("unreadable", "trajectory:b")
+        assert body == {
+            "kind": "trajectory",
+            "session_id": "b",
+            "task_id": "t-b",
+            "group_id": "t-b",
+            "reason": "the trajectory cannot be written (KeyError)",
+        }
+
+
+async def test_memory_that_runs_out_is_no_damage(opened: Open) -> None:
+    def encode(_: Trajectory) -> bytes:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        encoded(encode, make_trajectory("a"))
+
+
+async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        journal.task_submitted(make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
+        journal.session_started(make_identity("a"))
+        journal.turn(make_turn("a"))
+        await journal.flushed()
+    change(tmp_path, "UPDATE tasks SET spec = x'7b7b' WHERE task_id = 't'")
+    async with opened() as journal:
+        (lost,) = await journal.unfinished()
+        assert (lost.spec, [each.part for each in lost.damaged]) == (None, ["task"])
+        journal.publish(make_trajectory("a"))
+        await journal.flushed()
+        assert [key for _, key, _ in await told(journal)] == ["trajectory:a", "group:t", "task:t"]
+        assert journal.statistics().dropped == 0
+        task = await journal.task("t")
+        assert task is not None
+        assert task.damaged is not None
+        assert task.finished
+
+
+@pytest.mark.parametrize("column", ["identity", "sample_index"])
+async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: Path, column: str) -> None:
+    async with opened() as journal:
+        for name in ("a", "b"):
+            journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
+            journal.session_started(make_identity(name, task_id=name, group_id=name))
+            for index in range(3):
+                journal.turn(chained(name, 3).turns[index])
+        await journal.flushed()
+    change(tmp_path, f"UPDATE sessions SET {column} = 5 WHERE session_id = 'a'")
+    change(tmp_path, FLIPPED.format(table="turns", where="session_id = 'a' AND turn = 1"))
+    async with opened() as journal:
+        lost, whole = await journal.unfinished()
+        assert [each.part for each in lost.damaged] == ["identity", "turns[1]"]
+        assert (lost.identity.session_id, lost.identity.group_id) == ("a", "a")
+        assert whole.damaged == ()
+        spec = lost.spec or make_spec()
+        trajectory = assemble(
+            lost.identity,
+            spec,
+            lost.turns,
+            Result(outcome=Outcome(status="interrupted")),
+            damaged=lost.damaged,
+        )
+        assert trajectory.outcome.status == "interrupted", "turn 2 extends a missing one: no broken invariant"
+        assert [turn.index for turn in trajectory.turns] == [0, 2]
+        assert LeftOut(turn=2, reason="damaged") in trajectory.left_out
+        assert len(trajectory.traces) == 1
+        journal.publish(trajectory)
+        await journal.flushed()
+        assert (await told(journal))[0][2]["damaged"][1]["part"] == "turns[1]"
+
+
+async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        await fill(journal, "a")
+    change(tmp_path, "UPDATE sessions SET outcome = x'ff' WHERE session_id = 'a'")
+    async with opened() as journal:
+        record = await journal.session("a")
+        assert record is not None
+        assert record.outcome is not None
+        assert (record.outcome.status, record.outcome.boundary) == ("error", "journal")
+        assert await journal.unfinished() == ()
+
+
+async def test_damaged_weights_are_passed_over(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        for version in ("v1", "v2"):
+            journal.weights_served(version, {"version": version})
+        await journal.flushed()
+    change(tmp_path, "UPDATE weights SET body = x'00' WHERE version = 'v2'")
+    async with opened() as journal:
+        assert [row.version for row in await journal.weights(5)] == ["v1"]
+
+
+async def test_a_damaged_page_costs_the_rows_on_it(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        await fill(journal, *(f"s{number}" for number in range(60)), turns=8)
+        count = journal.last_seq
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'turns'").fetchone()[0]
+    db.close()
+    with (tmp_path / "journal.sqlite").open("r+b") as file:
+        file.seek((root - 1) * size)
+        page = file.read(size)
+        assert page[0] == 5, "an interior page: its last child is a leaf"
+        file.seek((int.from_bytes(page[8:12], "big") - 1) * size)
+        file.write(bytes([99]) * 64)
+    async with opened() as journal:
+        found = await told(journal)
+        assert len(found) == count
+        lost = [row for row in journal._damages.rows() if row.table == "turns"]
+        bodies = [body for kind, _, body in found if kind == "trajectory"]
+        assert 0 < len(lost) < 100
+        assert sum(len(body["turns"]) for body in bodies) + len(lost) == 480
+        assert sum(body["damaged"] == [] for body in bodies) == 60 - len({row.session_id for row in lost})
+
+
+def test_a_checksum_is_of_what_sqlite_gives_back() -> None:
+    assert checksum(1, -0.0, None) == checksum(1.0, 0.0, None)
+    assert checksum(float("nan")) == checksum(None)
+    assert checksum("a", "bc") != checksum("ab", "c")
+    assert checksum(b"1") != checksum("1")
+    assert checksum(None, "") != checksum("", None)
