@@ -45,7 +45,7 @@ from polarnode.rollouts import session, session_containers
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 AT_ONCE: Final = 4  # the node's init_limit
 RUN_PLACES: Final = 4

@@ -25,8 +25,8 @@ from polarnode.core.task import TaskSpec
 from polarnode.journal.journal import Journal
 from polarnode.journal.pending_callbacks import EVENT_FORMAT, PendingCallback
 from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, StoredEvent, TaskRecord
-from polarnode.support.background import open_background
 from polarnode.support.bounded import remember
+from polarnode.support.concurrency import open_background
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from polarnode.api.callbacks import CallbackStatistics
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.core.weights import WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
+from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.metrics import LagStatistics, NodeCounters
-from polarnode.support.semaphore import SemaphoreStatistics
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _TURN: Final = ("provider", "kind", "reason", "role", "state")

@@ -20,7 +20,7 @@ from polarnode.containers.runtime import PodmanRuntime, Starter
 from polarnode.containers.service import PodmanService, configure_store
 from polarnode.containers.sweeper import ForgottenContainers, Sweeper
 from polarnode.core.task import RuntimeSpec
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import open_background
 
 Prepare = Callable[[PodmanRuntime], Awaitable[None]]
 

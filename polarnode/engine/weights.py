@@ -33,7 +33,7 @@ from polarnode.engine.weight_values import (
 )
 from polarnode.journal.entries import WeightsRow
 from polarnode.journal.journal import Journal
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import open_background
 
 
 def served_of(row: WeightsRow) -> Served:

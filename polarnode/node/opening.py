@@ -50,9 +50,8 @@ from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.stage_limits import Bounds
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import PrioritySemaphore, open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
-from polarnode.support.semaphore import PrioritySemaphore
 from polarnode.tokens.families import Family
 from polarnode.tokens.template import LoadedModel, load_model
 

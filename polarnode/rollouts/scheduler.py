@@ -38,7 +38,7 @@ from polarnode.rollouts.lifecycle import (
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Phase, Session
 from polarnode.support.bounded import remember
-from polarnode.support.semaphore import SemaphoreStatistics
+from polarnode.support.concurrency import SemaphoreStatistics
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
+from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
-from polarnode.support.semaphore import PrioritySemaphore
 
 
 @frozen(kw_only=True)

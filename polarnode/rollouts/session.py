@@ -33,7 +33,7 @@ from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 

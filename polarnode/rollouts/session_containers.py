@@ -28,7 +28,7 @@ from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
 from polarnode.merge.roles import reclassify_roles
 from polarnode.rollouts.services import NodeServices, SessionOrder
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 # ── workspace ────────────────────────────────────────────────────────────
 

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from polarnode.api.metrics import CONTENT_TYPE, Figures, exposition
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
+from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.metrics import LagStatistics, NodeCounters
-from polarnode.support.semaphore import SemaphoreStatistics
 
 HOST = HostStatistics(
     index=0,

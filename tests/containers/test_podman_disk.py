@@ -25,7 +25,7 @@ from polarnode.containers.disk import (
 from polarnode.containers.inside import ControlGroup
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import open_background
 
 MB = 1 << 20
 

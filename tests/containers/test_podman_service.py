@@ -16,7 +16,7 @@ from polarnode.containers.probe import default_state_dir, make_folders, store_at
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.containers.service import PodmanService, sweep
 from polarnode.core.errors import ConfigError, RuntimeFault
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import open_background
 
 
 def pid_of(runtimes: Runtimes) -> int:

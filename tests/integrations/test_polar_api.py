@@ -29,7 +29,7 @@ from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
 from polarnode.rollouts.scheduler import LiveSessionStatus
-from polarnode.support.semaphore import SemaphoreStatistics
+from polarnode.support.concurrency import SemaphoreStatistics
 
 REQUEST: dict[str, Any] = {
     "task_id": "calc-7",

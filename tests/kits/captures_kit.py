@@ -32,8 +32,8 @@ from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
-from polarnode.support.semaphore import PrioritySemaphore
 
 HI: Any = {"role": "user", "content": "hi"}
 

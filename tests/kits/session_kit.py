@@ -32,7 +32,7 @@ from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.session import Session
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 ALLOWED = ("session_kit",)
 

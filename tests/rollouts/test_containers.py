@@ -19,7 +19,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import EvaluatorSpec, PrepareStep, RuntimeSpec
 from polarnode.rollouts.session_containers import open_prefetched_runtime
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 # ── the seal ──────────────────────────────────────────────────────────────────
 

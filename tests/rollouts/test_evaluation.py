@@ -19,7 +19,7 @@ from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.evaluation import evaluated
 from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 
 async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.rollouts.machine_watch import Machine, MachineWatch, read_machine
 from polarnode.rollouts.services import Stages
 from polarnode.rollouts.stage_limits import FEW, SETTLE, Bounds, Readings, Standing, State, begin, decide
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 BOUNDS = Bounds(init=4, run=64, post=8, memory_mb=1000, disk_mb=4000)
 WORK = Standing(at_work=10, running=64)

@@ -38,7 +38,7 @@ from polarnode.containers.egress.requests import (
 from polarnode.containers.egress.rules import EgressRules, egress_rules, name_fault, spelled
 from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_HOST, open_listener
 from polarnode.core.conversation import Json
-from polarnode.support.background import open_background
+from polarnode.support.concurrency import open_background
 
 # ── counts ────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.support.semaphore import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore
 
 
 async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> None:

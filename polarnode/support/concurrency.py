@@ -1,17 +1,26 @@
-"""A semaphore with priorities, for stage limits: how many sessions may be in a stage at once.
+"""Two helpers of concurrent tasks: a semaphore with priorities, and services in the background.
 
-It wakes its waiters by priority, then by age. Trio's own limiters are first come, first served, and a trainer
-that raises the priority of a task expects its sessions to pass the waiting ones. A limit may change at any
-time; sessions already in the stage stay in it.
+The semaphore is for stage limits: how many sessions may be in a stage at once. It wakes its waiters by
+priority, then by age. Trio's own limiters are first come, first served, and a trainer that raises the
+priority of a task expects its sessions to pass the waiting ones. A limit may change at any time; sessions
+already in the stage stay in it.
+
+A background service runs beside a block, outlives the block's users, and ends when the block ends. In one
+nursery a service and its users are cancelled together, and the users' teardown then finds no service
+(trio.md P15). The shield has no deadline of its own because the end of the block cancels it.
 """
 
 import heapq
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 
 import trio
 from attrs import define, field, frozen
+
+from polarnode.core.errors import PolarnodeError
+
+# ── semaphore ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -84,3 +93,44 @@ class PrioritySemaphore:
         return SemaphoreStatistics(
             limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back
         )
+
+
+# ── background services ────────────────────────────────────────────────────────────
+
+Task = Callable[[trio.Event], Awaitable[None]]  # sets the event when it is ready
+
+
+@asynccontextmanager
+async def open_background(task: Task) -> AsyncIterator[None]:
+    """Run a task beside the block, which starts when the task is ready. A PolarnodeError of the task is
+    raised itself, not as a group of one.
+    """
+    scope, ready = trio.CancelScope(shield=True), trio.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_run, scope, task, ready)
+            try:
+                await ready.wait()
+                yield
+            finally:
+                scope.cancel()
+    except BaseExceptionGroup as group:
+        ours = _ours(group)
+        if ours is None:
+            raise
+        raise ours from group
+
+
+async def _run(scope: trio.CancelScope, task: Task, ready: trio.Event) -> None:
+    with scope:
+        await task(ready)
+
+
+def _ours(group: BaseExceptionGroup[BaseException]) -> PolarnodeError | None:
+    """The group's PolarnodeError, if it contains nothing else."""
+    found = group.exceptions[0]
+    if len(group.exceptions) > 1:
+        return None
+    if isinstance(found, BaseExceptionGroup):
+        return _ours(found)
+    return found if isinstance(found, PolarnodeError) else None
