@@ -133,6 +133,28 @@ CPU_PERIOD = 100_000  # microseconds; the kernel's default
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm, Podman's default, charged to the container's memory
 LATER_PREY = 500  # of 1000: the kernel ends a session before the node, its engine or the machine's services
 
+# What the kernel counts for the whole machine, or for root as the owner of all containers' user namespaces,
+# and no control group counts. The rest of this kind is in `inside.USER_LIMITS` and `service.REFUSED`.
+MOST_TERMINALS = 32  # a screenful of panes; 64 sessions of kernel.pty.max (4096, 1024 of them reserved)
+MOST_SIGNALS = 1024  # pending, and as many timers: two for each of 512 processes
+MOST_QUEUES = 128 << 10  # bytes of POSIX message queues: one of the usual size, of 800 KiB for all
+LEAST_FILES = 1024  # open files of a process that programs are written for
+FILES_SHARE = 2  # one session may open one in so many of the machine's files (fs.file-max)
+TERMINALS: Json = {
+    "type": "devpts",
+    "source": "devpts",
+    "destination": "/dev/pts",
+    "options": [
+        "nosuid",
+        "noexec",
+        "newinstance",
+        "ptmxmode=0666",
+        "mode=0620",
+        "gid=5",
+        f"max={MOST_TERMINALS}",
+    ],
+}
+
 # user ids from here to 2^31 are unused: those that systemd gives to containers end below
 FIRST_SHIFT = 0x7000_0000
 IDS = 65536  # ids a container has: as many as images use (`nobody` is 65534)
@@ -222,10 +244,12 @@ def container_spec(
     labels: Mapping[str, str],
     lifetime_s: float,
     shift: int,
+    seccomp: Path,
     volumes: Sequence[Volume] = (),
 ) -> dict[str, Json]:
-    """The libpod spec of a container; `volumes` are the shape's, resolved. conmon kills the container
-    `lifetime_s` seconds after its init, whether node and service are alive or dead.
+    """The libpod spec of a container; `volumes` are the shape's, resolved, and `seccomp` is its profile of
+    system calls. conmon kills the container `lifetime_s` seconds after its init, whether node and service are
+    alive or dead.
     """
     return {
         "name": name,
@@ -237,6 +261,7 @@ def container_spec(
         "work_dir": "/",
         "mounts": [
             _mount(str(findings.init), INIT_INSIDE, "ro"),
+            TERMINALS,
             *(_mount(each.source, each.target, "rw" if each.write else "ro") for each in volumes),
         ],
         "labels": dict(labels),
@@ -246,6 +271,7 @@ def container_spec(
         "healthconfig": {"Test": ["NONE"]},
         "log_configuration": {"driver": "k8s-file"},
         "shm_size": SHARED_MEMORY,
+        "seccomp_profile_path": str(seccomp),
         **_confinement(findings, shift),
         "resource_limits": _limits(shape),
         "r_limits": _process_limits(shape, findings),
@@ -299,5 +325,13 @@ def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
     """All process limits, including those of containers.conf, because setting one drops them all. No file may
     exceed the disk limit, holes included, and core dumps are off.
     """
-    limits = {"nofile": findings.nofile, "nproc": findings.nproc, "fsize": shape.disk_mb << 20, "core": 0}
+    share = findings.most_open_files // (FILES_SHARE * shape.pids)
+    limits = {
+        "nofile": min(findings.nofile, max(LEAST_FILES, share)),
+        "nproc": findings.nproc,
+        "fsize": shape.disk_mb << 20,
+        "core": 0,
+        "sigpending": MOST_SIGNALS,
+        "msgqueue": MOST_QUEUES,
+    }
     return [{"type": name, "hard": most, "soft": most} for name, most in limits.items()]

@@ -223,6 +223,54 @@ def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) ->
     return ControlGroup(tree / (named[0] if named else place))
 
 
+# ── what a user namespace may take ────────────────────────────────────────────
+
+# Counted by the kernel for the creator of the namespace, root, over all containers and this machine's own
+# programs: without a bound one session takes all of it. Files of /proc/sys/user, by namespace.
+USER_LIMITS = {
+    "max_inotify_instances": 16,  # a harness has about two, an editor with language servers ten
+    # one for each folder of a large tree; 64 sessions make 2^20, the kernel's default on large machines
+    "max_inotify_watches": 16384,
+    # as under Docker's profile: in a user namespace of its own a program reaches far more of the kernel
+    "max_user_namespaces": 0,
+    "max_fanotify_groups": 0,  # for programs without rights since Linux 5.13; harnesses do not use it
+}
+LIMITING_S = 20.0  # seconds to write them: 5 ms quiet
+
+
+async def limit_user_namespace(inside: Inside) -> None:
+    """Write USER_LIMITS in the user namespace of a container, before anything runs in it. Raises RuntimeFault
+    where it has none of its own, or where one cannot be written.
+
+    By a process of its own, because one with threads cannot enter a user namespace.
+    """
+    with boundary(RuntimeFault, "a container's user namespace could not be bounded"):
+        namespace = os.open(f"/proc/{inside.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(namespace).st_ino == os.stat("/proc/self/ns/user").st_ino or not inside.alive():
+                raise RuntimeFault("a container has no user namespace of its own, or has ended")
+            with trio.fail_after(LIMITING_S):
+                await _write_limits(namespace)
+        finally:
+            os.close(namespace)
+
+
+async def _write_limits(namespace: int) -> None:
+    # a file that a kernel lacks names what it lacks too
+    writes = [f"if [ -e {name} ]; then echo {most} > {name}; fi" for name, most in USER_LIMITS.items()]
+    script = "\n".join(("set -e", "cd /proc/sys/user", *writes))
+    done = await trio.run_process(
+        ["nsenter", f"--user=/proc/self/fd/{namespace}", "--", "sh", "-c", script],
+        pass_fds=(namespace,),
+        stdin=subprocess.DEVNULL,
+        capture_stdout=True,
+        capture_stderr=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise OSError(done.stderr.decode(errors="replace").strip())
+
+
 # ── threads in a namespace ────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")

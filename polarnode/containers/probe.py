@@ -64,6 +64,11 @@ class Store:
         return self.state_dir / "etc" / "storage.conf"
 
     @property
+    def seccomp_profile(self) -> Path:
+        """The system calls that sessions may make: this machine's default without `service.REFUSED`."""
+        return self.state_dir / "etc" / "seccomp.json"
+
+    @property
     def storage(self) -> Path:
         """Podman's own graph root: images and containers."""
         return self.state_dir / "storage"
@@ -157,6 +162,8 @@ INIT_PLACES = (
     "/usr/lib/podman/catatonit",
     "/usr/local/libexec/podman/catatonit",
 )
+# where Podman itself looks for its default profile, in its order
+SECCOMP_PLACES = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
 NETWORK_PLACES = (
     "/usr/lib/podman/netavark",
     "/usr/libexec/podman/netavark",
@@ -185,11 +192,13 @@ class PodmanFindings:
     podman: Path | None
     oci_runtime: Path | None
     init: Path | None
+    seccomp: Path | None
     has_netavark: bool
     cgroups: Cgroups
     systemd: bool
     nofile: int
     nproc: int
+    most_open_files: int
     driver: Literal["overlay", "vfs"]
     mount_program: Path | None
     user_namespaces: bool
@@ -207,7 +216,7 @@ class PodmanFindings:
 
 async def probe(state_dir: Path) -> PodmanFindings:
     """Probe the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s."""
-    podman, init = _which("podman"), _first(INIT_PLACES)
+    podman, init, seccomp = _which("podman"), _first(INIT_PLACES), _first(SECCOMP_PLACES)
     cgroups, filesystem = _cgroups(), _filesystem(state_dir)
     oci = _oci_runtime(cgroups)
     mount_program = _fuse_overlay() if filesystem == "overlay" else None
@@ -222,6 +231,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         await _podman(podman),
         _runtime(oci, cgroups),
         _init(init),
+        _seccomp(seccomp),
         _cgroup_finding(cgroups),
         _storage(driver, mount_program, filesystem),
         _isolation(native, closed_folder(state_dir)),
@@ -230,16 +240,18 @@ async def probe(state_dir: Path) -> PodmanFindings:
         _memory(state_dir),
         _builder(),
     )
-    nofile, nproc = _limits()
+    nofile, nproc, most_open_files = _limits()
     return PodmanFindings(
         podman=podman,
         oci_runtime=oci,
         init=init,
+        seccomp=seccomp,
         has_netavark=_first(NETWORK_PLACES) is not None,
         cgroups=cgroups,
         systemd=_has_systemd(),
         nofile=nofile,
         nproc=nproc,
+        most_open_files=most_open_files,
         driver=driver,
         mount_program=mount_program,
         user_namespaces=user_namespaces,
@@ -314,9 +326,9 @@ def _kernel() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _limits() -> tuple[int, int]:
-    """Our own hard limits, which containers can be given: without CAP_SYS_RESOURCE, Podman's own defaults are
-    refused.
+def _limits() -> tuple[int, int, int]:
+    """Our own hard limits of files and processes, which containers can be given (without CAP_SYS_RESOURCE,
+    Podman's own defaults are refused), and the files that all programs of the machine may open together.
     """
     most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
     files, processes = (
@@ -327,7 +339,7 @@ def _limits() -> tuple[int, int]:
     # conmon lowers its own limit to 32768 where pid_max is that or the limit is higher, and cannot raise it
     # again
     nproc = min(most_pids, 32768, most_pids if processes == resource.RLIM_INFINITY else processes)
-    return nofile, nproc
+    return nofile, nproc, int(Path("/proc/sys/fs/file-max").read_text())
 
 
 # ── findings ──────────────────────────────────────────────────────────────────
@@ -413,6 +425,17 @@ def _init(init: Path | None) -> Finding:
     return Finding(name="first process", ok=True, what=f"catatonit at {init}")
 
 
+def _seccomp(profile: Path | None) -> Finding:
+    if profile is None:
+        return Finding(
+            name="system calls",
+            ok=False,
+            what=f"no default seccomp profile at {' or '.join(SECCOMP_PLACES)}",
+            remedy="apt-get install golang-github-containers-common (elsewhere: containers-common)",
+        )
+    return Finding(name="system calls", ok=True, what=f"bounded by {profile} and the node's own rules")
+
+
 def _cgroup_finding(cgroups: Cgroups) -> Finding:
     missing = [name for name in ("memory", "pids", "cpu") if not _has_controller(name, cgroups)]
     if missing:
@@ -459,7 +482,11 @@ def _isolation(native: bool, closed: Path | None) -> Finding:
             " pass"
         )
     return Finding(
-        name="isolation", ok=True, what="no network, no capabilities, but no user namespaces", remedy=remedy
+        name="isolation",
+        ok=True,
+        what="no network, no capabilities, but no user namespaces: one session can take all inotify instances"
+        " and pending signals of the others",
+        remedy=remedy,
     )
 
 

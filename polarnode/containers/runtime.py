@@ -43,6 +43,7 @@ from polarnode.containers.inside import (
     ENDPOINT_PORT,
     Inside,
     control_group_of,
+    limit_user_namespace,
     look_inside,
     open_model_endpoint,
 )
@@ -314,6 +315,7 @@ class Starter:
     client: ContainerClient
     api: Path
     findings: PodmanFindings
+    seccomp: Path
     node_id: str
     owner: Owner
     watch: DiskWatch
@@ -374,6 +376,7 @@ class Starter:
                 labels=labels,
                 lifetime_s=lifetime_s,
                 shift=shift,
+                seccomp=self.seccomp,
                 volumes=sources.volumes,
             )
             await self.client.create(spec)
@@ -381,7 +384,9 @@ class Starter:
             inside = look_inside(initialised.pid)
             try:
                 sources.check_mounted(inside.root)
-            except RuntimeFault:
+                if self.findings.user_namespaces:
+                    await limit_user_namespace(inside)
+            except BaseException:
                 inside.close()
                 raise
         return inside, initialised.layer

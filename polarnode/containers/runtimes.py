@@ -155,6 +155,7 @@ async def _pooled(
         client=client,
         api=service.socket,
         findings=findings,
+        seccomp=store.seccomp_profile,
         node_id=settings.node_id,
         owner=owner,
         watch=watch,

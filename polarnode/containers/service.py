@@ -1,8 +1,9 @@
 """The node's own Podman service, on a socket only root can open, and its configuration.
 
 containers.conf and storage.conf are written from what the probe found, because the defaults do not work
-everywhere: limits above ours are refused without CAP_SYS_RESOURCE, and crun refuses mixed cgroups. Every node
-of a store writes the same texts, so a file is replaced only when its text differs, in one step.
+everywhere: limits above ours are refused without CAP_SYS_RESOURCE, and crun refuses mixed cgroups. The
+seccomp profile of sessions is the machine's default with less allowed. Every node of a store writes the same
+texts, so a file is replaced only when its text differs, in one step.
 
 The service ends with the node even when the node is killed: its shell keeps a watcher on a pipe that only the
 node holds open, and the watcher ends the whole process group when the pipe closes. (PR_SET_PDEATHSIG would
@@ -10,14 +11,16 @@ watch the thread that started it, and Trio starts programs from threads that ret
 on the service: one that dies is started again, and calls meanwhile fail with RuntimeFault.
 """
 
+import errno
+import json
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import trio
 from attrs import define, field, frozen
@@ -47,7 +50,7 @@ async def configure_store(state_dir: Path) -> ConfiguredStore:
     machine lacks something.
     """
     findings = await probe(state_dir)
-    if findings.podman is None or not findings.ok:
+    if findings.podman is None or findings.seccomp is None or not findings.ok:
         raise RuntimeFault(f"containers cannot run here: {findings.faults()}")
     store = store_at(state_dir)
     make_folders(store)
@@ -56,7 +59,10 @@ async def configure_store(state_dir: Path) -> ConfiguredStore:
 
 
 def write_configuration(store: Store, findings: PodmanFindings) -> None:
-    """Write containers.conf and storage.conf of a store whose folders exist."""
+    """Write containers.conf, storage.conf and the sessions' seccomp profile of a store whose folders exist.
+    Raises RuntimeFault where the machine's default profile cannot be used.
+    """
+    _replace(store.seccomp_profile, seccomp_profile(findings))
     _replace(store.containers_conf, containers_conf(store, findings))
     _replace(store.storage_conf, storage_conf(store, findings))
 
@@ -102,12 +108,91 @@ def storage_conf(store: Store, findings: PodmanFindings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def seccomp_profile(findings: PodmanFindings) -> str:
+    """The system calls that sessions may make, as JSON in the form of Podman's own profile."""
+    if findings.seccomp is None:
+        raise RuntimeFault("this machine has no default seccomp profile: see `polarnode doctor`")
+    try:
+        default = json.loads(findings.seccomp.read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeFault(f"{findings.seccomp} cannot be read: {error}; reinstall it") from error
+    return json.dumps(session_profile(default), indent=1) + "\n"
+
+
 def _replace(path: Path, text: str) -> None:
     if path.exists() and path.read_text() == text:
         return
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(path)
+
+
+# ── system calls ──────────────────────────────────────────────────────────────
+
+# Refused as if the kernel lacked them, so that programs fall back. Asynchronous I/O: one session can take the
+# machine's fs.aio-max-nr; databases then use threads. io_uring: its workers and most of its attacks are the
+# kernel's own. Keys: kept by user, not by namespace. `socketcall` hides its arguments from seccomp; 32-bit
+# programs since 2016 do not use it. The rest needs capabilities that nothing in a container has.
+REFUSED = (
+    *("io_setup", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("keyctl", "add_key", "request_key", "socketcall"),
+    *("bpf", "fanotify_init", "perf_event_open", "userfaultfd"),
+)
+UNIX, INET, INET6, NETLINK = 1, 2, 10, 16  # the only families of sockets; vsock (40) reaches the hypervisor
+FAMILIES = 46  # those that kernels have, and all numbers from here on
+# routes and addresses, lists of sockets, devices; not the packet filter (12) and its like
+NETLINK_PROTOCOLS = (0, 4, 15)
+PROTOCOLS = 23
+
+
+def session_profile(default: Mapping[str, Any]) -> dict[str, Any]:
+    """The seccomp profile of sessions: a default one with less allowed. Pure.
+
+    Sockets are allowed by equality, because a rule that only refuses some numbers misses those with high bits
+    set, which the kernel ignores. Raises RuntimeFault for a default that allows what it does not name.
+    """
+    if default.get("defaultAction") != "SCMP_ACT_ERRNO" or not isinstance(default.get("syscalls"), list):
+        raise RuntimeFault("the machine's default seccomp profile does not refuse unknown system calls")
+    replaced = {*REFUSED, "socket", "socketpair"}
+    kept = [
+        {**rule, "names": names}
+        for rule in default["syscalls"]
+        if (names := [name for name in rule["names"] if name not in replaced])
+    ]
+    unknown = {"defaultErrnoRet": errno.ENOSYS, "defaultErrno": "ENOSYS"}
+    return {**default, **unknown, "syscalls": [*kept, *_own_rules()]}
+
+
+def _own_rules() -> Iterator[dict[str, Any]]:
+    """The rules of sockets. Refusals come first, and allowed families have a second comparison that always
+    holds: for 32-bit programs libseccomp 2.5 otherwise finds two rules of one system call, `socketcall`, and
+    fails.
+    """
+    for family in range(FAMILIES):
+        if family not in (UNIX, INET, INET6, NETLINK):
+            yield _rule("socket", "EAFNOSUPPORT", (0, "EQ", family))
+    yield _rule("socket", "EAFNOSUPPORT", (0, "GE", FAMILIES))
+    for protocol in range(PROTOCOLS):
+        if protocol not in NETLINK_PROTOCOLS:
+            yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", NETLINK), (2, "EQ", protocol))
+    yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", NETLINK), (2, "GE", PROTOCOLS))
+    for family in (UNIX, INET, INET6):
+        yield _rule("socket", None, (0, "EQ", family), (1, "GE", 0))
+    for protocol in NETLINK_PROTOCOLS:
+        yield _rule("socket", None, (0, "EQ", NETLINK), (2, "EQ", protocol))
+    yield _rule("socketpair", None, (0, "EQ", UNIX))
+
+
+def _rule(name: str, error: str | None, *arguments: tuple[int, str, int]) -> dict[str, Any]:
+    """A rule that allows, or refuses with an error. Its arguments are (index, comparison, value)."""
+    checks = [
+        {"index": index, "op": f"SCMP_CMP_{how}", "value": value, "valueTwo": 0}
+        for index, how, value in arguments
+    ]
+    rule = {"names": [name], "args": checks, "includes": {}, "excludes": {}, "comment": "polarnode"}
+    if error is None:
+        return {**rule, "action": "SCMP_ACT_ALLOW"}
+    return {**rule, "action": "SCMP_ACT_ERRNO", "errno": error, "errnoRet": getattr(errno, error)}
 
 
 # ── the service ───────────────────────────────────────────────────────────────

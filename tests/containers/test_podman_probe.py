@@ -32,17 +32,20 @@ FOUND = PodmanFindings(
     podman=Path("/usr/bin/podman"),
     oci_runtime=Path("/usr/bin/runc"),
     init=Path("/usr/bin/catatonit"),
+    seccomp=Path("/usr/share/containers/seccomp.json"),
     has_netavark=True,
     cgroups="v1",
     systemd=False,
     nofile=20000,
     nproc=4096,
+    most_open_files=1_000_000,
     driver="overlay",
     mount_program=None,
     user_namespaces=True,
     quotas=False,
     findings=(Finding(name="a", ok=True, what="well"),),
 )
+SECCOMP = Path("/var/lib/polarnode/podman/etc/seccomp.json")
 SHAPE = Shape(image="localhost/x", workdir="/work", user="agent", cpus=1.5, memory_mb=100, pids=7, disk_mb=50)
 
 
@@ -58,11 +61,13 @@ async def test_every_finding_says_what_and_every_lack_says_what_to_do(tmp_path: 
 
 async def test_a_machine_without_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROBE, "SERVICE_PATH", str(tmp_path))
+    monkeypatch.setattr(PROBE, "SECCOMP_PLACES", (str(tmp_path / "seccomp.json"),))
     found = await probe_machine(tmp_path)
     assert not found.ok
     assert found.podman is None
     assert "podman is not installed (apt-get install --no-install-recommends podman)" in found.faults()
     assert "neither runc nor crun is installed" in found.faults()
+    assert f"no default seccomp profile at {tmp_path}/seccomp.json (apt-get install" in found.faults()
     with pytest.raises(RuntimeFault, match="podman is not installed"):
         async with open_runtimes(RuntimesSettings(state_dir=tmp_path, node_id="x")):
             raise AssertionError("it cannot have opened")
@@ -161,7 +166,13 @@ def test_podman_gets_our_files_and_nothing_of_ours_besides(
 
 def test_a_container_is_confined() -> None:
     spec = container_spec(
-        SHAPE, FOUND, name="n", labels={"polarnode.node": "x"}, lifetime_s=12.4, shift=FIRST_SHIFT
+        SHAPE,
+        FOUND,
+        name="n",
+        labels={"polarnode.node": "x"},
+        lifetime_s=12.4,
+        shift=FIRST_SHIFT,
+        seccomp=SECCOMP,
     )
     assert spec["netns"] == {"nsmode": "none"}
     assert spec["cap_drop"] == ["all"]
@@ -183,25 +194,50 @@ def test_a_container_is_confined() -> None:
         "UIDMap": ids,
         "GIDMap": ids,
     }
-    (mount,) = spec["mounts"]  # type: ignore[misc]
+    mount, terminals = spec["mounts"]  # type: ignore[misc]
     assert "ro" in mount["options"]  # type: ignore[index]
+    assert terminals["destination"] == "/dev/pts"  # type: ignore[index,call-overload]
+    assert "max=32" in terminals["options"]  # type: ignore[index,call-overload,operator]
+    assert spec["seccomp_profile_path"] == str(SECCOMP)
     assert "storage_opts" not in spec, "only where the store has quotas"
 
 
 def test_every_limit_of_a_process_is_told_with_the_others() -> None:
     """One that is given drops all that containers.conf names."""
-    spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0)
+    spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP)
     written = {limit["type"]: (limit["soft"], limit["hard"]) for limit in spec["r_limits"]}  # type: ignore[union-attr,call-overload,index]
     assert written == {
         "nofile": (20000, 20000),
         "nproc": (4096, 4096),
         "fsize": (50 << 20, 50 << 20),
         "core": (0, 0),
+        "sigpending": (1024, 1024),
+        "msgqueue": (131072, 131072),
     }
 
 
+@pytest.mark.parametrize(
+    ("machine", "pids", "files"),
+    [
+        (1_000_000, 512, 1024),  # half of the machine's would be 976: programs are written for 1024
+        (4_000_000, 512, 3906),
+        (4_000_000, 4096, 1024),
+        (2**63 - 1, 512, 20000),  # as systemd sets it: what the node itself may open
+    ],
+)
+def test_one_session_opens_at_most_half_of_the_machines_files(machine: int, pids: int, files: int) -> None:
+    findings = evolve(FOUND, most_open_files=machine)
+    spec = container_spec(
+        evolve(SHAPE, pids=pids), findings, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP
+    )
+    (limit,) = [each for each in spec["r_limits"] if each["type"] == "nofile"]  # type: ignore[union-attr,call-overload,index]
+    assert limit["hard"] == files  # type: ignore[index,call-overload]
+
+
 def test_a_store_with_quotas_is_told_the_limit() -> None:
-    spec = container_spec(SHAPE, evolve(FOUND, quotas=True), name="n", labels={}, lifetime_s=1.0, shift=0)
+    spec = container_spec(
+        SHAPE, evolve(FOUND, quotas=True), name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP
+    )
     assert spec["storage_opts"] == {"size": "50m"}
 
 
@@ -210,8 +246,10 @@ def test_volumes_are_mounted_alone_and_without_rights_of_their_own() -> None:
         Volume(source="/srv/a", target="/a", write=False),
         Volume(source="/srv/b", target="/b", write=True),
     )
-    spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0, volumes=volumes)
-    _, read, write = spec["mounts"]  # type: ignore[misc]
+    spec = container_spec(
+        SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP, volumes=volumes
+    )
+    _, _, read, write = spec["mounts"]  # type: ignore[misc]
     assert read == {
         "type": "bind",
         "source": "/srv/a",
@@ -235,7 +273,13 @@ def test_only_xfs_mounted_with_project_quotas_can_bound_a_layer() -> None:
 
 def test_without_user_namespaces_there_is_no_map() -> None:
     spec = container_spec(
-        SHAPE, evolve(FOUND, user_namespaces=False), name="n", labels={}, lifetime_s=0.2, shift=0
+        SHAPE,
+        evolve(FOUND, user_namespaces=False),
+        name="n",
+        labels={},
+        lifetime_s=0.2,
+        shift=0,
+        seccomp=SECCOMP,
     )
     assert "userns" not in spec
     assert "idmappings" not in spec
