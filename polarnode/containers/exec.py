@@ -106,6 +106,8 @@ POLLS = Backoff(first_s=0.01, longest_s=1.0)
 UNNOTICED_S = 15.0
 UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
 
+LOST = -1  # the exit code of an exec whose conmon is gone without having written one; programs have 0 to 255
+
 Sink = Callable[[Channel, bytes], None]
 
 
@@ -134,7 +136,7 @@ class Execs:
     async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
         """Run to the end and return the exit code (127: no such program, 137: killed). `sink` gets the output
         as it comes. On cancellation the program's process group gets TERM, then KILL; with `alone` everything
-        else in the container is ended too.
+        else in the container is ended too, as it is when the exit code is lost (RuntimeFault).
         """
         exec_id: str | None = None
         try:
@@ -172,14 +174,14 @@ class Execs:
         return str((await call(self.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"])
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code. A service that died meanwhile never learns it: then only the program's own end is
-        visible, and RuntimeFault is raised.
+        """The exit code. A service that died meanwhile never learns it, and neither does anyone where the
+        program's monitor was killed: RuntimeFault is raised, because the program is not to blame.
         """
         pauses, doubtful = POLLS.delays(), math.inf
         while True:
             state = await self._inspect(exec_id)
             if not state["Running"] or not self.inside.alive():
-                return int(state["ExitCode"])
+                return _exit_code(state)
             if not state["Pid"] or self.inside.holds(state["Pid"]):
                 doubtful = math.inf
             elif doubtful == math.inf:
@@ -213,10 +215,20 @@ class Execs:
                 with trio.move_on_after(TERM_GRACE):
                     await self._wait_ended(exec_id)
                 self.inside.signal_group(state["Pid"], signal.SIGKILL)
-            if alone:
+            # a program whose exit code is lost runs on, and Podman has forgotten its process id
+            if alone or (not state.get("Running") and state.get("ExitCode") == LOST):
                 await self.inside.kill_all()
         except RuntimeFault:
             return  # the container is gone, or is about to be
+
+
+def _exit_code(state: Mapping[str, int]) -> int:
+    """The exit code in an inspect. Raises RuntimeFault where Podman has none."""
+    if state["ExitCode"] == LOST:
+        raise RuntimeFault(
+            "the monitor of a program in a container (conmon) was killed: its exit code is lost"
+        )
+    return int(state["ExitCode"])
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:

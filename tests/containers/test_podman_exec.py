@@ -140,3 +140,43 @@ async def test_memory_that_is_spent_is_told(runtimes: Runtimes) -> None:
         assert (await runtime.run(["sh", "-c", "kill -9 $$"])).exit_code == 137
         assert runtime.oom_kills() == 1, "a kill is not the kernel's"
     assert runtime.oom_kills() == 0, "asked too late, there is nothing to tell"
+
+
+def monitor_of(pid: int) -> int:
+    """The conmon of a program or of a container, by its process id."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    parent = next(int(line.split()[1]) for line in status if line.startswith("PPid:"))
+    assert Path(f"/proc/{parent}/comm").read_text().strip() == "conmon"
+    return parent
+
+
+async def test_a_program_whose_monitor_is_killed_is_the_machines_fault(runtimes: Runtimes) -> None:
+    """Its exit code is lost, so nothing is held against it; it is ended, and the container goes on."""
+    async with runtimes.open(SMALL, session_id="monitor", lifetime_s=LIFETIME_S) as runtime:
+        faults: list[RuntimeFault] = []
+
+        async def program() -> None:
+            try:
+                await runtime.run(["sh", "-c", "echo up > up; exec sleep 1000"])
+            except RuntimeFault as fault:
+                faults.append(fault)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(program)
+            while await runtime.read("/work/up") is None:  # noqa: ASYNC110 (a container has no events)
+                await trio.sleep(0.05)
+            (sleeper,) = runtime._inside.members()
+            os.kill(monitor_of(sleeper), signal.SIGKILL)
+        assert "exit code is lost" in str(faults[0])
+        assert not await runtime.busy(), "the program does not outlive its run"
+        assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code == 7
+
+
+async def test_a_container_whose_monitor_is_killed_serves_its_session_to_the_end(runtimes: Runtimes) -> None:
+    async with runtimes.open(SMALL, session_id="monitor", lifetime_s=LIFETIME_S) as runtime:
+        first = runtime._inside.pid
+        os.kill(monitor_of(first), signal.SIGKILL)
+        assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code == 7
+        assert runtime.alive
+    with pytest.raises(ProcessLookupError):  # it is removed all the same
+        os.kill(first, 0)
