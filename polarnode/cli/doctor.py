@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Final
 
 import trio
-from attrs import evolve
+from attrs import evolve, frozen
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.output import harmless, open_console
+from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
+from polarnode.containers.inside import USER_LIMITS
 from polarnode.containers.probe import Finding, default_state_dir, probe
 from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
 from polarnode.core import codec
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, Refused
 from polarnode.core.ports import Question
+from polarnode.core.task import RuntimeSpec
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import simulated_marks
@@ -183,6 +186,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     """
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
     yield from trio.run(probe, state_dir).findings
+    yield from kernel_limits(config)
     yield disk(state_dir)
     yield recipes(config)
     if config.engine == "simulated":
@@ -277,6 +281,76 @@ def disk(state_dir: Path) -> Finding:
         what=f"{free / (1 << 30):.0f} GiB free for images and containers at {place}",
         remedy=remedy,
     )
+
+
+@frozen(kw_only=True)
+class SharedResource:
+    """What the kernel counts for all containers together: the sysctl that bounds it, how much one container
+    may take, and how much the machine's own programs keep.
+    """
+
+    name: str
+    sysctl: str
+    share: int
+    kept: int
+
+
+PIDS = RuntimeSpec().pids  # of a task that names no other
+SHARED = (
+    SharedResource(
+        name="inotify instances",
+        sysctl="fs.inotify.max_user_instances",
+        share=USER_LIMITS["max_inotify_instances"],
+        kept=128,  # the kernel's default, for root's own programs
+    ),
+    SharedResource(
+        name="inotify watches",
+        sysctl="fs.inotify.max_user_watches",
+        share=USER_LIMITS["max_inotify_watches"],
+        kept=8192,  # the kernel's least default
+    ),
+    # `kernel.pty.reserve` of them are the machine's own
+    SharedResource(name="terminals", sysctl="kernel.pty.max", share=MOST_TERMINALS, kept=1024),
+    SharedResource(name="process ids", sysctl="kernel.pid_max", share=PIDS, kept=4096),
+    SharedResource(name="open files", sysctl="fs.file-max", share=PIDS * LEAST_FILES, kept=65536),
+)
+
+
+def kernel_limits(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iterator[Finding]:
+    """The kernel's own limits against what the containers of a full node may take together. One container
+    never takes all; a node starts with any limits.
+    """
+    # a session and its evaluator's fresh runtime, and what is started in advance
+    containers, enough = 2 * config.run_limit + config.warm, True
+    for each in SHARED:
+        limit = int((sysctls / each.sysctl.replace(".", "/")).read_text())
+        needed = containers * each.share + each.kept
+        if limit < needed:
+            enough = False
+            yield Finding(
+                name=each.name,
+                ok=True,
+                what=f"{limit} for the machine; {containers} containers at once may take {each.share} each",
+                remedy=f"sysctl -w {each.sysctl}={_rounded(needed)}, and in /etc/sysctl.d for good",
+            )
+    if int((sysctls / "vm/nr_hugepages").read_text()) > 0:
+        yield Finding(
+            name="huge pages",
+            ok=True,
+            what="reserved ones are not bounded by container: one session can take them all",
+            remedy="sysctl -w vm.nr_hugepages=0, unless a program of this machine needs them",
+        )
+    if enough:
+        yield Finding(
+            name="kernel limits",
+            ok=True,
+            what=f"enough for {containers} containers at once (2 × run_limit + warm)",
+        )
+
+
+def _rounded(needed: int) -> int:
+    """The next power of two."""
+    return 1 << (needed - 1).bit_length()
 
 
 def recipes(config: NodeConfig) -> Finding:

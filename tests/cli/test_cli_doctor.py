@@ -242,3 +242,31 @@ def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
     names = [each.name for each in found if isinstance(each, Finding)]
     assert names.index("disk") < names.index("model")
     assert os.listdir(tmp_path) == []
+
+
+def machine(root: Path, **values: int) -> Path:
+    """A /proc/sys with these numbers, by the last part of their names; the others are plenty."""
+    for name in [each.sysctl for each in doctor.SHARED] + ["vm.nr_hugepages"]:
+        last = name.rpartition(".")[2].replace("-", "_")
+        path = root / name.replace(".", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{values.get(last, 0 if last == 'nr_hugepages' else 2**62)}\n")
+    return root
+
+
+def test_what_all_containers_take_together_is_compared_with_the_kernels_limits(tmp_path: Path) -> None:
+    config = NodeConfig(run_limit=64, warm=8)
+    (fine,) = doctor.kernel_limits(config, machine(tmp_path))
+    assert fine.what == "enough for 136 containers at once (2 × run_limit + warm)"
+    short = doctor.kernel_limits(config, machine(tmp_path, max_user_instances=128, pid_max=32768))
+    inotify, pids = short
+    assert inotify.what == "128 for the machine; 136 containers at once may take 16 each"
+    assert inotify.remedy == ("sysctl -w fs.inotify.max_user_instances=4096, and in /etc/sysctl.d for good")
+    assert "kernel.pid_max=131072" in pids.remedy
+    assert all(each.ok for each in (inotify, pids)), "a node starts with them"
+    huge, _ = doctor.kernel_limits(config, machine(tmp_path, nr_hugepages=16))
+    assert "one session can take them all" in huge.what
+
+
+def test_the_kernels_limits_are_read_where_they_are() -> None:
+    assert list(doctor.kernel_limits(NodeConfig()))
