@@ -92,7 +92,7 @@ GAIN = """
         "hotplug": lambda: write("/sys/kernel/uevent_helper"),
         "raw_ip": lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP),
         "raw_packet": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW),
-        "hosts_socket": lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM).connect((2, 22)),
+        "hosts_socket": lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM),
         "keyring": lambda: checked(libc.syscall(248, b"user", b"x", b"y", 1, -3)),
         "bpf": lambda: checked(libc.syscall(321, 0, 0, 0)),
         "perf": lambda: checked(libc.syscall(298, 0, 0, -1, -1, 0)),
@@ -121,14 +121,12 @@ GAIN = """
         tell(attempts=found)
     tell(second=turn())
 """
-# a key in a ring of its own harms nobody; whether the kernel has io_uring for all is the machine's choice
-ALLOWED = {"keyring", "io_uring"}
 
 
 def test_no_right_is_gained(arena: Arena) -> None:
     found = reported(arena.attack(GAIN))
     done = sorted(name for name, said in found["attempts"].items() if said == "DONE")
-    assert set(done) <= ALLOWED, (done, found.get("written"))
+    assert done == [], found.get("written")
     assert len(found["attempts"]) > 50
     assert found["second"] == 200
 

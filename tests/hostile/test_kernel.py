@@ -1,0 +1,123 @@
+"""Attacks on what the kernel counts for the whole machine and no control group counts: one session takes all it
+can get, and meanwhile root on the machine and a sibling still get what they need.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hostile_kit import Arena, reported
+from live_kit import until
+
+pytestmark = pytest.mark.podman
+
+# Each takes one of its kind and raises OSError when there is none; what they take is kept.
+TAKERS = """
+    import ctypes, errno, os, signal, socket
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sigqueue.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [40])
+    kept = []
+    def checked(result):
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "no")
+        kept.append(result)
+    def queue():
+        "A POSIX message queue of the usual size: flags, messages, bytes of each, and what the kernel fills in."
+        size, name = (ctypes.c_long * 8)(0, 10, 8192), f"taken{os.getpid()}-{len(kept)}".encode()
+        checked(libc.syscall(240, name, os.O_CREAT | os.O_RDWR, 0o600, ctypes.byref(size)))
+        libc.syscall(241, name)  # it stays as long as it is open
+    def context():
+        checked(libc.syscall(206, 1, ctypes.byref(ctypes.c_ulong(0))))
+    takers = {
+        "watchers": lambda: checked(libc.syscall(294, 0)),
+        "terminals": lambda: kept.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)),
+        "timers": lambda: checked(libc.syscall(222, 0, None, ctypes.byref(ctypes.c_int()))),
+        "signals": lambda: checked(libc.sigqueue(os.getpid(), 40, None)),
+        "queues": queue,
+        "contexts": context,
+        "keyrings": lambda: checked(libc.syscall(250, 1, f"taken{len(kept)}".encode())),
+        "keys": lambda: checked(libc.syscall(248, b"user", f"taken{len(kept)}".encode(), b"x", 1, -3)),
+        "files": lambda: kept.append(os.open("/dev/null", os.O_RDONLY)),
+        "namespaces": lambda: checked(libc.unshare(0x10000000)),
+        "vsock": lambda: kept.append(socket.socket(40, socket.SOCK_STREAM)),
+        "ciphers": lambda: kept.append(socket.socket(38, socket.SOCK_SEQPACKET)),
+        "packet_filters": lambda: kept.append(socket.socket(16, socket.SOCK_RAW, 12)),
+        "rings": lambda: checked(libc.syscall(425, 1, 0)),
+        "groups": lambda: checked(libc.syscall(300, 0, 0)),
+    }
+    def taken(name, most):
+        for number in range(most):
+            try:
+                takers[name]()
+            except OSError as error:
+                return [number, errno.errorcode[error.errno]]
+        return [most, None]
+"""
+GREEDY = """
+    import time
+    from inside import turn, tell
+    tell(first=turn(), found={name: taken(name, 100_000) for name in takers if name != "files"})
+    files = taken("files", 100_000)
+    for _ in range(100):
+        os.close(kept.pop())
+    tell(files=files)
+    print("EVERYTHING IS TAKEN", flush=True)
+    time.sleep(3600)
+"""
+MODEST = """
+    from inside import turn, tell
+    tell(turn=turn(), found={name: taken(name, 4) for name in ("watchers", "terminals", "timers", "signals")})
+"""
+# what a session gets at most, and the error after that; the numbers are of containers/inside.py and container.py
+BOUNDS = {
+    "watchers": [16, "EMFILE"],
+    "terminals": [32, "ENOSPC"],
+    "timers": [1024, "EAGAIN"],
+    "signals": [0, "EAGAIN"],  # counted with the timers
+    "queues": [1, "EMFILE"],
+    "contexts": [0, "ENOSYS"],
+    "keyrings": [0, "ENOSYS"],
+    "keys": [0, "ENOSYS"],
+    "namespaces": [0, "ENOSPC"],
+    "vsock": [0, "EAFNOSUPPORT"],
+    "ciphers": [0, "EAFNOSUPPORT"],
+    "packet_filters": [0, "EPROTONOSUPPORT"],
+    "rings": [0, "ENOSYS"],
+    "groups": [0, "ENOSYS"],
+}
+ENOUGH = {name: [4, None] for name in ("watchers", "terminals", "timers", "signals", "queues")}
+
+
+def test_one_session_cannot_take_what_the_machine_has_once(arena: Arena) -> None:
+    greedy = arena.start(TAKERS + GREEDY, budgets={"run_s": 600})
+    try:
+        until(
+            lambda: "EVERYTHING IS TAKEN" in arena.node.log(greedy) or arena.node.under_way(greedy, turns=0),
+            "the greedy session has what it can get",
+        )
+        facts: dict[str, object] = {}
+        for line in arena.node.log(greedy).splitlines():
+            if line.startswith("{"):
+                facts.update(json.loads(line))
+        assert facts["found"] == BOUNDS
+        assert facts["files"][1] == "EMFILE"  # type: ignore[index]
+        assert _root_gets() == ENOUGH
+        sibling = reported(arena.attack(TAKERS + MODEST))
+        assert sibling["found"] == {name: ENOUGH[name] for name in sibling["found"]}
+        assert sibling["turn"] == 200
+    finally:
+        arena.node.client.cancel(arena.node.task_of(greedy))
+        trajectory = arena.node.finished(greedy)
+    assert (trajectory.outcome.status, len(trajectory.turns)) == ("cancelled", 1), trajectory.outcome
+
+
+def _root_gets() -> object:
+    look = f"import json\nprint(json.dumps({{name: taken(name, 4) for name in {tuple(ENOUGH)}}}))"
+    script = textwrap.dedent(TAKERS) + look
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return json.loads(ran.stdout)
