@@ -156,8 +156,7 @@ class Routes:
                 f"session {session.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{session.session_id}"
             )
-        encode = partial(_trajectory_body, query=query)
-        body = await self.service.journal.read(partial(encoded, encode, found))
+        body = await self.service.journal.read(partial(_trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     async def session(self, session_id: str) -> Response:
@@ -236,7 +235,8 @@ class Routes:
 def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:
     if query.format is not None:
         return dump_json(format_json(query.format, trajectory, query.arrays))
-    return dump_json(trajectory_json(trajectory, arrays=query.arrays, turns=query.turns))
+    write = partial(trajectory_json, arrays=query.arrays, turns=query.turns)
+    return encoded(lambda whole: dump_json(write(whole)), trajectory)
 
 
 def _size(path: Path) -> int | None:

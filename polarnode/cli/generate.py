@@ -5,7 +5,6 @@ running sessions. Every other file in OUT is written again from the journal, ato
 ends.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +26,7 @@ from polarnode.offline.acceptance import Acceptance, parse_acceptance
 from polarnode.offline.generation import Slot, finished, manifest_of, read_manifest, slots_of
 from polarnode.offline.rows import arrow
 from polarnode.sources.values import SourcedTask
+from polarnode.support.bounded import open_node_log
 
 MANIFEST: Final = "generate.json"
 OPTIONS: Final = ("accept", "retry_empty", "by", "held_out_by", "held_out", "rows", "out")
@@ -122,9 +122,8 @@ def _generated(
 ) -> GenerationRun | None:
     """Run what is missing; None when stopped before any session began."""
     log = Path(config.state_dir) / "node.log"
-    logging.basicConfig(
-        filename=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    with boundary(ConfigError, f"--out {log.parent} cannot be written"):
+        open_node_log(log.parent)
     for line in note_lines(tasks):
         console.print(f"· {harmless(line)}", style="dim")
     console.print(

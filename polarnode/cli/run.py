@@ -4,7 +4,6 @@ Invariant: each run has its own journal under OUT/state, so that no run sees the
 trajectories.jsonl is replaced atomically when all sessions have ended.
 """
 
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +30,7 @@ from polarnode.merge.trajectory import violated_invariant
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node
+from polarnode.support.bounded import open_node_log
 
 # ── temporary node ────────────────────────────────────────────────────────────
 
@@ -80,11 +80,8 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     specs = [task.spec for task in tasks]
     console, state = open_console(), new_state(out)
     own = evolve(own, state_dir=str(state))
-    logging.basicConfig(
-        filename=state / "node.log",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    with boundary(ConfigError, f"--out {out} cannot be written"):
+        open_node_log(state)
     for line in note_lines(tasks):
         console.print(f"· {harmless(line)}", style="dim")
     build_images(tasks, own, report=lambda text: console.print(f"· {text}", style="dim"))

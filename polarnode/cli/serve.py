@@ -4,7 +4,6 @@ one.
 The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; the second exits at once.
 """
 
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
 from polarnode.sources.reading import task_value
+from polarnode.support.bounded import open_node_log, private_folder
 
 # ── signals ───────────────────────────────────────────────────────────────────
 
@@ -59,14 +59,13 @@ async def stop_on_signals(
 
 def serve(config: NodeConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
-    with boundary(ConfigError, f"--state-dir {config.state_dir} cannot be written"):
-        Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+    state = Path(config.state_dir)
+    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+        private_folder(state)
     # reports a taken port now, not after the engine has started
     listening_socket(Address(host=config.host, port=config.port)).close()
-    log = Path(config.state_dir) / "node.log"
-    logging.basicConfig(
-        filename=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+        open_node_log(state)
     trio.run(_serve, config, open_console())
     return 0
 

@@ -24,6 +24,7 @@ from attrs import define, field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
+from polarnode.support.bounded import private_opener
 
 # ── files ─────────────────────────────────────────────────────────────────────
 
@@ -367,7 +368,7 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
     to.parent.mkdir(parents=True, exist_ok=True)
     half = to.with_name(f"{to.name}.half")
     try:
-        with half.open("wb") as sink:
+        with open(half, "wb", opener=private_opener) as sink:
             archive = _Archive(sink, files.shift)
             for path in paths:
                 archive.add(files.root, path, workdir)

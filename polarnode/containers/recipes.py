@@ -24,6 +24,7 @@ from attrs import field, frozen
 from polarnode.containers.probe import Store
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
+from polarnode.support.bounded import private_opener
 from polarnode.support.processes import open_process_group
 
 # ── settings ──────────────────────────────────────────────────────────────────
@@ -108,7 +109,7 @@ class Tools:
         it started.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as sink:
+        with open(self.log, "ab", opener=private_opener) as sink:  # noqa: ASYNC230 - a local file
             sink.write(f"\n$ {' '.join(argv)}\n".encode())
             sink.flush()
             started = sink.tell()

@@ -213,9 +213,8 @@ class Built:
 
 @frozen(kw_only=True)
 class Damaged:
-    """A part that is missing because its row in the journal is damaged, or because it cannot be written:
-    `turns[3]`, `traces[0]`, `metrics`, `metadata`, `identity`, `task`, or `trajectory` for all that is not in
-    the turns. `reason` is a sentence.
+    """A part that is missing because its row in the journal is damaged: `turns[3]`, `traces[0]`, `identity`,
+    `task`, or `trajectory` for all that is not in the turns. `reason` is a sentence.
     """
 
     part: str

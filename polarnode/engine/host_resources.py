@@ -27,6 +27,7 @@ from attrs import define, frozen
 
 from polarnode.core.errors import EngineError
 from polarnode.engine.settings import TAIL
+from polarnode.support.bounded import private_opener
 
 PREFIX = "polarnode-engine-"
 SHARED_MEMORY = Path("/dev/shm")
@@ -157,7 +158,7 @@ def open_log(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         path.replace(path.with_suffix(".log.1"))
-    with path.open("wb") as log:
+    with open(path, "wb", opener=private_opener) as log:
         yield log
 
 

@@ -17,7 +17,7 @@ from attrs import define, frozen
 from polarnode.core.errors import JournalError, Unreadable, boundary
 from polarnode.core.trajectory import Turn
 from polarnode.journal import entries, queries
-from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages, unwritable
+from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
 from polarnode.journal.schema import BUSY_MS, TABLES, VERSION
 from polarnode.journal.values import KEYS_ALONE, Filters
 
@@ -158,12 +158,7 @@ def _sessions(db: sqlite3.Connection) -> None:
     """Sessions with their turns and trajectories."""
     query = "SELECT session_id FROM sessions UNION SELECT session_id FROM turns"
     for (session_id,) in db.execute(query).fetchall():
-        turns, trajectory = queries.whole_session(db, session_id)
-        _check_turns(db, session_id, turns)
-        for part in ("metrics", "metadata") if trajectory is not None else ():
-            if why := unwritable(getattr(trajectory, part)):
-                reason = f"{part}: {why}; readers get the trajectory without"
-                note(db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=reason))
+        _check_turns(db, session_id, queries.whole_session(db, session_id))
 
 
 def _check_turns(db: sqlite3.Connection, session_id: str, turns: tuple[Turn, ...]) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
-from polarnode.core.codec.json import dump_json, plain
-from polarnode.core.errors import PolarnodeError, Unreadable
-from polarnode.core.trajectory import Damaged, Trajectory
+from polarnode.core.errors import Unreadable
+from polarnode.core.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class Damages:
             if key in self._known or len(self._known) >= MOST:
                 return
             self._known[key] = damage
-        logger.error("the journal goes on without %s", damage)
+        logger.error("the journal goes on without %s", damage, extra={"unlimited": True})
 
     def rows(self) -> tuple[Damage, ...]:
         """The rows met so far, oldest first, at most MOST."""
@@ -150,40 +149,12 @@ def note(db: sqlite3.Connection, damage: Damage) -> None:
 
 # ── trajectories that cannot be encoded ────────────────────────────────────────────────────────────
 
-DEEPER: Final = 8  # levels that an event puts around a part of a trajectory: 3, and some to spare
-
 
 def encoded(encode: Callable[[Trajectory], bytes], trajectory: Trajectory) -> bytes:
-    """Encode a trajectory; metrics and metadata that cannot be JSON are left empty and named in `damaged`.
-    Raises Unreadable when it cannot be encoded without them either, and what `encode` refuses.
-    """
+    """Encode a trajectory. Raises Unreadable when it cannot be."""
     try:
         return encode(trajectory)
-    except (PolarnodeError, MemoryError):
+    except (Unreadable, MemoryError):
         raise
     except Exception as error:
-        parts = {"metrics": trajectory.metrics, "metadata": trajectory.metadata}  # they may hold any JSON
-        found = {name: why for name, part in parts.items() if (why := unwritable(part))}
-        if not found:
-            raise Unreadable(f"the trajectory cannot be written ({sentence_of(error)})") from error
-    named = tuple(Damaged(part=name, reason=why) for name, why in found.items())
-    rest = evolve(
-        trajectory,
-        metrics={} if "metrics" in found else trajectory.metrics,
-        metadata={} if "metadata" in found else trajectory.metadata,
-        damaged=(*trajectory.damaged, *named),
-    )
-    return encoded(encode, rest)
-
-
-def unwritable(value: object) -> str | None:
-    """Why a part cannot be written as JSON within an event, or None."""
-    for _ in range(DEEPER):
-        value = [value]
-    try:
-        dump_json(plain(value))
-    except MemoryError:
-        raise
-    except Exception as error:
-        return f"it cannot be written as JSON ({sentence_of(error)})"
-    return None
+        raise Unreadable(f"the trajectory cannot be written ({sentence_of(error)})") from error

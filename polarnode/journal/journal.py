@@ -62,6 +62,7 @@ from polarnode.journal.values import (
 )
 from polarnode.journal.writer import Writer
 from polarnode.merge.trajectory import Identity
+from polarnode.support.bounded import private_opener
 
 # ── statistics ────────────────────────────────────────────────────────────
 
@@ -489,8 +490,15 @@ async def open_journal(
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the journal's own lock file: two writers would give the same numbers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(path.name + ".lock").open("w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(path.name + ".lock"), "w", opener=private_opener)  # noqa: SIM115
+    except OSError as error:
+        raise JournalError(
+            f"the journal {path} cannot be opened ({error}): make its folder writable, or give the node"
+            " another state folder"
+        ) from error
+    with lock:
         _lock(lock, path)
         yield
 

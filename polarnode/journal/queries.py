@@ -17,7 +17,7 @@ from attrs import define, evolve, field
 from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Refused, Unreadable
+from polarnode.core.errors import Unreadable
 from polarnode.core.status import SessionRecord
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Damaged, Outcome, Trajectory, Turn, Verdict
@@ -314,15 +314,15 @@ def _rebuilt(
     return evolve(whole, staleness=row[7])
 
 
-def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn, ...], Trajectory | None]:
-    """Everything of a session, so that what is damaged of it is noted: its turns and its trajectory."""
+def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
+    """Read everything of a session, so that what is damaged of it is noted. Gives its turns."""
     with snapshot(db):
         row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
         if row is not None:
             _session(db, row)
             _unfinished(db, *row[:3], *_identity_row(db, session_id))
-        found = _trajectory(db, session_id)
-        return (turns(db, session_id) if found is None else found.turns), found
+        whole = _trajectory(db, session_id)
+        return turns(db, session_id) if whole is None else whole.turns
 
 
 IDENTITY = "SELECT attempt, identity, identity_checksum FROM sessions WHERE session_id = ?"
@@ -573,9 +573,4 @@ def _body_again(db: sqlite3.Connection, kind: EventKind, task_id: str, at: Any) 
 
 def _trajectory_body(db: sqlite3.Connection, encode: Callable[[Trajectory], bytes], session_id: str) -> bytes:
     whole = _trajectory(db, session_id)
-    if whole is None:
-        return PRUNED
-    try:
-        return encoded(encode, whole)
-    except Refused as error:  # a text within it that is no JSON, for example
-        raise Unreadable(f"the trajectory cannot be written ({error})") from error
+    return PRUNED if whole is None else encoded(encode, whole)

@@ -10,6 +10,7 @@ the last commits, and a trainer that has already read those events would then mi
 numbers. Group commit makes the difference one fsync a batch.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from polarnode.core.errors import JournalError
 from polarnode.journal.damage import Damages, JournalConnection
+from polarnode.support.bounded import private_opener
 
 VERSION = 5
 # By version, the statements that make the next version. What came with 2: routed experts and alternatives in
@@ -149,6 +151,7 @@ def prepare(path: Path, damages: Damages | None = None) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(private_opener(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))  # SQLite uses its mode
         db = connect(path, damages=damages)
         with transaction(db):
             _create_or_check(db, path)

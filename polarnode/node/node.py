@@ -85,7 +85,12 @@ class Node:
         record = record or (await self.journal.task(spec.task_id) if spec.task_id else None)
         if record is None:
             return None
-        if evolve(record.spec, task_id=None) != evolve(spec, task_id=None):
+        if record.damaged is not None:
+            raise Conflict(
+                f"task {record.task_id} was submitted before, and its row in the journal is damaged: give"
+                " this one its own task_id and Idempotency-Key"
+            )
+        if evolve(record.spec, task_id=spec.task_id) != spec or spec.task_id not in (None, record.task_id):
             raise Conflict(
                 f"task {record.task_id} was submitted before with another body: give this one its own task_id"
                 " and Idempotency-Key"

@@ -27,7 +27,7 @@ from polarnode.containers.images import Images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtimes import Runtimes, open_runtimes
-from polarnode.core.errors import ConfigError, ModelError
+from polarnode.core.errors import ConfigError, ModelError, boundary
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
@@ -50,6 +50,7 @@ from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.stage_limits import Bounds
+from polarnode.support.bounded import private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
 from polarnode.tokens.families import Family
@@ -172,7 +173,9 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
     """
     lift_descriptor_limit()
     state = Path(config.state_dir)
-    _sessions_dir(config).mkdir(parents=True, exist_ok=True)
+    with boundary(ConfigError, f"state_dir {state} cannot be written"):
+        private_folder(state)
+        private_folder(_sessions_dir(config))
     formats = callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,

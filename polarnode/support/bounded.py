@@ -1,16 +1,117 @@
-"""Bounded memory: a log file that keeps its beginning and its end, and a table that keeps its latest entries.
+"""What a node keeps is bounded and its own: a log file that keeps its beginning and its end, the node's log,
+which rotates, a table that keeps its latest entries, and folders and files that no other user reads.
 
 A log's beginning says how a program was started and its end why it ended. The second half of the file is a
 ring until it is closed; then it is put in order, with one line that says how much is missing. Everything is
 on disk as soon as it is written, so the log of a killed node can be read too.
 """
 
+import logging
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 from attrs import define, field
+
+logger = logging.getLogger(__name__)
+
+# ── private files ─────────────────────────────────────────────────────────────
+
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+# what a state folder holds, by the beginning of its name
+STATE_NAMES: Final = ("journal.sqlite", "node.log", "images.log", "engine-", "sessions", "generate.json")
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For `open(opener=…)`: a file that is made is its user's alone, whatever the umask."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that its user alone reads. A state folder of an earlier release is tightened, with the
+    files in it; a folder that holds anything else, or is another user's, is left as it is, with a warning.
+    Raises OSError.
+    """
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    ours = [each for each in folder.iterdir() if each.name.startswith(STATE_NAMES) or each.suffix == ".log"]
+    for each in ours:
+        _tighten(each)
+    if all(each in ours or folder.name == "sessions" for each in folder.iterdir()) and _tighten(folder):
+        return
+    if folder.stat().st_mode & 0o077:
+        logger.warning(
+            "%s can be entered by other users: the files that this node makes in it are private, others may"
+            " not be; give the node a folder of its own, or run chmod 700",
+            folder,
+        )
+
+
+def _tighten(path: Path) -> bool:
+    """Take other users' rights from a file or folder; False where it is another user's, or shared."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_ISVTX:
+        return False
+    if found.st_mode & 0o077:
+        path.chmod(stat.S_IMODE(found.st_mode) & 0o700)
+    return True
+
+
+# ── the node's log ────────────────────────────────────────────────────────────
+
+LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+LOG_BYTES: Final = 16 << 20  # of one file: some days of a busy node, and an editor still opens it
+LOG_FILES: Final = 4  # that are kept besides it: 80 MiB in all
+# Lines of one kind a minute: what a session can cause (refused connections, broken callbacks) is then at most
+# 16 MB a day, and 64 sessions that are lost at once are still named one by one.
+LINES: Final = 100
+PER_S: Final = 60.0
+KINDS: Final = 1000  # that are counted at once; there are some hundred in the code
+
+
+class _PrivateLog(RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:  # type: ignore[type-arg, unused-ignore]
+        return open(self.baseFilename, "a", encoding="utf-8", errors="replace", opener=private_opener)
+
+
+@define(eq=False)
+class LineLimit:
+    """A filter of log records: at most LINES of a kind (the text before its values are put in) in PER_S. The
+    next line after that says how many were left out. Records with `unlimited` pass.
+    """
+
+    _counts: dict[tuple[str, int, str], tuple[float, int]] = field(factory=dict, init=False)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "unlimited", False):
+            return True
+        kind = (record.name, record.levelno, str(record.msg))
+        began, count = self._counts.get(kind, (record.created, 0))
+        if record.created >= began + PER_S:
+            if count > LINES:
+                record.msg, record.args = (
+                    f"{record.getMessage()} ({count - LINES} more of these lines were left out)",
+                    (),
+                )
+            began, count = record.created, 0
+        remember(self._counts, kind, (began, count + 1), most=KINDS)
+        return count < LINES
+
+
+def open_node_log(state: Path) -> None:
+    """Log to `node.log` in a state folder, which is made. Raises OSError."""
+    private_folder(state)
+    handler = _PrivateLog(state / "node.log", maxBytes=LOG_BYTES, backupCount=LOG_FILES)
+    handler.addFilter(LineLimit())
+    logging.basicConfig(handlers=[handler], level=logging.INFO, format=LOG_FORMAT)
+
+
+# ── bounded logs ──────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
@@ -63,13 +164,15 @@ class BoundedLog:
 def open_bounded_log(path: Path, limit: int) -> Iterator[BoundedLog]:
     """A new log of at most `limit` bytes; its folder is made when it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w+b") as sink:
+    with open(path, "w+b", opener=private_opener) as sink:
         log = BoundedLog(sink, limit)
         try:
             yield log
         finally:
             log.finish()
 
+
+# ── tables ────────────────────────────────────────────────────────────────────
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -52,6 +52,12 @@ def test_a_state_folder_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
         serve.serve(NodeConfig(cpu=True, state_dir=str(tmp_path / "file" / "state")))
 
 
+def test_a_log_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "node.log").mkdir()  # as a file system that is read-only refuses it
+    with pytest.raises(ConfigError, match=r"--state-dir .* cannot be written: .*node.log"):
+        serve.serve(NodeConfig(cpu=True, port=0, state_dir=str(tmp_path)))
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     with (
         listening_socket(Address(host="127.0.0.1", port=0)) as taken,

@@ -1,5 +1,6 @@
 """The journal: order, numbers, positions, and what outlives the process."""
 
+import os
 import sqlite3
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
@@ -425,6 +426,26 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
         assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
     db.close()
+
+
+async def test_a_folder_that_cannot_be_written_is_one_sentence(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "state" / "journal.sqlite.lock").mkdir(parents=True)
+    with pytest.raises(JournalError, match=r"cannot be opened .*make its folder writable"):
+        async with opened():
+            pytest.fail("opened")
+
+
+async def test_its_files_are_private_whatever_the_umask(opened: Open, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with opened() as journal:
+            record(journal, make_trajectory("a"))
+            await journal.flushed()
+            modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "state").iterdir()}
+    finally:
+        os.umask(before)
+    assert set(modes.values()) == {0o600}, modes
+    assert "journal.sqlite-wal" in modes
 
 
 async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) -> None:
