@@ -33,7 +33,7 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from polarnode.core.errors import ConfigError
-from polarnode.http.connections import Connection, Places, refusal_bytes
+from polarnode.http.connections import RECEIVED_BYTES, Connection, Places, refusal_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ LOGGED_S: Final = 10.0
 # refused connections that are given time to read why, and the seconds for it
 REFUSED: Final = 32
 REFUSED_S: Final = 1.0
-# request line and headers: Claude Code, the longest measured, sends under 4 KiB
-HEADERS_BYTES: Final = 64 << 10
 # a peer that reads nothing for this long is gone; a harness that compiles or swaps resumes sooner
 STALLED_MS: Final = 30_000
 ANSWERING_S: Final = 1.0  # time a closing server gives to responses in progress
@@ -161,7 +159,6 @@ def _listener(sock: socket.socket) -> trio.SocketListener:
 
 def _config() -> Config:
     config = Config()
-    config.h11_max_incomplete_size = HEADERS_BYTES
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logger  # Hypercorn's default adds a stderr handler per server
@@ -237,7 +234,7 @@ class _Server:
             with trio.move_on_after(REFUSED_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await stream.send_all(refusal_bytes(503))
                 await stream.send_eof()
-                while await stream.receive_some(HEADERS_BYTES):
+                while await stream.receive_some(RECEIVED_BYTES):
                     pass
         finally:
             self._refused.release()

@@ -356,6 +356,8 @@ HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: node\r\n\r\n"
         (b"GET / a HTTP/1.1\r\nHost: node\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: node\r\n" + b"a: b\r\n" * 300 + b"\r\n", 431),
         (b"GET / HTTP/1.1\r\nHost: node\r\nX: " + b"x" * 80_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: node\r\nX: " + b"x" * 80_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\nHost: node\n" + b"a: b\n" * 300, 431),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
     ],
 )
@@ -364,6 +366,12 @@ async def test_what_is_no_request_of_http1_is_refused_and_closed(sent: bytes, st
     said = await cut(sent)
     assert said.count(b"HTTP/1.1 200") == 0
     assert refusal(said)[0] == status
+
+
+async def test_a_long_head_behind_another_request_is_refused_too() -> None:
+    said = await cut(GET % (b"", b"") + b"GET / HTTP/1.1\r\nHost: node\r\n" + b"a:\r\n" * 20_000 + b"\r\n")
+    assert said.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 431" in said
 
 
 async def test_a_refused_head_request_has_no_body() -> None:
