@@ -22,6 +22,7 @@ from polarnode.sources.reading import (
     build_of,
     inline,
     named,
+    part_of,
     read_dockerfile,
     read_text,
     read_toml,
@@ -143,7 +144,7 @@ class _Image:
 
 
 def _task(folder: Path) -> FoundTask:
-    file = folder / "task.toml"
+    file = part_of(folder, "task.toml")
     raw = _plain(read_toml(file))
     try:
         task = codec.structure(raw, HarborTask)
@@ -154,7 +155,7 @@ def _task(folder: Path) -> FoundTask:
     name = folder.resolve().name
     run: dict[str, Json] = {} if task.agent.timeout_sec is None else {"run_s": task.agent.timeout_sec}
     value: dict[str, Json] = {
-        "instruction": without_marks(read_text(folder / "instruction.md")),
+        "instruction": without_marks(read_text(part_of(folder, "instruction.md"))),
         "runtime": _runtime(task, image),
         "evaluator": _evaluator(task, folder),
         "budgets": {**run, "post_s": task.verifier.timeout_sec + POST_MARGIN_S},
@@ -215,7 +216,7 @@ def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
 
 def _image(environment: HarborEnvironment, folder: Path) -> _Image:
     """The image named in task.toml, otherwise the one that environment/ builds."""
-    file = folder / "environment" / "Dockerfile"
+    file = part_of(folder, "environment/Dockerfile")
     start = read_dockerfile(read_text(file)) if file.is_file() else ContainerStart()
     if environment.docker_image is not None:
         return _Image(name=environment.docker_image, build=None, start=start)
@@ -300,7 +301,7 @@ def _place(artifact: str | Mapping[str, Any]) -> str | None:
 
 def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
     config: dict[str, Json] = {
-        "tests": inline(folder / "tests"),
+        "tests": inline(part_of(folder, "tests")),
         "verifier_timeout": task.verifier.timeout_sec,
     }
     if task.verifier.env:

@@ -26,7 +26,7 @@ from polarnode.sources.polar_spec import (
     evaluator_value,
     runtime_value,
 )
-from polarnode.sources.reading import lines, named, read_json, read_line, read_text, read_yaml
+from polarnode.sources.reading import lines, named, part_of, read_json, read_line, read_text, read_yaml
 from polarnode.sources.values import FoundTask, Overrides, Unread
 
 # ── tasks ──────────────────────────────────────────────────────────────────────
@@ -203,7 +203,10 @@ def _server(server: PolarMcp) -> Json:
 
 
 def _skills(folder: Path) -> dict[str, Json]:
-    found: dict[str, Json] = {file.parent.name: read_text(file) for file in sorted(folder.glob("*/SKILL.md"))}
+    found: dict[str, Json] = {
+        file.parent.name: read_text(part_of(folder, f"{file.parent.name}/SKILL.md"))
+        for file in sorted(folder.glob("*/SKILL.md"))
+    }
     if not found:
         raise Refused(f"{folder} holds no skill: a folder each, with a SKILL.md", path="$.agent.skills_path")
     return found

@@ -81,7 +81,8 @@ def read_yaml(file: Path) -> Any:
         raise Refused(f"{file}: it is not YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise Refused(f"{file}: {DEEP}") from None
-    except ValueError as error:  # a number that is none, such as an integer of five thousand digits
+    # a number that is none, such as an integer of five thousand digits; a tag that its text does not fit
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Refused(f"{file}: it has a value that cannot be read: {error}") from error
     try:
         # parts that refer to each other are small in memory and endless when they are written
@@ -106,21 +107,61 @@ def named(refused: Refused, origin: str) -> Refused:
     return refused if text.startswith(origin) else Refused(f"{origin}: {text}", path=refused.path)
 
 
+def part_of(folder: Path, name: str) -> Path:
+    """A file or folder of a task's folder, which may come from elsewhere. Refused for a link that leads out
+    of the folder, for what is neither a file nor a folder, and for a file too large to travel. It may be
+    absent.
+    """
+    part = folder / name
+    if not _resolved(part).is_relative_to(_resolved(folder)):
+        raise Refused(f"{part} is a link that leads out of {folder}: put the file itself there")
+    _check_readable(part, folder)
+    return part
+
+
+def _check_readable(part: Path, folder: Path) -> None:
+    """Before a file is opened: a pipe would be waited for, and a sparse file take all memory."""
+    try:
+        found = part.stat()
+    except OSError:
+        return  # who reads it says why it cannot be read
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise Refused(f"{part} is neither a file nor a folder: remove it")
+    if stat.S_ISREG(found.st_mode) and found.st_size > LARGEST_FILE:
+        raise Refused(
+            f"{part} makes {folder} too large to travel with the task: put large data into the task's image"
+        )
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # `Path.resolve` raises RuntimeError for a link to itself
+
+
 def below(folder: Path) -> Iterator[tuple[str, Path]]:
     """The files below a folder by relative name, sorted. Refused for devices and for links that lead out of
     the folder.
     """
-    root = folder.resolve()
+    root = _resolved(folder)
     for file in sorted(folder.rglob("*")):
         if file.is_dir() and not file.is_symlink():
             continue
-        if not file.resolve().is_relative_to(root):
+        if not _resolved(file).is_relative_to(root):
             raise Refused(f"{file} is a link that leads out of {folder}: put the file itself there")
         if file.is_dir():
             raise Refused(f"{file} is a link to a folder: put the folder itself there")
         if not file.is_file():
             raise Refused(f"{file} is neither a file nor a folder: remove it")
-        yield file.relative_to(folder).as_posix(), file
+        yield _name_of(file, folder), file
+
+
+def _name_of(file: Path, folder: Path) -> str:
+    """The name of a file below a folder. Refused where it is no UTF-8, because a task is JSON."""
+    name = file.relative_to(folder).as_posix()
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Refused(f"{folder} holds a file named {name!a}: give it a name in UTF-8") from None
+    return name
 
 
 def mode_of(file: Path) -> int:
@@ -139,6 +180,7 @@ def inline(folder: Path) -> dict[str, Json]:
     found: dict[str, Json] = {}
     total = 0
     for name, file in below(folder):
+        _check_readable(file, folder)
         content = read_bytes(file)
         total += len(content)
         if len(content) > LARGEST_FILE or total > LARGEST_FOLDER:
@@ -175,13 +217,15 @@ def _digest(folder: Path, containerfile: str) -> str:
         running.update(
             b"\0".join(
                 (
-                    file.relative_to(folder).as_posix().encode(),
+                    os.fsencode(file.relative_to(folder)),
                     kind,
                     oct(mode_of(file) if kind != b"link" else 0).encode(),
                 )
             )
         )
-        content = os.readlink(file).encode() if kind == b"link" else _hashed(file) if kind == b"file" else b""
+        content = (
+            os.fsencode(os.readlink(file)) if kind == b"link" else _hashed(file) if kind == b"file" else b""
+        )
         running.update(b"\0" + content + b"\0")
     return running.hexdigest()[:24]
 

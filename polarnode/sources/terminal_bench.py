@@ -15,7 +15,16 @@ from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.harbor import POST_MARGIN_S, WORKDIR
-from polarnode.sources.reading import build_of, inline, mode_of, named, read_dockerfile, read_text, read_yaml
+from polarnode.sources.reading import (
+    build_of,
+    inline,
+    mode_of,
+    named,
+    part_of,
+    read_dockerfile,
+    read_text,
+    read_yaml,
+)
 from polarnode.sources.values import FoundTask, Overrides, Unread
 
 NEWER = "Harbor's own `harbor task migrate` rewrites it in the newer form, which is read here"
@@ -68,13 +77,13 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
 
 
 def _task(folder: Path) -> FoundTask:
-    raw = read_yaml(folder / "task.yaml")
+    raw = read_yaml(part_of(folder, "task.yaml"))
     try:
         task = codec.structure(raw, OldTask)
     except Refused as refused:
         raise named(refused, str(folder / "task.yaml")) from refused
     _refuse_what_is_not_simple(task, folder)
-    start = read_dockerfile(read_text(folder / "Dockerfile"))
+    start = read_dockerfile(read_text(part_of(folder, "Dockerfile")))
     build = build_of(folder, "Dockerfile", limit_s=BUILD_S)
     name = folder.resolve().name
     run: dict[str, Json] = {} if task.max_agent_timeout_sec is None else {"run_s": task.max_agent_timeout_sec}
@@ -121,7 +130,7 @@ def _refuse_what_is_not_simple(task: OldTask, folder: Path) -> None:
             raise Refused(f"it has no {name}: {NEWER}")
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (folder / name).is_file():
-            _refuse_compose(read_yaml(folder / name), name)
+            _refuse_compose(read_yaml(part_of(folder, name)), name)
 
 
 def _refuse_compose(raw: Any, name: str) -> None:
@@ -142,11 +151,11 @@ def _refuse_compose(raw: Any, name: str) -> None:
 
 def _tests(folder: Path) -> dict[str, Json]:
     """tests/ unchanged, with the script that runs them; its exit code is the reward."""
-    found = inline(folder / "tests") if (folder / "tests").is_dir() else {}
+    found = inline(part_of(folder, "tests")) if (folder / "tests").is_dir() else {}
     return {
         **found,
         "run-tests.sh": {
-            "text": read_text(folder / "run-tests.sh"),
+            "text": read_text(part_of(folder, "run-tests.sh")),
             "mode": mode_of(folder / "run-tests.sh"),
         },
     }

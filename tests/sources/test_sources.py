@@ -91,6 +91,7 @@ def test_every_kind_has_a_reader() -> None:
         ("t.yaml", "a: &a [*a]", "is nested more than 100 levels deep"),
         ("t.yaml", LAUGHS, "it has more than 100,000 values"),
         ("t.yaml", "a: " + "1" * 5000, "cannot be read"),
+        ("t.yaml", "a: !!bool perhaps", "cannot be read"),
         ("t.yaml", "a: .nan", "a is nan, which JSON has no form for"),
         ("t.yaml", "agent: 1\n2: 3", "it has the key 2, which is no string: quote it"),
         ("t.toml", "a = " + "[" * 3000 + "]" * 3000, "nested too deeply to be read"),

@@ -2,6 +2,7 @@
 noted instead of being dropped.
 """
 
+import os
 import shutil
 from base64 import b64decode
 from pathlib import Path
@@ -353,3 +354,53 @@ def test_its_unknown_fields_are_noted(simple: Path) -> None:
     said: Any = (simple / "task.yaml").read_text() + "disable_asciinema: true\n"
     (simple / "task.yaml").write_text(said)
     assert "disable_asciinema is not used: it has no meaning here" in task(simple, harness="pi").notes
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        ("instruction.md", "secret.txt"),
+        ("task.toml", "secret.txt"),
+        ("tests", "."),
+        ("environment/Dockerfile", "secret.txt"),
+        ("environment", "."),
+    ],
+)
+def test_nothing_from_outside_of_the_folder_gets_into_the_task(tmp_path: Path, name: str, link: str) -> None:
+    """A folder of tasks may come from elsewhere. An instruction is shown to the agent, tests to its container."""
+    shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text('[metadata]\nsecret = "key"\n')
+    (outside / "test.sh").write_text("true")
+    (outside / "Dockerfile").write_text("FROM a\n")
+    part = tmp_path / "hello" / name
+    part.rename(tmp_path / "moved")
+    part.symlink_to(outside / link)
+    assert "is a link that leads out of" in refusal(tmp_path / "hello", "harbor", harness="pi")
+
+
+def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
+    (tmp_path / "hello" / "instruction.md").unlink()
+    os.mkfifo(tmp_path / "hello" / "instruction.md")
+    assert "is neither a file nor a folder" in refusal(tmp_path / "hello", "harbor", harness="pi")
+
+
+def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
+    for name in ("instruction.md", "tests/expected.txt"):
+        file = tmp_path / "hello" / name
+        content = file.read_bytes()
+        os.truncate(file, 1 << 40)  # sparse: it takes no disk, and would take all memory
+        assert "too large to travel" in refusal(tmp_path / "hello", "harbor", harness="pi")
+        file.write_bytes(content)
+
+
+def test_a_file_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
+    odd = os.fsdecode(b"\xff.txt")
+    (tmp_path / "hello" / "environment" / odd).write_text("x")
+    assert task(tmp_path / "hello", "harbor", harness="pi").build is not None  # its image may have any name
+    (tmp_path / "hello" / "tests" / odd).write_text("x")
+    assert "give it a name in UTF-8" in refusal(tmp_path / "hello", "harbor", harness="pi")

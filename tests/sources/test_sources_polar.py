@@ -1,6 +1,7 @@
 """Polar's task files: each field of a TaskRequest is said in our words, noted, or refused; none is lost."""
 
 import json
+import shutil
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -315,3 +316,12 @@ def test_unknown_fields_of_its_parts_are_noted(tmp_path: Path) -> None:
     assert "agent.mood is not used: no TaskRequest has such a field" in notes
     assert "runtime.colour is not used: no TaskRequest has such a field" in notes
     assert len(notes) == 3, "and that it has no evaluator"
+
+
+def test_a_skill_from_outside_of_its_folder_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "polar", tmp_path / "polar")
+    (tmp_path / "secret.txt").write_text("key")
+    skill = tmp_path / "polar" / "skills" / "careful" / "SKILL.md"
+    skill.unlink()
+    skill.symlink_to(tmp_path / "secret.txt")
+    assert "is a link that leads out of" in refusal(tmp_path / "polar" / "task.json", harness="pi")
