@@ -2,15 +2,25 @@
 
 The journal records which events are pending. Everything kept here may be forgotten without loss, so each
 table is bounded. Events of one task are sent in order. An attempt always ends, never raises past `Callbacks`,
-and goes to the task's URL alone: the environment's proxies and credentials are not used, and redirects are
-not followed. The task's `callback_format` selects the body of an event; integrations register their own
-formats.
+and goes to the task's URL alone: the environment's proxies and credentials are not used, redirects are not
+followed, and the address connected to is one that was checked. The task's `callback_format` selects the body
+of an event; integrations register their own formats.
 """
 
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
+from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,6 +28,15 @@ import httpx2
 import trio
 from attrs import define, field, frozen
 
+from polarnode.containers.egress.requests import Resolver, is_own
+from polarnode.containers.egress.rules import (
+    CALLBACK_NETWORKS,
+    Network,
+    meant,
+    never_connected,
+    read_network,
+    within,
+)
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import json_key
 from polarnode.core.errors import PolarnodeError, Refused, boundary
@@ -72,6 +91,91 @@ async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> Callbac
     return CallbackBody(size=size, held=b"".join(kept) if kept or not size else None, pieces=pieces)
 
 
+# ── receivers ──────────────────────────────────────────────────────────────────
+
+LOOKUPS = 8  # names looked up at once: each is a thread that waits
+LOOKUP_S = 10.0  # a resolver asks its servers for 5 s each, and most have two
+ADDRESSES = 4  # tried of one name: the first two of each family get round one that is down
+
+
+class CallbackFailed(PolarnodeError):
+    """An event was not accepted, and why, in words for whoever may read the status."""
+
+    boundary = "client"
+
+
+# One sentence for every kind of silence: whoever may submit a task must not learn from the status which ports
+# of the node's networks are open.
+NO_ANSWER = "it gave no HTTP answer, or none in time: node.log has the reason"
+
+
+def callback_networks(texts: Iterable[str]) -> tuple[Network, ...]:
+    """The networks of the node's setting. Raises ConfigError where one is invalid."""
+    return tuple(read_network(text, "callback_networks") for text in texts)
+
+
+@define(eq=False, kw_only=True)
+class Receivers:
+    """Where callbacks may go: `networks`, and never the node's own sockets or what `never_connected` names.
+
+    `own_ports` are collections of ports that the node listens at on this machine; add to it whatever opens
+    later. A name is looked up once for each attempt, and each address is checked before it is connected to.
+    """
+
+    networks: tuple[Network, ...] = callback_networks(CALLBACK_NETWORKS)
+    own_ports: list[Collection[int]] = field(factory=list)
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
+        factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))
+    )
+    is_own: Callable[[str], bool] = is_own
+
+    def refusal(self, text: str, port: int) -> str | None:
+        """Why no callback goes to an address, as a predicate; None when it may."""
+        address = ip_address(text)
+        if never_connected(address):
+            return "leads to a link-local, metadata, multicast or reserved address, where no callback goes"
+        ours = any(port in ports for ports in self.own_ports)
+        if ours and (meant(address).is_loopback or self.is_own(text)):
+            return "leads to a socket of this node itself: give the address of a receiver"
+        if within(address, self.networks) or within(meant(address), self.networks):
+            return None
+        return (
+            "leads to no network that callbacks may reach: have its network added to the node's setting"
+            " callback_networks"
+        )
+
+    def check(self, url: str) -> None:
+        """Raise Refused for a URL whose host is an address where no callback goes."""
+        parts = urlsplit(url)
+        host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
+        with suppress(ValueError):  # a name
+            reason = self.refusal(str(ip_address(host)), _port(parts.scheme, parts.port))
+            if reason is not None:
+                raise Refused(f"callback_url {reason}", path="$.callback_url")
+
+    async def addresses(self, url: httpx2.URL) -> Sequence[str]:
+        """The addresses of a URL's host that may be connected to, in the order to try them. Raises
+        CallbackFailed when there is none.
+        """
+        port, found = _port(url.scheme, url.port), list[str]()
+        with trio.move_on_after(LOOKUP_S):
+            try:
+                found = list(await self.resolve(url.host, port))
+            except (OSError, UnicodeError) as error:  # socket.gaierror is one
+                logger.info("the callback host %s could not be looked up: %s", url.host, error)
+        reasons = {each: self.refusal(each, port) for each in found}
+        allowed = [each for each, reason in reasons.items() if reason is None]
+        if allowed:
+            return allowed[:ADDRESSES]
+        for each, reason in reasons.items():
+            logger.info("no callback to %s at %s port %d: it %s", url.host, each, port, reason)
+        raise CallbackFailed(next((f"its host {reason}" for reason in reasons.values()), NO_ANSWER))
+
+
+def _port(scheme: str, port: int | None) -> int:
+    return port or (443 if scheme == "https" else 80)
+
+
 # ── one attempt ────────────────────────────────────────────────────────────
 
 # for one POST and its response: a group of long sessions is some hundred megabytes, which a loopback
@@ -82,18 +186,13 @@ ATTEMPT_S = 60.0
 REPLY_BYTES = 64 << 10
 
 
-class CallbackFailed(PolarnodeError):
-    """An event was not accepted, and why."""
-
-    boundary = "client"
-
-
 @frozen(kw_only=True)
 class Poster:
     """Sends events to their receivers. `formats` maps names to the formats other than `event`."""
 
     journal: Journal
     client: httpx2.AsyncClient
+    receivers: Receivers
     formats: Mapping[str, CallbackFormat] = field(factory=dict)
 
     async def send(self, pending: PendingCallback) -> bool:
@@ -111,12 +210,29 @@ class Poster:
             raise CallbackFailed(
                 f"it answered {status}" + (", and redirects are not followed" if 300 <= status < 400 else "")
             )
-        raise CallbackFailed(f"it gave no answer within {ATTEMPT_S:g} s")
+        logger.info("the callback %s took more than %g s", shown(pending.url), ATTEMPT_S)
+        raise CallbackFailed(NO_ANSWER)
 
     async def _post(self, pending: PendingCallback, event: StoredEvent) -> int:
-        """POST a body and return the response's status."""
+        """POST a body to the first of the receiver's addresses that can be connected to, and return the
+        response's status.
+        """
+        url = httpx2.URL(pending.url)
         body = await self._body(event, await self.journal.task(pending.task_id))
+        for address in await self.receivers.addresses(url):
+            try:
+                return await self._post_to(address, url, body, event)
+            except httpx2.ConnectError as error:
+                logger.info("the callback %s at %s: %s", shown(pending.url), address, error)
+            except (httpx2.HTTPError, OSError) as error:
+                logger.info("the callback %s at %s: %s", shown(pending.url), address, error)
+                break  # its body may have been read
+        raise CallbackFailed(NO_ANSWER)
+
+    async def _post_to(self, address: str, url: httpx2.URL, body: CallbackBody, event: StoredEvent) -> int:
+        """POST a body to the very address that was checked; the name in `url` stays in Host and in TLS."""
         headers = {
+            "Host": url.netloc.decode("ascii"),
             "Content-Type": "application/json",
             "Content-Length": str(body.size),
             "Idempotency-Key": event.key,  # the same at every delivery
@@ -125,7 +241,13 @@ class Poster:
         }
         async with aclosing(body.pieces()) as pieces:
             content = pieces if body.held is None else body.held
-            async with self.client.stream("POST", pending.url, content=content, headers=headers) as response:
+            async with self.client.stream(
+                "POST",
+                url.copy_with(host=address),
+                content=content,
+                headers=headers,
+                extensions={"sni_hostname": url.host},
+            ) as response:
                 if int(response.headers.get("content-length", REPLY_BYTES + 1)) <= REPLY_BYTES:
                     await response.aread()
                 return response.status_code
@@ -226,8 +348,17 @@ class Callbacks:
     _expired: int = field(default=0, init=False)
     _pending: int = field(default=0, init=False)
 
+    @property
+    def own_ports(self) -> list[Collection[int]]:
+        """Ports that the node listens at on this machine, to which no callback goes. Add what opens later."""
+        return self.poster.receivers.own_ports
+
     def check(self, spec: TaskSpec) -> None:
-        """Raise Refused for a task whose `callback_format` is not registered."""
+        """Raise Refused for a task whose `callback_format` is not registered, or whose `callback_url` is an
+        address where no callback goes. A name is looked up and checked when an event is sent.
+        """
+        if spec.callback_url is not None:
+            self.poster.receivers.check(spec.callback_url)
         names = (EVENT_FORMAT, *self.poster.formats)
         if spec.callback_format not in names:
             raise Refused(
@@ -378,10 +509,14 @@ class Callbacks:
 
 @asynccontextmanager
 async def open_callbacks(
-    journal: Journal, *, formats: Mapping[str, CallbackFormat] | None = None
+    journal: Journal,
+    *,
+    formats: Mapping[str, CallbackFormat] | None = None,
+    receivers: Receivers | None = None,
 ) -> AsyncIterator[Callbacks]:
     """Send a node's callbacks while the block runs. Events still pending SETTLE_S after its end are sent by
-    the next run of the node. `formats` are registered besides `event`.
+    the next run of the node. `formats` are registered besides `event`; `receivers` are where they may go, by
+    default loopback and private networks.
     """
     limits = httpx2.Limits(max_connections=AT_ONCE + PROBES, max_keepalive_connections=AT_ONCE)
     headers = {"accept-encoding": "identity", "user-agent": "polarnode"}
@@ -391,7 +526,9 @@ async def open_callbacks(
         timeout=None, limits=limits, headers=headers, trust_env=False, follow_redirects=False
     )
     try:
-        poster = Poster(journal=journal, client=client, formats=formats or {})
+        poster = Poster(
+            journal=journal, client=client, receivers=receivers or Receivers(), formats=formats or {}
+        )
         callbacks = Callbacks(journal=journal, poster=poster)
         async with open_background(callbacks.run):
             yield callbacks

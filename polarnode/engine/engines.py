@@ -7,7 +7,7 @@ the body of `open_engines`. What they do on their way out is bounded in `host.py
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
@@ -47,6 +47,12 @@ class Engines:
     _kind: Literal["sglang", "simulated"] = "sglang"
     _versions: list[str] = field(factory=list)
     _update: Update | None = None
+    _ports: set[int] = field(factory=set)
+
+    @property
+    def ports(self) -> Collection[int]:
+        """Ports of this machine that its hosts listen at, as they are taken."""
+        return self._ports
 
     @property
     def vocab_size(self) -> int:
@@ -263,7 +269,7 @@ async def open_hosts(
         kind="sglang" if settings.simulated is None else "simulated",
         versions=[loaded.version if loaded else settings.weight_version],
     )
-    ports = _Ports()
+    ports = _Ports(engines._ports)
     engines._hosts = tuple(
         Host(
             index=index,
@@ -310,7 +316,7 @@ async def _serve(hosts: tuple[Host, ...], service: trio.CancelScope) -> None:
 class _Ports:
     """Ports for torch's rendezvous, each used once: hosts that start together must not race for one."""
 
-    _taken: set[int] = field(factory=set)
+    _taken: set[int]
 
     def take(self) -> int:
         for port in random.sample(PORTS, len(PORTS)):

@@ -14,6 +14,7 @@ from typing import Literal, get_origin
 
 from attrs import field, fields, frozen
 
+from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.core import codec
 from polarnode.core.codec.limits import address, is_loopback, url_fault
 from polarnode.core.codec.tasks import HOST
@@ -87,6 +88,8 @@ class NodeConfig:
     egress: tuple[str, ...] = ()
     # networks such as 10.1.0.0/16 those names may lead to; public addresses alone unless set
     egress_networks: tuple[str, ...] = ()
+    # networks that callbacks may go to; link-local, metadata and the node's own addresses never
+    callback_networks: tuple[str, ...] = CALLBACK_NETWORKS
     # models that judge, by the name evaluators call them
     judges: Mapping[str, JudgeConfig] = field(factory=dict)
     # MiB of the machine's memory left free: less, and no session is begun until there is more
@@ -284,10 +287,11 @@ def _check_egress(config: NodeConfig) -> None:
                 f"egress: {name!r} is no host's name: write it as pypi.example, *.pypi.example or *, without"
                 " scheme, port and path"
             )
-    for network in config.egress_networks:
-        try:
-            ipaddress.ip_network(network)
-        except ValueError as error:
-            raise ConfigError(
-                f"egress_networks: {network!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
-            ) from error
+    for name in ("egress_networks", "callback_networks"):
+        for network in getattr(config, name):
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{name}: {network!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
+                ) from error

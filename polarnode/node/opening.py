@@ -15,12 +15,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from functools import partial
 from pathlib import Path
 from socket import socket
+from urllib.parse import urlsplit
 
 import trio
 from attrs import evolve
 
 from polarnode.api.app import Extension, create_app
-from polarnode.api.callbacks import CallbackFormat, open_callbacks
+from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
 from polarnode.api.routes import CaptureRoutes, WeightsRoutes
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
@@ -180,7 +181,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
     async with (
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
-        open_callbacks(journal, formats=formats) as callbacks,
+        open_callbacks(journal, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         report(f"loading {config.model}")
         model = await trio.to_thread.run_sync(load_node_model, config)
@@ -191,6 +192,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
+            callbacks.own_ports.append(engines.ports)
             images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
             # of both planes: their renderings share two threads
             served, recordings = _served(engines, model), _recordings(config)
@@ -205,6 +207,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                         open_loop_lag() as lag,
                         open_captures(config, journal, scheduler, served, recordings) as captures,
                     ):
+                        callbacks.own_ports.append({urlsplit(captures.base_url).port or 0})
                         node = Node(
                             config=config,
                             journal=journal,
@@ -226,6 +229,14 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                         # not in a finally: who leaves by force gets `interrupted` trajectories at the next
                         # start
                         await node.stop(cancel=True)
+
+
+def _receivers(config: NodeConfig) -> Receivers:
+    """Where callbacks may go. The ports that are fixed are known before anything listens there."""
+    return Receivers(
+        networks=callback_networks(config.callback_networks),
+        own_ports=[{config.port, config.capture_port} - {0}],
+    )
 
 
 def _open_journal(
@@ -359,7 +370,8 @@ def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtime
     )
 
 
-def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
+@asynccontextmanager
+async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     """The trainer's socket of a node, for as long as the block; gives its address."""
     rows = (
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
@@ -376,7 +388,10 @@ def serve_control_plane(node: Node) -> AbstractAsyncContextManager[Address]:
         sessions_dir=_sessions_dir(config),
         extensions=(Extension(rows=rows), polar_extension(node)),
     )
-    return open_server(app, Address(host=config.host, port=config.port), connections=CONTROL_CONNECTIONS)
+    listener = Address(host=config.host, port=config.port)
+    async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:
+        node.callbacks.own_ports.append({address.port})
+        yield address
 
 
 def _stages(config: NodeConfig) -> Stages:

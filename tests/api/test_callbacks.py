@@ -5,6 +5,7 @@ order of its task.
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from journal_samples import make_identity, make_spec, make_trajectory
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
 from polarnode.api.app import create_app
-from polarnode.api.callbacks import Callbacks, open_callbacks, shown
+from polarnode.api.callbacks import Callbacks, Receivers, callback_networks, open_callbacks, shown
 from polarnode.core.backoff import Backoff
+from polarnode.core.errors import ConfigError, Refused
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
+from polarnode.node.config import read_config
 from polarnode.node.node import Node as WholeNode
 from polarnode.trainers.polar import Origin, with_origin
 
@@ -78,10 +81,10 @@ class Node:
 
 
 @asynccontextmanager
-async def open_node(path: Path) -> AsyncIterator[Node]:
+async def open_node(path: Path, receivers: Receivers | None = None) -> AsyncIterator[Node]:
     async with (
         open_journal(path / "journal.sqlite", now=lambda: 1000.0, callback_kinds=KINDS) as journal,
-        open_callbacks(journal, formats=FORMATS) as callbacks,
+        open_callbacks(journal, formats=FORMATS, receivers=receivers) as callbacks,
     ):
         yield Node(journal, callbacks)
 
@@ -181,6 +184,160 @@ async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
     assert all("content-length" in head and "transfer-encoding" not in head for head in receiver.heads)
 
 
+# ── where they go ─────────────────────────────────────────────────────────────
+
+
+def at(
+    answers: dict[str, list[str]], *, own: tuple[str, ...] = (), ports: tuple[int, ...] = (), **more: Any
+) -> Receivers:
+    """Receivers with a resolver that knows these names alone, and looks up nothing."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        await trio.lowlevel.checkpoint()
+        if host not in answers:
+            raise OSError("no such name")
+        return answers[host]
+
+    return Receivers(resolve=resolve, is_own=lambda text: text in own, own_ports=[ports], **more)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "reason"),
+    [
+        ("127.0.0.1", 9000, None),
+        ("::1", 9000, None),
+        ("10.1.2.3", 80, None),
+        ("::ffff:192.168.1.1", 80, None),
+        ("100.64.0.9", 80, None),
+        ("fd12::1", 80, None),
+        ("169.254.169.254", 80, "link-local, metadata"),
+        ("::ffff:169.254.169.254", 80, "link-local, metadata"),
+        ("64:ff9b::a9fe:a9fe", 80, "link-local, metadata"),
+        ("2002:a9fe:a9fe::1", 80, "link-local, metadata"),
+        ("fe80::1", 80, "link-local, metadata"),
+        ("fe80::1%eth0", 80, "link-local, metadata"),
+        ("fd00:ec2::254", 80, "link-local, metadata"),
+        ("100.100.100.200", 80, "link-local, metadata"),
+        ("168.63.129.16", 80, "link-local, metadata"),
+        ("192.0.0.192", 80, "link-local, metadata"),
+        ("0.0.0.0", 80, "link-local, metadata"),
+        ("::", 80, "link-local, metadata"),
+        ("0.1.2.3", 80, "link-local, metadata"),
+        ("224.0.0.1", 80, "link-local, metadata"),
+        ("ff02::1", 80, "link-local, metadata"),
+        ("255.255.255.255", 80, "link-local, metadata"),
+        ("240.0.0.1", 80, "link-local, metadata"),
+        ("fec0::1", 80, "link-local, metadata"),
+        ("::127.0.0.1", 80, "link-local, metadata"),
+        ("93.184.216.34", 443, "callback_networks"),
+        ("2606:4700::1111", 443, "callback_networks"),
+        ("127.0.0.1", 8080, "a socket of this node itself"),
+        ("127.3.2.1", 8080, "a socket of this node itself"),
+        ("::ffff:127.0.0.1", 8080, "a socket of this node itself"),
+        ("10.0.0.5", 8080, "a socket of this node itself"),
+        ("10.0.0.6", 8080, None),
+    ],
+)
+def test_where_a_callback_may_go(address: str, port: int, reason: str | None) -> None:
+    receivers = at({}, own=("10.0.0.5",), ports=(8080,))
+    found = receivers.refusal(address, port)
+    assert found is None if reason is None else reason in str(found)
+    everywhere = at({}, own=("10.0.0.5",), ports=(8080,), networks=callback_networks(["0.0.0.0/0", "::/0"]))
+    if reason is not None and reason != "callback_networks":
+        assert everywhere.refusal(address, port) == found  # a setting does not open these
+    else:
+        assert everywhere.refusal(address, port) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "link-local, metadata"),
+        ("http://[::ffff:169.254.169.254]:80/", "link-local, metadata"),
+        ("http://93.184.216.34/", "callback_networks"),
+        ("http://localhost:8080/v1/tasks", "a socket of this node itself"),
+        ("http://127.0.0.1:8080/v1/tasks", "a socket of this node itself"),
+        ("https://127.0.0.1/", "a socket of this node itself"),
+    ],
+)
+def test_an_address_where_no_callback_goes_is_refused_at_submission(url: str, reason: str) -> None:
+    receivers = at({}, ports=(8080, 443))
+    with pytest.raises(Refused, match=f"^callback_url leads to .*{reason}") as refused:
+        receivers.check(url)
+    assert refused.value.path == "$.callback_url"
+    for taken in ("http://127.0.0.1:8081/", "http://trainer.example:8080/", "http://10.0.0.1/"):
+        receivers.check(taken)
+
+
+async def test_the_address_that_was_checked_is_the_one_connected_to(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    """A name that answers with another address at each look-up gains nothing: it is looked up once an attempt,
+    and the name itself is never connected to.
+    """
+    port = receiver.url.rpartition(":")[2].partition("/")[0]
+    answers = {"trainer.invalid": ["169.254.169.254", "93.184.216.34", "127.0.0.1"]}
+    url = f"http://trainer.invalid:{port}/taken?secret=1"
+    async with open_node(tmp_path, at(answers)) as node:
+        node.whole("t", url)
+        await receiver.until(3)
+        await node.settled()
+    assert receiver.keys == of("t")
+    assert {head["host"] for head in receiver.heads} == {f"trainer.invalid:{port}"}
+
+
+async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiver: Receiver) -> None:
+    """Neither by address nor by a name for it; the event stays pending, and is sent once it may be."""
+    port = int(receiver.url.rpartition(":")[2].partition("/")[0])
+    receivers = at({"inside.invalid": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}, ports=(port,))
+    async with open_node(tmp_path, receivers) as node:
+        node.whole("direct", receiver.url)
+        node.whole("named", f"http://inside.invalid:{port}/")
+        with trio.fail_after(60):
+            while len(node.callbacks.statistics().trouble) < 2:  # noqa: ASYNC110 (another task's table)
+                await trio.sleep(0.02)
+        assert receiver.heads == []
+        assert await node.journal.pending_callback_count() == 6
+        troubles = set(node.callbacks.statistics().trouble.values())
+        assert troubles == {"its host leads to a socket of this node itself: give the address of a receiver"}
+        receivers.own_ports.clear()
+        await receiver.until(6)
+        await node.settled()
+
+
+async def test_the_status_is_no_scanner_of_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed port, one that speaks another protocol, one that is silent and a name that is none read alike."""
+    monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
+
+    async def speaks(stream: trio.SocketStream) -> None:
+        await stream.send_all(b"220 mail.example ESMTP\r\n")
+
+    async def is_silent(stream: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
+    known = at({"127.0.0.1": ["127.0.0.1"]})
+    async with trio.open_nursery() as nursery, open_node(tmp_path, known) as node:
+        urls = ["http://127.0.0.1:1/", "http://no-such-host.invalid/"]
+        for handler in (speaks, is_silent):
+            [listener] = await nursery.start(partial(trio.serve_tcp, handler, 0, host="127.0.0.1"))
+            urls.append(f"http://127.0.0.1:{listener.socket.getsockname()[1]}/")
+        for number, url in enumerate(urls):
+            node.whole(f"t{number}", url)
+        with trio.fail_after(60):
+            while len(node.callbacks.statistics().trouble) < len(urls):  # noqa: ASYNC110 (another task's table)
+                await trio.sleep(0.02)
+        assert set(node.callbacks.statistics().trouble.values()) == {callbacks.NO_ANSWER}
+        nursery.cancel_scope.cancel()
+
+
+def test_networks_that_are_none_are_no_setting() -> None:
+    with pytest.raises(ConfigError, match=r"callback_networks: '10.1.2.3/8' is no network .* write it as"):
+        read_config(flags={"callback_networks": ["10.1.2.3/8"], "cpu": True})
+    assert read_config(flags={"callback_networks": ["203.0.113.0/24"], "cpu": True}).callback_networks == (
+        "203.0.113.0/24",
+    )
+
+
 # ── until it is taken ─────────────────────────────────────────────────────────
 
 
@@ -207,7 +364,7 @@ async def test_who_hangs_is_left_and_asked_again(
     receiver.manner = "hang"
     node.whole("t", receiver.url)
     await receiver.until_asked(2)
-    assert "no answer within" in node.callbacks.statistics().trouble[receiver.url]
+    assert node.callbacks.statistics().trouble[receiver.url] == callbacks.NO_ANSWER
     receiver.manner = "take"
     await receiver.until(3)
     await node.settled()

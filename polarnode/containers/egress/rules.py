@@ -1,4 +1,5 @@
-"""What a container may reach, as plain rules: the names it requests, and the addresses they lead to.
+"""What a container may reach, as plain rules: the names it requests, and the addresses they lead to; and
+where callbacks may go.
 
 Pure. Two separate questions: may this name be reached (the task's list), and may this address be connected to
 (the node's networks). The second is asked of the very address that is then used, so a name that changes its
@@ -9,6 +10,7 @@ that two programs read differently is how such lists are bypassed.
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from attrs import frozen
 
@@ -36,6 +38,22 @@ NOT_PUBLIC = (  # what Python's own table takes for public
 )
 # the IPv4 world as a network with IPv6 alone sees it: the address is in the last 32 bits
 TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+LOCAL_V6 = ipaddress.IPv6Network("fc00::/7")
+# where clouds answer a machine with its credentials, outside the link-local networks
+METADATA = (
+    ipaddress.ip_network("100.100.100.200/32"),  # Alibaba
+    ipaddress.ip_network("168.63.129.16/32"),  # Azure
+    ipaddress.ip_network("192.0.0.192/32"),  # Oracle
+    ipaddress.ip_network("fd00:ec2::254/128"),  # Amazon
+    ipaddress.ip_network("fd20:ce::254/128"),  # Google
+)
+# Loopback and private networks, where trainers and Polar's bridges listen. A public receiver is the
+# operator's choice: an event holds whole trajectories, and whoever may submit a task chooses its URL.
+CALLBACK_NETWORKS: Final = (
+    *("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
+    *("100.64.0.0/10", "fc00::/7"),
+)
+THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")  # Linux connects 0.0.0.0 to itself
 
 
 @frozen(kw_only=True)
@@ -84,7 +102,7 @@ class EgressRules:
         return self._in_networks(ipaddress.ip_address(text))
 
     def _in_networks(self, address: Address) -> bool:
-        return _within(address, self.networks) or _within(_meant(address), self.networks)
+        return within(address, self.networks) or within(meant(address), self.networks)
 
 
 def egress_rules(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
@@ -94,13 +112,13 @@ def egress_rules(names: Iterable[str], networks: Iterable[str]) -> EgressRules:
     return EgressRules(names=tuple(map(spelled, names)), networks=tuple(map(read_network, networks)))
 
 
-def read_network(text: str) -> Network:
+def read_network(text: str, setting: str = "egress_networks") -> Network:
     """A network of the node's settings. Raises ConfigError where it is invalid."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
         raise ConfigError(
-            f"setting egress_networks: {text!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
+            f"setting {setting}: {text!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
         ) from error
 
 
@@ -145,17 +163,33 @@ def is_public(address: Address) -> bool:
     """Whether an address is a public unicast one: not this machine, its networks, a cloud's metadata,
     multicast or documentation.
     """
-    meant = _meant(address)
-    if meant.is_multicast or meant.is_reserved or not meant.is_global or _within(meant, NOT_PUBLIC):
+    means = meant(address)
+    if means.is_multicast or means.is_reserved or not means.is_global or within(means, NOT_PUBLIC):
         return False
-    return meant.version == 4 or (meant in GLOBAL_V6 and meant.sixtofour is None and meant.teredo is None)
+    return means.version == 4 or (means in GLOBAL_V6 and means.sixtofour is None and means.teredo is None)
 
 
-def _within(address: Address, networks: Iterable[Network]) -> bool:
+def never_connected(address: Address) -> bool:
+    """Whether the node itself never connects there, whatever its settings: link-local addresses, a cloud's
+    metadata, multicast, unspecified and reserved ones, and IPv6 that tunnels to an address not seen here.
+    """
+    means = meant(address)
+    if means.is_loopback:
+        return False
+    if means.is_link_local or means.is_multicast or means.is_unspecified or within(means, METADATA):
+        return True
+    if isinstance(means, ipaddress.IPv4Address):
+        return means.is_reserved or within(means, (THIS_NETWORK,))
+    tunnels = means.sixtofour is not None or means.teredo is not None
+    return tunnels or not within(means, (GLOBAL_V6, LOCAL_V6))
+
+
+def within(address: Address, networks: Iterable[Network]) -> bool:
+    """Whether some network holds the address."""
     return any(address.version == network.version and address in network for network in networks)
 
 
-def _meant(address: Address) -> Address:
+def meant(address: Address) -> Address:
     """The IPv4 address inside an IPv6 one, where the latter only wraps it."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
