@@ -207,7 +207,6 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                         open_loop_lag() as lag,
                         open_captures(config, journal, scheduler, served, recordings) as captures,
                     ):
-                        callbacks.own_ports.append({urlsplit(captures.base_url).port or 0})
                         node = Node(
                             config=config,
                             journal=journal,
@@ -390,7 +389,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     )
     listener = Address(host=config.host, port=config.port)
     async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:
-        node.callbacks.own_ports.append({address.port})
+        node.callbacks.own_ports.append({address.port, urlsplit(node.captures.base_url).port or 0})
         yield address
 
 

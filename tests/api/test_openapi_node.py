@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 
+from polarnode.core.errors import Refused
+from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.node.config import NodeConfig
 from polarnode.node.opening import open_node, serve_control_plane
 
+SPEC = TaskSpec(instruction="Do it.", harness=HarnessSpec(name="pi"))
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 # See tests/api/test_openapi.py. What was deleted here is ended, and still told (`use_after_free`). A stream
 # has no end; a group of processes is waited for until it is there.
@@ -37,6 +41,11 @@ async def test_a_node_keeps_what_its_document_promises(tmp_path: Path) -> None:
     )
     with trio.fail_after(600):
         async with open_node(settings, report=print) as node, serve_control_plane(node) as address:
+            # while it is here: its own sockets are no place for its callbacks
+            for own in (f"http://127.0.0.1:{address.port}", node.captures.base_url):
+                with pytest.raises(Refused, match="a socket of this node itself"):
+                    node.callbacks.check(evolve(SPEC, callback_url=f"{own}/v1/tasks"))
+            assert any(port in range(22_000, 30_000) for ports in node.callbacks.own_ports for port in ports)
             command = [
                 PROGRAM,
                 "run",
