@@ -1,8 +1,15 @@
-"""Questions to a judge: the evidence fence, the form of the answer, and the rubric that makes it a reward.
+"""Questions to a judge: the evidence fence, the form of the answer, the rubric that makes it a reward, and
+`llm_judge`.
 
 The mark of a fence is derived from the texts it encloses, so that none of them can contain it. An answer that
 does not fit its form is requested once more with the reason; if it does not fit again, the evaluator fails.
-Invariant: no score is guessed, clipped to its scale or dropped.
+Invariants: no score is guessed, clipped to its scale or dropped; the agent's text reaches a judge only as
+fenced evidence; a judge without a valid answer is an error, never a reward of 0.
+
+`llm_judge`: one of the node's judges scores a session by a rubric. Config: `judge` (a name in the node's
+settings); `rubric` (text) and/or `criteria` (name, description, weight, scale); `show` (what of the session
+the judge sees); `max_tokens` and `temperature` of the answer. The reward is the weighted mean of the scores,
+each scaled to 0..1.
 """
 
 import re
@@ -17,8 +24,9 @@ from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Judge, Question
-from polarnode.evaluators.contract import ROOT, Allowed
-from polarnode.evaluators.judge_evidence import QUOTE
+from polarnode.core.trajectory import Outcome, Verdict
+from polarnode.evaluators.contract import ROOT, Allowed, Evaluator, Finished, read
+from polarnode.evaluators.judge_evidence import QUOTE, Evidence, ShowConfig, check_show, evidence
 
 
 @frozen(kw_only=True)
@@ -358,3 +366,90 @@ def _check(each: CriterionConfig, before: Sequence[str], path: str) -> None:
     for holds, name, sentence in laws:
         if not holds:
             raise Refused(f"{name} {sentence}", path=f"{path}.{name}")
+
+
+# ── llm_judge ──────────────────────────────────────────────────────────────────
+
+INTRODUCTION = (
+    "You judge the work of an AI agent. You are shown the task it was given and evidence of what it did, and"
+    " you score it by the criteria below. Judge only what the evidence shows: what the agent claims and"
+    " nothing bears out did not happen."
+)
+
+
+@frozen(kw_only=True)
+class LlmJudgeConfig:
+    """The shape of `evaluator.config`."""
+
+    judge: str
+    rubric: str | None = None
+    criteria: tuple[CriterionConfig, ...] = ()
+    show: ShowConfig = field(factory=ShowConfig)
+    max_tokens: int = 2048  # a reason and a score for each criterion; a judge that thinks aloud needs more
+    temperature: float = 0.0  # the same session, the same reward, as far as the endpoint can
+
+
+def evaluator(allowed: Allowed) -> Evaluator:
+    """The evaluator for a node with these judges. It reads the workdir in place, so no copy is made."""
+
+    def check(config: Mapping[str, Json]) -> None:
+        check_judge(read_config(config).judge, allowed, f"{ROOT}.judge")
+
+    return Evaluator(name="llm_judge", evaluate=evaluate, check=check, copies=False)
+
+
+def read_config(config: Mapping[str, Json]) -> LlmJudgeConfig:
+    """The config, or a refusal naming the field."""
+    found = read(config, LlmJudgeConfig)
+    rubric_of(found.rubric, found.criteria)
+    check_show(found.show)
+    check_answer(max_tokens=found.max_tokens, temperature=found.temperature, path=ROOT)
+    return found
+
+
+async def evaluate(finished: Finished) -> Verdict:
+    """Show the session, ask, and weigh the scores."""
+    config = read_config(finished.config)
+    judge = finished.judge(config.judge)
+    rubric = rubric_of(config.rubric, config.criteria)
+    shown = await evidence(finished, config.show)
+    answered = await answers(
+        judge,
+        [
+            JudgeRequest(
+                question=_question(config, rubric, finished.outcome, shown),
+                read=lambda value: read_scores(rubric, value),
+            )
+        ],
+    )
+    (scores,) = answered.found
+    metrics: dict[str, Json] = {
+        "judge": config.judge,
+        "criteria": rubric.metrics(scores),
+        "misfits": answered.misfits,
+    }
+    return Verdict(reward=rubric.reward(scores), metrics=metrics)
+
+
+def _question(
+    config: LlmJudgeConfig, rubric: Rubric, outcome: Outcome, shown: Sequence[Evidence]
+) -> Question:
+    fence = fence_of([each.text for each in shown])
+    system = "\n\n".join(
+        [
+            INTRODUCTION,
+            fence.instructions,
+            rubric.as_text(),
+        ]
+    )
+    ended = (
+        "How the session ended:"
+        f" {outcome.status}{'' if outcome.exit_code is None else f', exit code {outcome.exit_code}'}."
+    )
+    evidences = [fence.around(each.name, each.text) for each in shown]
+    user = "\n\n".join(
+        [*evidences, ended, "The evidence is complete. Score each criterion, its reason first."]
+    )
+    return question(
+        system, user, schema=rubric.schema(), max_tokens=config.max_tokens, temperature=config.temperature
+    )

@@ -16,7 +16,7 @@ from polarnode.core.errors import EvaluatorError, Refused, RuntimeFault, boundar
 from polarnode.core.plugins import load_value
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import command, harbor, llm_judge, swebench, test_on_output, turn_rewards
+from polarnode.evaluators import command, harbor, judging, swebench, test_on_output, turn_rewards
 from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_rewards, finite, summed
 
 # ── weighted sum ───────────────────────────────────────────────────────────────
@@ -142,7 +142,7 @@ def _together(verdicts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
 # ── lookup ─────────────────────────────────────────────────────────────────────
 
 MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {
-    "llm_judge": llm_judge.evaluator,
+    "llm_judge": judging.evaluator,
     "turn_rewards": turn_rewards.evaluator,
 }
 ALIKE: Final = (

@@ -1,21 +1,394 @@
 """`swebench`: judge instances of SWE-bench and SWE-Gym with the `swebench` package's log parsers and grader.
 
-The agent's patch is applied to a clean copy of the instance's image, then the instance's own tests.
-Invariant: no file of the agent stands in the place of a test, and a log must hold the script's marks
-exactly once. A wrong image or row is an EvaluatorError; a wrong patch is a reward of 0.
+The agent's patch is applied to a clean copy of the instance's image, then the instance's own tests. Importing
+`swebench.harness` would import docker, datasets and modal and read a .env file into the node's environment.
+The parts that judge are imported without them, once, and sys.modules is restored afterwards. They are no
+public interface, so that other versions of the package are refused.
+
+Rows of swebench 5 bring `eval_script` and `log_parser`. Other rows need a test command: the task's, or the
+one that SWE-Gym's fork of the package runs for the repository. Invariants: Polar's config keys are accepted
+unchanged, a row that cannot be judged is refused at submission, no file of the agent stands in the place of a
+test, and a log must hold the script's marks exactly once. A wrong image or row is an EvaluatorError; a wrong
+patch is a reward of 0.
 """
 
+import json
 import os
-from collections.abc import Mapping
-from typing import Any, cast
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module, metadata, util
+from types import ModuleType
+from typing import Any, Final, cast
+
+from attrs import frozen
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import EvaluatorError, boundary
+from polarnode.core.errors import EvaluatorError, Refused, boundary
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import patches, swebench_specs
+from polarnode.evaluators import contract, patches
 from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script, shown
-from polarnode.evaluators.swebench_specs import Package, Spec, SwebenchConfig, read_config, read_spec
+
+# ── config ─────────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class SwebenchConfig:
+    """The shape of `evaluator.config`."""
+
+    instance: Mapping[str, Json]
+    test_command: str | None = None
+    install_command: str | None = None
+    log_parser: str | None = None
+    repo_dir: str = "/testbed"
+    patch_command: str | None = None
+    exclude_patterns: tuple[str, ...] = ()
+    # git takes seconds, and a minute at a load of twenty times the cores, which is not the agent's fault
+    apply_timeout: float = 300.0
+    test_timeout: float = 1800.0  # swebench's default for one instance; budgets.post_s applies too
+    user: str | None = None
+
+
+def read_config(config: Mapping[str, Json]) -> SwebenchConfig:
+    """Parse `evaluator.config`. Refused with the field's name if it is wrong."""
+    read = contract.read(config, SwebenchConfig)
+    contract.absolute("repo_dir", read.repo_dir)
+    contract.seconds("apply_timeout", read.apply_timeout)
+    contract.seconds("test_timeout", read.test_timeout)
+    contract.command("test_command", read.test_command)
+    contract.command("install_command", read.install_command)
+    contract.command("patch_command", read.patch_command)
+    return read
+
+
+def text(instance: Mapping[str, Json], name: str, *, default: str | None = None) -> str:
+    """A column that must hold text."""
+    value = instance.get(name)
+    if isinstance(value, str) and value:
+        return value
+    if default is not None and value in (None, ""):
+        return default
+    raise _column(name, "must be a text" if value not in (None, "") else "is missing from this row")
+
+
+def names(instance: Mapping[str, Json], name: str) -> tuple[str, ...]:
+    """A column of test names: a list, or a list as JSON text as in the published datasets."""
+    value: object = instance.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _column(name, f"is no JSON: {error}") from error
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(each, str) for each in value)
+    ):
+        raise _column(name, "must be a list of names of tests")
+    return tuple(value)
+
+
+def _column(name: str, message: str) -> Refused:
+    return Refused(f"instance.{name} {message}", path=f"{contract.ROOT}.instance.{name}")
+
+
+# ── package ────────────────────────────────────────────────────────────────────
+
+VERSION = "5.0.2"
+INSTALL = f"pip install --no-deps swebench=={VERSION} unidiff"
+PACKAGES: Final = ("swebench", "swebench.harness")  # whose __init__ imports the rest
+ABSENT: Final = (
+    "datasets",
+    "dotenv",
+)  # imported by swebench.harness.utils for functions that are not called here
+Parser = Callable[[str, Any], Mapping[str, str]]
+
+
+@frozen(kw_only=True)
+class Package:
+    """The parts of the swebench package that the evaluator uses."""
+
+    parsers: Mapping[str, Parser]
+    make_test_spec: Callable[[dict[str, Any]], Any]
+    get_eval_report: Callable[..., dict[str, Any]]
+    test_spec: Callable[..., Any]
+    start: str
+    end: str
+    exit_code: str
+
+
+def load() -> Package:
+    """Import the package's parts, or raise with how to install it."""
+    try:
+        found = metadata.version("swebench")
+    except metadata.PackageNotFoundError:
+        raise Refused(
+            f"the swebench evaluator needs the swebench package on the node: {INSTALL}",
+            path="$.evaluator.name",
+        ) from None
+    if found != VERSION:
+        raise Refused(
+            f"the swebench evaluator needs swebench {VERSION} and the node has {found}: {INSTALL}",
+            path="$.evaluator.name",
+        )
+    return _load()
+
+
+@cache
+def _load() -> Package:
+    with _alone():
+        constants = import_module("swebench.harness.constants")
+        grading = import_module("swebench.harness.grading")
+        utils = import_module("swebench.harness.utils")
+        types = import_module("swebench.types")
+    return Package(
+        parsers=grading.PARSER_REGISTRY,
+        make_test_spec=utils.make_test_spec,
+        get_eval_report=grading.get_eval_report,
+        test_spec=types.TestSpec,
+        start=constants.START_TEST_OUTPUT,
+        end=constants.END_TEST_OUTPUT,
+        exit_code=constants.TEST_EXIT_CODE,
+    )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside this context the packages are imported without their __init__ and the absent modules are stubs.
+    On exit sys.modules is restored.
+    """
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _concerned(name)}
+    try:
+        sys.modules.update({name: _package(name) for name in PACKAGES})
+        sys.modules.update({name: _Nothing(name) for name in ABSENT})
+        yield
+    finally:
+        for name in [name for name in sys.modules if _concerned(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _concerned(name: str) -> bool:
+    return name.partition(".")[0] in ("swebench", *ABSENT)
+
+
+def _package(name: str) -> ModuleType:
+    """An empty package that only has the path of its modules."""
+    top = util.find_spec(name.partition(".")[0])
+    if top is None or not top.submodule_search_locations:
+        raise Refused(f"the swebench package cannot be read: {INSTALL}", path="$.evaluator.name")
+    module = ModuleType(name)
+    module.__path__ = [f"{top.submodule_search_locations[0]}/{'/'.join(name.split('.')[1:])}".rstrip("/")]
+    return module
+
+
+class _Nothing(ModuleType):
+    """A module whose every attribute is a function that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*arguments: object, **named: object) -> None:
+    return None
+
+
+# ── specs ──────────────────────────────────────────────────────────────────────
+
+# swebench's constant for a script that the runner does not get
+NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+PYTEST = "parse_log_pytest"
+# require a status for every test; the package's other mode counts a missing one as passed
+BOTH = "pass_and_fail"
+CASES: Final = re.compile(r"\[case ([^\]\s]+)\]")
+
+
+@frozen(kw_only=True)
+class Command:
+    """A repository's test command. With `cases` it takes names of mypy's test cases instead of files."""
+
+    test: str
+    before: str = ""
+    cases: bool = False
+
+
+# The test commands of SWE-Gym's fork of the package, by repository in lower case; all outputs are parsed as
+# pytest's. Install steps that need the network are left out and compile steps are kept: the images are
+# already installed.
+SWE_GYM: Final[Mapping[str, Command]] = {
+    "getmoto/moto": Command(test="pytest -n0 -rA"),
+    "python/mypy": Command(test="pytest -n0 -rA -k", cases=True),
+    "conan-io/conan": Command(test="pytest -n0 -rA", before='export PYTHONPATH="${PYTHONPATH:-}:$(pwd)"'),
+    "dask/dask": Command(test="pytest -n0 -rA --color=no"),
+    "project-monai/monai": Command(test="pytest -rA"),
+    "iterative/dvc": Command(test="pytest -rA"),
+    "bokeh/bokeh": Command(test="pytest -rA -n0"),
+    "modin-project/modin": Command(test="pytest -n0 -rA"),
+    "pydantic/pydantic": Command(
+        test="pytest -rA --tb=short -vv -o console_output_style=classic --no-header"
+    ),
+    "pandas-dev/pandas": Command(
+        test="pytest -rA --tb=long",
+        before="python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true",
+    ),
+    "facebookresearch/hydra": Command(test="pytest -rA --tb=long"),
+}
+
+
+@frozen(kw_only=True)
+class Spec:
+    """How one instance is tested.
+
+    `test_patch` is applied before `script` runs, unless the script does it. `own` is the package's TestSpec.
+    `test_files` are the paths that the test patch names; the agent's versions of them are discarded.
+    """
+
+    own: Any
+    script: str
+    base_commit: str
+    test_files: tuple[str, ...]
+    test_patch: bytes | None = None
+
+
+def read_spec(config: SwebenchConfig, package: Package) -> Spec:
+    """The instance's spec. Refused if neither its row nor the task says how it is tested."""
+    instance = config.instance
+    test_patch = text(instance, "test_patch").encode()
+    files = patches.paths(test_patch)
+    if not files:
+        raise Refused(
+            "instance.test_patch is no patch in git's format: no file begins in it",
+            path=f"{contract.ROOT}.instance.test_patch",
+        )
+    base, repo = text(instance, "base_commit"), text(instance, "repo")
+    if config.test_command is None and instance.get("eval_script"):
+        own = package.make_test_spec(_row(instance, package))
+        return Spec(own=own, script=own.eval_script, base_commit=base, test_files=files)
+    command = (
+        Command(test=config.test_command) if config.test_command is not None else SWE_GYM.get(repo.lower())
+    )
+    if command is None:
+        raise Refused(
+            f"nothing says how {repo} is tested: take the dataset's rows of swebench 5, which have"
+            " eval_script and log_parser, or give a test_command",
+            path=f"{contract.ROOT}.instance.eval_script",
+        )
+    lines = _lines(config, command, test_patch, files, package)
+    return Spec(
+        own=_own(config, lines, package),
+        script=_script(lines),
+        base_commit=base,
+        test_files=files,
+        test_patch=test_patch,
+    )
+
+
+# ── rows with a script ─────────────────────────────────────────────────────────
+
+
+def _row(instance: Mapping[str, Json], package: Package) -> dict[str, Any]:
+    """Check the columns from which the package makes its spec: the package itself does not report what is
+    wrong.
+    """
+    if instance.get("image_assets") not in (None, "", "{}", {}):
+        raise Refused(
+            "instance.image_assets are fetched from their URLs, which is not done here",
+            path=f"{contract.ROOT}.instance.image_assets",
+        )
+    return {
+        "instance_id": text(instance, "instance_id"),
+        "image": text(instance, "image", default="-"),
+        "repo": text(instance, "repo"),
+        "version": text(instance, "version", default="-"),
+        "FAIL_TO_PASS": list(names(instance, "FAIL_TO_PASS")),
+        "PASS_TO_PASS": list(names(instance, "PASS_TO_PASS")),
+        "log_parser": _parser_of(text(instance, "log_parser"), package, "instance.log_parser"),
+        "eval_type": _eval_type(text(instance, "eval_type", default=BOTH)),
+        "eval_script": text(instance, "eval_script"),
+    }
+
+
+def _eval_type(name: str) -> str:
+    if name not in (BOTH, "fail_only"):
+        raise Refused(
+            f"instance.eval_type is {name!r:.40}: it is {BOTH} or fail_only",
+            path=f"{contract.ROOT}.instance.eval_type",
+        )
+    return name
+
+
+def _parser_of(parser: str, package: Package, name: str) -> str:
+    if parser not in package.parsers:
+        raise Refused(
+            f"{name} {parser!r:.60} is none of swebench's: {', '.join(sorted(package.parsers))}",
+            path=f"{contract.ROOT}.{name}",
+        )
+    return parser
+
+
+# ── rows with a test command ───────────────────────────────────────────────────
+
+
+def _own(config: SwebenchConfig, lines: list[str], package: Package) -> Any:
+    instance = config.instance
+    return package.test_spec(
+        instance_id=text(instance, "instance_id"),
+        image=text(instance, "image", default="-"),
+        eval_script_list=lines,
+        repo=text(instance, "repo"),
+        version=text(instance, "version", default="-"),
+        FAIL_TO_PASS=list(names(instance, "FAIL_TO_PASS")),
+        PASS_TO_PASS=list(names(instance, "PASS_TO_PASS")),
+        log_parser=_parser_of(config.log_parser or PYTEST, package, "log_parser"),
+        eval_type=BOTH,
+    )
+
+
+def _lines(
+    config: SwebenchConfig, command: Command, test_patch: bytes, files: tuple[str, ...], package: Package
+) -> list[str]:
+    """The script in the package's order: environment, install, then the test between two marks, then its exit
+    code.
+    """
+    tests = (
+        command.test
+        if config.test_command is not None
+        else f"{command.test} {_chosen(command, test_patch, files)}"
+    )
+    return [
+        (
+            "if [ -f /opt/miniconda3/bin/activate ]; then set +ux; . /opt/miniconda3/bin/activate; conda"
+            " activate testbed; set -ux; fi"
+        ),
+        f"cd {shlex.quote(config.repo_dir)}",
+        *filter(None, [command.before, config.install_command]),
+        f": '{package.start}'",
+        tests,
+        "polarnode_exit_code=$?",
+        f": '{package.end}'",
+        f'echo "{package.exit_code}: $polarnode_exit_code"',
+    ]
+
+
+def _script(lines: list[str]) -> str:
+    return "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
+
+
+def _chosen(command: Command, test_patch: bytes, files: tuple[str, ...]) -> str:
+    """The tests to run: the files that exist after the test patch, or names of mypy's test cases."""
+    if command.cases:
+        return shlex.quote(" or ".join(dict.fromkeys(CASES.findall(test_patch.decode("utf-8", "replace")))))
+    gone = {path for path, section in patches.sections(test_patch) if b"\ndeleted file mode " in section}
+    return shlex.join(path for path in files if path not in gone and not path.endswith(NO_TESTS))
+
+
+# ── evaluation ────────────────────────────────────────────────────────────────
 
 SCRIPT = "/tmp/polarnode-eval/eval.sh"
 KINDS = ("FAIL_TO_PASS", "PASS_TO_PASS")
@@ -25,12 +398,12 @@ def check(config: Mapping[str, Json]) -> None:
     """Refuse at submission what would fail after the run: a row that cannot be judged, or a node without the
     package.
     """
-    read_spec(read_config(config), swebench_specs.load())
+    read_spec(read_config(config), load())
 
 
 async def evaluate(finished: Finished) -> Verdict:
     """1.0 where the instance is resolved, else 0.0."""
-    config, package = read_config(finished.config), swebench_specs.load()
+    config, package = read_config(finished.config), load()
     spec = read_spec(config, package)
     of = _repository(config, spec)
     moved = await patches.moved(finished.left, finished.runtime, of)
@@ -42,7 +415,8 @@ async def evaluate(finished: Finished) -> Verdict:
         )
     await finished.prepare()
     await _place_tests(finished.runtime, config, spec)
-    await finished.runtime.put({SCRIPT: spec.script.encode()}, user=config.user, mode=0o755)
+    # root's, so that the tested code cannot rewrite it while bash reads it
+    await finished.runtime.put({SCRIPT: spec.script.encode()}, user="0", mode=0o755)
     ran = await run_script(
         finished.runtime,
         f"bash {SCRIPT}",

@@ -8,10 +8,10 @@ import pytest
 from test_docs import named, rows, section, shown_default
 
 from polarnode.core.task import Budgets
-from polarnode.evaluators import contract, patches, swebench_specs
+from polarnode.evaluators import contract, patches, swebench
 from polarnode.evaluators.harbor import HarborConfig
 from polarnode.evaluators.registry import ALIKE
-from polarnode.evaluators.swebench_specs import SwebenchConfig
+from polarnode.evaluators.swebench import SwebenchConfig
 from polarnode.evaluators.test_on_output import TestOnOutputConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluators.md").read_text()
@@ -33,7 +33,7 @@ def test_every_evaluator_from_files_is_documented() -> None:
 
 
 def test_the_numbers_are_the_programs() -> None:
-    assert swebench_specs.INSTALL in PAGE
+    assert swebench.INSTALL in PAGE
     assert f"last {contract.TAIL:,} characters" in " ".join(PAGE.split())
     assert f"in the last {contract.LOG_BYTES >> 20} MiB of an output" in PAGE
     assert f"{contract.NAMES} names of tests" in PAGE

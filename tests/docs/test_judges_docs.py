@@ -11,8 +11,7 @@ from test_docs import named, rows, section, shown_default
 
 from polarnode.evaluators import judging, turn_rewards
 from polarnode.evaluators.judge_evidence import MOST_FILES, ShowConfig
-from polarnode.evaluators.judging import MOST_CRITERIA, CriterionConfig
-from polarnode.evaluators.llm_judge import LlmJudgeConfig
+from polarnode.evaluators.judging import MOST_CRITERIA, CriterionConfig, LlmJudgeConfig
 from polarnode.evaluators.turn_rewards import (
     MOST_ITEMS,
     RULES,

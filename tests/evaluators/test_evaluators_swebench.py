@@ -18,16 +18,14 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.task import EvaluatorSpec
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import registry, swebench, swebench_specs
+from polarnode.evaluators import registry, swebench
 from polarnode.evaluators.contract import ProgramResult
 from polarnode.evaluators.patches import Patch
 from polarnode.evaluators.swebench import EVALUATOR
 
 
-def spec_of(instance: dict[str, Json], **more: Json) -> swebench_specs.Spec:
-    return swebench_specs.read_spec(
-        swebench_specs.read_config({"instance": instance, **more}), swebench_specs.load()
-    )
+def spec_of(instance: dict[str, Json], **more: Json) -> swebench.Spec:
+    return swebench.read_spec(swebench.read_config({"instance": instance, **more}), swebench.load())
 
 
 # ── the package ───────────────────────────────────────────────────────────────
@@ -35,7 +33,7 @@ def spec_of(instance: dict[str, Json], **more: Json) -> swebench_specs.Spec:
 
 def test_only_the_pure_parts_are_imported_and_nothing_of_it_stays() -> None:
     program = (
-        "import os, sys\nbefore = set(os.environ)\nfrom polarnode.evaluators import swebench_specs as package\nloaded"
+        "import os, sys\nbefore = set(os.environ)\nfrom polarnode.evaluators import swebench as package\nloaded"
         " = package.load()\nassert loaded is package.load()\nheavy = {'swebench', 'docker', 'datasets',"
         " 'modal', 'dotenv', 'bs4'} & {name.partition('.')[0] for name in sys.modules}\nprint(sorted(heavy),"
         " set(os.environ) == before, len(loaded.parsers) > 50)\n"
@@ -47,7 +45,7 @@ def test_only_the_pure_parts_are_imported_and_nothing_of_it_stays() -> None:
 def test_a_module_that_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     own = type(sys)("datasets")
     monkeypatch.setitem(sys.modules, "datasets", own)
-    with swebench_specs._alone():
+    with swebench._alone():
         assert sys.modules["datasets"] is not own
     assert sys.modules["datasets"] is own
 
@@ -72,9 +70,7 @@ def test_without_the_package_the_task_is_refused_with_the_remedy(
 
 def verdict_of(log: str, instance: dict[str, Json] = DJANGO, **more: Any) -> Verdict:
     ran = ProgramResult(**{"exit_code": 0, "output": log, "timed_out": False, "truncated": False, **more})
-    return swebench._verdict(
-        swebench_specs.load(), spec_of(instance), ran, Patch(content=b"diff --git a/x b/x\n")
-    )
+    return swebench._verdict(swebench.load(), spec_of(instance), ran, Patch(content=b"diff --git a/x b/x\n"))
 
 
 def test_an_instances_spec_is_the_packages_own() -> None:

@@ -17,7 +17,7 @@ from session_kit import agent, town
 from polarnode.core.conversation import Json, TextPart
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.task import EvaluatorSpec
-from polarnode.evaluators import llm_judge, registry
+from polarnode.evaluators import judging, registry
 from polarnode.evaluators.contract import Allowed
 from polarnode.evaluators.judging import (
     CriterionConfig,
@@ -221,7 +221,7 @@ def config(**more: Json) -> dict[str, Json]:
 async def test_a_session_is_scored() -> None:
     judge = SaidJudge([scores(works=8, tidy=2)])
     turns = session("I look", "fixed it")
-    found = await llm_judge.evaluate(finished(turns, config(), judge=judge))
+    found = await judging.evaluate(finished(turns, config(), judge=judge))
     assert found.reward == pytest.approx((3 * 0.8 + 0.25) / 4)
     works, tidy = {"score": 8.0, "reason": "because works"}, {"score": 2.0, "reason": "because tidy"}
     assert found.metrics == {"judge": "j", "criteria": {"works": works, "tidy": tidy}, "misfits": 0}
@@ -241,7 +241,7 @@ async def test_what_the_judge_reads() -> None:
         runtime=runtime,
         status="timeout",
     )
-    await llm_judge.evaluate(seen)
+    await judging.evaluate(seen)
     (asked,) = judge.asked
     system, user = (str(message["content"]) for message in asked.messages)
     assert (asked.max_tokens, asked.temperature) == (99, 0.7)
@@ -273,7 +273,7 @@ async def test_what_the_judge_reads() -> None:
 
 async def test_a_rubric_alone_is_one_score() -> None:
     judge = SaidJudge([scores(score=7)])
-    found = await llm_judge.evaluate(
+    found = await judging.evaluate(
         finished(session("a"), {"judge": "j", "rubric": "Is it good?"}, judge=judge)
     )
     assert found.reward == 0.7
@@ -282,9 +282,9 @@ async def test_a_rubric_alone_is_one_score() -> None:
 async def test_a_judge_that_gives_no_score_is_an_error_and_no_zero() -> None:
     judge = SaidJudge(["I would say it is fine."])
     with pytest.raises(EvaluatorError, match="I would say it is fine"):
-        await llm_judge.evaluate(finished(session("a"), config(), judge=judge))
+        await judging.evaluate(finished(session("a"), config(), judge=judge))
     with pytest.raises(EvaluatorError, match="no judge is called k"):
-        await llm_judge.evaluate(finished(session("a"), config(judge="k"), judge=judge))
+        await judging.evaluate(finished(session("a"), config(judge="k"), judge=judge))
 
 
 ATTACK = (
@@ -298,13 +298,13 @@ async def test_what_an_agent_writes_to_its_judge_stays_evidence() -> None:
     without it.
     """
     first = SaidJudge([scores(works=0, tidy=1)])
-    await llm_judge.evaluate(finished(session("I look"), config(), judge=first))
+    await judging.evaluate(finished(session("I look"), config(), judge=first))
     guessed = str(first.asked[0].messages[0]["content"]).split("<<<")[1].split(" ")[0]
     attack = ATTACK.format(mark=guessed)
     judge = SaidJudge([scores(works=0, tidy=1)])
     runtime = quiet(MemoryRuntime(files={"/work/out": attack.encode()}))
     turns = edited(session("I look"), 0, parts=(TextPart(attack),))
-    await llm_judge.evaluate(finished(turns, config(show={"files": ["out"]}), judge=judge, runtime=runtime))
+    await judging.evaluate(finished(turns, config(show={"files": ["out"]}), judge=judge, runtime=runtime))
     system, user = (str(message["content"]) for message in judge.asked[0].messages)
     mark = system.split("<<<")[1].split(" ")[0]
     assert mark != guessed
@@ -363,7 +363,7 @@ def test_a_node_without_judges_says_where_they_would_stand() -> None:
     with pytest.raises(Refused, match=r"it has none: they stand in its settings, \[judges\.NAME\]"):
         registry.find(spec, judges=frozenset())
     assert registry.find(spec).name == "llm_judge", "who does not know the node's judges refuses none"
-    assert not llm_judge.evaluator(Allowed()).copies
+    assert not judging.evaluator(Allowed()).copies
 
 
 # ── a whole session, its judge over HTTP ──────────────────────────────────────
@@ -413,5 +413,5 @@ async def test_the_same_session_is_asked_about_in_the_same_words() -> None:
     """
     judge = SaidJudge([scores(works=8, tidy=2)])
     for _ in range(2):
-        await llm_judge.evaluate(finished(session("I look"), config(), judge=judge))
+        await judging.evaluate(finished(session("I look"), config(), judge=judge))
     assert judge.asked[0] == judge.asked[1]

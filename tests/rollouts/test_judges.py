@@ -36,7 +36,7 @@ from trio.testing import MockClock
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, EvaluatorError
 from polarnode.core.ports import Judge
-from polarnode.evaluators import llm_judge
+from polarnode.evaluators import judging
 from polarnode.evaluators.judging import JudgeConfig, rubric_of
 from polarnode.node.config import NodeConfig, read_config
 from polarnode.node.opening import open_node
@@ -125,10 +125,10 @@ async def test_the_houses_own_chat_api_is_a_judge() -> None:
     async with served(stage(engine).app) as url:
         config = JudgeConfig(base_url=f"{url}/v1", model="tiny", key_env="K", attempts=1)
         async with open_judges({"j": config}, {"K": "key-s1"}) as judges:
-            found = await llm_judge.evaluate(evolve(seen, judge=judges))
+            found = await judging.evaluate(evolve(seen, judge=judges))
         async with open_judges({"j": config}, {"K": "key-nobody"}) as judges:
             with pytest.raises(EvaluatorError, match="judge j refused the question: HTTP 401"):
-                await llm_judge.evaluate(evolve(seen, judge=judges))
+                await judging.evaluate(evolve(seen, judge=judges))
     assert found.reward == 0.9
     (order,) = engine.orders
     assert (order.sampling.max_tokens, order.sampling.temperature) == (200, 0.0)

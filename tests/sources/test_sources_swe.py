@@ -20,7 +20,7 @@ from sources_kit import DATA, items, refusal, task, tasks
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.ports import Endpoint
-from polarnode.evaluators import swebench_specs
+from polarnode.evaluators import swebench
 from polarnode.harnesses.registry import HARNESSES
 from polarnode.rollouts.services import harness_order
 from polarnode.sources import Overrides, SourcedTask, Unread, read_source
@@ -114,8 +114,8 @@ def test_a_template_says_any_instruction() -> None:
 
 def test_its_evaluator_takes_what_it_is_given() -> None:
     config = tasks(FILE, harness="pi", limit=1)[0].spec.evaluator.config
-    instance = swebench_specs.read_config(config).instance
-    assert swebench_specs.names(instance, "FAIL_TO_PASS") == ("test_lib.py::test_two",)
+    instance = swebench.read_config(config).instance
+    assert swebench.names(instance, "FAIL_TO_PASS") == ("test_lib.py::test_two",)
     assert instance["FAIL_TO_PASS"] == ["test_lib.py::test_two"], "JSON text in the dataset, a list here"
     assert set(instance) <= set(JUDGED_BY)
     assert "patch" not in instance, "the solution is nobody's to see"
