@@ -4,9 +4,9 @@ Protocols only, so that pure code can name them without waiting, opening anythin
 """
 
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from attrs import field, frozen
 
@@ -154,6 +154,44 @@ class Runtime(Protocol):
     async def end_processes(self) -> None:
         """End everything that the session started in the container; only the container's own first process
         stays.
+        """
+        ...
+
+
+@frozen(kw_only=True)
+class TimedProgram:
+    """A program to run for at most `within_s` seconds, its start included. Its workdir is the runtime's."""
+
+    argv: tuple[str, ...]
+    within_s: float
+    stdin: bytes = b""
+    env: Mapping[str, str] = field(factory=dict)
+    user: str | None = None
+
+
+@frozen(kw_only=True)
+class TimedEnd:
+    """How it ended: `ended` is None where the time was over. `seconds`: how long it took."""
+
+    ended: Ended | None
+    seconds: float
+
+
+Work = TypeVar("Work")
+
+
+class Clock(Protocol):
+    """The node's own clock. No program in a container can stop it."""
+
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+        """Run a program to its end or until its time is over, then end every process in its runtime."""
+        ...
+
+    async def beside(
+        self, work: Callable[[], Awaitable[Work]], attend: Callable[[], Awaitable[bool]]
+    ) -> Work:
+        """The result of `work`. Meanwhile call `attend` again and again, after a pause where it returns
+        False. If either raises a PolarnodeError, both end and that error is raised.
         """
         ...
 

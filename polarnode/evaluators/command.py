@@ -2,8 +2,9 @@
 
 Config: `argv` (a program with its arguments) or `script` (text for `sh`); `reward_file` (absolute path, to
 which the test writes a number or `{"reward": number, ...}`; it is removed before the test); `user` (default:
-the runtime's; root in a container without capabilities can write less, not more). The harness shares the
-runtime: set `fresh_runtime` where a reward must not be forged.
+the runtime's; root in a container without capabilities can write less, not more); `separate` (run the test in
+a clean container without the agent, see `agent_programs`). Without `separate` the agent's files, and what of
+them the test runs, share the test's container.
 
 `session_completed`: 1 when the session is `completed` and its harness called the model, else 0. A test of the
 workspace says more.
@@ -14,6 +15,7 @@ may have left a file, link, folder or pipe in its place.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from attrs import frozen
 
@@ -22,8 +24,9 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Ended, Runtime
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import contract
-from polarnode.evaluators.contract import TAIL, Evaluator, Finished, is_finite, stderr_tail
+from polarnode.evaluators import agent_programs, contract
+from polarnode.evaluators.agent_programs import Separate
+from polarnode.evaluators.contract import FROM_INPUT, TAIL, Evaluator, Finished, is_finite, stderr_tail
 
 # ── reward files ───────────────────────────────────────────────────────────────
 
@@ -94,6 +97,7 @@ class CommandConfig:
     script: str | None = None
     reward_file: str | None = None
     user: str | None = None
+    separate: Separate | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> CommandConfig:
@@ -103,6 +107,7 @@ def read_config(config: Mapping[str, Json]) -> CommandConfig:
         raise Refused("the command evaluator needs either argv or script", path=contract.ROOT)
     if read.reward_file is not None:
         contract.absolute("reward_file", read.reward_file)
+    agent_programs.check(read.separate)
     return read
 
 
@@ -114,11 +119,18 @@ def check(config: Mapping[str, Json]) -> None:
 async def evaluate(finished: Finished) -> Verdict:
     """Run the test and read its verdict; a test that cannot be judged raises EvaluatorError."""
     config = read_config(finished.config)
+    return await agent_programs.judged(
+        finished, config.separate, config.user, partial(_tested, finished, config)
+    )
+
+
+async def _tested(finished: Finished, config: CommandConfig) -> Verdict:
     path = config.reward_file
     if path is not None:
         await clear(finished.runtime, [path], user=config.user)
-    argv = config.argv or ("sh", "-c", config.script or "")
-    ended = await finished.runtime.run(argv, user=config.user)
+    # a script is no argument: programs of the agent could read it there
+    argv = config.argv or ("sh", "-c", FROM_INPUT)
+    ended = await finished.runtime.run(argv, user=config.user, stdin=(config.script or "").encode())
     # what the test started, and what of the agent's it may have woken, changes no reward any more
     await finished.runtime.end_processes()
     if path is None:
@@ -143,7 +155,7 @@ def _tail(ended: Ended) -> str:
     return (ended.stdout + ended.stderr).decode("utf-8", "replace")[-TAIL:]
 
 
-EVALUATOR = Evaluator(name="command", evaluate=evaluate, check=check)
+EVALUATOR = Evaluator(name="command", evaluate=evaluate, check=check, separates=agent_programs.asked)
 
 
 # ── session completed ──────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from polarnode.core import codec
 from polarnode.core.codec.limits import REWARD
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
-from polarnode.core.ports import Judge, Runtime
+from polarnode.core.ports import Clock, Judge, Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 
 # ── evaluator ──────────────────────────────────────────────────────────────────
@@ -33,13 +33,15 @@ class Finished:
     """A finished session, as an evaluator sees it.
 
     `runtime`: where to judge. `left`: the harness's own runtime, its processes ended; the same as `runtime`
-    unless the evaluator has a fresh one. `judge(name)`: a judge of the node's config; EvaluatorError for an
-    unknown name. `prepare`: runs the task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and
-    a fresh runtime awaits it after moving the agent's work there; for any other it has already run.
+    unless the evaluator has a fresh one. `clock`: runs programs of the agent's, which may never end.
+    `judge(name)`: a judge of the node's config; EvaluatorError for an unknown name. `prepare`: runs the
+    task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and a fresh runtime awaits it after
+    moving the agent's work there; for any other it has already run.
     """
 
     runtime: Runtime
     left: Runtime
+    clock: Clock
     judge: Callable[[str], Judge]
     outcome: Outcome
     turns: tuple[Turn, ...]
@@ -50,6 +52,11 @@ class Finished:
 
 
 Evaluate = Callable[[Finished], Awaitable[Verdict]]
+
+
+def _never(config: Mapping[str, Json]) -> bool:
+    """No config separates."""
+    return False
 
 
 @frozen(kw_only=True)
@@ -67,7 +74,8 @@ class Evaluator:
     """One evaluator. `check` raises Refused for an invalid config, when the task is submitted.
 
     `fresh`: it always judges in a fresh runtime. `copies`: the harness's workdir is copied into a fresh
-    runtime before it judges; False if it reads from `Finished.left` itself.
+    runtime before it judges; False if it reads from `Finished.left` itself. `separates(config)`: whether it
+    judges with this config in a fresh runtime without that copy, whatever `fresh` and `copies` are.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Evaluator:
     check: Callable[[Mapping[str, Json]], None]
     fresh: bool = False
     copies: bool = True
+    separates: Callable[[Mapping[str, Json]], bool] = _never
 
 
 # ── config checks ──────────────────────────────────────────────────────────────
@@ -200,8 +209,12 @@ GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
 # memory
 TIMED_OUT = b"timed out\n"
 
+# Runs a script from its input, not from an argument: /proc/PID/cmdline is readable by everything in a
+# container, the tested program too, and a script may hold the expected answers.
+FROM_INPUT = 'polarnode_script=$(cat); exec </dev/null; eval "unset polarnode_script\n$polarnode_script"'
+
 # `timeout` puts the program into a process group of its own and ends the group. Bash where there is one:
-# conda's activation needs it.
+# conda's activation needs it. $3 is FROM_INPUT.
 WITHIN = """
 shell=sh; command -v bash >/dev/null 2>&1 && shell=bash
 if ! command -v timeout >/dev/null 2>&1; then exec "$shell" -c "$3" 2>&1; fi
@@ -250,8 +263,8 @@ async def run_script(
     env: Mapping[str, str] | None = None,
 ) -> ProgramResult:
     """Run a shell script for at most `within_s` seconds, then end every process it started."""
-    argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", script]
-    ended = await runtime.run(argv, user=user, workdir=workdir, env=env)
+    argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", FROM_INPUT]
+    ended = await runtime.run(argv, user=user, workdir=workdir, env=env, stdin=script.encode())
     await runtime.end_processes()
     output = ended.stdout[-LOG_BYTES:].decode("utf-8", "replace")
     cut = ended.truncated or len(ended.stdout) > LOG_BYTES

@@ -8,13 +8,15 @@ emptied before the tests, and no link is followed, because the agent may have wr
 
 from base64 import b64decode
 from collections.abc import Mapping
+from functools import partial
 
 from attrs import field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import command, contract
+from polarnode.evaluators import agent_programs, command, contract
+from polarnode.evaluators.agent_programs import Separate
 from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script
 
 TEST, OLD_TEST = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
@@ -42,6 +44,7 @@ class HarborConfig:
     env: Mapping[str, str] = field(factory=dict)
     reward_key: str | None = None
     user: str | None = None
+    separate: Separate | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> HarborConfig:
@@ -67,6 +70,7 @@ def read_config(config: Mapping[str, Json]) -> HarborConfig:
         raise contract.refused(
             "tests_target", "and verifier_dir are emptied before the tests, and cannot be the root"
         )
+    agent_programs.check(read.separate)
     return read
 
 
@@ -104,6 +108,12 @@ def check(config: Mapping[str, Json]) -> None:
 async def evaluate(finished: Finished) -> Verdict:
     """Put the tests there, run them, read the reward."""
     config = read_config(finished.config)
+    return await agent_programs.judged(
+        finished, config.separate, config.user, partial(_tested, finished, config)
+    )
+
+
+async def _tested(finished: Finished, config: HarborConfig) -> Verdict:
     await _place(finished, config)
     name = TEST if TEST in config.tests else OLD_TEST
     ran = await run_script(
@@ -165,4 +175,4 @@ def _read(content: bytes, path: str, config: HarborConfig) -> tuple[float, dict[
     return sum(numbers) / len(numbers), {"rewards": value, "by": f"the mean of {', '.join(sorted(value))}"}
 
 
-EVALUATOR = Evaluator(name="harbor", evaluate=evaluate, check=check)
+EVALUATOR = Evaluator(name="harbor", evaluate=evaluate, check=check, separates=agent_programs.asked)

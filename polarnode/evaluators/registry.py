@@ -16,7 +16,15 @@ from polarnode.core.errors import EvaluatorError, Refused, RuntimeFault, boundar
 from polarnode.core.plugins import load_value
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Verdict
-from polarnode.evaluators import command, harbor, judging, swebench, test_on_output, turn_rewards
+from polarnode.evaluators import (
+    command,
+    harbor,
+    judging,
+    program_cases,
+    swebench,
+    test_on_output,
+    turn_rewards,
+)
 from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_rewards, finite, summed
 
 # ── weighted sum ───────────────────────────────────────────────────────────────
@@ -148,6 +156,7 @@ MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {
 ALIKE: Final = (
     command.SESSION_COMPLETED,
     command.EVALUATOR,
+    program_cases.EVALUATOR,
     test_on_output.EVALUATOR,
     harbor.EVALUATOR,
     swebench.EVALUATOR,
@@ -193,7 +202,7 @@ def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, pa
         raise Refused(
             str(refused), path=(refused.path or f"{WHOLE}.config").replace(WHOLE, path, 1)
         ) from refused
-    return evaluator
+    return evolve(evaluator, fresh=True, copies=False) if evaluator.separates(spec.config) else evaluator
 
 
 def _named(name: str, allowed: Allowed, path: str) -> Evaluator:

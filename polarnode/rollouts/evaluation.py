@@ -8,6 +8,7 @@ forced to stop does not wait for it.
 """
 
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from os import SEEK_END
@@ -18,6 +19,7 @@ from attrs import evolve, frozen
 
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import EvaluatorError, PolarnodeError, RuntimeFault
+from polarnode.core.ports import Runtime, TimedEnd, TimedProgram, Work
 from polarnode.core.trajectory import Clock, Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished
 from polarnode.harnesses.harness import exit_outcome
@@ -115,6 +117,55 @@ def tail(log: Path) -> str | None:
     return text[-LOG_TAIL:] or None
 
 
+# ── programs under the node's clock ───────────────────────────────────────────
+
+# seconds between two looks for a request: a program in a container takes 0.1 s to start, and a look 0.1 ms
+PAUSE_S = 0.03
+
+
+@frozen
+class NodeClock:
+    """`ports.Clock` on Trio's."""
+
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+        """Run a program to its end or until its time is over, then end every process in its runtime."""
+        began, ended = trio.current_time(), None
+        with trio.move_on_after(program.within_s):
+            ended = await runtime.run(program.argv, env=program.env, user=program.user, stdin=program.stdin)
+        await runtime.end_processes()
+        return TimedEnd(ended=ended, seconds=trio.current_time() - began)
+
+    async def beside(
+        self, work: Callable[[], Awaitable[Work]], attend: Callable[[], Awaitable[bool]]
+    ) -> Work:
+        """The result of `work`, with `attend` called again and again meanwhile."""
+        done: list[Work] = []
+        failed: list[PolarnodeError] = []
+
+        async def kept() -> None:
+            while True:
+                if not await attend():
+                    await trio.sleep(PAUSE_S)
+
+        async def worked() -> None:
+            done.append(await work())
+
+        # errors leave as values: a nursery would wrap them in a group
+        async def first(task: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await task()
+            except PolarnodeError as error:
+                failed.append(error)
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first, kept)
+            nursery.start_soon(first, worked)
+        if failed:
+            raise failed[0]
+        return done[0]
+
+
 # ── POST ──────────────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
@@ -170,7 +221,7 @@ async def _judged(
         prepare = partial(session_containers.prepare_evaluation, judged, reach.extend_env(spec.runtime))
         work = reach.through(runtime)
         finished = session_containers.finished(
-            reach.through(judged), work, containers.services.judge, outcome, turns, spec
+            reach.through(judged), work, NodeClock(), containers.services.judge, outcome, turns, spec
         )
         # its tests are added after the agent's work, which the evaluator copies in itself
         if order.fresh and not order.evaluator.copies:

@@ -22,7 +22,7 @@ from polarnode.core import codec
 from polarnode.core.codec.limits import DEPTH, nested_deeper, value_fault
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, PolarnodeError, Refused, RuntimeFault, boundary
-from polarnode.core.ports import Ended, Judge, Runtime
+from polarnode.core.ports import Clock, Ended, Judge, Runtime
 from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
@@ -60,6 +60,7 @@ async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
 def finished(
     runtime: Runtime,
     work: Runtime,
+    clock: Clock,
     judge: Callable[[str], Judge],
     outcome: Outcome,
     turns: tuple[Turn, ...],
@@ -71,6 +72,7 @@ def finished(
     return Finished(
         runtime=runtime,
         left=work,
+        clock=clock,
         judge=judge,
         outcome=outcome,
         turns=reclassify_roles(turns),

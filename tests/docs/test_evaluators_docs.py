@@ -7,23 +7,49 @@ import attrs
 import pytest
 from test_docs import named, rows, section, shown_default
 
+from polarnode.core.codec import read_task_toml
 from polarnode.core.task import Budgets
-from polarnode.evaluators import contract, patches, swebench
+from polarnode.evaluators import agent_programs, contract, patches, program_cases, swebench
 from polarnode.evaluators.harbor import HarborConfig
-from polarnode.evaluators.registry import ALIKE
+from polarnode.evaluators.registry import ALIKE, EVALUATORS, find
 from polarnode.evaluators.swebench import SwebenchConfig
 from polarnode.evaluators.test_on_output import TestOnOutputConfig
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "unforgeable"
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluators.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("title", "cls"),
-    [("test_on_output", TestOnOutputConfig), ("harbor", HarborConfig), ("swebench", SwebenchConfig)],
+    [
+        ("test_on_output", TestOnOutputConfig),
+        ("harbor", HarborConfig),
+        ("swebench", SwebenchConfig),
+        ("Apart from the agent", agent_programs.Separate),
+        ("program_cases", program_cases.ProgramCasesConfig),
+    ],
 )
 def test_every_field_is_documented_with_its_default(title: str, cls: Any) -> None:
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section(title, PAGE))}
     assert documented == {field.alias: shown_default(field) for field in attrs.fields(cls)}
+
+
+def test_every_field_of_a_case_is_documented_with_its_default() -> None:
+    documented = {named(cells[0])[0]: cells[1] for cells in rows(section("A case", PAGE))}
+    both = (program_cases.Case, program_cases.Expected)
+    assert documented == {field.alias: shown_default(field) for cls in both for field in attrs.fields(cls)}
+
+
+def test_every_evaluator_has_a_row_on_what_can_be_forged() -> None:
+    cells = [cells[0] for cells in rows(section("What an agent can forge", PAGE))]
+    assert set(EVALUATORS) == {name for cell in cells for name in named(cell)} - {"separate", "fresh_runtime"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_examples_are_tasks(path: Path) -> None:
+    task = read_task_toml(path.read_text())
+    found = find(task.evaluator)
+    assert (found.name, found.fresh) == (task.evaluator.name, task.evaluator.name == "command")
 
 
 def test_every_evaluator_from_files_is_documented() -> None:
@@ -34,6 +60,11 @@ def test_every_evaluator_from_files_is_documented() -> None:
 
 def test_the_numbers_are_the_programs() -> None:
     assert swebench.INSTALL in PAGE
+    assert f"longer than {agent_programs.DATA_BYTES >> 20} MiB" in PAGE
+    assert f"At most {agent_programs.MOST_REQUESTS:,} programs a test" in PAGE
+    assert f"1 to {program_cases.MOST_CASES}" in PAGE
+    assert f"at most {program_cases.OUTPUT_BYTES >> 20} MiB of each" in PAGE
+    assert f"at most {program_cases.PATTERN_BYTES >> 10} KiB, within {program_cases.PATTERN_S:g} s" in PAGE
     assert f"last {contract.TAIL:,} characters" in " ".join(PAGE.split())
     assert f"in the last {contract.LOG_BYTES >> 20} MiB of an output" in PAGE
     assert f"{contract.NAMES} names of tests" in PAGE

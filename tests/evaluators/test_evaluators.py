@@ -14,6 +14,7 @@ from polarnode.core.task import EvaluatorSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators import command, registry
 from polarnode.evaluators.contract import Evaluator, Finished
+from polarnode.rollouts.evaluation import NodeClock
 
 
 class Shelf:
@@ -79,6 +80,7 @@ def finished(runtime: Runtime, config: dict[str, Json], **outcome: Any) -> Finis
     return Finished(
         runtime=runtime,
         left=runtime,
+        clock=NodeClock(),
         judge=no_judge,
         outcome=Outcome(**{"status": "completed", **outcome}),
         turns=(turn,),

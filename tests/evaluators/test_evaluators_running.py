@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import trio
 from attrs import frozen
+from evaluators_kit import finished
 from shell_runtime import ShellRuntime
 
 from polarnode.core.conversation import Json
@@ -108,11 +109,31 @@ async def test_an_image_without_timeout_runs_it_all_the_same(shell: ShellRuntime
     for name in ("sh", "bash", "cat"):
         (tmp_path / name).symlink_to(f"/bin/{name}")
     ended = await shell.run(
-        ["sh", "-c", contract.WITHIN, "sh", "5", "600", "echo $BASH_VERSION; cat /dev/null; exit 3"],
+        ["sh", "-c", contract.WITHIN, "sh", "5", "600", contract.FROM_INPUT],
         env={"PATH": str(tmp_path)},
+        stdin=b"echo $BASH_VERSION; cat /dev/null; exit 3",
     )
     assert ended.exit_code == 3
     assert ended.stdout.strip(), "bash, where there is one"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_no_program_of_a_test_reads_its_script_in_a_command_line(
+    shell: ShellRuntime, shared: bool
+) -> None:
+    """The tested program is one: it would read the expected answer."""
+    script = (
+        "answer=SECRET_7351; for p in $PPID $$; do tr '\\0' ' ' < /proc/$p/cmdline; done;"
+        ' sh -c \'tr "\\0" " " < /proc/$PPID/cmdline; env\'; test $answer = SECRET_7351 && exit 5'
+    )
+    if shared:
+        ran = await run_script(shell, script, within_s=600)
+        assert (ran.exit_code, "SECRET" in ran.output) == (5, False)
+    else:
+        verdict = await command.evaluate(finished(shell, {"script": script}))
+        assert verdict.metrics["exit_code"] == 5
+        assert "SECRET" not in str(verdict.metrics["output_tail"])
+    assert not any("SECRET" in argument for argv in shell.ran for argument in argv)
 
 
 async def test_environment_and_place_are_what_was_said(shell: ShellRuntime) -> None:

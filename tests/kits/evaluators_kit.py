@@ -14,6 +14,7 @@ from polarnode.core.ports import Judge, Runtime
 from polarnode.core.trajectory import Outcome
 from polarnode.evaluators.contract import Finished
 from polarnode.evaluators.patches import Patch, Repository, Unusable, apply, extract
+from polarnode.rollouts.evaluation import NodeClock
 
 
 def no_judge(name: str) -> Judge:
@@ -33,6 +34,7 @@ def finished(
     return Finished(
         runtime=runtime,
         left=runtime if left is None else left,
+        clock=NodeClock(),
         judge=no_judge,
         outcome=Outcome(status="completed"),
         turns=(),

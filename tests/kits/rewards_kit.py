@@ -12,6 +12,7 @@ from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished
 from polarnode.merge.roles import reclassify_roles
+from polarnode.rollouts.evaluation import NodeClock
 
 Quiet = TypeVar("Quiet", bound=MemoryRuntime)
 
@@ -65,6 +66,7 @@ def finished(
     return Finished(
         runtime=shared,
         left=shared,
+        clock=NodeClock(),
         judge=judge or SaidJudge([]),
         outcome=Outcome(**{"status": "completed", "exit_code": 0, **outcome}),
         turns=turns,

@@ -52,7 +52,7 @@ class ShellRuntime:
             [self._here(each) for each in argv],
             env=here,
             cwd=self._here(workdir or self.workdir),
-            stdin=stdin,
+            stdin=self._here(stdin.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"),
             capture_stdout=True,
             capture_stderr=True,
             check=False,
@@ -76,7 +76,7 @@ class ShellRuntime:
         self.ended += 1
 
     def _here(self, text: str) -> str:
-        """A path argument as it is on this machine; a script is left as it is but for the folder's
+        """An argument or input as it is on this machine; a script is left as it is but for the folder's
         own name.
         """
         return text if "\n" in text else text.replace(TESTBED, str(self.folder))

@@ -12,11 +12,12 @@ from session_kit import agent, town
 from trio.abc import Clock
 
 from polarnode.core.errors import RuntimeFault
+from polarnode.core.ports import Ended, TimedProgram
 from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Verdict
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import admitted
-from polarnode.rollouts.evaluation import evaluated
+from polarnode.rollouts.evaluation import NodeClock, evaluated
 from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
 from polarnode.support.concurrency import PrioritySemaphore
@@ -300,3 +301,61 @@ async def test_a_second_container_is_wanted_until_the_evaluator_has_it(
         place.runtimes.takes = [2.0, 3.0]
         await place.one(evaluator=FRESH)
     assert told == [(0, 2), (2, 1), (5, 0)]
+
+
+# ── the node's clock ──────────────────────────────────────────────────────────
+
+
+class Slow(MemoryRuntime):
+    """A runtime whose programs take as many seconds as their name says."""
+
+    cleared = 0
+
+    async def end_processes(self) -> None:
+        self.cleared += 1
+
+    async def run(self, argv: Any, **more: Any) -> Ended:
+        await trio.sleep(float(argv[0]))
+        return Ended(exit_code=0, stdout=b"", stderr=b"")
+
+
+@pytest.mark.parametrize(("takes", "ended", "seconds"), [("2", True, 2.0), ("1000", False, 5.0)])
+async def test_a_program_ends_by_the_nodes_own_clock(
+    autojump_clock: Clock, takes: str, ended: bool, seconds: float
+) -> None:
+    runtime: Any = Slow()
+    found = await NodeClock().run(runtime, TimedProgram(argv=(takes,), within_s=5.0))
+    assert (found.ended is not None, found.seconds) == (ended, pytest.approx(seconds))
+    assert runtime.cleared == 1, "what it started is ended too"
+    await runtime.close()
+
+
+async def test_a_test_and_its_requests_run_at_once(autojump_clock: Clock) -> None:
+    seen: list[float] = []
+
+    async def work() -> str:
+        await trio.sleep(1)
+        return "done"
+
+    async def attend() -> bool:
+        await trio.sleep(0.1)
+        seen.append(trio.current_time())
+        return len(seen) < 3
+
+    assert await NodeClock().beside(work, attend) == "done"
+    assert 3 < len(seen) < 10, "after a pause where there was nothing to do"
+
+
+@pytest.mark.parametrize("where", ["work", "attend"])
+async def test_a_fault_of_either_ends_both_and_is_raised_as_itself(autojump_clock: Clock, where: str) -> None:
+    async def faulty() -> bool:
+        await trio.sleep(1)
+        raise RuntimeFault(where)
+
+    async def endless() -> bool:
+        await trio.sleep_forever()
+        return True
+
+    both = (faulty, endless) if where == "work" else (endless, faulty)
+    with pytest.raises(RuntimeFault, match=where):
+        await NodeClock().beside(*both)

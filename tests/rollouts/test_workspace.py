@@ -14,6 +14,7 @@ from polarnode.core.ports import Judge
 from polarnode.core.task import EvaluatorSpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.rollouts import session_containers
+from polarnode.rollouts.evaluation import NodeClock
 
 # ── a copy for a fresh judge ──────────────────────────────────────────────────
 
@@ -92,7 +93,9 @@ def test_a_session_as_its_evaluator_sees_it() -> None:
         instruction="i", harness=HarnessSpec(), evaluator=EvaluatorSpec(config={"c": 1}), metadata={"m": 2}
     )
     clean, left = MemoryRuntime(workdir="/w"), MemoryRuntime()
-    seen = session_containers.finished(clean, left, _no_judge, Outcome(status="failed"), (), spec)
+    seen = session_containers.finished(
+        clean, left, NodeClock(), _no_judge, Outcome(status="failed"), (), spec
+    )
     assert (seen.instruction, seen.config, seen.metadata, seen.outcome.status) == (
         "i",
         {"c": 1},

@@ -1,0 +1,218 @@
+"""Tests apart from the agent: `config.separate` of `command` and `harbor`.
+
+The test runs in a clean container that holds no file and runs no program of the agent's. It runs the agent's
+programs with `as-agent PROGRAM [ARGUMENT...]`: the node runs them in the agent's own container, with the
+workdir as working directory, and gives back output and exit code. `plain_files` are copied from the agent's
+container as data.
+
+`as-agent` is a shell script. It leaves each request as a numbered file in SPOOL, in the test's container; the
+node takes them in order, one at a time. A request is the number of arguments, the arguments, each ended by a
+zero byte, and then the standard input. The replies are N.out, N.err and last N.exit.
+
+Invariants: nothing but the arguments and input of a request enters the agent's container; nothing but bounded
+bytes leaves it; no link of the agent's is followed; every process that a program started is ended before the
+test goes on.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from attrs import define, evolve, field, frozen
+
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.ports import Runtime, TimedProgram
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import contract
+from polarnode.evaluators.contract import Finished
+
+# ── config ────────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class Separate:
+    """The shape of `config.separate`. `plain_files`: paths, absolute or relative to the workdir."""
+
+    plain_files: tuple[str, ...] = ()
+    program_timeout: float = 60.0  # seconds of one program; the test's own limit holds as well
+
+
+def asked(config: Mapping[str, Json]) -> bool:
+    """Whether a config asks for it."""
+    return config.get("separate") is not None
+
+
+def check(separate: Separate | None) -> None:
+    """Refuse paths that lead elsewhere, and what is no time."""
+    if separate is None:
+        return
+    contract.seconds("separate.program_timeout", separate.program_timeout)
+    for path in separate.plain_files:
+        if not path.strip("/") or path.endswith("/") or ".." in path.split("/") or "\0" in path:
+            raise contract.refused(
+                "separate.plain_files",
+                f"names {path!r:.80}: name a file, absolute or in the workdir, without ..",
+            )
+
+
+# ── requests ──────────────────────────────────────────────────────────────────
+
+AS_AGENT = "/usr/local/bin/as-agent"  # on the PATH of nearly every image; AS_AGENT names it too
+SPOOL = "/tmp/polarnode-agent"
+# bytes of a request's arguments and input, of each stream of a reply, and of a plain file: a program's text
+# data has kilobytes, and a node judges 64 sessions at once
+DATA_BYTES = 8 << 20
+MOST_REQUESTS = 10_000  # of one test; each costs about 0.1 s, so a test that asks for more is in a loop
+NOT_RUN, OUT_OF_TIME = 125, 124  # exit codes as of timeout(1)
+
+# `ln` gives a number to one request only. NEXT is a hint, so that a test of many requests does not count from
+# 1 each time.
+SCRIPT = f"""#!/bin/sh
+spool={SPOOL}
+if [ $# -eq 0 ]; then echo "usage: as-agent PROGRAM [ARGUMENT...]" >&2; exit {NOT_RUN}; fi
+mine=$(mktemp "$spool/request.XXXXXX") || exit {NOT_RUN}
+{{ printf '%s\\0' "$#" "$@"; cat; }} > "$mine" || exit {NOT_RUN}
+n=$(cat "$spool/next" 2>/dev/null); n=${{n:-1}}
+until ln "$mine" "$spool/$n" 2>/dev/null; do
+  [ -e "$spool/$n" ] || {{ echo "as-agent: $spool cannot be written" >&2; exit {NOT_RUN}; }}
+  n=$((n + 1))
+done
+echo "$((n + 1))" > "$spool/next"
+until [ -s "$spool/$n.exit" ]; do sleep 0.02 2>/dev/null || sleep 1; done
+: > "$mine"
+cat "$spool/$n.out"; cat "$spool/$n.err" >&2
+read -r code < "$spool/$n.exit"
+rm -f "$mine" "$spool/$n.out" "$spool/$n.err"
+exit "$code"
+"""
+
+
+@frozen(kw_only=True)
+class Request:
+    """What a test asked for."""
+
+    argv: tuple[str, ...]
+    stdin: bytes
+
+
+def parse_request(content: bytes) -> Request | None:
+    """The request of a file that `as-agent` wrote; None for anything else."""
+    count, _, rest = content.partition(b"\0")
+    if not count.isdigit() or len(count) > len(str(DATA_BYTES)) or int(count) == 0:
+        return None
+    *arguments, stdin = rest.split(b"\0", int(count))
+    if len(arguments) != int(count):
+        return None
+    try:
+        return Request(argv=tuple(each.decode() for each in arguments), stdin=stdin)
+    except UnicodeDecodeError:
+        return None
+
+
+@frozen(kw_only=True)
+class Reply:
+    """What a test gets back."""
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+
+def _not_run(reason: str) -> Reply:
+    return Reply(exit_code=NOT_RUN, stderr=f"as-agent: {reason}\n".encode())
+
+
+@define(eq=False, kw_only=True)
+class Requests:
+    """The requests of one test, which runs as `user` in `clean`."""
+
+    finished: Finished
+    separate: Separate
+    user: str | None
+    count: int = field(default=0, init=False)
+
+    @property
+    def clean(self) -> Runtime:
+        """Where the test runs."""
+        return self.finished.runtime
+
+    async def attend(self) -> bool:
+        """Answer the next request; False if there is none yet."""
+        path = f"{SPOOL}/{self.count + 1}"
+        content = await self.clean.read(path, limit=DATA_BYTES + 1)
+        if content is None:
+            return False
+        self.count += 1
+        reply = await self._reply(content)
+        await self.clean.put({f"{path}.out": reply.stdout, f"{path}.err": reply.stderr}, user=self.user)
+        # last: the script waits for it
+        await self.clean.put({f"{path}.exit": f"{reply.exit_code}\n".encode()}, user=self.user)
+        return True
+
+    async def _reply(self, content: bytes) -> Reply:
+        if len(content) > DATA_BYTES:
+            return _not_run(f"arguments and input are longer than {DATA_BYTES >> 20} MiB")
+        if self.count > MOST_REQUESTS:
+            return _not_run(f"a test may run {MOST_REQUESTS} programs")
+        request = parse_request(content)
+        if request is None:
+            return _not_run("a request is a program and its arguments, in UTF-8")
+        within_s = self.separate.program_timeout
+        program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s)
+        ended = (await self.finished.clock.run(self.finished.left, program)).ended
+        if ended is None:
+            return Reply(
+                exit_code=OUT_OF_TIME, stderr=f"as-agent: ended after {within_s:g} seconds\n".encode()
+            )
+        if ended.truncated or max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
+            return _not_run(f"the program's output is longer than {DATA_BYTES >> 20} MiB")
+        return Reply(exit_code=ended.exit_code, stdout=ended.stdout, stderr=ended.stderr)
+
+
+# ── a test apart ──────────────────────────────────────────────────────────────
+
+Test = Callable[[], Awaitable[Verdict]]
+
+
+async def judged(finished: Finished, separate: Separate | None, user: str | None, test: Test) -> Verdict:
+    """The test's verdict. With `separate` the test runs apart from the agent, and can use `as-agent`."""
+    if separate is None:
+        return await test()
+    if finished.left is finished.runtime:
+        raise EvaluatorError("separate needs a clean container beside the agent's")
+    await finished.prepare()
+    missing = await _copy_files(finished, separate, user)
+    await _remove(finished.runtime, SPOOL)  # requests of an evaluator before this one would run again
+    await finished.runtime.put({AS_AGENT: SCRIPT.encode()}, user="0", mode=0o755)
+    await finished.runtime.put({f"{SPOOL}/.keep": b""}, user=user)
+    requests = Requests(finished=finished, separate=separate, user=user)
+    verdict = await finished.clock.beside(test, requests.attend)
+    metrics: dict[str, Json] = {"programs": requests.count}
+    if missing:
+        metrics["missing_files"] = list(missing)
+    return evolve(verdict, metrics={**verdict.metrics, "separate": metrics})
+
+
+async def _copy_files(finished: Finished, separate: Separate, user: str | None) -> tuple[str, ...]:
+    """Copy the plain files to the same paths. What is not there, is no plain file or is too large is removed
+    from the clean container too; return those paths.
+    """
+    missing: list[str] = []
+    for name in separate.plain_files:
+        path = codec.in_workdir(name, finished.left.workdir)
+        content = await finished.left.read(path, limit=DATA_BYTES + 1)
+        if content is None or len(content) > DATA_BYTES:
+            missing.append(name)
+            await _remove(finished.runtime, path)
+        else:
+            await finished.runtime.put({path: content}, user=user)
+    return tuple(missing)
+
+
+async def _remove(clean: Runtime, path: str) -> None:
+    """Remove a path as the runtime's user or as root, who without capabilities may only remove its own."""
+    for user in (None, "0"):
+        ended = await clean.run(["rm", "-rf", "--", path], user=user, workdir="/")
+        if ended.exit_code == 0:
+            return
+    raise EvaluatorError(f"{path} of the image could not be removed: {contract.stderr_tail(ended.stderr)}")

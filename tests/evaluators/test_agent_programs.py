@@ -1,0 +1,180 @@
+"""The requests of a test apart: what `as-agent` writes, and what is answered."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from attrs import define, evolve, field
+from evaluators_kit import finished
+
+from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.core.ports import Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.task import EvaluatorPart, EvaluatorSpec
+from polarnode.evaluators import agent_programs, registry
+from polarnode.evaluators.agent_programs import DATA_BYTES, SPOOL, Request, Requests, Separate, parse_request
+
+
+@pytest.mark.parametrize(
+    ("content", "request_"),
+    [
+        (b"1\0true\0", Request(argv=("true",), stdin=b"")),
+        (b"2\0a b\0\0in\0put", Request(argv=("a b", ""), stdin=b"in\0put")),
+        (b"", None),
+        (b"0\0", None),
+        (b"2\0one\0", None),
+        (b"-1\0a\0", None),
+        (b"x\0a\0", None),
+        ("²\0a\0".encode(), None),
+        (b"9" * 5000 + b"\0a\0", None),
+        (b"99999999\0a\0", None),
+        (b"1\0\xff\0", None),
+    ],
+)
+def test_a_request_is_a_program_with_its_arguments_and_input(
+    content: bytes, request_: Request | None
+) -> None:
+    assert parse_request(content) == request_
+
+
+@define(eq=False)
+class Clean:
+    """The files of a clean runtime."""
+
+    files: dict[str, bytes] = field(factory=dict)
+    order: list[str] = field(factory=list)
+
+    async def read(self, path: str, *, limit: int) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        return self.files[path][:limit] if path in self.files else None
+
+    async def put(self, files: dict[str, bytes], **more: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self.files.update(files)
+        self.order += files
+
+
+@define(eq=False)
+class SaidClock:
+    """A clock under which every program ends as said."""
+
+    ended: Ended | None
+    ran: list[TimedProgram] = field(factory=list)
+
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+        await trio.lowlevel.checkpoint()
+        self.ran.append(program)
+        return TimedEnd(ended=self.ended, seconds=1.0)
+
+    async def beside(self, work: Any, attend: Any) -> Any:
+        raise NotImplementedError
+
+
+def requests(clean: Clean, ended: Ended | None) -> Requests:
+    session = evolve(finished(clean, {}), clock=SaidClock(ended))  # type: ignore[arg-type]
+    return Requests(finished=session, separate=Separate(program_timeout=7.0), user=None)
+
+
+async def reply(content: bytes, ended: Ended | None) -> tuple[bytes, bytes, bytes]:
+    clean = Clean({f"{SPOOL}/1": content})
+    assert await requests(clean, ended).attend()
+    assert clean.order[-1] == f"{SPOOL}/1.exit", "what as-agent waits for comes last"
+    return tuple(clean.files[f"{SPOOL}/1.{name}"] for name in ("exit", "out", "err"))  # type: ignore[return-value]
+
+
+async def test_the_reply_is_the_programs_own() -> None:
+    ended = Ended(exit_code=3, stdout=b"o", stderr=b"e")
+    assert await reply(b"1\0x\0", ended) == (b"3\n", b"o", b"e")
+
+
+@pytest.mark.parametrize(
+    ("content", "ended", "code", "why"),
+    [
+        (b"1\0x\0", None, b"124\n", "ended after 7 seconds"),
+        (b"junk", None, b"125\n", "a request is a program"),
+        (b"1\0x\0" + bytes(DATA_BYTES), None, b"125\n", "arguments and input are longer than 8 MiB"),
+        (
+            b"1\0x\0",
+            Ended(exit_code=0, stdout=bytes(DATA_BYTES + 1), stderr=b""),
+            b"125\n",
+            "longer than 8 MiB",
+        ),
+        (
+            b"1\0x\0",
+            Ended(exit_code=0, stdout=b"", stderr=b"", truncated=True),
+            b"125\n",
+            "longer than 8 MiB",
+        ),
+    ],
+)
+async def test_what_cannot_be_answered_is_explained(
+    content: bytes, ended: Ended | None, code: bytes, why: str
+) -> None:
+    exit_code, stdout, stderr = await reply(content, ended)
+    assert (exit_code, stdout) == (code, b"")
+    assert why in stderr.decode()
+
+
+async def test_requests_are_answered_in_order_and_up_to_a_number() -> None:
+    ended = Ended(exit_code=0, stdout=b"", stderr=b"")
+    clean = Clean({f"{SPOOL}/{number}": f"1\0{number}\0".encode() for number in (1, 2, 4)})
+    asked = requests(clean, ended)
+    assert [await asked.attend() for _ in range(3)] == [True, True, False]
+    assert [program.argv for program in asked.finished.clock.ran] == [("1",), ("2",)]  # type: ignore[attr-defined]
+    asked.count = agent_programs.MOST_REQUESTS
+    clean.files[f"{SPOOL}/{asked.count + 1}"] = b"1\0x\0"
+    assert await asked.attend()
+    assert b"may run 10000 programs" in clean.files[f"{SPOOL}/10001.err"]
+
+
+def test_the_script_writes_what_is_read(tmp_path: Path) -> None:
+    script = agent_programs.SCRIPT.replace(SPOOL, str(tmp_path))
+    (tmp_path / "1").write_bytes(b"taken")
+    (tmp_path / "2.out").write_bytes(b"o\0")
+    (tmp_path / "2.err").write_bytes(b"e")
+    (tmp_path / "2.exit").write_bytes(b"9\n")
+    kept = script.replace(': > "$mine"', f'cp "$mine" {tmp_path}/kept')
+    done = subprocess.run(
+        ["sh", "-c", kept, "as-agent", "a b", "", "*\n"], input=b"in\0", capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (9, b"o\0", b"e")
+    assert parse_request((tmp_path / "kept").read_bytes()) == Request(argv=("a b", "", "*\n"), stdin=b"in\0")
+    assert (tmp_path / "next").read_text() == "3\n"
+
+
+# ── config ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["command", "harbor"])
+def test_a_separate_test_has_a_clean_container(name: str) -> None:
+    config: dict[str, Any] = {"script": "x"} if name == "command" else {"tests": {"test.sh": "x"}}
+    shared = registry.find(EvaluatorSpec(name=name, config=config))
+    apart = registry.find(EvaluatorSpec(name=name, config={**config, "separate": {}}))
+    assert (shared.fresh, shared.copies) == (False, True)
+    assert (apart.fresh, apart.copies) == (True, False)
+
+
+def test_a_separate_part_shares_no_container_with_one_that_needs_the_workdir() -> None:
+    apart = EvaluatorPart(name="command", config={"script": "x", "separate": {}})
+    beside = EvaluatorPart(name="command", config={"script": "x"})
+    with pytest.raises(Refused, match="cannot share a runtime"):
+        registry.find(EvaluatorSpec(parts=(apart, beside)))
+    found = registry.find(EvaluatorSpec(parts=(apart, EvaluatorPart(name="session_completed"))))
+    assert (found.fresh, found.copies) == (True, False)
+
+
+@pytest.mark.parametrize("path", ["", "/", "a/", "../a", "a/../../b", "a\0"])
+def test_a_plain_file_is_named_by_its_path(path: str) -> None:
+    with pytest.raises(Refused, match="name a file"):
+        registry.find(
+            EvaluatorSpec(name="command", config={"script": "x", "separate": {"plain_files": [path]}})
+        )
+
+
+async def test_a_test_never_runs_apart_in_the_agents_container() -> None:
+    async def test() -> Any:
+        raise AssertionError("it ran")
+
+    with pytest.raises(EvaluatorError, match="clean container"):
+        await agent_programs.judged(finished(Clean(), {}), Separate(), None, test)  # type: ignore[arg-type]

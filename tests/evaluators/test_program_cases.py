@@ -1,0 +1,213 @@
+"""Cases of the agent's programs: how outputs are compared, what a config may ask, what a verdict says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import trio
+from attrs import define, evolve, field
+from evaluators_kit import finished
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.ports import Clock, Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import program_cases
+from polarnode.evaluators.program_cases import Expected, difference
+
+# ── comparison ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("a\nb\n", "a\nb"),
+        ("a  \r\nb\t\n\n", "a\nb"),
+        ("", ""),
+        ("\n", ""),
+        ("é\n", "é"),
+        ("x", Expected(text="x\n")),
+        ("x", Expected(exact="x")),
+        ("1 2.5\n-3e2", Expected(numbers=(1, 2.5, -300))),
+        ("0.30000000000000004", Expected(numbers=(0.3,))),
+        ("1000001", Expected(numbers=(1e6,), tolerance=1e-5)),
+        ("", Expected(numbers=())),
+        ('{"b": [1, true, null], "a": 0.1}', Expected(json={"a": 0.1, "b": [1.0, True, None]})),
+        ("1e30", Expected(json=1e30)),
+        ("ab12\n", Expected(pattern=r"ab\d+\s")),
+    ],
+)
+def test_what_is_expected_passes(output: str, expected: str | Expected) -> None:
+    assert difference(output.encode(), expected) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "why"),
+    [
+        (b"a\nc\n", "a\nb", "it differs in line 2"),
+        (b"a\nb\nc", "a\nb", "it differs in line 3"),
+        (b" a", "a", "it differs in line 1"),
+        (b"\xff", "a", "it is not UTF-8"),
+        # letters that look alike, blanks and line ends that only Unicode has, invisible letters, escapes
+        ("\u0430".encode(), "a", "it differs in line 1"),
+        ("a\u00a0".encode(), "a", "it differs in line 1"),
+        ("a\u2028b".encode(), "a\nb", "it differs in line 1"),
+        ("a\u200b".encode(), "a", "it differs in line 1"),
+        (b"b\x1b[2Ka", "a", "it differs in line 1"),
+        ("e\u0301".encode(), "\u00e9", "it differs in line 1"),
+        (b"x\n", Expected(exact="x"), "it differs"),
+        (b"1 2", Expected(numbers=(1.0,)), "it does not have fewer numbers"),
+        (b"1", Expected(numbers=(1.0, 2.0)), "it does not have more numbers"),
+        (b"1e999", Expected(numbers=(1.0,)), "number 1 differs"),
+        (b"1 nan", Expected(numbers=(1.0, 2.0)), "number 2 differs"),
+        (b"inf", Expected(numbers=(1.0,)), "number 1 differs"),
+        (b"1_0", Expected(numbers=(10.0,)), "number 1 differs"),
+        ("\u0661".encode(), Expected(numbers=(1.0,)), "number 1 differs"),
+        (b"1" + b"0" * 5000, Expected(numbers=(1.0,)), "number 1 differs"),
+        (b"1", Expected(json=True), "it differs"),
+        (b"[1, 2]", Expected(json=[1]), "it differs"),
+        (b'{"a": 1, "b": 2}', Expected(json={"a": 1}), "it differs"),
+        (b"NaN", Expected(json=1), "it is no JSON"),
+        (b"[" * 100_000, Expected(json=[1]), "it is no JSON"),
+        (b"xab", Expected(pattern="ab"), "the pattern does not match it"),
+        (
+            b"a" * 70_000,
+            Expected(pattern="a*"),
+            "it is longer than the 64 KiB that a pattern is compared with",
+        ),
+    ],
+)
+def test_what_is_not_expected_fails(output: bytes, expected: str | Expected, why: str) -> None:
+    assert difference(output, expected) == why
+
+
+def test_a_pattern_that_backtracks_is_ended() -> None:
+    found = difference(b"a" * 5000 + b"!", Expected(pattern="(a|a|b?a)+$"))
+    assert found == "the pattern did not match it within 0.1 s"
+
+
+# ── config ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"cases": []}, "cases"),
+        ({"cases": [{}] * 1001, "argv": ["x"]}, "cases"),
+        ({"cases": [{"stdout": "x"}]}, "cases[0].argv"),
+        ({"cases": [{"outputs": {"a": "x"}, "stdin": "x"}]}, "cases[0].argv"),
+        ({"cases": [{"argv": ["x"], "outputs": {"../a": "x"}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "files": {"a/": "x"}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "stdout": {}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "stdout": {"text": "a", "exact": "a"}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "stdout": {"pattern": "("}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "stdout": {"numbers": [1], "tolerance": -1}}]}, "cases[0]"),
+        ({"cases": [{"argv": ["x"], "weight": 0}]}, "cases[0].weight"),
+        ({"cases": [{"argv": ["x"], "timeout": -1}]}, "cases[0].timeout"),
+        ({"cases": [{"argv": ["x"]}], "score": "most"}, "score"),
+        ({"cases": [{"argv": ["x"]}], "total_timeout": 0}, "total_timeout"),
+        ({"cases": [{"argv": ["x"], "expects": "x"}]}, "cases[0]"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_with_its_field(config: dict[str, Json], path: str) -> None:
+    with pytest.raises(Refused) as caught:
+        program_cases.check(config)
+    assert (caught.value.path or "").startswith(f"$.evaluator.config.{path}")
+
+
+# ── verdict ───────────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class SaidClock:
+    """A clock under which each program takes a second and ends as its arguments say: `[exit code, stdout]`."""
+
+    ran: list[TimedProgram] = field(factory=list)
+
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+        await trio.lowlevel.checkpoint()
+        self.ran.append(program)
+        if program.argv == ("late",):
+            return TimedEnd(ended=None, seconds=program.within_s)
+        if program.argv[0] == "sh":
+            return TimedEnd(ended=Ended(exit_code=0, stdout=b"", stderr=b""), seconds=0.0)
+        code, stdout = program.argv
+        return TimedEnd(ended=Ended(exit_code=int(code), stdout=stdout.encode(), stderr=b"note"), seconds=1.0)
+
+    async def beside(self, work: Any, attend: Any) -> Any:
+        raise NotImplementedError
+
+
+class Files:
+    """A runtime that only has files."""
+
+    workdir = "/work"
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = {f"/work/{name}": content for name, content in files.items()}
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        content = self.files.get(path)
+        return None if content is None else content[:limit]
+
+
+async def judged(clock: Clock, *cases: Mapping[str, Json], files: Any = None, **config: Json) -> Verdict:
+    session = finished(files or Files(), {"cases": [dict(case) for case in cases], **config})
+    return await program_cases.evaluate(evolve(session, clock=clock))
+
+
+async def test_all_cases_must_pass_or_their_weights_count() -> None:
+    cases: tuple[dict[str, Json], ...] = (
+        {"argv": ["0", "a"], "stdout": "a", "weight": 3},
+        {"argv": ["1", "b"], "stdout": "b", "name": "second"},
+    )
+    verdict = await judged(SaidClock(), *cases)
+    assert verdict.reward == 0.0
+    assert verdict.metrics == {
+        "cases": 2,
+        "passed": 1,
+        "failed": [
+            {
+                "name": "second",
+                "reason": "it ended with exit code 1",
+                "exit_code": 1,
+                "output_tail": "bnote",
+            }
+        ],
+    }
+    assert (await judged(SaidClock(), *cases, score="fraction")).reward == 0.75
+    assert (await judged(SaidClock(), cases[0])) == Verdict(reward=1.0, metrics={"cases": 1, "passed": 1})
+
+
+async def test_no_expected_value_reaches_a_program_or_the_metrics() -> None:
+    clock = SaidClock()
+    verdict = await judged(
+        clock,
+        {"argv": ["0", "x"], "stdout": "7351", "outputs": {"out": "7351"}, "env": {"A": "b"}, "stdin": "in"},
+        {"argv": ["0", "x"], "stderr": {"pattern": "7351"}},
+        {"outputs": {"out": {"json": 7351}}},
+        files=Files(out=b"1"),
+    )
+    assert verdict.metrics["passed"] == 0
+    assert "7351" not in str(clock.ran)
+    assert "7351" not in str(verdict.metrics)
+
+
+async def test_programs_share_the_time_of_all_cases() -> None:
+    clock = SaidClock()
+    late: Json = {"argv": ["late"], "timeout": 3.0}
+    verdict = await judged(clock, *[late] * 4, total_timeout=7.0)  # type: ignore[arg-type]
+    assert [program.within_s for program in clock.ran] == [3.0, 3.0, 1.0]
+    assert [each["reason"] for each in verdict.metrics["failed"]] == [  # type: ignore[union-attr,call-overload,index]
+        "it ran longer than 3 s",
+        "it ran longer than 3 s",
+        "it ran longer than 1 s",
+        "all cases together took longer than 7 s",
+    ]
+
+
+async def test_output_beyond_the_bound_is_not_compared() -> None:
+    large = b"x" * (program_cases.OUTPUT_BYTES + 1)
+    verdict = await judged(SaidClock(), {"outputs": {"out": "x"}}, files=Files(out=large))
+    assert verdict.metrics["failed"] == [{"name": "case 1", "reason": "out: it is longer than 1 MiB"}]
