@@ -5,6 +5,7 @@ anything but expected errors is a bug, and its traceback is shown.
 """
 
 import os
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -245,7 +246,18 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
-    return read_config(toml=toml, environment=os.environ, flags=flags)
+    config = read_config(toml=toml, environment=os.environ, flags=flags)
+    if file is not None and "token" in tomllib.loads(toml or ""):
+        _warn_if_readable(file)
+    return config
+
+
+def _warn_if_readable(file: Path) -> None:
+    """Warn of a config file whose token other users of the machine may read."""
+    if file.stat().st_mode & 0o077:
+        click.echo(
+            f"warning: {file} has the node's token and other users may read it: chmod 600 {file}", err=True
+        )
 
 
 def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:

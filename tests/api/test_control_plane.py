@@ -1,6 +1,7 @@
 """The trainer's routes over a real socket: tasks, the numbered stream, refusals."""
 
 import json
+import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -651,3 +652,24 @@ async def test_streams_leave_places_for_requests(started: Started) -> None:
         for path in ("/v1/trajectories/stream", "/v1/trajectories/stream?follow=false"):
             assert error_of(await client.get(path))[:2] == (429, "busy")
         assert (await client.get("/v1/status")).status == 200
+
+
+async def test_no_token_is_logged(started: Started, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the right one nor a guess, in whatever comes of a request."""
+    caplog.set_level(logging.DEBUG)
+    async with started() as (plane, client):
+        for authorization in ("Bearer secret", "Bearer guess-4711"):
+            for path in ("/v1/tasks", "/nowhere", "/v1/status", "/v1/tasks?limit=x"):
+                await client.call("GET", path, headers={"Authorization": authorization})
+        plane.service.has_a_bug = True
+        await client.post("/v1/tasks", TASK)
+        await silent_close(plane, b"GET / HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n")
+    for word in ("secret", "guess-4711"):
+        assert word not in caplog.text
+
+
+async def silent_close(plane: Plane, sent: bytes) -> None:
+    async with await trio.open_tcp_stream("127.0.0.1", int(plane.url.rpartition(":")[2])) as stream:
+        await stream.send_all(sent)
+        while await stream.receive_some():
+            pass

@@ -248,3 +248,16 @@ def test_a_config_that_can_not_be_read_is_one_sentence(tmp_path: Path) -> None:
     file.write_bytes(b"\xff")
     with pytest.raises(PolarnodeError, match=r"node.toml cannot be read"):
         options.config_of({"config_file": file})
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o640, True), (0o600, False)])
+def test_a_token_that_others_may_read_is_named(
+    mode: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('token = "sekret"\n')
+    file.chmod(mode)
+    assert options.config_of({"config_file": file}).token == "sekret"
+    shown = capsys.readouterr().err
+    assert ("chmod 600" in shown) is warned
+    assert "sekret" not in shown
