@@ -124,6 +124,22 @@ class ContainerFiles:
             " number"
         )
 
+    def account_obstacle(self) -> str | None:
+        """Why Podman must not start a program now: it reads these files of a container itself, from outside,
+        and a pipe in their place would stop its service for good. None where nothing is wrong.
+        """
+        for path in ("/etc/passwd", "/etc/group"):
+            try:
+                with opened_below(self.root, path, os.O_PATH, links=True) as opened:
+                    found = os.fstat(opened)
+            except OSError:
+                continue  # Podman finds as little
+            if not stat.S_ISREG(found.st_mode) or found.st_size > PASSWD_LIMIT:
+                return (
+                    f"{path} of the container is no plain file of at most {PASSWD_LIMIT >> 20} MiB any more"
+                )
+        return None
+
     def _write_in(self, folder: int, name: str, content: bytes, owner: Account, mode: int) -> None:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -49,7 +49,7 @@ from polarnode.containers.inside import (
 )
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import SealState, seal, unseal
-from polarnode.core.errors import RuntimeFault
+from polarnode.core.errors import EvaluatorError, RuntimeFault
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.bounded import open_bounded_log
@@ -270,6 +270,9 @@ class PodmanRuntime:
         stdin: bytes,
     ) -> ExecOrder:
         self._check_alive()
+        obstacle = self._files.account_obstacle()
+        if obstacle is not None:  # what ran in it did that, and would do it again
+            raise EvaluatorError(f"nothing can be run: {obstacle}")
         home = (await self._account(user)).home
         basic = {"LANG": "C.UTF-8", "HOME": home}  # PATH is the image's own, or the caller's
         return ExecOrder(

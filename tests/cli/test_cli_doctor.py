@@ -251,6 +251,8 @@ def machine(root: Path, **values: int) -> Path:
         path = root / name.replace(".", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{values.get(last, 0 if last == 'nr_hugepages' else 2**62)}\n")
+    (root / "kernel" / "core_pattern").write_text("core\n")
+    (root / "kernel" / "core_pipe_limit").write_text("0\n")
     return root
 
 
@@ -266,6 +268,16 @@ def test_what_all_containers_take_together_is_compared_with_the_kernels_limits(t
     assert all(each.ok for each in (inotify, pids)), "a node starts with them"
     huge, _ = doctor.kernel_limits(config, machine(tmp_path, nr_hugepages=16))
     assert "one session can take them all" in huge.what
+
+
+def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
+    sysctls = machine(tmp_path)
+    (sysctls / "kernel/core_pattern").write_text("|/usr/share/apport/apport -p%p %s\n")
+    dumps, _ = doctor.kernel_limits(NodeConfig(), sysctls)
+    assert "may start /usr/share/apport/apport as root" in dumps.what
+    assert "kernel.core_pipe_limit=16" in dumps.remedy
+    (sysctls / "kernel/core_pipe_limit").write_text("16\n")
+    assert len(list(doctor.kernel_limits(NodeConfig(), sysctls))) == 1
 
 
 def test_the_kernels_limits_are_read_where_they_are() -> None:

@@ -5,6 +5,9 @@ when the disk is nearly full.
 import mmap
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,52 @@ def written_to(folder: Path, ended: list[str], limit_mb: int = 4) -> WatchedCont
         ended.append(folder.name)
 
     return WatchedContainer(id=folder.name, layer=layer_at(folder), limit_mb=limit_mb, end=end)
+
+
+LOCKER = """
+import fcntl, struct, sys
+with open(sys.argv[1], "w") as file:
+    for place in range(int(sys.argv[2])):
+        fcntl.fcntl(file, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * place, 1, 0))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(path: Path, count: int) -> Iterator[int]:
+    """A process that holds so many locks on a file; its id."""
+    argv = [sys.executable, "-c", LOCKER, str(path), str(count)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield holder.pid
+
+
+async def test_who_holds_too_many_locks_is_ended_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts them in no control group; they are searched for only while the machine has many."""
+    monkeypatch.setattr(disk, "MOST_LOCKS", 100)
+    monkeypatch.setattr(disk, "LOCKS_S", 0.01)
+    monkeypatch.setattr(disk, "LOCKS_REST_S", 0.01)
+    monkeypatch.setattr(disk, "SLABS", tmp_path / "slabinfo")
+    ended: list[str] = []
+    watch = DiskWatch(store=tmp_path, reserve=0)
+    greedy, modest = written_to(tmp_path / "greedy", ended), written_to(tmp_path / "modest", ended)
+    with holding(tmp_path / "one", 101) as first, holding(tmp_path / "two", 100) as second:
+        for each, pid in ((greedy, first), (modest, second)):
+            (each.layer.group.folder / "cgroup.procs").write_text(f"{pid}\n")
+            watch.add(each)
+        (tmp_path / "slabinfo").write_text("file_lock_cache 201 294 192 21 1 : tunables 0 0 0\n")
+        async with open_background(watch.run):
+            await trio.sleep(0.2)
+            assert ended == [], "the machine has few"
+            (tmp_path / "slabinfo").write_text("file_lock_cache 300000 300006 192 21 1 : tunables 0 0 0\n")
+            await until(lambda: bool(ended))
+    assert set(ended) == {"greedy"}
+    assert greedy.because == "the session held more than 100 locks on files"
+    assert disk.locks_of_machine(tmp_path / "not there") == 0
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────

@@ -139,3 +139,20 @@ def test_users_are_found_by_name_and_number(files: ContainerFiles, user: str, ex
 def test_an_unknown_user_is_refused_with_those_there_are(files: ContainerFiles) -> None:
     with pytest.raises(RuntimeFault, match="no user ghost: name one of root, agent, bare"):
         files.account("ghost")
+
+
+def test_podman_is_not_let_near_accounts_that_are_no_plain_files(files: ContainerFiles, root: Path) -> None:
+    assert files.account_obstacle() is None, "an image may have no groups"
+    group = root / "etc/group"
+    group.write_text("agent:x:1001:\n")
+    assert files.account_obstacle() is None
+    group.unlink()
+    group.symlink_to("/etc/passwd")
+    assert files.account_obstacle() is None, "as some images have it"
+    os.mkfifo(root / "pipe")
+    group.unlink()
+    group.symlink_to("/pipe")
+    assert "/etc/group of the container is no plain file" in str(files.account_obstacle())
+    group.unlink()
+    os.truncate(root / "etc/passwd", 1 << 40)
+    assert "/etc/passwd of the container is no plain file of at most 1 MiB" in str(files.account_obstacle())

@@ -121,3 +121,49 @@ def _root_gets() -> object:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     return json.loads(ran.stdout)
+
+
+def test_what_is_in_sockets_is_bounded(arena: Arena) -> None:
+    """Four times its memory is sent to sockets of its own that nobody reads; the machine's share of them is
+    for all.
+    """
+    sender = """
+        import socket
+        from inside import turn, tell
+        listener, kept, sent = socket.create_server(("127.0.0.1", 9999)), [], 0
+        for _ in range(400):
+            ends = socket.create_connection(("127.0.0.1", 9999)), listener.accept()[0]
+            kept.extend(ends)
+            for end in ends:
+                end.setblocking(False)
+                try:
+                    while True:
+                        sent += end.send(bytes(65536))
+                except OSError:
+                    pass
+        tell(turn=turn(), sent=sent >> 20, in_use=open("/proc/net/sockstat").read())
+    """
+    trajectory = arena.attack(sender, evaluator={"name": "session_completed"})
+    if trajectory.outcome.exit_code == 137:  # cgroups v2 count sockets with its memory
+        return
+    log = arena.log(trajectory)
+    assert '"sent": ' in log, trajectory.outcome
+    assert int(log.partition('"sent": ')[2].partition(",")[0]) < 192
+
+
+def test_accounts_that_are_pipes_stop_nothing(arena: Arena) -> None:
+    """A task that lets its harness write anywhere, as root: Podman would wait for ever for who writes into
+    them.
+    """
+    piper = """
+        import os
+        from inside import turn, tell
+        tell(turn=turn())
+        for path in ("/etc/passwd", "/etc/group"):
+            os.remove(path)
+            os.mkfifo(path)
+    """
+    trajectory = arena.attack(piper, runtime={"user": "root", "read_only": False})
+    outcome = trajectory.outcome
+    assert (outcome.status, outcome.boundary) == ("error", "evaluator"), outcome
+    assert "no plain file" in str(outcome.reason)
