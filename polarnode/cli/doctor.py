@@ -340,12 +340,12 @@ def kernel_limits(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iter
             what="reserved ones are not bounded by container: one session can take them all",
             remedy="sysctl -w vm.nr_hugepages=0, unless a program of this machine needs them",
         )
-    pattern = (sysctls / "kernel/core_pattern").read_text()
+    pattern = (sysctls / "kernel/core_pattern").read_text().strip()
     if pattern.startswith("|") and int((sysctls / "kernel/core_pipe_limit").read_text()) == 0:
         yield Finding(
             name="core dumps",
             ok=True,
-            what=f"a session's crash may start {pattern[1:].strip().partition(' ')[0]} as root, any number at once",
+            what=f"a session's crash may start {pattern[1:].partition(' ')[0]} as root, any number at once",
             remedy="sysctl -w kernel.core_pipe_limit=16, or kernel.core_pattern=core",
         )
     if enough:

@@ -140,8 +140,6 @@ MOST_SIGNALS = 1024  # pending, and as many timers: two for each of 512 processe
 MOST_QUEUES = 128 << 10  # bytes of POSIX message queues: one of the usual size, of 800 KiB for all
 LEAST_FILES = 1024  # open files of a process that programs are written for
 FILES_SHARE = 2  # one session may open one in so many of the machine's files (fs.file-max)
-# bytes in the sockets of its loopback, sixteen full connections: cgroups v1 do not count them with memory
-MOST_IN_SOCKETS = 64 << 20
 # bytes: 0 would still start a core_pattern that is a program, as root on this machine; 1 does not
 NO_CORE = 1
 TERMINALS: Json = {
@@ -277,7 +275,7 @@ def container_spec(
         "shm_size": SHARED_MEMORY,
         "seccomp_profile_path": str(seccomp),
         **_confinement(findings, shift),
-        "resource_limits": _limits(shape, findings),
+        "resource_limits": _limits(shape),
         "r_limits": _process_limits(shape, findings),
         **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
     }
@@ -316,11 +314,10 @@ def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
     return confined
 
 
-def _limits(shape: Shape, findings: PodmanFindings) -> dict[str, Json]:
+def _limits(shape: Shape) -> dict[str, Json]:
     memory = shape.memory_mb << 20
-    sockets: dict[str, Json] = {} if findings.cgroups == "v2" else {"kernelTCP": MOST_IN_SOCKETS}
     return {
-        "memory": {"limit": memory, "swap": memory, **sockets},  # memory and swap together: no swap
+        "memory": {"limit": memory, "swap": memory},  # memory and swap together: no swap
         "pids": {"limit": shape.pids},
         "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
     }

@@ -49,7 +49,7 @@ from polarnode.containers.inside import (
 )
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import SealState, seal, unseal
-from polarnode.core.errors import EvaluatorError, RuntimeFault
+from polarnode.core.errors import EvaluatorError, RuntimeFault, boundary
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.bounded import open_bounded_log
@@ -387,6 +387,8 @@ class Starter:
             inside = look_inside(initialised.pid)
             try:
                 sources.check_mounted(inside.root)
+                with boundary(RuntimeFault, "a container's sockets could not be bounded"):
+                    control_group_of(inside.pid).limit_sockets()
                 if self.findings.user_namespaces:
                     await limit_user_namespace(inside)
             except BaseException:

@@ -62,3 +62,11 @@ def test_processes_in_groups_below_are_the_containers_too(tmp_path: Path) -> Non
     (tmp_path / "cgroup.procs").write_text("")
     (tmp_path / "container" / "cgroup.procs").write_text("12\n13\n")
     assert ControlGroup(tmp_path).processes() == [12, 13]
+
+
+def test_sockets_are_bounded_where_they_are_not_memory(tmp_path: Path) -> None:
+    ControlGroup(tmp_path).limit_sockets()
+    assert list(tmp_path.iterdir()) == [], "version 2 counts them itself"
+    (tmp_path / "memory.kmem.tcp.limit_in_bytes").write_text("9223372036854771712")
+    ControlGroup(tmp_path).limit_sockets()
+    assert (tmp_path / "memory.kmem.tcp.limit_in_bytes").read_text() == str(64 << 20)

@@ -183,7 +183,7 @@ def test_a_container_is_confined() -> None:
     assert spec["entrypoint"] == [INIT_INSIDE]
     assert spec["labels"] == {"polarnode.node": "x"}
     assert spec["resource_limits"] == {
-        "memory": {"limit": 100 << 20, "swap": 100 << 20, "kernelTCP": 64 << 20},
+        "memory": {"limit": 100 << 20, "swap": 100 << 20},
         "pids": {"limit": 7},
         "cpu": {"quota": 150_000, "period": 100_000},
     }
@@ -296,10 +296,3 @@ def test_what_makes_two_containers_interchangeable() -> None:
     assert plain != shape_of(RuntimeSpec(), "j")
     assert plain != shape_of(RuntimeSpec(disk_mb=100), "i")
     assert plain != shape_of(RuntimeSpec(volumes=(VolumeSpec(source="/srv", target="/data"),)), "i")
-
-
-def test_sockets_count_as_memory_where_control_groups_do_that_themselves() -> None:
-    for cgroups, named in (("v1", True), ("hybrid", True), ("v2", False)):
-        findings = evolve(FOUND, cgroups=cgroups)  # type: ignore[arg-type]
-        spec = container_spec(SHAPE, findings, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP)
-        assert ("kernelTCP" in spec["resource_limits"]["memory"]) == named  # type: ignore[index,call-overload,operator]

@@ -158,12 +158,11 @@ def test_accounts_that_are_pipes_stop_nothing(arena: Arena) -> None:
     piper = """
         import os
         from inside import turn, tell
-        tell(turn=turn())
+        turn()
         for path in ("/etc/passwd", "/etc/group"):
             os.remove(path)
             os.mkfifo(path)
     """
-    trajectory = arena.attack(piper, runtime={"user": "root", "read_only": False})
-    outcome = trajectory.outcome
+    outcome = arena.attack(piper, runtime={"user": "root", "read_only": False}).outcome
     assert (outcome.status, outcome.boundary) == ("error", "evaluator"), outcome
     assert "no plain file" in str(outcome.reason)
