@@ -179,7 +179,7 @@ def _zombie(pid: int) -> bool:
 
 ROOT = Path("/sys/fs/cgroup")
 OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
-# bytes in the sockets of a container's loopback, sixteen full connections, where they are not counted as memory
+# bytes in the sockets of a container, sixteen full connections, where they are not counted as its memory
 MOST_IN_SOCKETS = 64 << 20
 # of memory.oom_control (v1) and memory.events (v2) alike
 KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
